@@ -1,0 +1,26 @@
+"""What every test sees, whether it is a test file, a docstring example or a code block in the docs."""
+
+from pathlib import Path
+
+import jax
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+ROOT = Path(__file__).parent
+
+# Eight simulated devices: enough for three mesh axes of size two. jax must learn of them before it starts.
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+# Most of a test's time is compilation, so every program is kept, however small or quick to compile.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# ```python blocks run, top to bottom, in one namespace per file. Anything else is only shown.
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser(), SkipParser()],
+    patterns=["README.md", "docs/**/*.md"],
+).pytest()
+
+collect_ignore = ["dev.py", "docs/conf.py", "docs/_build"]

@@ -1,0 +1,5 @@
+"""`python -m meshwright`."""
+
+from meshwright.cli import main
+
+main()

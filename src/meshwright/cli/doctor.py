@@ -1,0 +1,162 @@
+"""`meshwright doctor`: what is here, what can be done with it, and how to get what is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json as json_module
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.layout import format_bytes, make_layout
+from meshwright.layout.table import text_table
+from meshwright.mesh import create_mesh
+from meshwright.rules import P
+
+_PACKAGES = ("meshwright", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "rich", "tyro")
+
+
+@dataclass(frozen=True)
+class Ability:
+    """Something that can be done from here, or how to make it possible."""
+
+    what: str
+    ready: bool
+    detail: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What the doctor found; `text` is for people, `asdict` for programs."""
+
+    versions: dict[str, str]
+    platform: str
+    devices: list[dict[str, Any]]
+    abilities: list[Ability]
+    self_check: str
+    healthy: bool
+
+    def text(self) -> str:
+        """Returns the findings as a page of text."""
+        counts: dict[str, int] = {}
+        for device in self.devices:
+            label = f"{device['kind']}{', ' + device['memory'] if device['memory'] else ''}"
+            counts[label] = counts.get(label, 0) + 1
+        shown = ", ".join(f"{count} x {label}" for label, count in counts.items()) or "none"
+        rows = [
+            (ability.what, "yes" if ability.ready else "no", ability.detail, ability.fix) for ability in self.abilities
+        ]
+        return "\n".join(
+            [
+                "versions   " + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
+                f"devices    {shown} ({self.platform})",
+                f"self-check {self.self_check}",
+                "",
+                text_table(("can it", "", "because", "fix"), rows),
+            ]
+        )
+
+
+def doctor(num_cpu_devices: int = 8, json: bool = False) -> int:
+    """Look at this machine: versions, devices, what can be planned and launched from here.
+
+    Args:
+        num_cpu_devices: how many CPU devices to simulate where there is no accelerator.
+        json: print the findings as JSON.
+    """
+    examination = examine(num_cpu_devices)
+    print(json_module.dumps(asdict(examination), indent=1) if json else examination.text())
+    return 0 if examination.healthy else 1
+
+
+def examine(num_cpu_devices: int = 8) -> Examination:
+    """Starts JAX and looks around."""
+    versions = {"python": platform.python_version()} | {name: v for name in _PACKAGES if (v := _version(name))}
+    with contextlib.suppress(RuntimeError):  # JAX may already be running, with the devices it has
+        # Only the CPU backend reads this; an accelerator is still preferred where there is one.
+        jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+    try:
+        devices = [_describe(device) for device in jax.devices()]
+        check, healthy = _self_check(), True
+    except Exception as error:  # whatever breaks here is the finding
+        devices, check, healthy = [], f"FAILED: {type(error).__name__}: {error}", False
+    name = jax.default_backend() if devices else "no backend"
+    return Examination(versions, name, devices, _abilities(name, len(devices)), check, healthy)
+
+
+def _describe(device: Any) -> dict[str, Any]:
+    stats = device.memory_stats() or {} if device.platform != "cpu" else {}
+    limit = stats.get("bytes_limit")
+    return {"id": device.id, "kind": device.device_kind, "memory": format_bytes(limit) if limit else ""}
+
+
+def _self_check() -> str:
+    """Places a small tree on all devices and reads it back; whatever is wrong with the machine shows here."""
+    mesh = create_mesh("fsdp:-1")
+    rows = 4 * mesh.size
+    tree = {
+        "weight": np.arange(rows * 64, dtype=np.float32).reshape(rows, 64),
+        "bias": np.ones(64, np.float32),
+    }
+    layout = make_layout([("weight", P("fsdp")), ("bias", P())], tree, mesh)
+    back = layout.gather(layout.shard(tree))
+    same = all(np.array_equal(back[name], tree[name]) for name in tree)
+    if not same:
+        raise RuntimeError("a tree placed on the devices came back changed")
+    devices = "device" if mesh.size == 1 else "devices"
+    return f"a tree split over {mesh.size} {devices} came back bit for bit"
+
+
+def _abilities(backend: str, num_devices: int) -> list[Ability]:
+    tpu = _version("libtpu")
+    cuda = _version("jax-cuda13-plugin") or _version("jax-cuda12-plugin")
+    ray = _version("ray")
+    accelerated = backend in ("gpu", "tpu")
+    return [
+        Ability(
+            "train on accelerators",
+            accelerated,
+            f"{num_devices} {backend} device(s)" if accelerated else f"only the {backend} backend is here",
+            "" if accelerated else 'with a GPU or TPU in the machine: pip install "meshwright[gpu]" or "[tpu]"',
+        ),
+        Ability("train on simulated devices", backend == "cpu", f"{num_devices} {backend} device(s)"),
+        Ability("plan layouts for any mesh", True, "needs no device"),
+        Ability(
+            "compile for TPUs",
+            bool(tpu),
+            f"libtpu {tpu}" if tpu else "libtpu is not installed",
+            "" if tpu else 'pip install "meshwright[tpu]"',
+        ),
+        Ability(
+            "compile for GPUs",
+            bool(cuda),
+            f"CUDA plugin {cuda}" if cuda else "JAX's CUDA plugin is not installed",
+            "" if cuda else 'pip install "meshwright[gpu]"',
+        ),
+        _command("launch with Slurm", "srun", "install Slurm's client tools, or run on a login node"),
+        _command("launch with MPI", "mpirun", "install Open MPI (Debian: openmpi-bin)"),
+        Ability(
+            "launch with Ray",
+            bool(ray),
+            f"ray {ray}" if ray else "ray is not installed",
+            "" if ray else "pip install ray",
+        ),
+    ]
+
+
+def _command(what: str, program: str, fix: str) -> Ability:
+    found = shutil.which(program) is not None
+    return Ability(what, found, f"{program} is {'' if found else 'not '}on the PATH", "" if found else fix)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,65 @@
+"""`meshwright rules`: the layout of a job's parameters on a mesh, without allocating anything."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from meshwright.cli.output import show
+from meshwright.errors import JobError, MeshwrightWarning
+from meshwright.job import abstract_init, load_job
+from meshwright.layout import explain_layout, make_layout
+from meshwright.mesh import create_abstract_mesh
+
+
+def rules(
+    job: Annotated[str, tyro.conf.Positional],
+    /,
+    mesh: str = "",
+    num_devices: int | None = None,
+    pad: tuple[str, ...] = (),
+    all: bool = False,
+    json: bool = False,
+    picture: str = "",
+    svg: Path | None = None,
+) -> int:
+    """Show how a job's rules place its parameters on a mesh; exits with 1 when they do not fit.
+
+    No device is needed: the mesh may be of any size.
+
+    Args:
+        job: module:attribute, or file.py:attribute.
+        mesh: the mesh, for example "fsdp:64,tp:8"; the job's own when left out.
+        num_devices: how many devices there are, needed only when a size is -1.
+        pad: patterns of leaves whose indivisible dims may be padded.
+        all: give every layer its own row instead of folding equal ones.
+        json: print the layout as JSON.
+        picture: draw the tiles of this leaf.
+        svg: write that picture to this file as SVG.
+    """
+    loaded = load_job(job)
+    mesh = mesh or getattr(loaded, "mesh", None) or ""
+    if not mesh:
+        raise JobError("no mesh was given, and the job names none.", hint='add --mesh "fsdp:8,tp:4".')
+    target = create_abstract_mesh(mesh, num_devices=num_devices)
+    tree = abstract_init(loaded.init)
+    report = explain_layout(loaded.rules, tree, target, pad=pad)
+    if not report.ok:
+        show(str(report))
+        return 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MeshwrightWarning)  # the report below says the same
+        layout = make_layout(loaded.rules, tree, target, pad=pad)
+    if json:
+        print(layout.to_json())
+    elif picture:
+        show(layout.picture(picture))
+        if svg is not None:
+            svg.write_text(layout.picture(picture, svg=True))
+    else:
+        show(f"{layout.table(collapse=False)}\n{layout.summary()}" if all else layout)
+        show(str(report))
+    return 0

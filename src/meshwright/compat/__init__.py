@@ -1,0 +1,47 @@
+"""Drop-in paths for code written for the two older toolkits.
+
+Replace the import prefix (`fjformer.partition_utils` -> `meshwright.compat.fjformer.partition_utils`), or, for code
+that cannot be edited, call `alias("fjformer")` before it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+
+from meshwright.errors import MeshwrightError, did_you_mean
+
+_PACKAGES = ("fjformer",)
+
+
+def alias(package: str) -> None:
+    """Makes our drop-in modules importable under the original package's name.
+
+    Refuses when the original can be imported, since code would then silently get ours instead of it.
+
+    Example:
+        >>> alias("fjformer")
+        >>> from fjformer.partition_utils import match_partition_rules
+        >>> match_partition_rules.__module__
+        'meshwright.rules'
+    """
+    if package not in _PACKAGES:
+        known = ", ".join(_PACKAGES)
+        raise MeshwrightError(
+            f"there are no drop-in modules for {package!r}.",
+            hint=did_you_mean(package, _PACKAGES) or f"known: {known}",
+        )
+    ours = importlib.import_module(f"{__name__}.{package}")
+    if sys.modules.get(package) is ours:
+        return
+    if package in sys.modules or importlib.util.find_spec(package) is not None:
+        raise MeshwrightError(
+            f"the original {package!r} is installed here; aliasing would hide it.",
+            hint=f"uninstall it, or import from meshwright.compat.{package}.",
+        )
+    sys.modules[package] = ours
+    for module in pkgutil.walk_packages(ours.__path__, f"{ours.__name__}."):
+        old_name = module.name.removeprefix(f"{__name__}.")
+        sys.modules[old_name] = importlib.import_module(module.name)

@@ -1,0 +1,38 @@
+"""Drop-in for `fjformer.partition_utils.mesh_utils`: the same names and arguments, without the original's defects.
+
+One thing differs from the functions of the same name in `meshwright`, because code written for the original counts
+on it: without a mesh, `with_sharding_constraint` does nothing, so that a model also runs on one device.
+"""
+
+from __future__ import annotations
+
+from meshwright.mesh import create_mesh, current_mesh, get_jax_mesh, names_in_current_mesh
+from meshwright.metrics import get_metrics
+from meshwright.placement import make_shard_and_gather_fns
+from meshwright.placement import with_sharding_constraint as _strict_with_sharding_constraint
+from meshwright.rng import wrap_function_with_rng
+from meshwright.rules import get_names_from_partition_spec, get_weight_decay_mask, match_partition_rules
+from meshwright.tree import flatten_tree, named_tree_map, tree_apply, tree_path_to_string
+from meshwright.types import PyTree
+
+__all__ = [
+    "create_mesh",
+    "flatten_tree",
+    "get_jax_mesh",
+    "get_metrics",
+    "get_names_from_partition_spec",
+    "get_weight_decay_mask",
+    "make_shard_and_gather_fns",
+    "match_partition_rules",
+    "named_tree_map",
+    "names_in_current_mesh",
+    "tree_apply",
+    "tree_path_to_string",
+    "with_sharding_constraint",
+    "wrap_function_with_rng",
+]
+
+
+def with_sharding_constraint(x: PyTree, partition_specs: PyTree) -> PyTree:
+    """Constrains arrays to the mesh in force; without one, returns them as they are. A misspelt axis is an error."""
+    return x if current_mesh() is None else _strict_with_sharding_constraint(x, partition_specs)

@@ -1,0 +1,77 @@
+"""Dtypes as users write them, and the one policy for casting: floats only, and never by accident."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshwright.errors import PlacementError, did_you_mean
+
+_SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "f32": "float32"}
+_KNOWN_NAMES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int32",
+    "int8",
+    "bool",
+)
+
+
+def as_dtype(spec: Any) -> Any:
+    """Returns the dtype meant by a name, a numpy or jnp dtype, a scalar type, or anything that has a dtype.
+
+    Example:
+        >>> as_dtype("bf16"), as_dtype(jnp.float32), as_dtype(jax.ShapeDtypeStruct((2,), "float8_e5m2"))
+        (dtype(bfloat16), dtype('float32'), dtype(float8_e5m2))
+    """
+    if isinstance(spec, str):
+        spec = _SHORT_NAMES.get(spec, spec)
+    elif not isinstance(spec, (type, np.dtype)) and hasattr(spec, "dtype"):
+        return spec.dtype
+    try:
+        return jnp.dtype(spec)
+    except TypeError:
+        hint = did_you_mean(str(spec), [*_KNOWN_NAMES, *_SHORT_NAMES]) or "use a name such as 'bfloat16'."
+        raise PlacementError(f"{spec!r} is not a dtype.", hint=hint) from None
+
+
+def is_dtype_like(spec: Any) -> bool:
+    """Returns whether this is one dtype rather than a tree of them."""
+    return isinstance(spec, (str, type, np.dtype, jax.ShapeDtypeStruct))
+
+
+def is_float(dtype: Any) -> bool:
+    """Returns whether values of this dtype may be cast by a precision setting: real and complex floats."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def cast_target(dtype: Any, wanted: Any | None) -> Any:
+    """Returns the dtype a value of `dtype` ends up in when `wanted` is asked for a whole tree.
+
+    Integers, booleans and random keys are never cast. A float asked to become an integer is an error, since that
+    loses what it holds.
+    """
+    if wanted is None or not is_float(dtype):
+        return dtype
+    if not is_float(wanted):
+        raise PlacementError(
+            f"a {dtype} array cannot be cast to {wanted}: it would lose its fractions.",
+            hint="give a float dtype, or None to keep it.",
+        )
+    return wanted
+
+
+def dtype_bits(dtype: Any) -> int:
+    """Returns the bits per element; 4-bit types count as 4, a random key as its whole key."""
+    name = getattr(dtype, "name", str(dtype))
+    for narrow, bits in (("int4", 4), ("int2", 2), ("int1", 1), ("float4_e2m1fn", 4)):
+        if name in (narrow, f"u{narrow}"):
+            return bits
+    return int(dtype.itemsize) * 8

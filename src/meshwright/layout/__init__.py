@@ -1,0 +1,17 @@
+"""Mesh + specs, checked: the layout of a tree, its report, its pictures and its written form."""
+
+from meshwright.layout.diff import LayoutDiff, LeafChange
+from meshwright.layout.layout import Layout, make_layout
+from meshwright.layout.leaf import LeafLayout, format_bytes
+from meshwright.layout.report import LayoutReport, explain_layout
+
+__all__ = [
+    "Layout",
+    "LayoutDiff",
+    "LayoutReport",
+    "LeafChange",
+    "LeafLayout",
+    "explain_layout",
+    "format_bytes",
+    "make_layout",
+]

@@ -1,0 +1,321 @@
+"""The layout of a tree on a mesh: one spec per leaf, checked, with the reason for each, and what to do with it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import LayoutError, MeshwrightWarning, PlacementError, did_you_mean
+from meshwright.layout.diff import LayoutDiff, diff_leaves
+from meshwright.layout.leaf import LeafLayout, count_leaves, format_bytes, make_leaf
+from meshwright.layout.picture import tile_svg, tile_text
+from meshwright.layout.report import LayoutReport, PadPolicy, explain_layout
+from meshwright.layout.table import HEADINGS, leaf_rows, rich_table, text_table
+from meshwright.mesh import AnyMesh, describe_mesh
+from meshwright.placement import gather_leaves, other_mesh_error, shard_leaves
+from meshwright.specs import spec_from_json, spec_to_json
+from meshwright.tree import named_leaves
+from meshwright.types import PyTree
+
+JSON_VERSION = 1
+
+
+def make_layout(
+    rules: Any, abstract_tree: PyTree, mesh: AnyMesh, *, pad: PadPolicy = False, params: PyTree | None = None
+) -> Layout:
+    """Decides how every leaf of a tree is split over a mesh, or raises with every problem at once.
+
+    Nothing is allocated and no device is touched: `abstract_tree` may hold arrays or `jax.ShapeDtypeStruct`, `mesh` may
+    be a `jax.sharding.AbstractMesh`.
+
+    Args:
+        rules: `(regex, PartitionSpec)` pairs or `Rules`; the first that is found in a leaf's path wins.
+        abstract_tree: parameters, an optimizer state, or a whole train state.
+        pad: which leaves may be stored with dims rounded up where their size does not divide: none (the default), all
+            (True), or those that a pattern, or one of several, matches. Padding is zeros, and `gather` removes it.
+        params: the parameters, when `abstract_tree` is an optimizer state alone.
+
+    Example:
+        >>> import meshwright as mw
+        >>> mesh = mw.create_abstract_mesh("fsdp:4,tp:2")
+        >>> params = {"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}
+        >>> print(mw.make_layout([("kernel", P("fsdp", "tp"))], params, mesh))
+        leaf       shape   dtype    rule        spec             bytes/device
+        ---------  ------  -------  ----------  ---------------  ------------
+        up/kernel  64x256  float32  0 `kernel`  P('fsdp', 'tp')       8.0 KiB
+        1 leaf on fsdp=4 x tp=2: 64.0 KiB in all, 8.0 KiB per device
+    """
+    report = explain_layout(rules, abstract_tree, mesh, pad=pad, params=params)
+    error = report.error()
+    if error is not None:
+        raise error
+    concerns = report.concerns()
+    if concerns:
+        warnings.warn("layout:\n  " + "\n  ".join(concerns), MeshwrightWarning, stacklevel=2)
+    return Layout(mesh, report.leaves, jax.tree.structure(abstract_tree), report)
+
+
+class Layout:
+    """Mesh and specs of a tree, leaf by leaf; made by `make_layout`."""
+
+    def __init__(
+        self, mesh: AnyMesh, leaves: Sequence[LeafLayout], structure: Any, report: LayoutReport | None
+    ) -> None:
+        self.mesh = mesh
+        self.leaves = tuple(leaves)
+        self.structure = structure
+        self._report = report
+        self._by_name = {leaf.name: leaf for leaf in self.leaves}
+
+    # --- What it says ---
+
+    @cached_property
+    def specs(self) -> PyTree:
+        """The tree with a `PartitionSpec` for each leaf."""
+        return self.structure.unflatten([leaf.spec for leaf in self.leaves])
+
+    @cached_property
+    def shardings(self) -> PyTree:
+        """The tree with a `NamedSharding` for each leaf: what `jit` takes as `in_shardings` and `out_shardings`."""
+        return self.structure.unflatten(self._leaf_shardings)
+
+    @cached_property
+    def _leaf_shardings(self) -> list[NamedSharding]:
+        made: dict[P, NamedSharding] = {}
+        return [made.setdefault(leaf.spec, NamedSharding(self.mesh, leaf.spec)) for leaf in self.leaves]
+
+    @cached_property
+    def abstract(self) -> PyTree:
+        """The tree with a `jax.ShapeDtypeStruct` for each leaf, as stored: padded shape, dtype and sharding."""
+        structs = [
+            jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(self.leaves, self._leaf_shardings, strict=True)
+        ]
+        return self.structure.unflatten(structs)
+
+    @cached_property
+    def bytes_total(self) -> int:
+        """Bytes of one whole copy of the tree."""
+        return sum(leaf.bytes_total for leaf in self.leaves)
+
+    @cached_property
+    def bytes_per_device(self) -> int:
+        """Bytes that each device holds."""
+        return sum(leaf.bytes_per_device for leaf in self.leaves)
+
+    def __getitem__(self, name: str) -> LeafLayout:
+        """Returns the leaf with this `/`-joined path."""
+        if name not in self._by_name:
+            hint = did_you_mean(name, self._by_name) or f"the first leaf is {next(iter(self._by_name), None)!r}."
+            raise LayoutError(f"the layout has no leaf {name!r}.", hint=hint)
+        return self._by_name[name]
+
+    def report(self) -> LayoutReport:
+        """Returns what the rules did: hits, dead and shadowed rules, large replicated leaves, padding."""
+        if self._report is None:
+            raise LayoutError(
+                "this layout was read from JSON, which keeps decisions but not the rules behind them.",
+                hint="make_layout(rules, tree, mesh).report()",
+            )
+        return self._report
+
+    def summary(self) -> str:
+        """Returns the totals in one line."""
+        return (
+            f"{count_leaves(len(self.leaves))} on {describe_mesh(self.mesh)}: {format_bytes(self.bytes_total)} in all, "
+            f"{format_bytes(self.bytes_per_device)} per device"
+        )
+
+    def table(self, *, collapse: bool = True) -> str:
+        """Returns the table of leaves as text; `collapse=False` gives every layer its own row."""
+        return text_table(HEADINGS, leaf_rows(self.leaves, collapse=collapse))
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n{self.summary()}"
+
+    def __repr__(self) -> str:
+        return f"<Layout {self.summary()}>"
+
+    def __rich__(self) -> Any:
+        return rich_table(HEADINGS, leaf_rows(self.leaves), title="layout", caption=self.summary())
+
+    def picture(self, name: str, *, svg: bool = False) -> str:
+        """Returns a picture of one leaf's tiles and the devices that hold them, as text or as SVG."""
+        return (tile_svg if svg else tile_text)(self[name], self.mesh)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return _mesh_json(self.mesh) == _mesh_json(other.mesh) and self.leaves == other.leaves
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def diff(self, other: Layout) -> LayoutDiff:
+        """Returns what changes from this layout to another: leaves, shapes, dtypes, specs, bytes and mesh."""
+        return diff_leaves(self.leaves, self.mesh, other.leaves, other.mesh)
+
+    # --- What it does ---
+
+    def shard(self, tree: PyTree, *, donate: bool = False, reshard: bool = False) -> PyTree:
+        """Places a tree on the mesh.
+
+        Args:
+            donate: lets arrays that are already on the mesh be overwritten.
+            reshard: accepts arrays that live on another mesh; without it they are an error.
+        """
+        self._require_devices("shard")
+        values = self._values(tree, stored=False)
+        for leaf, value in zip(self.leaves, values, strict=True):
+            sharding = getattr(value, "sharding", None)
+            if not reshard and isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
+                self._require_own_mesh(leaf, sharding)
+        padded = [_pad(value, leaf) for leaf, value in zip(self.leaves, values, strict=True)]
+        return self.structure.unflatten(shard_leaves(padded, self._leaf_shardings, donate=donate))
+
+    def gather(self, tree: PyTree, *, donate: bool = False) -> PyTree:
+        """Returns the tree whole, on the host, without padding; `donate` frees each array once it is read."""
+        self._require_devices("gather")
+        values = self._values(tree, stored=True)
+        for leaf, value in zip(self.leaves, values, strict=True):
+            sharding = getattr(value, "sharding", None)
+            if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
+                self._require_own_mesh(leaf, sharding)
+        whole = gather_leaves(values, donate=donate)
+        return self.structure.unflatten([_unpad(value, leaf) for leaf, value in zip(self.leaves, whole, strict=True)])
+
+    def _require_devices(self, what: str) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise PlacementError(
+                f"cannot {what}: this layout is for {describe_mesh(self.mesh)}, a machine that is not here.",
+                hint="make_layout(rules, tree, create_mesh(...)) with real devices.",
+            )
+
+    def _require_own_mesh(self, leaf: LeafLayout, sharding: NamedSharding) -> None:
+        if sharding.mesh.shape != self.mesh.shape or sharding.device_set != self._leaf_shardings[0].device_set:
+            raise other_mesh_error(f"`{leaf.name}`", sharding.mesh, self.mesh)
+
+    def _values(self, tree: PyTree, *, stored: bool) -> list[Any]:
+        values, structure = jax.tree.flatten(tree)
+        if structure != self.structure:
+            raise _structure_error(self, tree)
+        for leaf, value in zip(self.leaves, values, strict=True):
+            shape, expected = np.shape(value), leaf.stored_shape if stored else leaf.shape
+            dtype = value.dtype if hasattr(value, "dtype") else leaf.dtype
+            if shape != expected or dtype != leaf.dtype:
+                raise PlacementError(
+                    f"`{leaf.name}` is {dtype}{list(shape)}; the layout was made for {leaf.dtype}{list(expected)}.",
+                    hint="make the layout from this tree, or cast it first.",
+                )
+        return values
+
+    # --- How it is written down ---
+
+    def to_json(self) -> str:
+        """Returns the mesh and every leaf's decision as JSON."""
+        leaves = [
+            {
+                "name": leaf.name,
+                "shape": list(leaf.shape),
+                "stored_shape": list(leaf.stored_shape),
+                "dtype": str(leaf.dtype),
+                "spec": spec_to_json(leaf.spec),
+                "rule": leaf.rule,
+                "pattern": leaf.pattern,
+                "reason": leaf.reason,
+            }
+            for leaf in self.leaves
+        ]
+        return json.dumps({"version": JSON_VERSION, "mesh": _mesh_json(self.mesh), "leaves": leaves}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, *, like: PyTree | None = None, mesh: AnyMesh | None = None) -> Layout:
+        """Reads a layout; an equal one to that which was written.
+
+        Args:
+            like: a tree of the same structure; without it, the trees of this layout are flat dicts by leaf name.
+            mesh: the mesh to use, which must have the recorded axes; without it, an abstract one.
+        """
+        try:
+            data = json.loads(text)
+            version = data["version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise LayoutError(f"this is not a layout's JSON: {error!r}.") from None
+        if version != JSON_VERSION:
+            raise LayoutError(f"layout JSON of version {version}; this release reads version {JSON_VERSION}.")
+        recorded = _mesh_from_json(data["mesh"])
+        if mesh is not None and dict(mesh.shape) != dict(recorded.shape):
+            raise LayoutError(
+                f"the layout was made for {describe_mesh(recorded)}; the mesh given is {describe_mesh(mesh)}.",
+                hint="make_layout(rules, tree, mesh) anew, and compare with diff().",
+            )
+        leaves = [
+            make_leaf(
+                item["name"],
+                tuple(item["shape"]),
+                _dtype_from_name(item["dtype"]),
+                spec_from_json(item["spec"]),
+                dict(recorded.shape),
+                rule=item["rule"],
+                pattern=item["pattern"],
+                reason=item["reason"],
+                stored_shape=tuple(item["stored_shape"]),
+            )
+            for item in data["leaves"]
+        ]
+        if like is None:
+            # A dict flattens in sorted order, so keep the leaves and the structure in step.
+            leaves.sort(key=lambda leaf: leaf.name)
+            structure = jax.tree.structure({leaf.name: 0 for leaf in leaves})
+            return cls(mesh or recorded, leaves, structure, None)
+        layout = cls(mesh or recorded, leaves, jax.tree.structure(like), None)
+        if [leaf.name for leaf in named_leaves(like)] != [leaf.name for leaf in leaves]:
+            raise _structure_error(layout, like)
+        return layout
+
+
+def _structure_error(layout: Layout, tree: PyTree) -> LayoutError:
+    given = [leaf.name for leaf in named_leaves(tree)]
+    known = [leaf.name for leaf in layout.leaves]
+    missing = [name for name in known if name not in set(given)]
+    extra = [name for name in given if name not in set(known)]
+    parts = [f"missing: {', '.join(missing[:5])}"] * bool(missing) + [f"extra: {', '.join(extra[:5])}"] * bool(extra)
+    detail = "; ".join(parts) or "same leaf names, other containers"
+    return LayoutError(f"the tree differs from the one this layout was made for ({detail}).")
+
+
+def _pad(value: Any, leaf: LeafLayout) -> Any:
+    if not leaf.is_padded:
+        return value
+    widths = [(0, stored - size) for size, stored in zip(leaf.shape, leaf.stored_shape, strict=True)]
+    return (jnp if isinstance(value, jax.Array) else np).pad(value, widths)
+
+
+def _unpad(value: Any, leaf: LeafLayout) -> Any:
+    return value[tuple(slice(size) for size in leaf.shape)] if leaf.is_padded else value
+
+
+def _mesh_json(mesh: AnyMesh) -> list[list[Any]]:
+    types = (kind.name for kind in mesh.axis_types)
+    return [[name, size, kind] for (name, size), kind in zip(mesh.shape.items(), types, strict=True)]
+
+
+def _mesh_from_json(axes: Sequence[Sequence[Any]]) -> AbstractMesh:
+    names, sizes, kinds = zip(*axes, strict=True)
+    return AbstractMesh(sizes, names, axis_types=tuple(AxisType[kind] for kind in kinds))
+
+
+def _dtype_from_name(name: str) -> Any:
+    if name.startswith("key<"):
+        impls = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+        impl = impls.get(name[4:-1], name[4:-1])
+        return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+    return jnp.dtype(name)

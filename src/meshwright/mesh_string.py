@@ -1,0 +1,197 @@
+"""What a mesh should be, before there are devices: `"dp:2@dcn,fsdp:-1,tp:2"` parsed, checked and filled in.
+
+Grammar: `[!]AXIS[,AXIS...]`, where AXIS is `name:size`, or a bare `size` for the next of the given names.
+`size` is a positive number, or -1 (once) for "whatever is left". `@dcn` after a size says that the axis crosses
+the slow network between slices or hosts; `@dcn=2` says that 2 of its ways do and the rest stay inside. A leading
+`!` keeps devices in plain order instead of the order that suits the machine's links.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.errors import MeshError, did_you_mean
+
+_AXIS = re.compile(
+    r"(?:(?P<name>[A-Za-z_]\w*)\s*:)?\s*(?P<size>[+-]?\d+)\s*(?:@\s*dcn(?:\s*=\s*(?P<dcn>\d+))?(?P<at>))?"
+)
+_EXAMPLE = 'write axes as name:size, for example "dp:2,fsdp:-1,tp:2" or "dp:2@dcn,fsdp:4"'
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One mesh axis; `dcn` of its `size` ways cross the slow network (None: all of them)."""
+
+    name: str
+    size: int
+    dcn: int | None = 1
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """Axes in order, checked; `resolve` replaces a -1 once the number of devices is known."""
+
+    axes: tuple[MeshAxis, ...]
+    plain_order: bool = False
+
+    def __post_init__(self) -> None:
+        _check_axes(self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def dcn_sizes(self) -> tuple[int, ...]:
+        return tuple(axis.size if axis.dcn is None else axis.dcn for axis in self.axes)
+
+    @property
+    def ici_sizes(self) -> tuple[int, ...]:
+        return tuple(size // dcn for size, dcn in zip(self.sizes, self.dcn_sizes, strict=True))
+
+    @property
+    def is_hybrid(self) -> bool:
+        return any(axis.dcn != 1 for axis in self.axes)
+
+    def __str__(self) -> str:
+        text = ",".join(f"{axis.name}:{axis.size}{_dcn_suffix(axis)}" for axis in self.axes)
+        return f"!{text}" if self.plain_order else text
+
+    def resolve(self, num_devices: int) -> MeshSpec:
+        """Returns the same mesh with every size known and their product equal to `num_devices`."""
+        fixed = math.prod(size for size in self.sizes if size != -1)
+        shown = " x ".join(f"{axis.name}={axis.size}" for axis in self.axes if axis.size != -1)
+        free = next((axis for axis in self.axes if axis.size == -1), None)
+        if free is not None:
+            if num_devices % fixed:
+                raise MeshError(
+                    f"{free.name}=-1 cannot be filled in: {shown} = {fixed} does not divide {num_devices} devices.",
+                    hint=f"choose sizes whose product divides {num_devices}.",
+                )
+            axes = tuple(replace(a, size=num_devices // fixed) if a is free else a for a in self.axes)
+            return MeshSpec(axes, self.plain_order)._checked_dcn()
+        if fixed != num_devices:
+            relation = "of" if fixed < num_devices else "but there are only"
+            raise MeshError(
+                f"{shown} = {fixed} {relation} {num_devices} devices.",
+                hint=self._nearest_fix(fixed, num_devices),
+            )
+        return self._checked_dcn()
+
+    def _nearest_fix(self, product: int, num_devices: int) -> str:
+        subset = f"devices=jax.devices()[:{product}]" if product < num_devices else None
+        for axis in self.axes:
+            others = product // axis.size
+            if num_devices % others == 0:
+                return ", or ".join(filter(None, [f"{axis.name}={num_devices // others}", subset]))
+        return subset or f"choose sizes whose product is {num_devices}"
+
+    def _checked_dcn(self) -> MeshSpec:
+        for axis, dcn in zip(self.axes, self.dcn_sizes, strict=True):
+            if axis.size % dcn:
+                raise MeshError(
+                    f"axis {axis.name!r} has size {axis.size}, of which {dcn} ways cannot cross the network evenly.",
+                    hint=f"use a size that is a multiple of {dcn}, or another `@dcn=` part.",
+                )
+        return self
+
+
+def parse_mesh(text: str, names: Sequence[str] | None = None) -> MeshSpec:
+    """Parses a mesh string. Named axes keep the order they are written in, unless `names` fixes it.
+
+    Example:
+        >>> parse_mesh("dp:2@dcn,fsdp:-1,tp:2").resolve(16)
+        MeshSpec(axes=(MeshAxis(name='dp', size=2, dcn=None), MeshAxis(name='fsdp', size=4, dcn=1), \
+MeshAxis(name='tp', size=2, dcn=1)), plain_order=False)
+        >>> str(parse_mesh("4,-1", names=("data", "model")).resolve(8))
+        'data:4,model:2'
+    """
+    body = text.strip()
+    plain_order = body.startswith("!")
+    parts = [part.strip() for part in body.removeprefix("!").split(",")]
+    matches = [_AXIS.fullmatch(part) for part in parts]
+    for part, match in zip(parts, matches, strict=True):
+        if match is None:
+            raise MeshError(f"mesh {text!r}: cannot read {part!r}.", hint=_EXAMPLE)
+    read = [(m["name"], int(m["size"]), _read_dcn(m)) for m in matches if m is not None]
+    named = [name is not None for name, _, _ in read]
+    if any(named) and not all(named):
+        raise MeshError(f"mesh {text!r} mixes named and bare sizes.", hint="name all axes, or none of them.")
+    if not any(named):
+        if names is None:
+            raise MeshError(f"mesh {text!r} gives sizes without axis names.", hint=_EXAMPLE)
+        check_counts(len(read), names)
+        axes = [MeshAxis(name, size, dcn) for name, (_, size, dcn) in zip(names, read, strict=True)]
+        return MeshSpec(tuple(axes), plain_order)
+    axes = [MeshAxis(str(name), size, dcn) for name, size, dcn in read]
+    if names is not None:
+        axes = _in_order_of(names, axes, text)
+    return MeshSpec(tuple(axes), plain_order)
+
+
+def check_counts(num_sizes: int, names: Sequence[str]) -> None:
+    """Raises when sizes and names cannot be paired one to one."""
+    if num_sizes != len(names):
+        raise MeshError(
+            f"{num_sizes} axis sizes for {len(names)} axis names ({', '.join(names)}).",
+            hint="give one size per name; size 1 costs nothing.",
+        )
+
+
+def _read_dcn(match: re.Match[str]) -> int | None:
+    if match["at"] is None:
+        return 1
+    return int(match["dcn"]) if match["dcn"] else None
+
+
+def _in_order_of(names: Sequence[str], axes: list[MeshAxis], text: str) -> list[MeshAxis]:
+    given = {axis.name: axis for axis in axes}
+    for axis in axes:
+        if axis.name not in names:
+            raise MeshError(
+                f"mesh {text!r} names axis {axis.name!r}; expected the axes: {', '.join(names)}.",
+                hint=did_you_mean(axis.name, names) or f"use one of: {', '.join(names)}",
+            )
+    _check_axes(axes)
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise MeshError(
+            f"mesh {text!r} says nothing of axis {missing[0]!r}; it must cover: {', '.join(names)}.",
+            hint=",".join([text, *(f"{name}:1" for name in missing)]),
+        )
+    return [given[name] for name in names]
+
+
+def _check_axes(axes: Sequence[MeshAxis]) -> None:
+    if not axes:
+        raise MeshError("a mesh needs at least one axis.", hint=_EXAMPLE)
+    names = [axis.name for axis in axes]
+    for axis in axes:
+        if names.count(axis.name) > 1:
+            raise MeshError(f"axis {axis.name!r} appears more than once.", hint="axis names must differ.")
+        if axis.size == 0 or axis.size < -1:
+            raise MeshError(
+                f"axis {axis.name!r} has size {axis.size}.",
+                hint="sizes are 1 or more, or -1 for what is left.",
+            )
+        if axis.dcn is not None and axis.dcn < 1:
+            raise MeshError(f"axis {axis.name!r} has `@dcn={axis.dcn}`.", hint="use 1 or more.")
+    free = [axis.name for axis in axes if axis.size == -1]
+    if len(free) > 1:
+        raise MeshError(
+            f"axes {' and '.join(map(repr, free))} are all -1; only one size can be filled in.",
+            hint="give every axis but one a size.",
+        )
+
+
+def _dcn_suffix(axis: MeshAxis) -> str:
+    if axis.dcn == 1:
+        return ""
+    return "@dcn" if axis.dcn is None else f"@dcn={axis.dcn}"

@@ -1,0 +1,107 @@
+"""Random keys that stay different where they must: per call, per mesh axis, per place on it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshwright.errors import RngError
+from meshwright.mesh import current_mesh, require_axes
+from meshwright.types import PRNGKeyArray
+
+R = TypeVar("R")
+
+
+def fold_rng_over_axis(rng: PRNGKeyArray, axis_name: str | Sequence[str]) -> PRNGKeyArray:
+    """Returns a key that differs on every device along a mesh axis, for use inside `shard_map`.
+
+    The axis name is folded in as well as the index, so place 1 on `dp` and place 1 on `tp` get different keys. Several
+    axes are folded one after the other. An axis of size 1 that was dropped from the manual axes counts as place 0.
+
+    Example:
+        >>> import meshwright as mw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> draw = lambda key: jax.random.bits(fold_rng_over_axis(key, "tp"), (1,))
+        >>> bits = jax.shard_map(draw, mesh=mw.create_mesh("tp:8"), in_specs=P(), out_specs=P("tp"))(jax.random.key(0))
+        >>> len(set(bits.tolist()))
+        8
+    """
+    for name in (axis_name,) if isinstance(axis_name, str) else axis_name:
+        rng = jax.random.fold_in(jax.random.fold_in(rng, zlib.crc32(name.encode())), _place_on(name))
+    return rng
+
+
+def _place_on(axis: str) -> Any:
+    mesh = current_mesh()
+    if mesh is None:
+        raise RngError(
+            f"fold_rng_over_axis({axis!r}) was called outside of shard_map, where no device has a place on an axis.",
+            hint="call it inside the function given to jax.shard_map.",
+        )
+    require_axes(mesh, (axis,), where="fold_rng_over_axis")
+    if axis in mesh.manual_axes:
+        return jax.lax.axis_index(axis)
+    if mesh.shape[axis] == 1:
+        return 0
+    raise RngError(
+        f"axis {axis!r} is not manual here, so this program has no place on it.",
+        hint=f"add {axis!r} to axis_names of the enclosing jax.shard_map.",
+    )
+
+
+def wrap_function_with_rng(rng: PRNGKeyArray) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Decorates `f(key, ...)` so that each call gets the next key by itself: call n gets `fold_in(rng, n)`.
+
+    Calls inside `jax.jit` count when the program runs, not when it is traced: each run draws new keys, in the same
+    order as eager calls would, and nothing of the trace leaks out. The count lives on the host and is fetched by an
+    ordered callback, so in a hot loop, or on many processes, pass keys explicitly instead. Inside `shard_map`, and in a
+    run of several processes, a traced call is an error: devices would draw in no fixed order.
+
+    Example:
+        >>> @wrap_function_with_rng(jax.random.key(0))
+        ... def noise(key, scale):
+        ...     return scale * jax.random.normal(key)
+        >>> bool(noise(1.0) != noise(1.0))
+        True
+        >>> draw = jax.jit(noise)
+        >>> bool(draw(1.0) != draw(1.0))
+        True
+    """
+    if not (hasattr(rng, "dtype") and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)):
+        rng = jnp.asarray(rng)
+    counter = itertools.count()
+
+    def next_key() -> PRNGKeyArray:
+        if isinstance(rng, jax.core.Tracer) or not isinstance(jax.random.fold_in(rng, 0), jax.core.Tracer):
+            return jax.random.fold_in(rng, next(counter))
+        return jax.random.fold_in(rng, _count_at_run_time(counter))
+
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> R:
+            return function(next_key(), *args, **kwargs)
+
+        return wrapped
+
+    return decorate
+
+
+def _count_at_run_time(counter: itertools.count[int]) -> jax.Array:
+    mesh = current_mesh()
+    if (mesh is not None and mesh.manual_axes) or jax.process_count() > 1:
+        raise RngError(
+            "a function wrapped by wrap_function_with_rng was traced inside shard_map, or in a run of several "
+            "processes, where devices would draw their keys in no fixed order.",
+            hint="pass the key as an argument, and use fold_rng_over_axis for one key per device.",
+        )
+    from jax.experimental import io_callback
+
+    count = io_callback(lambda: np.uint32(next(counter)), jax.ShapeDtypeStruct((), jnp.uint32), ordered=True)
+    return jnp.asarray(count)

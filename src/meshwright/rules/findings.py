@@ -1,0 +1,126 @@
+"""What is worth telling about a match: rules that did nothing, leaves nobody wanted, letters matched by accident."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import MeshwrightWarning
+from meshwright.mesh import AnyMesh
+from meshwright.rules.matching import RuleMatches
+from meshwright.rules.patterns import Pattern
+from meshwright.rules.roles import Subject
+from meshwright.rules.rule_set import Rule
+from meshwright.specs import format_spec
+
+
+@dataclass(frozen=True)
+class IdleRule:
+    """A rule that decided no leaf: shadowed by rule `by` on `leaf`, or dead, with the closest path if any."""
+
+    index: int
+    rule: Rule
+    by: int | None
+    leaf: str | None
+
+    def __str__(self) -> str:
+        if self.by is not None:
+            return f"rule {self.index} `{self.rule.pattern.text}` is shadowed: rule {self.by} took `{self.leaf}` first"
+        closest = f"; the closest path is `{self.leaf}`" if self.leaf else ""
+        return f"rule {self.index} `{self.rule.pattern.text}` matches no leaf{closest}"
+
+
+def idle_rules(matches: RuleMatches) -> list[IdleRule]:
+    """Returns the rules that decided nothing, apart from catch-alls, which are there for just that."""
+    idle = []
+    for index, rule in enumerate(matches.rules.entries):
+        if matches.hits[index] or rule.pattern.matches(""):
+            continue
+        for leaf in matches.leaves:
+            if leaf.rule is not None and any(rule.pattern.matches(name) for name in leaf.subject.names):
+                idle.append(IdleRule(index, rule, leaf.rule, leaf.subject.name))
+                break
+        else:
+            idle.append(IdleRule(index, rule, None, _closest_path(rule.pattern, matches)))
+    return idle
+
+
+def inside_word_hits(matches: RuleMatches) -> list[str]:
+    """Returns warnings for one- and two-letter rules that matched within a longer word (`k` in `block/bias`)."""
+    found: dict[int, str] = {}
+    for leaf in matches.leaves:
+        if leaf.rule is None or leaf.rule in found:
+            continue
+        pattern, name = matches.rules.entries[leaf.rule].pattern, leaf.subject.names[-1]
+        if len(pattern.text) > 3:
+            continue
+        part = pattern.matched_part(name)
+        if part is None or not 1 <= part[1] - part[0] <= 2:
+            continue
+        before, after = name[part[0] - 1 : part[0]], name[part[1] : part[1] + 1]
+        if name[part[0]].isalpha() and (before.isalpha() or after.isalpha()):
+            found[leaf.rule] = (
+                f"rule {leaf.rule} `{pattern.text}` took `{name}` by a letter inside a word; "
+                rf"write `(^|/){pattern.text}(/|$)` to match a whole name"
+            )
+    return [found[index] for index in sorted(found)]
+
+
+def warn_of_idle_rules(matches: RuleMatches) -> None:
+    """Warns once of every rule that did nothing or probably did something else than meant."""
+    lines = [str(rule) for rule in idle_rules(matches)] + inside_word_hits(matches)
+    if lines:
+        warnings.warn("partition rules:\n  " + "\n  ".join(lines), MeshwrightWarning, stacklevel=3)
+
+
+def generalise(name: str) -> str:
+    """Returns a pattern for a leaf and its siblings in other layers: numbers become `\\d+`."""
+    return re.sub(r"\d+", r"\\d+", re.escape(name).replace(r"\-", "-"))
+
+
+def unmatched_message(unmatched: Sequence[Subject]) -> str:
+    """Returns the text that lists all leaves no rule matches, siblings of other layers folded together."""
+    groups: dict[str, list[Subject]] = {}
+    for subject in unmatched:
+        groups.setdefault(generalise(subject.names[-1]), []).append(subject)
+    lines = []
+    for members in groups.values():
+        more = f" and {len(members) - 1} like it" if len(members) > 1 else ""
+        lines.append(f"  `{members[0].name}` {members[0].shape}{more}")
+    return f"no rule matches {len(unmatched)} of the leaves:\n" + "\n".join(lines)
+
+
+def suggested_rules(unmatched: Sequence[Subject], mesh: AnyMesh | None) -> str:
+    """Returns rules that could be pasted to cover the unmatched leaves."""
+    suggestions: dict[str, str] = {}
+    for subject in unmatched:
+        pattern = f"{generalise(subject.names[-1])}$"
+        suggestions.setdefault(pattern, f'(r"{pattern}", {format_spec(_suggested_spec(subject.shape, mesh))})')
+    return "add " + ", ".join(suggestions.values())
+
+
+def _suggested_spec(shape: tuple[int, ...], mesh: AnyMesh | None) -> P:
+    entries: list[str | None] = [None] * len(shape)
+    if mesh is not None and len(shape) > 1:
+        axis, ways = max(mesh.shape.items(), key=lambda item: item[1])
+        fitting = [dim for dim, size in enumerate(shape) if size % ways == 0]
+        if ways > 1 and fitting:
+            entries[max(fitting, key=lambda dim: shape[dim])] = axis
+    return P(*entries)
+
+
+def _closest_path(pattern: Pattern, matches: RuleMatches) -> str | None:
+    wanted = re.sub(r"[\\^$*+?{}\[\]|()]", "", pattern.text)
+    # One representative per kind of leaf: comparing 10,000 paths one by one would take seconds.
+    kinds: dict[str, str] = {}
+    for leaf in matches.leaves:
+        kinds.setdefault(re.sub(r"\d+", "0", leaf.subject.names[-1]), leaf.subject.name)
+        if len(kinds) >= 500:
+            break
+    close = difflib.get_close_matches(wanted, list(kinds), n=1, cutoff=0.3)
+    return kinds[close[0]] if close else None

@@ -1,0 +1,183 @@
+"""Arithmetic on `PartitionSpec`: its axes, whether it fits a shape on a mesh, and how it is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import RuleError, did_you_mean
+
+ProblemKind = Literal["rank", "unknown axis", "axis twice", "indivisible", "unconstrained"]
+
+
+@dataclass(frozen=True)
+class SpecProblem:
+    """Why a spec does not fit a leaf; `padded` is the dim size that would fit, where that is the problem."""
+
+    kind: ProblemKind
+    message: str
+    hint: str
+    dim: int = 0
+    padded: int = 0
+
+
+def dim_axes(entry: Any) -> tuple[str, ...]:
+    """Returns the axes that split one dim: () for None and UNCONSTRAINED."""
+    if entry is None or entry is P.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def spec_axes(spec: P) -> tuple[str, ...]:
+    """Returns every axis of a spec, in the order of the dims they split."""
+    return tuple(axis for entry in spec for axis in dim_axes(entry))
+
+
+def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
+    """Returns the axis names used in a spec, or in any nesting of dicts and sequences of them, in order, once each.
+
+    Example:
+        >>> get_names_from_partition_spec({"w": P(("dp", "fsdp"), "tp"), "b": P("tp")})
+        ['dp', 'fsdp', 'tp']
+    """
+    found: dict[str, None] = {}
+
+    def visit(node: Any) -> None:
+        if node is None or node is P.UNCONSTRAINED:
+            return
+        if isinstance(node, str):
+            found.setdefault(node)
+            return
+        if isinstance(node, (set, frozenset)):  # sets differ in order between hosts
+            node = sorted(node)
+        for item in node.values() if isinstance(node, Mapping) else node:
+            visit(item)
+
+    visit(partition_specs)
+    return list(found)
+
+
+def check_spec_type(spec: Any, *, where: str) -> P:
+    """Returns `spec` if it is a PartitionSpec that names no axis twice; raises otherwise."""
+    if not isinstance(spec, P):
+        if isinstance(spec, (tuple, list)):
+            shown = ", ".join(repr(tuple(entry) if isinstance(entry, list) else entry) for entry in spec)
+        else:
+            shown = "" if spec is None else repr(spec)
+        raise RuleError(
+            f"{where}: {spec!r} is a {type(spec).__name__}, not a PartitionSpec.", hint=f"write P({shown})."
+        )
+    axes = spec_axes(spec)
+    for axis in axes:
+        if not isinstance(axis, str):
+            raise RuleError(f"{where}: {axis!r} in {format_spec(spec)} is not an axis name.")
+        if axes.count(axis) > 1:
+            dims = [dim for dim, entry in enumerate(spec) for name in dim_axes(entry) if name == axis]
+            raise RuleError(
+                f"{where}: {format_spec(spec)} uses axis {axis!r} more than once (dims {dims}).",
+                hint="an axis can split one dim only; drop it from the others.",
+            )
+    return spec
+
+
+def spec_problem(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> SpecProblem | None:
+    """Returns the first reason why arrays of this shape cannot be stored as `spec` says, or None."""
+    if len(spec) > len(shape):
+        return SpecProblem(
+            "rank",
+            f"{format_spec(spec)} has {len(spec)} entries; the shape {tuple(shape)} has {len(shape)} dims.",
+            f"use at most {len(shape)} entries, or a pattern that does not match this leaf.",
+        )
+    for dim, entry in enumerate(spec):
+        if entry is P.UNCONSTRAINED:
+            return SpecProblem("unconstrained", f"dim {dim} of {format_spec(spec)} is UNCONSTRAINED.", "use None.", dim)
+        ways = 1
+        for axis in dim_axes(entry):
+            if axis not in axis_sizes:
+                known = ", ".join(axis_sizes)
+                hint = did_you_mean(axis, axis_sizes) or f"use one of: {known}; or list it in optional_axes."
+                return SpecProblem(
+                    "unknown axis",
+                    f"{format_spec(spec)} names axis {axis!r}; the mesh has axes: {known}.",
+                    hint,
+                    dim,
+                )
+            ways *= axis_sizes[axis]
+        if shape[dim] % ways:
+            padded = -(-shape[dim] // ways) * ways
+            axes = " x ".join(f"`{axis}`" for axis in dim_axes(entry))
+            return SpecProblem(
+                "indivisible",
+                f"dim {dim} has size {shape[dim]}; {axes} has {ways} devices: {shape[dim]} % {ways} = "
+                f"{shape[dim] % ways}.",
+                f"pad to {padded}, or drop {axes} here.",
+                dim,
+                padded,
+            )
+    return None
+
+
+def shard_shape(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the shape of one device's slice; the spec must fit (see `spec_problem`)."""
+    local = list(shape)
+    for dim, entry in enumerate(spec):
+        for axis in dim_axes(entry):
+            local[dim] //= axis_sizes[axis]
+    return tuple(local)
+
+
+def padded_shape(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the shape with every split dim rounded up to what its axes divide."""
+    padded = list(shape)
+    for dim, entry in enumerate(spec):
+        ways = 1
+        for axis in dim_axes(entry):
+            ways *= axis_sizes[axis]
+        padded[dim] = -(-padded[dim] // ways) * ways
+    return tuple(padded)
+
+
+def keep_axes(spec: P, keep: Any) -> P:
+    """Returns the spec with only the axes for which `keep(axis)` holds; the same object when nothing goes."""
+    if all(keep(axis) for axis in spec_axes(spec)):
+        return spec
+    entries: list[Any] = []
+    for entry in spec:
+        if entry is None or entry is P.UNCONSTRAINED:
+            entries.append(entry)
+            continue
+        kept = tuple(axis for axis in dim_axes(entry) if keep(axis))
+        entries.append(None if not kept else kept[0] if isinstance(entry, str) or len(kept) == 1 else kept)
+    return P(*entries)
+
+
+def canonical(spec: P) -> P:
+    """Returns the spec in the one form that equal placements share: no trailing None, no one-name tuples.
+
+    Example:
+        >>> canonical(P(("tp",), None)) == canonical(P("tp"))
+        True
+    """
+    entries = [axes[0] if len(axes) == 1 else axes or None for axes in map(dim_axes, spec)]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def format_spec(spec: P) -> str:
+    """Returns the spec as a user would type it."""
+    shown = ["UNCONSTRAINED" if entry is P.UNCONSTRAINED else repr(entry) for entry in spec]
+    return f"P({', '.join(shown)})"
+
+
+def spec_to_json(spec: P) -> list[Any]:
+    """Returns a JSON-ready list: null, a name, or a list of names per dim."""
+    return [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+
+
+def spec_from_json(entries: Sequence[Any]) -> P:
+    """Returns the spec that `spec_to_json` wrote."""
+    return P(*(tuple(entry) if isinstance(entry, list) else entry for entry in entries))

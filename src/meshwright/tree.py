@@ -1,0 +1,164 @@
+"""Names of the leaves of a pytree: one spelling, for every container JAX knows.
+
+Rules, layouts, checkpoints and error messages all speak of leaves by the `/`-joined path made here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from meshwright.errors import TreeError
+from meshwright.types import PyTree
+
+IsLeaf = Callable[[Any], bool] | None
+
+
+def key_to_string(key: Any) -> str:
+    """Returns the name of one step of a key path, whatever kind of container it goes into."""
+    match key:
+        case DictKey() | FlattenedIndexKey():
+            return str(key.key)
+        case SequenceKey():
+            return str(key.idx)
+        case GetAttrKey():
+            return str(key.name)
+    # A container registered by someone else may bring its own key class; most carry one of these.
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def tree_path_to_string(path: Sequence[Any], sep: str | None = None) -> str | tuple[str, ...]:
+    """Returns a key path as a tuple of names, or joined by `sep` when that is given.
+
+    Example:
+        >>> import jax
+        >>> [(path, _)] = jax.tree.leaves_with_path({"block": [1.0]})
+        >>> tree_path_to_string(path), tree_path_to_string(path, sep="/")
+        (('block', '0'), 'block/0')
+    """
+    names = tuple(key_to_string(key) for key in path)
+    return names if sep is None else sep.join(names)
+
+
+def flatten_tree(xs: PyTree, is_leaf: IsLeaf = None, sep: str | None = None) -> dict[Any, Any]:
+    """Returns a dict from leaf name to leaf, in the order JAX flattens the tree.
+
+    Two leaves with one name are an error, since one of them would be lost.
+
+    Example:
+        >>> flatten_tree({"a": {"b": 1, "c": (2, 3)}}, sep="/")
+        {'a/b': 1, 'a/c/0': 2, 'a/c/1': 3}
+    """
+    flat: dict[Any, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(xs, is_leaf=is_leaf)[0]:
+        name = tree_path_to_string(path, sep)
+        if name in flat:
+            first = next(
+                p
+                for p, _ in jax.tree_util.tree_flatten_with_path(xs, is_leaf=is_leaf)[0]
+                if tree_path_to_string(p, sep) == name
+            )
+            raise collision(name, first, path)
+        flat[name] = leaf
+    return flat
+
+
+def collision(name: object, first: Sequence[Any], second: Sequence[Any]) -> TreeError:
+    """Returns the error for two different leaves that would get the same name."""
+    return TreeError(
+        f"two leaves are both named {name!r}: {jax.tree_util.keystr(tuple(first))} and "
+        f"{jax.tree_util.keystr(tuple(second))}.",
+        hint="rename one of the keys, or use another separator (or none: names are then tuples).",
+    )
+
+
+def named_tree_map(
+    f: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: IsLeaf = None, sep: str | None = None
+) -> PyTree:
+    """Maps `f(name, leaf, *other_leaves)` over one or more trees of the same structure.
+
+    Example:
+        >>> named_tree_map(lambda name, x: f"{name}={x}", {"a": {"b": 1}}, sep="/")
+        {'a': {'b': 'a/b=1'}}
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, *others: f(tree_path_to_string(path, sep), leaf, *others),
+        tree,
+        *rest,
+        is_leaf=is_leaf,
+    )
+
+
+def tree_apply(fns: PyTree, tree: PyTree) -> PyTree:
+    """Applies a tree of functions to a tree of values, leaf by leaf.
+
+    Functions that were made together (see `make_shard_and_gather_fns`) and carry the same `apply_many` run as
+    one call over all leaves, which lets them move a whole tree at once.
+
+    Example:
+        >>> tree_apply({"a": abs, "b": str}, {"a": -1, "b": -1})
+        {'a': 1, 'b': '-1'}
+    """
+    functions: list[Any]
+    structure: Any  # jax's treedef has no type of its own to name
+    functions, structure = jax.tree.flatten(fns)
+    for function in functions:
+        if not callable(function):
+            raise TreeError(f"the first tree must hold functions; found {function!r}.")
+    try:
+        values = structure.flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        raise TreeError(f"the tree of functions and the tree of values differ in structure: {error}") from None
+    apply_many = getattr(functions[0], "apply_many", None) if functions else None
+    if apply_many is not None and all(getattr(f, "apply_many", None) == apply_many for f in functions):
+        results = apply_many(functions, values)
+    else:
+        results = [function(value) for function, value in zip(functions, values, strict=True)]
+    return structure.unflatten(results)
+
+
+class NamedLeaf(NamedTuple):
+    """One leaf with the path that leads to it; `keys` are JAX's, `name` is ours."""
+
+    name: str
+    keys: tuple[Any, ...]
+    value: Any
+
+
+def named_leaves(tree: PyTree) -> list[NamedLeaf]:
+    """Returns every leaf with its `/`-joined name; flax boxes and NNX variables add no level to the name.
+
+    `nn.Partitioned` and `nnx.Variable` wrap one array each. To a rule, `dense/kernel` is that array's name,
+    with or without its wrapping.
+    """
+    is_box = _box_test()
+    leaves: list[NamedLeaf] = []
+    seen: dict[str, tuple[Any, ...]] = {}
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]:
+        inside = jax.tree_util.tree_flatten_with_path(node)[0] if is_box and is_box(node) else [((), node)]
+        for inner, value in inside:
+            visible = path if len(inside) == 1 else (*path, *inner)
+            name = "/".join([key_to_string(key) for key in visible])
+            if name in seen:
+                raise collision(name, seen[name], (*path, *inner))
+            seen[name] = visible
+            leaves.append(NamedLeaf(name, visible, value))
+    return leaves
+
+
+def _box_test() -> Callable[[Any], bool] | None:
+    # A tree can hold flax's boxes only if flax was imported by somebody; then importing it again is free.
+    if "flax" not in sys.modules:
+        return None
+    from flax import nnx
+    from flax.core.meta import AxisMetadata
+
+    boxes = (AxisMetadata, nnx.Variable)
+    return lambda node: isinstance(node, boxes)
