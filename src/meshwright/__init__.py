@@ -108,6 +108,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "parallel":
+        import meshwright.parallel as parallel
+
+        return parallel
     # These three need flax, whose import would double that of the whole package.
     if name in ("Batch", "Parameter", "TrainState"):
         from meshwright import types

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright.axes import place_on
 from meshwright.errors import RngError
-from meshwright.mesh import current_mesh, require_axes
+from meshwright.mesh import current_mesh
 from meshwright.types import PRNGKeyArray
 
 R = TypeVar("R")
@@ -34,26 +35,10 @@ def fold_rng_over_axis(rng: PRNGKeyArray, axis_name: str | Sequence[str]) -> PRN
         8
     """
     for name in (axis_name,) if isinstance(axis_name, str) else axis_name:
-        rng = jax.random.fold_in(jax.random.fold_in(rng, zlib.crc32(name.encode())), _place_on(name))
-    return rng
-
-
-def _place_on(axis: str) -> Any:
-    mesh = current_mesh()
-    if mesh is None:
-        raise RngError(
-            f"fold_rng_over_axis({axis!r}) was called outside of shard_map, where no device has a place on an axis.",
-            hint="call it inside the function given to jax.shard_map.",
+        rng = jax.random.fold_in(
+            jax.random.fold_in(rng, zlib.crc32(name.encode())), place_on(name, who="fold_rng_over_axis")
         )
-    require_axes(mesh, (axis,), where="fold_rng_over_axis")
-    if axis in mesh.manual_axes:
-        return jax.lax.axis_index(axis)
-    if mesh.shape[axis] == 1:
-        return 0
-    raise RngError(
-        f"axis {axis!r} is not manual here, so this program has no place on it.",
-        hint=f"add {axis!r} to axis_names of the enclosing jax.shard_map.",
-    )
+    return rng
 
 
 def wrap_function_with_rng(rng: PRNGKeyArray) -> Callable[[Callable[..., R]], Callable[..., R]]:

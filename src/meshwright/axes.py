@@ -1,0 +1,71 @@
+"""Mesh axes inside a program: which are manual here, how long they are, where this device stands, what varies.
+
+Every function of the local view asks here, so that an axis that is missing, misspelt or of size 1 is treated the
+same everywhere: size 1 means "nothing to do", whether the axis is manual or was dropped before `shard_map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from meshwright.errors import MeshError
+from meshwright.mesh import current_mesh, require_axes
+from meshwright.types import PyTree
+
+
+def is_manual(axis: str) -> bool:
+    """Returns whether the program here sees one device's slice along this axis (inside `shard_map`)."""
+    mesh = current_mesh()
+    return mesh is not None and axis in mesh.manual_axes
+
+
+def axis_size(axis: str, *, who: str) -> int:
+    """Returns how many devices lie along a manual axis; 1 for an axis of size 1, manual or not.
+
+    Raises when there is no such axis, or when the program is not split over it; `who` names the caller.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        raise MeshError(
+            f"{who} was called outside of shard_map, where axis {axis!r} has no devices to talk to.",
+            hint="call it inside the function given to meshwright.parallel.local_map or jax.shard_map.",
+        )
+    require_axes(mesh, (axis,), where=who)
+    size = int(mesh.shape[axis])
+    if axis not in mesh.manual_axes and size > 1:
+        where = "outside of shard_map" if not mesh.manual_axes else "where this axis is not manual"
+        raise MeshError(
+            f"{who} was called {where}: axis {axis!r} is automatic here.",
+            hint=f"call it inside jax.shard_map with {axis!r} among its axis_names.",
+        )
+    return size
+
+
+def place_on(axis: str, *, who: str) -> Any:
+    """Returns this device's index along an axis: 0 where the axis has size 1."""
+    return lax.axis_index(axis) if axis_size(axis, who=who) > 1 else 0
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Returns the manual axes along which this value may differ; empty where `check_vma` is off."""
+    kind = jax.typeof(x)
+    matter = getattr(kind, "mat", None)  # since jax 0.12
+    return frozenset(matter.varying if matter is not None else kind.vma)
+
+
+def vary(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
+    """Marks arrays as differing along manual axes; the gradient of this mark is the sum over these axes.
+
+    Doing it in one place, on purpose, decides where that sum happens; JAX would otherwise do it at the first use.
+    """
+    wanted = [axis for axis in ((axes,) if isinstance(axes, str) else axes) if is_manual(axis)]
+
+    def mark(leaf: Any) -> Any:
+        missing = tuple(axis for axis in wanted if axis not in varying_axes(leaf))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree)
