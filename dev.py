@@ -69,7 +69,8 @@ def main(args: list[str]) -> int:
         return env.run(DOCS)
     if command == "test":
         env.install("dev")
-        return env.run(["pytest", "-n", str(num_workers()), *rest])
+        # By file, because the code blocks of one page share their names.
+        return env.run(["pytest", "-n", str(num_workers()), "--dist", "loadfile", *rest])
     env.install("run")
     program = str(env.program("meshwright"))
     if os.name == "posix":  # become the command, so that signals reach it without a go-between

@@ -79,7 +79,7 @@ def _import_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name and name.startswith(error.name):
+        if error.name and f"{name}.".startswith(f"{error.name}."):
             raise JobError(
                 f"there is no module {name!r} to import.",
                 hint="run from the folder that holds it, or install it.",

@@ -57,7 +57,7 @@ def create_mesh(
     spec = _spec_of(axis_dims, axis_names)
     chosen = _pick_devices(backend, devices)
     spec = spec.resolve(len(chosen))
-    _warn_if_latency_bound_axes_span_hosts(spec, chosen)
+    _warn_if_latency_bound_axes_span_hosts(spec, _domains(chosen, process_is_granule)[0])
     grid = arrange_devices(
         spec,
         chosen,
@@ -223,22 +223,20 @@ def arrange_devices(
             return mesh_utils.create_device_mesh(
                 spec.sizes, devices, allow_split_physical_axes=allow_split_physical_axes
             )
-        if process_is_granule is None:
-            process_is_granule = not all(hasattr(device, "slice_index") for device in devices)
-        unit = "processes" if process_is_granule else "slices"
-        granules = {d.process_index if process_is_granule else d.slice_index for d in devices}
-        if math.prod(spec.dcn_sizes) != len(granules):
+        domains, unit = _domains(devices, process_is_granule)
+        num_domains = len(set(domains))
+        if math.prod(spec.dcn_sizes) != num_domains:
             shown = " x ".join(f"{a.name}={d}" for a, d in zip(spec.axes, spec.dcn_sizes, strict=True) if d > 1)
             raise MeshError(
                 f"the @dcn axes ({shown or 'all 1'}) make {math.prod(spec.dcn_sizes)} groups; "
-                f"these devices form {len(granules)} {unit}.",
-                hint=f"let the @dcn sizes multiply to {len(granules)}, or choose process_is_granule=.",
+                f"these devices form {num_domains} {unit}.",
+                hint=f"let the @dcn sizes multiply to {num_domains}, or choose process_is_granule=.",
             )
         return mesh_utils.create_hybrid_device_mesh(
             spec.ici_sizes,
             spec.dcn_sizes,
             devices,
-            process_is_granule=process_is_granule,
+            process_is_granule=unit == "processes",
             allow_split_physical_axes=allow_split_physical_axes,
         )
     except (NotImplementedError, AssertionError, ValueError) as error:
@@ -293,13 +291,23 @@ def _axis_types(axis_types: AxisTypes, spec: MeshSpec) -> tuple[AxisType, ...]:
     return tuple(axis_types)
 
 
-def _warn_if_latency_bound_axes_span_hosts(spec: MeshSpec, devices: Sequence[Any]) -> None:
-    # Inside a TPU slice, links do not care about hosts; a slice (or, without slices, a process) is one fast domain.
-    domains = [getattr(device, "slice_index", device.process_index) for device in devices]
+def _domains(devices: Sequence[Any], process_is_granule: bool | None) -> tuple[list[int], str]:
+    """Returns the domain of fast links that each device is in, and what these domains are.
+
+    Inside a TPU slice, links do not care about hosts; a slice (or, without slices, a process) is one domain.
+    """
+    if process_is_granule is None:
+        process_is_granule = not all(hasattr(device, "slice_index") for device in devices)
+    if process_is_granule:
+        return [device.process_index for device in devices], "processes"
+    return [device.slice_index for device in devices], "slices"
+
+
+def _warn_if_latency_bound_axes_span_hosts(spec: MeshSpec, domains: Sequence[int]) -> None:
     num_domains = len(set(domains))
     if num_domains == 1:
         return
-    inside = len(devices) // num_domains
+    inside = len(domains) // num_domains
     for index, axis in enumerate(spec.axes):
         # In row-major order, an axis stays inside a domain when it and all later axes fit into one.
         reach = math.prod(spec.ici_sizes[index:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,7 +31,7 @@ def shard_leaves(
 ) -> list[jax.Array]:
     """Places many values at once: one transfer for what is on the host, one compiled program for what is on the mesh.
 
-    `dtypes` casts floats on the way (None: keep). `donate` lets arrays already on the mesh be overwritten.
+    `dtypes` casts floats on the way (None: keep). `donate` gives up arrays already on the mesh that must change.
     """
     targets = [
         cast_target(_dtype_of(value), wanted)
@@ -41,24 +43,64 @@ def shard_leaves(
     for index, (value, sharding, dtype) in enumerate(zip(values, shardings, targets, strict=True)):
         if not isinstance(value, jax.Array) or value.sharding.device_set != sharding.device_set:
             elsewhere.append(index)
-        elif value.dtype == dtype and value.sharding.is_equivalent_to(sharding, value.ndim):
-            results[index] = value
-        else:
+        elif value.dtype != dtype or not value.sharding.is_equivalent_to(sharding, value.ndim):
             on_mesh.append(index)
+        elif value.sharding == sharding:
+            results[index] = value
+        else:  # the same placement by another name: device_put renames it without a copy
+            elsewhere.append(index)
+    current, owned = list(values), set(on_mesh)
     if elsewhere:
-        moved = [_cast(values[i], targets[i]) for i in elsewhere]
+        # Arrays on some other accelerator are cast once they are here, in the one program below, not one by one there.
+        moved = [_on_host(values[i], targets[i]) for i in elsewhere]
         for i, placed in zip(elsewhere, jax.device_put(moved, [shardings[i] for i in elsewhere]), strict=True):
-            results[i] = placed
+            current[i] = results[i] = placed
+            if placed.dtype != targets[i]:
+                on_mesh.append(i)
     if on_mesh:
-        wanted = [targets[i] for i in on_mesh]
-        program = jax.jit(
-            lambda leaves: [leaf.astype(dtype) for leaf, dtype in zip(leaves, wanted, strict=True)],
-            out_shardings=[shardings[i] for i in on_mesh],
-            donate_argnums=(0,) if donate else (),
+        # What was just moved here may share memory with the caller's array, which was not on the mesh: never donate it.
+        program = _placing_program(
+            tuple(shardings[i] for i in on_mesh),
+            tuple(targets[i] for i in on_mesh),
+            donate and len(owned) == len(on_mesh),
         )
-        for i, placed in zip(on_mesh, program([values[i] for i in on_mesh]), strict=True):
+        with warnings.catch_warnings():
+            # Other slices or another dtype rarely fit into the old memory; it is freed below all the same.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            made = program([current[i] for i in on_mesh])
+        for i, placed in zip(on_mesh, made, strict=True):
             results[i] = placed
+            if donate and i in owned and not current[i].is_deleted():
+                current[i].delete()
     return results
+
+
+@functools.lru_cache(maxsize=128)
+def _placing_program(shardings: tuple[NamedSharding, ...], dtypes: tuple[Any, ...], donate: bool) -> Any:
+    return jax.jit(
+        lambda leaves: [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)],
+        out_shardings=list(shardings),
+        donate_argnums=(0,) if donate else (),
+    )
+
+
+def _on_host(value: Any, dtype: Any) -> Any:
+    """Returns a value that lies in the host's memory in the dtype it will have on the mesh; others as they are."""
+    if isinstance(value, jax.Array):
+        device: Any = next(iter(value.sharding.device_set))
+        in_reach = value.is_fully_addressable and len(value.sharding.device_set) == 1 and device.platform == "cpu"
+        if not in_reach or not isinstance(value.dtype, np.dtype):
+            return value
+        value = np.asarray(value)  # no copy; device_put would compile a program for each shape to cut it up
+    if not hasattr(value, "dtype"):  # a Python number has no precision to lose
+        return np.asarray(value, dtype)
+    held = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    if held != dtype:
+        raise PlacementError(
+            f"an array of {dtype} would become {held} on the mesh, because jax_enable_x64 is off.",
+            hint=f'cast it to {held} first, or jax.config.update("jax_enable_x64", True).',
+        )
+    return _cast(value, dtype)
 
 
 def gather_leaves(
@@ -85,7 +127,7 @@ def gather_leaves(
 
 
 def _dtype_of(value: Any) -> Any:
-    return value.dtype if hasattr(value, "dtype") else np.result_type(value)
+    return value.dtype if hasattr(value, "dtype") else jax.dtypes.canonicalize_dtype(np.result_type(value))
 
 
 def _cast(value: Any, dtype: Any) -> Any:
@@ -108,9 +150,7 @@ class LeafFunction:
 
     def __call__(self, value: Any) -> Any:
         """Applies to one array, or to every array of a subtree."""
-        structure: Any
-        leaves, structure = jax.tree.flatten(value)
-        return structure.unflatten(self.apply_many([self] * len(leaves), leaves))
+        return self.apply_many([self], [value])[0]
 
     @property
     def apply_many(self) -> Callable[..., list[Any]]:
@@ -130,12 +170,32 @@ class LeafFunction:
 
 
 def _shard_many(functions: Sequence[LeafFunction], values: Sequence[Any]) -> list[Any]:
-    shardings = [function.sharding_for(value) for function, value in zip(functions, values, strict=True)]
-    return list(shard_leaves(values, shardings, [function.dtype for function in functions]))
+    return _over_subtrees(
+        functions,
+        values,
+        lambda each, leaves: shard_leaves(
+            leaves,
+            [function.sharding_for(leaf) for function, leaf in zip(each, leaves, strict=True)],
+            [function.dtype for function in each],
+        ),
+    )
 
 
 def _gather_many(functions: Sequence[LeafFunction], values: Sequence[Any]) -> list[Any]:
-    return list(gather_leaves(values, [function.dtype for function in functions]))
+    return _over_subtrees(
+        functions, values, lambda each, leaves: gather_leaves(leaves, [function.dtype for function in each])
+    )
+
+
+def _over_subtrees(
+    functions: Sequence[LeafFunction], values: Sequence[Any], run: Callable[[list[LeafFunction], list[Any]], list[Any]]
+) -> list[Any]:
+    """Runs all leaves of all values as one call, where a value may be a subtree that shares one function."""
+    structure: Any
+    leaves, structure = jax.tree.flatten(list(values))
+    each = [f for f, value in zip(functions, values, strict=True) for _ in jax.tree.leaves(value)]
+    result: list[Any] = structure.unflatten(run(each, leaves))
+    return result
 
 
 def make_shard_and_gather_fns(
@@ -191,7 +251,8 @@ def with_sharding_constraint(x: PyTree, partition_specs: PyTree, *, optional_axe
     """Constrains how arrays inside a program are split, under any kind of mesh axis.
 
     Auto axes are constrained, Explicit axes are resharded, and Manual axes are left out, because inside `shard_map`
-    the slice at hand is already what the spec says. `UNCONSTRAINED` dims stay as they are.
+    the slice at hand is already what the spec says. `UNCONSTRAINED` dims are left to the compiler by Auto axes and
+    as they are by Explicit ones.
 
     Args:
         x: an array, or a tree of them.
@@ -224,11 +285,15 @@ def no_mesh_error(who: str) -> MeshError:
 
 
 def _constrain(x: Any, spec: Any, optional_axes: Sequence[str]) -> Any:
-    if isinstance(spec, NamedSharding):
-        _require_fit(spec.spec, np.shape(x), spec.mesh)
-        return jax.lax.with_sharding_constraint(x, spec)
-    check_spec_type(spec, where="with_sharding_constraint")
     mesh = current_mesh()
+    if isinstance(spec, NamedSharding):
+        if mesh is not None and dict(mesh.shape) != dict(spec.mesh.shape):
+            raise other_mesh_error("the NamedSharding", spec.mesh, mesh)
+        if mesh is None or spec.memory_kind not in (None, "device"):
+            _require_fit(spec.spec, np.shape(x), spec.mesh)
+            return jax.lax.with_sharding_constraint(x, spec)
+        spec = spec.spec
+    check_spec_type(spec, where="with_sharding_constraint")
     known = mesh.axis_names if mesh is not None else ()
     spec = keep_axes(spec, lambda axis: axis in known or axis not in optional_axes)
     if mesh is None:
@@ -241,11 +306,18 @@ def _constrain(x: Any, spec: Any, optional_axes: Sequence[str]) -> Any:
     spec = keep_axes(spec, lambda axis: types[axis] is not AxisType.Manual)
     _require_fit(spec, np.shape(x), mesh)
     kinds = set(types.values())
-    if AxisType.Explicit in kinds:
+    if AxisType.Explicit not in kinds:
+        return jax.lax.with_sharding_constraint(x, _auto_part(spec, types)) if AxisType.Auto in kinds else x
+    if AxisType.Auto not in kinds:
+        return jax.reshard(x, _explicit_part(x, spec, types))
+    _require_explicit_first(spec, types)
+
+    def both(x: Any) -> Any:
         x = jax.reshard(x, _explicit_part(x, spec, types))
-    if AxisType.Auto in kinds:
-        x = jax.lax.with_sharding_constraint(x, _auto_part(spec, types))
-    return x
+        return jax.lax.with_sharding_constraint(x, _auto_part(spec, types))
+
+    # Eagerly, the second step would undo the first where both split one dim; in one program they add up.
+    return both(x) if isinstance(x, jax.core.Tracer) else jax.jit(both)(x)
 
 
 def _explicit_part(x: Any, spec: P, types: dict[str, AxisType]) -> P:
@@ -268,6 +340,17 @@ def _auto_part(spec: P, types: dict[str, AxisType]) -> P:
         settled = entry is P.UNCONSTRAINED or (axes and not auto)
         entries.append(P.UNCONSTRAINED if settled else auto or None)
     return P(*entries)
+
+
+def _require_explicit_first(spec: P, types: dict[str, AxisType]) -> None:
+    for dim, entry in enumerate(spec):
+        explicit = [types[axis] is AxisType.Explicit for axis in dim_axes(entry)]
+        if explicit != sorted(explicit, reverse=True):
+            raise PlacementError(
+                f"with_sharding_constraint: dim {dim} of {format_spec(spec)} is split by an Auto axis before an "
+                "Explicit one, which JAX cannot express.",
+                hint="name the Explicit axes of a dim first.",
+            )
 
 
 def _require_fit(spec: P, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> None:

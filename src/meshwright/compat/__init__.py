@@ -13,7 +13,7 @@ import sys
 
 from meshwright.errors import MeshwrightError, did_you_mean
 
-_PACKAGES = ("fjformer",)
+_PACKAGES = ("fjformer", "xlstm_jax")
 
 
 def alias(package: str) -> None:

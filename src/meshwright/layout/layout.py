@@ -155,7 +155,7 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
-        return _mesh_json(self.mesh) == _mesh_json(other.mesh) and self.leaves == other.leaves
+        return _mesh_json(self.mesh) == _mesh_json(other.mesh) and self._by_name == other._by_name
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -169,7 +169,7 @@ class Layout:
         """Places a tree on the mesh.
 
         Args:
-            donate: lets arrays that are already on the mesh be overwritten.
+            donate: gives up arrays that are already on the mesh but placed otherwise: their memory is reused or freed.
             reshard: accepts arrays that live on another mesh; without it they are an error.
         """
         self._require_devices("shard")

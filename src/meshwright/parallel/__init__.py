@@ -1,7 +1,14 @@
 """The local view: mechanisms on plain arrays, for use inside `shard_map`."""
 
 from meshwright.axes import axis_size, is_manual, place_on, vary, varying_axes
+from meshwright.parallel.collective_matmul import gather_matmul, matmul_scatter
+from meshwright.parallel.data import gather_params, shard_module_params, shard_params, sync_gradients
+from meshwright.parallel.dropout import dropout
+from meshwright.parallel.gather import gather_array, gather_array_with_mean_grads, gather_tree
 from meshwright.parallel.local import local_map
+from meshwright.parallel.overlap_forms import Form
+from meshwright.parallel.pipeline import pipeline
+from meshwright.parallel.pipeline_module import PipelineModule, execute_pipeline, execute_pipeline_step
 from meshwright.parallel.ring import (
     async_gather,
     async_gather_bidirectional,
@@ -9,6 +16,10 @@ from meshwright.parallel.ring import (
     async_scatter,
     async_scatter_split,
 )
+from meshwright.parallel.rows import row_key
+from meshwright.parallel.schedule import Schedule, circular_schedule, gpipe_schedule
+from meshwright.parallel.stacking import split_array_over_mesh, stack_params, unstack_params
+from meshwright.parallel.stages import stage_layers, unstage_layers
 
 __all__ = [
     "async_gather",
@@ -16,10 +27,34 @@ __all__ = [
     "async_gather_split",
     "async_scatter",
     "async_scatter_split",
+    "Form",
     "axis_size",
+    "gather_array",
+    "gather_array_with_mean_grads",
+    "gather_params",
+    "gather_tree",
+    "gather_matmul",
     "is_manual",
     "local_map",
+    "matmul_scatter",
     "place_on",
+    "shard_module_params",
+    "shard_params",
+    "split_array_over_mesh",
+    "stack_params",
+    "sync_gradients",
+    "unstack_params",
     "vary",
     "varying_axes",
+    "PipelineModule",
+    "Schedule",
+    "circular_schedule",
+    "dropout",
+    "execute_pipeline",
+    "execute_pipeline_step",
+    "gpipe_schedule",
+    "pipeline",
+    "row_key",
+    "stage_layers",
+    "unstage_layers",
 ]

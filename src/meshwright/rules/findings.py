@@ -41,11 +41,11 @@ def idle_rules(matches: RuleMatches) -> list[IdleRule]:
     for index, rule in enumerate(matches.rules.entries):
         if matches.hits[index] or rule.pattern.matches(""):
             continue
-        for leaf in matches.leaves:
-            if leaf.rule is not None and any(rule.pattern.matches(name) for name in leaf.subject.names):
-                idle.append(IdleRule(index, rule, leaf.rule, leaf.subject.name))
-                break
-        else:
+        found = [leaf for leaf in matches.leaves if any(rule.pattern.matches(name) for name in leaf.subject.names)]
+        taken = next((leaf for leaf in found if leaf.rule is not None), None)
+        if taken is not None:
+            idle.append(IdleRule(index, rule, taken.rule, taken.subject.name))
+        elif not found:  # else it names leaves of one element, which need no rule but may have one
             idle.append(IdleRule(index, rule, None, _closest_path(rule.pattern, matches)))
     return idle
 

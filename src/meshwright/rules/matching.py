@@ -52,7 +52,7 @@ def match_rules(rules: Any, tree: PyTree, *, params: PyTree | None = None) -> Ru
     leaves = []
     for subject in find_subjects(tree, params):
         if subject.size <= 1:
-            leaves.append(LeafMatch(subject, None, P(), "one element"))
+            leaves.append(LeafMatch(subject, None, P(), "one element" if subject.size else "empty"))
             continue
         if subject.role == "bookkeeping":
             leaves.append(LeafMatch(subject, None, P(), "bookkeeping, not a parameter"))
@@ -88,13 +88,14 @@ def first_match(tests: Sequence[tuple[str, Callable[[str], Any]]], names: tuple[
 def _statistic_spec(spec: P, subject: Subject) -> tuple[P, str]:
     """Returns the spec of an optimizer's statistic from its parameter's, by the statistic's own shape."""
     shape, param_shape = subject.shape, subject.param_shape
-    if shape == param_shape or (param_shape is None and len(spec) <= len(shape)):
+    factored = subject.statistic in ("v_row", "v_col")
+    if shape == param_shape or (param_shape is None and len(spec) <= len(shape) and not factored):
         return spec, ""
     if param_shape is None:
         return P(), "statistic of another rank; pass params= to split it"
     entries = [*spec, *([None] * (len(param_shape) - len(spec)))]
     if len(shape) < len(param_shape):
-        dims = _dims_kept(shape, param_shape, rightmost=subject.statistic == "v_col")
+        dims = _dims_kept(shape, param_shape, subject.statistic)
         if dims is not None:
             return P(*(entries[dim] for dim in dims)), f"dims {dims} of the parameter"
         return P(), "statistic of unrelated shape"
@@ -104,16 +105,20 @@ def _statistic_spec(spec: P, subject: Subject) -> tuple[P, str]:
     return P(*(entries[dim] if kept else None for dim, kept in enumerate(same))), "statistic of another shape"
 
 
-def _dims_kept(shape: tuple[int, ...], param_shape: tuple[int, ...], *, rightmost: bool) -> tuple[int, ...] | None:
+def _dims_kept(shape: tuple[int, ...], param_shape: tuple[int, ...], statistic: str) -> tuple[int, ...] | None:
     """Returns which dims of the parameter remain in a reduced statistic: where sizes repeat, the first that fit.
 
-    Adafactor drops the larger of its two factored dims for rows and the smaller for columns; between equal sizes,
-    rows keep the left one and columns the right one.
+    Adafactor factors the two largest dims, the later one counting as larger between equals; rows lack the largest and
+    columns the other.
     """
-    order = list(range(len(param_shape)))[:: -1 if rightmost else 1]
-    wanted = list(shape)[:: -1 if rightmost else 1]
+    if statistic in ("v_row", "v_col") and len(shape) == len(param_shape) - 1:
+        other, largest = sorted(range(len(param_shape)), key=lambda dim: param_shape[dim])[-2:]
+        dropped = largest if statistic == "v_row" else other
+        factors = tuple(dim for dim in range(len(param_shape)) if dim != dropped)
+        if tuple(param_shape[dim] for dim in factors) == shape:
+            return factors
     kept: list[int] = []
-    for dim in order:
-        if len(kept) < len(wanted) and param_shape[dim] == wanted[len(kept)]:
+    for dim, size in enumerate(param_shape):
+        if len(kept) < len(shape) and size == shape[len(kept)]:
             kept.append(dim)
-    return tuple(sorted(kept)) if len(kept) == len(wanted) else None
+    return tuple(kept) if len(kept) == len(shape) else None

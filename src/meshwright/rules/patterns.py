@@ -18,10 +18,11 @@ from typing import Any
 
 from meshwright.errors import RuleError
 
-# Backtracking is at worst (text length) ** loops x 2 ** choices; within these limits a 200-character path takes
-# milliseconds at the very worst.
+# Backtracking is at worst (text length) ** (loops + 1) x 2 ** choices, so each loop takes from the choices allowed:
+# within these limits a 200-character path takes a tenth of a second at the very worst.
 MAX_LOOPS = 2
 MAX_CHOICES = 8
+CHOICES_PER_LOOP = 2
 MAX_STATES = 4_000
 
 _ONLY_BACKTRACKING = (
@@ -102,7 +103,7 @@ def _unwrapped(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 def _backtracks_little(tree: Any) -> bool:
     loops, choices, nested = _freedom(tree)
-    return not nested and loops <= MAX_LOOPS and choices <= MAX_CHOICES
+    return not nested and loops <= MAX_LOOPS and choices + CHOICES_PER_LOOP * loops <= MAX_CHOICES
 
 
 def _freedom(tree: Any) -> tuple[int, int, bool]:
@@ -164,20 +165,22 @@ class _Automaton:
     def search(self, name: str) -> bool:
         seeds: frozenset[int] = frozenset()
         before = ""
-        for character in (*name, ""):
-            key = (seeds, before if self._looks_around else None, character)
+        for index, character in enumerate((*name, "")):
+            # To `$`, a final line break also is the end.
+            ends = not character or (character == "\n" and index == len(name) - 1)
+            key = (seeds, before if self._looks_around else None, character, ends)
             move = self._moves.get(key)
             if move is None:
                 if len(self._moves) > 20_000:
                     self._moves.clear()
-                move = self._moves[key] = self._move(seeds, before, character)
+                move = self._moves[key] = self._move(seeds, before, character, ends)
             accepted, seeds = move
             if accepted:
                 return True
             before = character
         return False
 
-    def _move(self, seeds: frozenset[int], before: str, after: str) -> tuple[bool, frozenset[int]]:
+    def _move(self, seeds: frozenset[int], before: str, after: str, ends: bool) -> tuple[bool, frozenset[int]]:
         todo, reached, consumed = [*seeds, self._start], set(), set()
         while todo:
             index = todo.pop()
@@ -190,7 +193,7 @@ class _Automaton:
             if state[0] == "split":
                 todo.extend(state[1])
             elif state[0] == "at":
-                if state[1](before, after):
+                if state[1](before, after, ends):
                     todo.append(state[2])
             elif after and state[1](after):
                 consumed.add(state[2])
@@ -244,16 +247,21 @@ class _Automaton:
         return then
 
 
-def _position_test(code: Any, flags: int) -> Callable[[str, str], bool]:
-    lines = bool(flags & re.MULTILINE)
+def _position_test(code: Any, flags: int) -> Callable[[str, str, bool], bool]:
+    lines, ascii_only = bool(flags & re.MULTILINE), bool(flags & re.ASCII)
     if code in (c.AT_BEGINNING, c.AT_BEGINNING_STRING):
         by_line = lines and code is c.AT_BEGINNING
-        return lambda before, after: not before or (by_line and before == "\n")
-    if code in (c.AT_END, c.AT_END_STRING):
-        by_line = lines and code is c.AT_END
-        return lambda before, after: not after or (by_line and after == "\n")
+        return lambda before, after, ends: not before or (by_line and before == "\n")
+    if code is c.AT_END:
+        return lambda before, after, ends: ends or (lines and after == "\n")
+    if code is c.AT_END_STRING:
+        return lambda before, after, ends: not after
     wanted = code is c.AT_BOUNDARY
-    return lambda before, after: (_is_word(before) != _is_word(after)) is wanted
+
+    def is_word(character: str) -> bool:
+        return _is_word(character) and (not ascii_only or character.isascii())
+
+    return lambda before, after, ends: (is_word(before) != is_word(after)) is wanted
 
 
 def _is_word(character: str) -> bool:
@@ -301,6 +309,6 @@ def _character_test(op: Any, argument: Any, flags: int) -> Callable[[str], bool]
 
     def check(ch: str) -> bool:
         forms = {ch, ch.lower(), ch.upper()} if flags & re.IGNORECASE else (ch,)
-        return any(test(form) for form in forms for test in tests) is wanted
+        return any(test(form) for form in forms if len(form) == 1 for test in tests) is wanted
 
     return check

@@ -125,6 +125,11 @@ def _read_rule(index: int, rule: Any) -> Rule:
     except (TypeError, ValueError):
         raise RuleError(f"rule {index}: {rule!r} is not a (regex, PartitionSpec) pair.") from None
     if isinstance(text, re.Pattern):
+        if isinstance(text.pattern, str) and text.flags != re.compile(text.pattern).flags:
+            raise RuleError(
+                f"rule {index}: the flags of {text!r} would be lost.",
+                hint="write them into the pattern, for example `(?i)kernel`.",
+            )
         text = text.pattern
     if not isinstance(text, str):
         raise RuleError(f"rule {index}: the pattern {text!r} is not a string.")

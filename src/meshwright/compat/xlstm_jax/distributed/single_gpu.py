@@ -1,0 +1,5 @@
+"""Drop-in for `xlstm_jax.distributed.single_gpu`."""
+
+from meshwright.train.accumulate import accumulate_gradients, accumulate_gradients_loop, accumulate_gradients_scan
+
+__all__ = ["accumulate_gradients", "accumulate_gradients_loop", "accumulate_gradients_scan"]

@@ -1,0 +1,22 @@
+"""Drop-in for `xlstm_jax.distributed.tensor_parallel`."""
+
+from meshwright.nn.linen import ModelParallelismWrapper, TPAsyncDense, TPDense, scale_init
+from meshwright.parallel.ring import (
+    async_gather,
+    async_gather_bidirectional,
+    async_gather_split,
+    async_scatter,
+    async_scatter_split,
+)
+
+__all__ = [
+    "ModelParallelismWrapper",
+    "TPAsyncDense",
+    "TPDense",
+    "async_gather",
+    "async_gather_bidirectional",
+    "async_gather_split",
+    "async_scatter",
+    "async_scatter_split",
+    "scale_init",
+]

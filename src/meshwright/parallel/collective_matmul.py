@@ -1,0 +1,345 @@
+"""Matmuls that hide their collective: gather rows while multiplying, or multiply while summing and scattering rows.
+
+Sequence parallelism keeps activations split by rows between blocks. Entering a tensor-parallel block, rows must be
+gathered; leaving it, partial products must be summed and rows scattered. Done in one piece, either transfer stalls
+the matmul units. Here it is cut into hops around a ring, and each hop runs beside the matmul of what is already
+there; forward and backward. The same call works in every view: inside `shard_map` it runs the ring, in a plain
+`jit` program under a mesh it runs the ring as an island, and without the axis it is an ordinary matmul.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshwright.axes import vary, varying_axes
+from meshwright.errors import PlacementError
+from meshwright.mesh import current_mesh, require_axes
+from meshwright.parallel.local import local_map
+from meshwright.parallel.overlap_forms import Form, chip_family, choose_form
+from meshwright.parallel.overlap_loops import (
+    dot,
+    dot_rows,
+    empty_rows,
+    gather_pieces,
+    put_piece,
+    scatter_sums,
+    tie,
+)
+from meshwright.parallel.ring import shift
+
+
+@dataclass(frozen=True)
+class _Plan:
+    axis: str
+    size: int
+    forward: Form
+    backward: Form
+    save_gathered: bool
+    wire: Any
+
+
+def gather_matmul(
+    x: jax.Array,
+    w: Any,
+    *,
+    axis: str,
+    form: Form | str | None = None,
+    grad_form: Form | str | None = None,
+    num_chunks: int | None = None,
+    save_gathered: bool = False,
+    wire_dtype: Any = None,
+) -> Any:
+    """Returns `gather(x) @ w`, with the rows of `x` gathered along a mesh axis while they are multiplied.
+
+    Args:
+        x: `[..., rows, K]`, split by rows over `axis`.
+        w: `[K, F]`, split by columns over `axis`; or a tuple of such weights, which share one gather.
+        form: `"ring"`, `"both_ways"`, `"whole"` or a `Form`; by default what measured best on this chip.
+        grad_form: the same for the backward pass.
+        num_chunks: steps of the ring; fewer steps mean larger matmuls. A divisor of the axis size.
+        save_gathered: keep the gathered rows for the weight's gradient instead of gathering them again.
+        wire_dtype: the dtype in which the backward's partial sums travel; that of `x` by default.
+
+    Returns:
+        `[..., rows * n, F]`, split by columns; a tuple of them for a tuple of weights.
+
+    Example:
+        >>> import meshwright as mw
+        >>> x, w = jnp.ones((2, 16, 4)), jnp.ones((4, 8))
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     bool((jax.jit(lambda x, w: gather_matmul(x, w, axis="tp"))(x, w) == x @ w).all())
+        True
+    """
+    weights = tuple(w) if isinstance(w, (tuple, list)) else (w,)
+    _check_shapes("gather_matmul", x, weights)
+    view = _view(axis, "gather_matmul")
+    if view == "plain":
+        outs = tuple(dot(x, weight).astype(_out_dtype(x, weight)) for weight in weights)
+    elif view == "island":
+        rows = P(*([None] * (x.ndim - 2)), axis, None)
+        columns = P(*([None] * (x.ndim - 1)), axis)
+        call = functools.partial(
+            gather_matmul,
+            axis=axis,
+            form=form,
+            grad_form=grad_form,
+            num_chunks=num_chunks,
+            save_gathered=save_gathered,
+            wire_dtype=wire_dtype,
+        )
+        outs = _island(lambda x, ws: call(x, ws), axis, (rows, P(None, axis)), columns)(x, weights)
+    else:
+        size = lax.axis_size(axis)
+        plan = _Plan(
+            axis,
+            size,
+            choose_form("gather_matmul", form, num_chunks=num_chunks, axis_size=size),
+            choose_form("gather_matmul_grad", grad_form, num_chunks=None, axis_size=size),
+            save_gathered,
+            jnp.dtype(wire_dtype or x.dtype),
+        )
+        x, weights = _vary_alike((x, weights), axis)
+        outs = _gather_matmul(plan, x, weights)
+    return outs if isinstance(w, (tuple, list)) else outs[0]
+
+
+def matmul_scatter(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis: str,
+    form: Form | str | None = None,
+    grad_form: Form | str | None = None,
+    num_chunks: int | None = None,
+    wire_dtype: Any = None,
+) -> jax.Array:
+    """Returns `x @ w` summed over a mesh axis, each device keeping its own rows, summed while they are multiplied.
+
+    Args:
+        x: `[..., rows, K]`, split by columns over `axis`; rows must divide evenly among the devices.
+        w: `[K, F]`, split by rows over `axis`.
+        form: `"ring"`, `"both_ways"`, `"whole"` or a `Form`; by default what measured best on this chip.
+        grad_form: the same for the backward pass.
+        num_chunks: steps of the ring; fewer steps mean larger matmuls. A divisor of the axis size.
+        wire_dtype: the dtype in which partial sums travel; that of `x` by default. float32 doubles the bytes.
+
+    Returns:
+        `[..., rows / n, F]`, split by rows.
+
+    Example:
+        >>> import meshwright as mw
+        >>> x, w = jnp.ones((16, 8)), jnp.ones((8, 4))
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     bool((jax.jit(lambda x, w: matmul_scatter(x, w, axis="tp"))(x, w) == x @ w).all())
+        True
+    """
+    _check_shapes("matmul_scatter", x, (w,))
+    view = _view(axis, "matmul_scatter")
+    if view == "plain":
+        product: jax.Array = dot(x, w).astype(_out_dtype(x, w))
+        return product
+    if view == "island":
+        rows = P(*([None] * (x.ndim - 2)), axis, None)
+        columns = P(*([None] * (x.ndim - 1)), axis)
+        call = functools.partial(
+            matmul_scatter, axis=axis, form=form, grad_form=grad_form, num_chunks=num_chunks, wire_dtype=wire_dtype
+        )
+        scattered: jax.Array = _island(lambda x, w: call(x, w), axis, (columns, P(axis, None)), rows)(x, w)
+        return scattered
+    size = lax.axis_size(axis)
+    if x.shape[-2] % size:
+        raise PlacementError(
+            f"matmul_scatter cannot scatter {x.shape[-2]} rows over {size} devices of axis {axis!r}.",
+            hint=f"pad the rows to {-(-x.shape[-2] // size) * size}.",
+        )
+    plan = _Plan(
+        axis,
+        size,
+        choose_form("matmul_scatter", form, num_chunks=num_chunks, axis_size=size),
+        choose_form("matmul_scatter_grad", grad_form, num_chunks=None, axis_size=size),
+        False,
+        jnp.dtype(wire_dtype or x.dtype),
+    )
+    x, w = _vary_alike((x, w), axis)
+    result: jax.Array = _matmul_scatter(plan, x, w)
+    return result
+
+
+# --- gather_matmul and its gradient ---
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_matmul(plan: _Plan, x: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
+    return _gather_forward(plan, x, weights, keep=False)[0]
+
+
+def _gather_forward(plan: _Plan, x: Any, weights: tuple[Any, ...], *, keep: bool) -> tuple[tuple[Any, ...], Any]:
+    num_rows = x.shape[-2] * plan.size
+    if not plan.forward.ring:
+        gathered = lax.all_gather(x, plan.axis, axis=x.ndim - 2, tiled=True)
+        return tuple(_product(gathered, weight, x) for weight in weights), gathered if keep else None
+    outs = [empty_rows(x, num_rows, w.shape[-1], _out_dtype(x, w)) for w in weights]
+    gathered = [empty_rows(x, num_rows, x.shape[-1], x.dtype)] if keep else []
+
+    def visit(carry: Any, piece: Any, start: Any) -> Any:
+        outs, gathered = carry
+        outs = [put_piece(out, _product(piece, w, x), start) for out, w in zip(outs, weights, strict=True)]
+        return outs, [put_piece(buffer, piece, start) for buffer in gathered]
+
+    outs, gathered = gather_pieces(x, plan.axis, plan.size, plan.forward, visit, (outs, gathered))
+    return tuple(outs), gathered[0] if keep else None
+
+
+def _gather_fwd(plan: _Plan, x: Any, weights: tuple[Any, ...]) -> tuple[Any, Any]:
+    outs, gathered = _gather_forward(plan, x, weights, keep=plan.save_gathered)
+    return outs, (x if gathered is None else gathered, weights)
+
+
+def _gather_bwd(plan: _Plan, saved: Any, d_outs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    kept, weights = saved
+    num_rows = d_outs[0].shape[-2] // plan.size
+    # Without this, XLA finds that the forward gathered the same rows and keeps them, which is not what was asked.
+    kept, d_outs = tie((kept, d_outs))
+
+    def products(slices: list[Any]) -> Any:
+        return sum(dot(part, w.T) for part, w in zip(slices, weights, strict=True))
+
+    gathered = kept if plan.save_gathered else None
+    if not plan.backward.ring:
+        dx = _sum_scattered(products(list(d_outs)).astype(plan.wire), plan.axis)
+        if gathered is None:
+            gathered = lax.all_gather(kept, plan.axis, axis=kept.ndim - 2, tiled=True)
+    elif gathered is not None:
+        dx = scatter_sums(products, list(d_outs), num_rows, plan.axis, plan.size, plan.backward, plan.wire)
+    else:
+        dx, gathered = _scatter_beside_gather(plan, products, list(d_outs), kept)
+    d_weights = tuple(dot_rows(gathered, d).astype(w.dtype) for d, w in zip(d_outs, weights, strict=True))
+    return dx.astype(kept.dtype), d_weights
+
+
+def _scatter_beside_gather(plan: _Plan, products: Any, d_outs: list[Any], x: Any) -> tuple[Any, Any]:
+    """Scatters the input's gradient and, beside the same matmuls, gathers the rows that the weight's gradient needs.
+
+    The weight's gradient is then one large matmul. Adding to it shard by shard would read and write the float32
+    accumulator once per hop, which costs up to 1.5 times the matmul itself.
+    """
+    axis, size, num_rows = plan.axis, plan.size, x.shape[-2]
+    place = lax.axis_index(axis)
+    half = num_rows // 2 if plan.backward.both_ways and num_rows % 2 == 0 else num_rows
+    travelling = [x[..., :half, :]] + ([x[..., half:, :]] if half < num_rows else [])
+    buffer = put_piece(empty_rows(x, num_rows * size, x.shape[-1], x.dtype), x, place * num_rows)
+    state = {"travelling": travelling, "buffer": buffer}
+
+    def hop(step: int, total: Any) -> Any:
+        if step == size - 1:
+            return total
+        arrived = [shift(part, axis, size, up=way == 0) for way, part in enumerate(state["travelling"])]
+        arrived, total, buffer = tie((arrived, total, state["buffer"]))
+        for way, part in enumerate(arrived):
+            source = lax.rem(place + (size - 1 - step if way == 0 else step + 1), size)
+            buffer = put_piece(buffer, part, source * num_rows + way * half)
+        state.update(travelling=arrived, buffer=buffer)
+        return total
+
+    dx = scatter_sums(products, d_outs, num_rows, axis, size, plan.backward, plan.wire, between=hop)
+    # The large matmul must not start between the hops: it would hold its operands for the whole ring.
+    gathered, dx = tie((state["buffer"], dx))
+    return dx, gathered
+
+
+_gather_matmul.defvjp(_gather_fwd, _gather_bwd)
+
+
+# --- matmul_scatter and its gradient ---
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul_scatter(plan: _Plan, x: Any, w: Any) -> Any:
+    out_dtype = _out_dtype(x, w)
+    if not plan.forward.ring:
+        partial = dot(x, w).astype(plan.wire)
+        return _sum_scattered(partial, plan.axis).astype(out_dtype)
+    num_rows = x.shape[-2] // plan.size
+    summed = scatter_sums(lambda s: dot(s[0], w), [x], num_rows, plan.axis, plan.size, plan.forward, plan.wire)
+    return summed.astype(out_dtype)
+
+
+def _scatter_fwd(plan: _Plan, x: Any, w: Any) -> tuple[Any, Any]:
+    return _matmul_scatter(plan, x, w), (x, w)
+
+
+def _scatter_bwd(plan: _Plan, saved: Any, d_out: Any) -> tuple[Any, Any]:
+    x, w = saved
+    d_out = d_out.astype(plan.wire)
+    if not plan.backward.ring:
+        gathered = lax.all_gather(d_out, plan.axis, axis=d_out.ndim - 2, tiled=True)
+        return dot(gathered, w.T).astype(x.dtype), dot_rows(x, gathered).astype(w.dtype)
+
+    def visit(carry: Any, piece: Any, start: Any) -> Any:
+        dx, gathered = carry
+        return put_piece(dx, dot(piece, w.T), start), put_piece(gathered, piece, start)
+
+    buffers = empty_rows(x, x.shape[-2], x.shape[-1], x.dtype), empty_rows(x, x.shape[-2], w.shape[-1], d_out.dtype)
+    dx, gathered = tie(gather_pieces(d_out, plan.axis, plan.size, plan.backward, visit, buffers))
+    return dx, dot_rows(x, gathered).astype(w.dtype)
+
+
+_matmul_scatter.defvjp(_scatter_fwd, _scatter_bwd)
+
+
+# --- Views, shapes and dtypes ---
+
+
+def _view(axis: str, who: str) -> str:
+    mesh = current_mesh()
+    if mesh is None:
+        return "plain"
+    require_axes(mesh, (axis,), where=who)
+    if mesh.shape[axis] == 1:
+        return "plain"
+    return "local" if axis in mesh.manual_axes else "island"
+
+
+def _island(f: Any, axis: str, in_specs: Any, out_specs: Any) -> Any:
+    return local_map(f, axes=(axis,), in_specs=in_specs, out_specs=out_specs)
+
+
+def _vary_alike(operands: Any, axis: str) -> Any:
+    # A custom gradient must give each operand's gradient the type of that operand, so all must vary alike before it;
+    # the sums that this implies for their gradients happen outside.
+    axes = {axis}.union(*(varying_axes(leaf) for leaf in jax.tree.leaves(operands)))
+    return vary(operands, sorted(axes))
+
+
+def _sum_scattered(x: Any, axis: str) -> Any:
+    if chip_family() == "cpu" and x.dtype == jnp.bfloat16:
+        # XLA's CPU compiler (jax 0.10) aborts the process on a bfloat16 reduction inside a checked shard_map.
+        return _sum_scattered(x.astype(jnp.float32), axis).astype(x.dtype)
+    return lax.psum_scatter(x, axis, scatter_dimension=x.ndim - 2, tiled=True)
+
+
+def _product(piece: Any, w: Any, x: Any) -> Any:
+    return dot(piece, w).astype(_out_dtype(x, w))
+
+
+def _out_dtype(x: Any, w: Any) -> Any:
+    return jnp.result_type(x.dtype, w.dtype)
+
+
+def _check_shapes(who: str, x: Any, weights: Sequence[Any]) -> None:
+    if x.ndim < 2:
+        raise PlacementError(f"{who} needs rows and features; x has shape {x.shape}.", hint="add a dim of rows.")
+    for w in weights:
+        if w.ndim != 2 or w.shape[0] != x.shape[-1]:
+            raise PlacementError(
+                f"{who} cannot multiply x of shape {x.shape} by a weight of shape {w.shape}.",
+                hint=f"the weight must be [{x.shape[-1]}, features].",
+            )

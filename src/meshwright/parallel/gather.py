@@ -1,0 +1,163 @@
+"""Gathering arrays that are split over a mesh axis, with the reduction of their gradients as the way back.
+
+Dtypes can be chosen per direction, for what travels and for what is added up. On trees, a layout's specs say which
+leaves are split, and gradients are sums: what a loss that is already divided by the global count needs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.axes import axis_size, vary
+from meshwright.dtypes import as_dtype, cast_target, is_float
+from meshwright.errors import PlacementError, TreeError
+from meshwright.specs import check_spec_type, dim_axes, format_spec
+from meshwright.types import PyTree
+
+
+def gather_tree(
+    params: PyTree,
+    specs: PyTree,
+    *,
+    axis: str,
+    gather_dtype: Any = None,
+    grad_scatter_dtype: Any = None,
+    grad_sum_dtype: Any = None,
+) -> PyTree:
+    """Gathers, along one mesh axis, the leaves of a local tree whose specs name it; the others stay as they are.
+
+    The gradient is the dual: slices of the **sum** over the axis. See `gather_array` for the dtypes.
+
+    Example:
+        >>> import meshwright as mw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> specs = {"w": P("fsdp"), "b": P()}
+        >>> shapes = lambda p: jax.tree.map(jnp.size, gather_tree(p, specs, axis="fsdp"))
+        >>> mw.parallel.local_map(shapes, mesh=mw.create_mesh("fsdp:8"), in_specs=(specs,), out_specs=P())(
+        ...     {"w": jnp.ones(16), "b": jnp.ones(3)}
+        ... )["w"].item()
+        16
+    """
+    axis_size(axis, who="gather_tree")
+    structure: Any  # jax's treedef has no type of its own to name
+    leaves, structure = jax.tree.flatten(params)
+    try:
+        leaf_specs = structure.flatten_up_to(specs)
+    except (ValueError, TypeError) as error:
+        raise TreeError(f"gather_tree: params and specs differ in structure: {error}") from None
+
+    def gather(leaf: Any, spec: Any) -> Any:
+        spec = check_spec_type(spec, where="gather_tree")
+        dim = dim_split_last_by(tuple(spec), axis, who=f"gather_tree: {format_spec(spec)}")
+        if dim is None:
+            return leaf
+        return gather_array(
+            leaf,
+            dim=dim,
+            axis=axis,
+            gather_dtype=gather_dtype,
+            grad_scatter_dtype=grad_scatter_dtype,
+            grad_sum_dtype=grad_sum_dtype,
+        )
+
+    return structure.unflatten([gather(leaf, spec) for leaf, spec in zip(leaves, leaf_specs, strict=True)])
+
+
+def gather_array(
+    x: Any,
+    *,
+    dim: int,
+    axis: str,
+    gather_dtype: Any = None,
+    grad_scatter_dtype: Any = None,
+    grad_sum_dtype: Any = None,
+    mean_grads: bool = False,
+) -> Any:
+    """Gathers the slices of an array along a dim; the gradient is the reduce-scatter of the whole's.
+
+    Args:
+        gather_dtype: floats travel in this dtype, and arrive in their own.
+        grad_scatter_dtype: gradients travel back in this one.
+        grad_sum_dtype: gradients are added in this dtype, on arrival: an all-to-all moves the same bytes that a
+            reduce-scatter would, and each device sums what it receives. So they can travel in bfloat16 and be
+            added in float32.
+        mean_grads: divides gradients by the axis size.
+    """
+    ways = axis_size(axis, who="gather_array")
+    if ways == 1:
+        return x
+    dtype, dim = x.dtype, dim % x.ndim
+    forward = functools.partial(_all_gather, axis=axis, dim=dim, dtype=cast_target(dtype, _dtype(gather_dtype)))
+    x = vary(x, axis)
+    if not is_float(dtype):
+        return forward(x)
+
+    def scatter(_: None, grad: Any) -> tuple[Any]:
+        wire = grad.astype(cast_target(grad.dtype, _dtype(grad_scatter_dtype)))
+        if grad_sum_dtype is None:
+            total = lax.psum_scatter(wire, axis, scatter_dimension=dim, tiled=True)
+        else:
+            total = _sum_after_arrival(wire, axis=axis, ways=ways, dim=dim, dtype=_dtype(grad_sum_dtype))
+        total = total.astype(jnp.promote_types(total.dtype, dtype))
+        return ((total / ways if mean_grads else total).astype(dtype),)
+
+    gather = jax.custom_vjp(forward)
+    gather.defvjp(lambda x: (forward(x), None), scatter)
+    return gather(x)
+
+
+def gather_array_with_mean_grads(
+    x: Any, axis: int, axis_name: str, gather_dtype: Any = None, grad_scatter_dtype: Any = None
+) -> Any:
+    """Gathers the slices of an array along a dim; the gradient is the mean over devices of each slice's part.
+
+    Args:
+        axis: the dim that is split.
+        gather_dtype: floats travel in this dtype, and arrive in their own.
+        grad_scatter_dtype: gradients travel back in this one.
+
+    Example:
+        >>> import meshwright as mw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> def loss(x):
+        ...     return (gather_array_with_mean_grads(x, 0, "dp") * jax.lax.axis_index("dp")).sum()
+        >>> grads = jax.shard_map(jax.grad(loss), mesh=mw.create_mesh("dp:8"), in_specs=P("dp"), out_specs=P("dp"))
+        >>> grads(jnp.ones(8)).tolist()[:2]  # the mean of 0..7
+        [3.5, 3.5]
+    """
+    return gather_array(
+        x, dim=axis, axis=axis_name, gather_dtype=gather_dtype, grad_scatter_dtype=grad_scatter_dtype, mean_grads=True
+    )
+
+
+def _all_gather(x: Any, *, axis: str, dim: int, dtype: Any) -> Any:
+    return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True).astype(x.dtype)
+
+
+def _sum_after_arrival(x: Any, *, axis: str, ways: int, dim: int, dtype: Any) -> Any:
+    pieces = jnp.stack(jnp.split(x, ways, axis=dim))
+    return lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0).astype(dtype).sum(axis=0)
+
+
+def dim_split_last_by(names: tuple[Any, ...], axis: str, *, who: str) -> int | None:
+    """Returns the dim that an axis splits, or None; raises where other axes split it further."""
+    for dim, name in enumerate(names):
+        axes = dim_axes(name)
+        if axis in axes:
+            if axes[-1] != axis:
+                raise PlacementError(
+                    f"{who}: dim {dim} is split over {axes}, and {axis!r} is not the last of them: gathering it alone "
+                    "would leave slices that are not next to each other.",
+                    hint=f"gather {axes[-1]!r} first, or name {axis!r} last.",
+                )
+            return dim
+    return None
+
+
+def _dtype(spec: Any) -> Any:
+    return None if spec is None else as_dtype(spec)

@@ -1,0 +1,103 @@
+"""Which form of an overlapped matmul to use on which chip: a small table with the measurements behind it.
+
+Measured by compiling [16384, 8192] @ [8192, 28672] in bfloat16 ahead of time (benchmarks/RESULTS.md has the runs):
+hops hidden behind a matmul, the compiler's estimate of compute over that of the unsplit form, and temporary memory.
+A form that looks equivalent can lose everything to the compiler's scheduling, which is why there is a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from meshwright.errors import PlacementError, did_you_mean
+from meshwright.mesh import current_mesh
+
+Operation = Literal["gather_matmul", "matmul_scatter", "gather_matmul_grad", "matmul_scatter_grad"]
+Tie = Literal["none", "next", "between", "slice", "operand", "product"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How shards travel and how the compiler is kept from undoing it.
+
+    Args:
+        ring: False is the unsplit form: one collective beside one matmul.
+        both_ways: half of each shard travels up and half down, using both directions of each link at once.
+        group: how many neighbours first pool their shards; the ring then has fewer and larger steps.
+        tie: what an optimization barrier ties together at each step; see the loops in `overlap_loops`.
+    """
+
+    ring: bool = True
+    both_ways: bool = False
+    group: int = 1
+    tie: Tie = "none"
+
+
+WHOLE = Form(ring=False)
+
+_V5E: dict[Operation, Form] = {
+    "gather_matmul": Form(both_ways=True),  # 30/30 hidden, compute 1.03, 0 MiB
+    "matmul_scatter": Form(both_ways=True, tie="operand"),  # 30/30, 1.10, 0 MiB
+    "gather_matmul_grad": Form(both_ways=True, tie="operand"),  # 60/60, 1.09, 464 MiB (unsplit 512)
+    "matmul_scatter_grad": Form(both_ways=True, tie="next"),  # 30/30, 1.06, 257 MiB (unsplit 256)
+}
+_V5P: dict[Operation, Form] = {
+    "gather_matmul": Form(both_ways=True, tie="between"),  # 14/14, 1.03, 72 MiB (unsplit 256)
+    "matmul_scatter": Form(both_ways=True, tie="slice"),  # 14/14, 1.01, 48 MiB (unsplit 256)
+    "gather_matmul_grad": Form(both_ways=True, tie="slice"),  # 28/28, 1.01, 401 MiB (unsplit 256)
+    "matmul_scatter_grad": Form(both_ways=True, tie="next"),  # 14/14, 1.00, 353 MiB (unsplit 256)
+}
+_V6E: dict[Operation, Form] = {
+    "gather_matmul": Form(both_ways=True),  # 30/30, 1.02, 0 MiB
+    "matmul_scatter": Form(both_ways=True, tie="slice"),  # 30/30, 1.07, 3 MiB
+    "gather_matmul_grad": Form(both_ways=True, tie="slice"),  # 60/60, 1.26, 339 MiB (unsplit 256)
+    "matmul_scatter_grad": Form(both_ways=True, tie="next"),  # 30/30, 1.28, 289 MiB (unsplit 256)
+}
+_GPU: dict[Operation, Form] = {  # 8 x H200
+    "gather_matmul": Form(tie="next"),  # 7/7, 78 MiB (unsplit 256)
+    "matmul_scatter": Form(tie="product"),  # 7/7, 78 MiB (unsplit 256)
+    # Its two transfers hide behind its two matmuls as they are (2/2). The ring would need two hops in flight at once,
+    # and XLA runs one collective at a time on a GPU (8/14).
+    "gather_matmul_grad": WHOLE,
+    "matmul_scatter_grad": Form(tie="next"),  # 7/7, 302 MiB (unsplit 256, 0/1)
+}
+# No links to hide: the plain ring, which is what tests compare with everything else.
+_CPU: dict[Operation, Form] = dict.fromkeys(_V5E, Form())
+
+FORMS: dict[str, dict[Operation, Form]] = {"v5e": _V5E, "v5p": _V5P, "v6e": _V6E, "gpu": _GPU, "cpu": _CPU}
+
+_NAMED = {"ring": Form(), "both_ways": Form(both_ways=True), "whole": WHOLE}
+
+
+def chip_family() -> str:
+    """Returns the row of the table for the devices of the mesh in force; "cpu" where they are unknown."""
+    mesh = current_mesh()
+    device = getattr(mesh, "abstract_device", None)
+    kind = str(getattr(device, "device_kind", "cpu")).lower()
+    for name, family in (("v6", "v6e"), ("v5 lite", "v5e"), ("v5e", "v5e"), ("tpu", "v5p"), ("nvidia", "gpu")):
+        if name in kind:
+            return family
+    return "cpu"
+
+
+def choose_form(operation: Operation, form: Form | str | None, *, num_chunks: int | None, axis_size: int) -> Form:
+    """Returns the form to use: the caller's, or the table's for this chip; `num_chunks` sets the size of groups."""
+    if isinstance(form, str):
+        if form not in _NAMED:
+            hint = did_you_mean(form, _NAMED) or f"use one of: {', '.join(_NAMED)}, or a Form."
+            raise PlacementError(f"{operation}: there is no form {form!r}.", hint=hint)
+        form = _NAMED[form]
+    if form is None:
+        form = FORMS[chip_family()][operation]
+    if num_chunks is None:
+        return form
+    if num_chunks < 1 or axis_size % num_chunks:
+        divisors = [str(count) for count in range(1, axis_size + 1) if axis_size % count == 0]
+        raise PlacementError(
+            f"{operation}: {num_chunks} chunks for {axis_size} devices.", hint=f"use one of: {', '.join(divisors)}."
+        )
+    if num_chunks == 1:
+        return WHOLE
+    group = axis_size // num_chunks
+    return replace(form, group=group, both_ways=form.both_ways and group == 1)

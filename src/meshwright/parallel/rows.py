@@ -1,0 +1,190 @@
+"""A batch by rows: cutting it into equal parts, and random keys that belong to rows rather than to parts.
+
+What is drawn from a row key for row 7 of a batch is the same whether the batch is computed whole, in minibatches, in
+the microbatches of a pipeline, or split over devices. Each part gets a key that knows the number of its first row, and
+every value drawn with shape `[rows, ...]` is a hash of the key, the number of its row and its place in the row.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import random as prng
+
+from meshwright.axes import vary, varying_axes
+from meshwright.errors import PlacementError
+from meshwright.tree import named_leaves
+from meshwright.types import PRNGKeyArray, PyTree
+
+# --- Parts of a batch ---
+
+
+class Parts(NamedTuple):
+    """A batch cut into equal parts: `arrays` have the parts as leading dim, `join` makes one part of their slices."""
+
+    arrays: list[Any]
+    join: Callable[[Sequence[Any]], PyTree]
+    num_rows: int
+
+
+def count_rows(batch: PyTree, *, who: str) -> int:
+    """Returns the leading dim that the arrays of a batch share; scalars have none and are not asked."""
+    sizes = {leaf.name: int(np.shape(leaf.value)[0]) for leaf in named_leaves(batch) if np.ndim(leaf.value)}
+    if not sizes:
+        raise PlacementError(f"{who} got a batch without any array that has rows.")
+    (first, rows), *others = sizes.items()
+    for name, size in others:
+        if size != rows:
+            raise PlacementError(
+                f"{who} got a batch whose arrays differ in their leading dim: `{first}` has {rows} rows, `{name}` has "
+                f"{size}.",
+                hint="give every array one row per example; what is the same for all examples may be a scalar.",
+            )
+    return rows
+
+
+def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str) -> Parts:
+    """Cuts the rows of a batch into equal, contiguous parts; scalars go to every part as they are.
+
+    `part` is the word for one of them in messages: minibatch, microbatch.
+    """
+    try:
+        num_parts = operator.index(num_parts)
+    except TypeError:
+        raise PlacementError(f"{who} got num_{part}es={num_parts!r}, which is not a whole number.") from None
+    if num_parts < 1:
+        raise PlacementError(f"{who} got num_{part}es={num_parts}.", hint="use 1 or more.")
+    rows = count_rows(batch, who=who)
+    if rows % num_parts or not rows:
+        raise PlacementError(_division_text(rows, num_parts, who=who, part=part), hint=_nearest(rows, num_parts, part))
+    leaves: list[Any]
+    structure: Any
+    leaves, structure = jax.tree.flatten(batch)
+    has_rows = [np.ndim(leaf) > 0 for leaf in leaves]
+    arrays = [
+        jnp.reshape(leaf, (num_parts, rows // num_parts, *np.shape(leaf)[1:]))
+        for leaf, split in zip(leaves, has_rows, strict=True)
+        if split
+    ]
+
+    def join(slices: Sequence[Any]) -> PyTree:
+        rest = iter(slices)
+        return structure.unflatten(
+            [next(rest) if split else leaf for leaf, split in zip(leaves, has_rows, strict=True)]
+        )
+
+    return Parts(arrays, join, rows // num_parts)
+
+
+def _division_text(rows: int, num_parts: int, *, who: str, part: str) -> str:
+    if num_parts > rows:
+        return f"{who} cannot make {num_parts} {part}es of a batch of {rows} rows: some would have none."
+    return (
+        f"{who} cannot cut a batch of {rows} rows into {num_parts} {part}es: {rows} % {num_parts} = {rows % num_parts}."
+    )
+
+
+def _nearest(rows: int, num_parts: int, part: str) -> str:
+    sizes = [size for size in (rows // num_parts * num_parts, -(-rows // num_parts) * num_parts) if size]
+    counts = [count for count in range(1, rows + 1) if rows % count == 0]
+    below = [count for count in counts if count < num_parts][-1:]
+    above = [count for count in counts if count > num_parts][:1]
+    text = f"use a batch of {' or '.join(map(str, sizes or [num_parts]))} rows"
+    return f"{text}, or {' or '.join(map(str, below + above))} {part}es." if counts else f"{text}."
+
+
+# --- Keys by row ---
+
+
+def row_key(rng: PRNGKeyArray, first_row: Any = 0) -> PRNGKeyArray:
+    """Returns a key for a part of a batch that starts at row `first_row` of the whole.
+
+    Use it like any key: `split` and `fold_in` keep the row. Values drawn with the rows as leading dim do not depend on
+    how the batch was cut; that includes the masks of `flax.linen.Dropout`. From a row key, the row is counted on.
+
+    A value that all rows share (noise on a weight, say) has no row: draw it from a key that was not given a row, since
+    two parts would otherwise see shifted copies of one sequence.
+
+    Example:
+        >>> key = jax.random.key(0)
+        >>> whole = jax.random.normal(row_key(key), (8, 3))
+        >>> second_half = jax.random.normal(row_key(key, 4), (4, 3))
+        >>> bool((whole[4:] == second_half).all())
+        True
+    """
+    first = jnp.asarray(first_row).astype(jnp.uint32)
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) and jax.random.key_impl(rng) == _ROW_KEYS:
+        data = jax.random.key_data(rng)
+        words, first = data[:2], first + data[2]
+    else:
+        words = jax.random.bits(rng, (2,), jnp.uint32)  # whatever the kind of the key, two words of it
+    key: PRNGKeyArray = jax.random.wrap_key_data(jnp.concatenate([words, first[None]]), impl=_ROW_KEYS)
+    return key
+
+
+def bits_by_place(words: Any, places: Sequence[Any], sizes: Sequence[int], bit_width: int = 32) -> Any:
+    """Returns random bits for elements whose place in a larger array is given: one hash for each element.
+
+    Args:
+        words: two uint32 words of key.
+        places: for each dim of the larger array, the indices (uint32) of the elements along it, all of one shape.
+        sizes: the size of the larger array along each dim after the first.
+    """
+    if not places:
+        places = (jnp.zeros((), jnp.uint32),)
+    within = jnp.zeros_like(places[0])
+    for place, size in zip(places[1:], sizes, strict=True):
+        within = within * jnp.uint32(size) + place
+    shape = np.shape(places[0])
+    operands = [jnp.broadcast_to(words[0], shape), jnp.broadcast_to(words[1], shape), places[0], within]
+    # The hash is one operation to JAX, which wants operands that vary along the same axes.
+    operands = vary(operands, sorted(frozenset().union(*map(varying_axes, operands))))
+    high, low = prng.threefry2x32_p.bind(*operands)
+    if bit_width == 64:
+        return (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
+    return (high ^ low).astype(jnp.dtype(f"uint{bit_width}"))
+
+
+def _threefry(data: Any) -> PRNGKeyArray:
+    key: PRNGKeyArray = jax.random.wrap_key_data(data[:2], impl="threefry2x32")
+    return key
+
+
+def _with_row(words: Any, data: Any) -> Any:
+    return jnp.concatenate([words, jnp.broadcast_to(data[2:], (*words.shape[:-1], 1))], axis=-1)
+
+
+def _seed(seed: Any) -> Any:
+    words = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
+    return jnp.concatenate([words, jnp.zeros_like(words[:1])])
+
+
+def _split(data: Any, shape: tuple[int, ...]) -> Any:
+    return _with_row(jax.random.key_data(jax.random.split(_threefry(data), shape)), data)
+
+
+def _fold_in(data: Any, number: Any) -> Any:
+    return _with_row(jax.random.key_data(jax.random.fold_in(_threefry(data), number)), data)
+
+
+def _random_bits(data: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
+    places = [lax.broadcasted_iota(jnp.uint32, shape, dim) for dim in range(len(shape))] or [jnp.zeros((), jnp.uint32)]
+    return bits_by_place(data[:2], [places[0] + data[2], *places[1:]], shape[1:], bit_width)
+
+
+# The key of JAX's default generator with the number of the first row as a third word.
+_ROW_KEYS = prng.define_prng_impl(
+    key_shape=(3,),
+    seed=_seed,
+    split=_split,
+    random_bits=_random_bits,
+    fold_in=_fold_in,
+    name="meshwright_rows",
+    tag="rows",
+)

@@ -1,0 +1,180 @@
+"""How often devices exchange gradients: what is done to parameters before the minibatches, and what within each.
+
+Two things have to happen to a parameter before a loss can use it: it is marked as varying along the axes that it is
+replicated over, and gathered along those it is split over. The transpose of the mark is a sum over devices, that of
+the gather a sum that leaves each device its slice. Where the two are done decides how often that is:
+
+    sync      before the minibatches   within each
+    every     -                        mark, gather
+    hybrid    mark                     gather
+    once      mark, gather             -
+
+The mark always comes first, so that gradients are scattered before the slices are summed: gathering first would make
+the sum over the other axes one of whole gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshwright.axes import axis_size, is_manual, place_on, vary, varying_axes
+from meshwright.dtypes import is_float
+from meshwright.errors import MeshwrightError, PlacementError, TreeError, did_you_mean
+from meshwright.mesh import current_mesh, require_axes
+from meshwright.parallel.gather import gather_array
+from meshwright.specs import check_spec_type, dim_axes, format_spec, spec_axes
+from meshwright.tree import named_leaves
+from meshwright.types import PyTree
+
+Sync = Literal["every", "hybrid", "once"]
+
+WHO = "accumulate"
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """What one call of `accumulate` does to its parameters, and along which axes."""
+
+    sync: Sync
+    axes: tuple[str, ...]
+    """Along these the loss is a partial sum."""
+    row_axes: tuple[str, ...]
+    """These split the rows of the batch, the first of them into the largest blocks."""
+    gathers: tuple[tuple[tuple[int, str], ...], ...]
+    """For each parameter, the dims and axes it is gathered along, in this order."""
+    dtypes: tuple[Any, ...]
+
+    def before(self, params: PyTree) -> PyTree:
+        """Prepares parameters for all minibatches."""
+        if self.sync == "every":
+            return params
+        marked = vary(params, self.axes)
+        return self._gather(marked) if self.sync == "once" else marked
+
+    def inside(self, prepared: PyTree) -> PyTree:
+        """Prepares what `before` returned for one minibatch."""
+        if self.sync == "once":
+            return prepared
+        return self._gather(vary(prepared, self.axes) if self.sync == "every" else prepared)
+
+    def narrow(self, params: PyTree) -> PyTree:
+        """Returns parameters in the dtypes they came in."""
+        leaves: list[Any]
+        structure: Any
+        leaves, structure = jax.tree.flatten(params)
+        return structure.unflatten([leaf.astype(dtype) for leaf, dtype in zip(leaves, self.dtypes, strict=True)])
+
+    def first_row(self, num_rows: int) -> Any:
+        """Returns the number that this device's first row has in the whole batch."""
+        place = 0
+        for axis in self.row_axes:
+            place = place * axis_size(axis, who=WHO) + place_on(axis, who=WHO)
+        return place * num_rows
+
+    def check_loss(self, loss: Any) -> None:
+        """Raises where the loss differs along an axis that it is not summed over."""
+        others = sorted(varying_axes(loss) - set(self.axes))
+        if others:
+            raise PlacementError(
+                f"{WHO}: the loss differs along {', '.join(map(repr, others))}, but is summed over "
+                f"{', '.join(map(repr, self.axes)) or 'no axis'} only.",
+                hint=f"if each device holds a part of it, jax.lax.psum it in loss_fn or add {others[0]!r} to axes=; if "
+                "parameters were gathered there, split the batch over that axis too.",
+            )
+
+    def _gather(self, params: PyTree) -> PyTree:
+        leaves: list[Any]
+        structure: Any
+        leaves, structure = jax.tree.flatten(params)
+        whole = []
+        for leaf, steps, dtype in zip(leaves, self.gathers, self.dtypes, strict=True):
+            for dim, axis in steps:
+                # Parameters travel in their own dtype, gradients in that of the sums.
+                leaf = gather_array(leaf, dim=dim, axis=axis, gather_dtype=dtype)
+            whole.append(leaf)
+        return structure.unflatten(whole)
+
+
+def make_sync_plan(
+    params: PyTree,
+    batch: PyTree,
+    specs: PyTree,
+    *,
+    sync: Sync,
+    gather_axes: Sequence[str] | None,
+    axes: Sequence[str] | None,
+    row_axes: Sequence[str] | None,
+) -> SyncPlan:
+    """Checks the arguments of `accumulate` against the mesh in force, and fills in its defaults."""
+    if sync not in get_args(Sync):
+        hint = did_you_mean(sync, get_args(Sync)) or f"use one of: {', '.join(get_args(Sync))}"
+        raise MeshwrightError(f"{WHO} knows no sync mode {sync!r}.", hint=hint)
+    mesh = current_mesh()
+    manual = [] if mesh is None else [axis for axis in mesh.axis_names if is_manual(axis)]
+    if manual and manual[0] not in varying_axes(lax.axis_index(manual[0])):
+        raise PlacementError(
+            f"{WHO} was called under check_vma=False, where JAX cannot tell which values differ between devices and "
+            "gradients would be wrong.",
+            hint="leave check_vma=True, the default of local_map and jax.shard_map.",
+        )
+    for name, given in (("gather_axes", gather_axes), ("axes", axes), ("row_axes", row_axes)):
+        if given is not None and mesh is not None:
+            require_axes(mesh, given, where=f"{WHO}: {name}")
+    split_by = frozenset().union(*map(varying_axes, jax.tree.leaves(batch)))
+    summed = [axis for axis in manual if axis in split_by] if axes is None else [a for a in axes if a in manual]
+    rows = [axis for axis in summed if axis in split_by] if row_axes is None else [a for a in row_axes if a in manual]
+    gathered = ("fsdp",) if gather_axes is None else tuple(gather_axes)
+    leaves = named_leaves(params)
+    for leaf in leaves:
+        if not is_float(leaf.value.dtype):
+            raise PlacementError(
+                f"{WHO}: parameter `{leaf.name}` is {leaf.value.dtype}, which has no gradient.",
+                hint="keep what is not trained out of params, and close over it in loss_fn.",
+            )
+    gathers = tuple(
+        _gathers(leaf.name, leaf.value, spec, manual, gathered)
+        for leaf, spec in zip(leaves, _leaf_specs(params, specs), strict=True)
+    )
+    dtypes = tuple(leaf.value.dtype for leaf in leaves)
+    return SyncPlan(sync, tuple(summed), tuple(rows), gathers, dtypes)
+
+
+def _leaf_specs(params: PyTree, specs: PyTree) -> list[P]:
+    structure: Any = jax.tree.structure(params)
+    if specs is None:
+        return [P()] * structure.num_leaves
+    try:
+        found = structure.flatten_up_to(specs)
+    except (ValueError, TypeError) as error:
+        raise TreeError(f"{WHO}: params and specs differ in structure: {error}") from None
+    return [check_spec_type(spec, where=f"{WHO}: specs") for spec in found]
+
+
+def _gathers(
+    name: str, leaf: Any, spec: P, manual: Sequence[str], gathered: Sequence[str]
+) -> tuple[tuple[int, str], ...]:
+    named = {axis for axis in spec_axes(spec) if axis in manual}
+    if named != varying_axes(leaf):
+        actual = ", ".join(map(repr, sorted(varying_axes(leaf)))) or "no axis"
+        raise PlacementError(
+            f"{WHO}: parameter `{name}` varies along {actual}, but its spec is {format_spec(spec)}.",
+            hint="give the specs that the parameters were given to local_map with.",
+        )
+    steps = []
+    for dim, entry in enumerate(spec):
+        here = [axis for axis in dim_axes(entry) if axis in manual]
+        while here and here[-1] in gathered:
+            steps.append((dim, here.pop()))
+        if any(axis in gathered for axis in here):
+            raise PlacementError(
+                f"{WHO}: parameter `{name}` has dim {dim} split over {dim_axes(entry)}; gathered along the first of "
+                "them alone, its slices would not lie next to each other.",
+                hint=f"put the gathered axes last in the spec: {(*[a for a in here if a not in gathered], *gathered)}.",
+            )
+    return tuple(steps)

@@ -1,0 +1,185 @@
+"""Overlapped matmuls against one device: every form, every axis size, both passes, every view."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.errors import MeshError, PlacementError
+from meshwright.parallel import Form, gather_matmul, local_map, matmul_scatter
+from meshwright.parallel.overlap_forms import FORMS, WHOLE, choose_form
+from meshwright.plan.schedule import read_schedule
+
+# Every distinct form of the table, and the plain ones; ties differ in scheduling only, never in values.
+TABLE_FORMS = sorted({form for chip in FORMS.values() for form in chip.values()} | {WHOLE, Form()}, key=str)
+ROWS, UP, DOWN = P("dp", "tp", None), P(None, "tp"), P("tp", None)
+BATCH, DIM = 2, 6
+
+
+@functools.cache
+def mesh_of(ways):
+    data = 2 if ways <= 4 else 1
+    return mw.create_mesh(f"dp:{data},tp:{ways}", devices=data * ways)
+
+
+@functools.cache
+def problem(ways, rows_each=4, dtype="float32"):
+    rng = np.random.default_rng(ways)
+    rows, hidden = ways * rows_each, ways * 3
+    shapes = ((BATCH, rows, DIM), (DIM, hidden), (DIM, hidden), (hidden, DIM), (BATCH, rows, DIM))
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+
+
+def block(x, gate, up, down, gather, scatter):
+    """A gated MLP: two weights share one gather, and their product is scattered."""
+    a, b = gather(x, (gate, up))
+    return scatter(jnp.tanh(a) * b, down)
+
+
+def reference(x, gate, up, down, weight):
+    y = block(x, gate, up, down, lambda x, ws: tuple(x @ w for w in ws), lambda h, w: h @ w)
+    return jnp.sum(y * weight)
+
+
+@functools.cache
+def expected(ways, rows_each=4):
+    *args, weight = problem(ways, rows_each)
+    return jax.value_and_grad(reference, argnums=(0, 1, 2, 3))(*args, weight)
+
+
+def local_loss(ways, check_vma=True, **options):
+    scatter_options = {k: v for k, v in options.items() if k != "save_gathered"}
+
+    def loss(x, gate, up, down, weight):
+        y = block(
+            x,
+            gate,
+            up,
+            down,
+            lambda x, ws: gather_matmul(x, ws, axis="tp", **options),
+            lambda h, w: matmul_scatter(h, w, axis="tp", **scatter_options),
+        )
+        axes = tuple(axis for axis, size in mesh_of(ways).shape.items() if size > 1)
+        total = jnp.sum(y * weight)
+        return lax.psum(total, axes) if axes else total
+
+    return local_map(loss, mesh=mesh_of(ways), in_specs=(ROWS, UP, UP, DOWN, ROWS), out_specs=P(), check_vma=check_vma)
+
+
+def check(ways, f, rows_each=4, tolerance=2e-6):
+    loss, grads = jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3)))(*problem(ways, rows_each))
+    true_loss, true_grads = expected(ways, rows_each)
+    np.testing.assert_allclose(loss, true_loss, rtol=1e-5)
+    for name, ours, true in zip(("x", "gate", "up", "down"), grads, true_grads, strict=True):
+        scale = np.abs(true).max()
+        assert np.abs(ours - true).max() <= tolerance * scale, name
+
+
+@pytest.mark.parametrize(("ways", "form"), [*itertools.product([1, 2, 4, 8], TABLE_FORMS)], ids=str)
+def test_every_form_equals_one_device(ways, form):
+    check(ways, local_loss(ways, form=form, grad_form=form))
+
+
+@pytest.mark.parametrize("form", [None, "ring", "both_ways", "whole"])
+@pytest.mark.parametrize("ways", [3, 8])
+def test_named_forms_and_the_table_equal_one_device(ways, form):
+    check(ways, local_loss(ways, form=form, grad_form=form))
+
+
+@pytest.mark.parametrize(("ways", "num_chunks"), [(4, 2), (8, 1), (8, 2), (8, 4), (8, 8)])
+def test_fewer_larger_chunks_equal_one_device(ways, num_chunks):
+    check(ways, local_loss(ways, num_chunks=num_chunks))
+
+
+@pytest.mark.parametrize("form", ["ring", "both_ways", "whole"])
+def test_kept_rows_give_the_same_weight_gradients(form):
+    check(4, local_loss(4, form=form, grad_form=form, save_gathered=True))
+
+
+def test_odd_shards_that_cannot_be_halved():
+    check(4, local_loss(4, form="both_ways", grad_form="both_ways"), rows_each=3)
+
+
+def test_as_an_island_in_a_jit_program():
+    def loss(x, gate, up, down, weight):
+        gather = functools.partial(gather_matmul, axis="tp")
+        return jnp.sum(block(x, gate, up, down, gather, functools.partial(matmul_scatter, axis="tp")) * weight)
+
+    with jax.set_mesh(mesh_of(4)):
+        check(4, loss)
+
+
+def test_without_a_mesh_it_is_a_matmul():
+    x, gate, _, down, _ = problem(2)
+    np.testing.assert_allclose(gather_matmul(x, gate, axis="tp"), x @ gate, rtol=1e-6)
+    hidden = x @ gate
+    np.testing.assert_allclose(matmul_scatter(hidden, down, axis="tp"), hidden @ down, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["ring", "both_ways", "whole"])
+def test_without_vma_values_are_right(form):
+    """Gradients of replicated weights need vma; values do not."""
+    *args, weight = problem(8)
+    f = jax.jit(local_loss(8, check_vma=False, form=form))
+    np.testing.assert_allclose(f(*args, weight), expected(8)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("wire", [None, "float32"])
+@pytest.mark.parametrize("form", ["ring", "both_ways", "whole"])
+def test_bfloat16_accumulates_in_float32(form, wire):
+    x, gate, up, down, weight = problem(8)
+    low = [value.astype(jnp.bfloat16) for value in (x, gate, up, down)]
+    ours = jax.jit(jax.grad(local_loss(8, form=form, grad_form=form, wire_dtype=wire), argnums=(0, 1, 2, 3)))
+    exact = jax.grad(reference, argnums=(0, 1, 2, 3))(*(v.astype(jnp.float32) for v in low), weight)
+    for got, true in zip(ours(*low, weight), exact, strict=True):
+        assert got.dtype == jnp.bfloat16
+        error = jnp.linalg.norm(got.astype(jnp.float32) - true) / jnp.linalg.norm(true)
+        assert float(error) < 1.5e-2
+
+
+@pytest.mark.parametrize("num_chunks", [None, 2, 4])
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_bytes_are_the_least_possible(num_chunks, both_ways):
+    ways = 8
+    x, gate, up, down, weight = problem(ways)
+    options = {"form": Form(both_ways=both_ways), "grad_form": Form(both_ways=both_ways), "num_chunks": num_chunks}
+    compiled = jax.jit(local_loss(ways, **options)).lower(x, gate, up, down, weight).compile()
+    permutes = [c for c in read_schedule(compiled.as_text()).collectives if c.kind == "collective-permute"]
+    gathered = x.size * x.dtype.itemsize
+    assert sum(c.trips * c.bytes_moved for c in permutes) == 2 * gathered * (ways - 1) / ways
+
+
+def test_a_weight_that_does_not_vary_over_data_gets_the_sum_of_gradients():
+    """The replicated weight is marked outside the custom gradient, so its sum over dp happens exactly once."""
+    check(4, local_loss(4))
+
+
+def test_the_choice_of_form():
+    assert choose_form("gather_matmul", None, num_chunks=None, axis_size=8) == FORMS["cpu"]["gather_matmul"]
+    assert choose_form("gather_matmul", "both_ways", num_chunks=4, axis_size=8) == Form(group=2)
+    assert choose_form("gather_matmul", None, num_chunks=1, axis_size=8) == WHOLE
+    with pytest.raises(PlacementError, match=r"there is no form 'rign'.\nhint: did you mean 'ring'"):
+        choose_form("gather_matmul", "rign", num_chunks=None, axis_size=8)
+    with pytest.raises(PlacementError, match=r"3 chunks for 8 devices.\nhint: use one of: 1, 2, 4, 8"):
+        choose_form("gather_matmul", None, num_chunks=3, axis_size=8)
+
+
+def test_bad_shapes_and_axes():
+    x, gate, _, down, _ = problem(4)
+    with pytest.raises(PlacementError, match=r"cannot multiply x of shape \(2, 16, 6\) by a weight of shape \(12, 6\)"):
+        gather_matmul(x, down, axis="tp")
+    with jax.set_mesh(mesh_of(4)), pytest.raises(MeshError, match="gather_matmul names axis 'tpp'"):
+        gather_matmul(x, gate, axis="tpp")
+    scatter = local_map(
+        lambda h, w: matmul_scatter(h, w, axis="tp"), mesh=mesh_of(4), in_specs=(UP, DOWN), out_specs=DOWN
+    )
+    with pytest.raises(
+        PlacementError, match=r"cannot scatter 6 rows over 4 devices of axis 'tp'.\nhint: pad the rows to 8"
+    ):
+        scatter(jnp.ones((6, 12)), down)

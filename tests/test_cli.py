@@ -1,0 +1,169 @@
+import io
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+import meshwright as mw
+from meshwright import P
+from meshwright.cli import main
+
+SOURCE = """
+import jax.numpy as jnp
+import meshwright as mw
+from meshwright import P
+
+def init(key):
+    return {"layers": [{"w": jnp.ones((8, 8))} for _ in range(3)], "b": jnp.ones(6)}
+
+good = mw.Job(init=init, rules=[("w", P("fsdp", "tp")), ("b", P())], mesh="fsdp:4,tp:2")
+bad = mw.Job(init=init, rules=[("w", P("fsdp", "tp")), ("b", P("fsdp"))], mesh="fsdp:4,tp:2")
+odd = mw.Job(init=init, rules=[("w", P("fsdp", "tp")), ("b", P()), ("nothing", P())], mesh="fsdp:4,tp:2")
+homeless = mw.Job(init=init, rules=[("w", P()), ("b", P())])
+"""
+
+
+@pytest.fixture
+def cli(tmp_path, monkeypatch, capsys):
+    """Runs the command in this process, in a folder with a job; returns exit code, stdout and stderr."""
+    (tmp_path / "cli_job.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(*args):
+        with pytest.raises(SystemExit) as ended:
+            main([str(arg) for arg in args])
+        captured = capsys.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    yield run
+    sys.modules.pop("cli_job", None)
+
+
+# --- rules ---
+
+
+def test_rules_shows_the_layout_and_the_report(cli):
+    code, out, err = cli("rules", "cli_job:good")
+    assert (code, err) == (0, "")
+    assert "layers/{0..2}/w (x3)  8x8    float32  0 `w`  P('fsdp', 'tp')          96 B" in out
+    assert "4 leaves on fsdp=4 x tp=2: 792 B in all, 120 B per device" in out
+    assert out.rstrip().endswith("nothing to remark.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["cli_job:good", "--all"], 0, "layers/2/w"),
+        (["cli_job.py:good"], 0, "layers/{0..2}/w"),
+        (["cli_job:good", "--mesh", "fsdp:2,tp:-1", "--num-devices", "16"], 0, "fsdp=2 x tp=8"),
+        (["cli_job:odd"], 0, "rule 2 `nothing` matches no leaf"),
+        (["cli_job:bad"], 1, "dim 0 has size 6; `fsdp` has 4 devices: 6 % 4 = 2"),
+        (["cli_job:bad", "--pad", "b"], 0, "b is padded: 6 (stored 8)"),
+        (["cli_job:good", "--mesh", "x:8"], 1, "names axis 'fsdp'; the mesh has axes: x"),
+        (["cli_job:good", "--picture", "layers/0/w"], 0, "8 tiles of 2x4, each on one device"),
+    ],
+)
+def test_rules_output(cli, arguments, code, text):
+    result = cli("rules", *arguments)
+    assert result[0] == code
+    assert text in result[1]
+    assert result[2] == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["no_such_module:job"], "error: there is no module 'no_such_module' to import.\nhint: "),
+        (["cli_job:goood"], "error: module 'cli_job' has no attribute 'goood'.\nhint: did you mean 'good'?"),
+        (["cli_job"], "error: 'cli_job' does not name a job.\nhint: "),
+        (["cli_job:homeless"], "error: no mesh was given, and the job names none.\nhint: "),
+        (["cli_job:good", "--mesh", "fsdp"], "error: mesh 'fsdp': cannot read 'fsdp'.\nhint: "),
+        (["cli_job:good", "--mesh", "fsdp:-1"], "leaves a size open"),
+        (["cli_job:good", "--picture", "layers/9/w"], "error: the layout has no leaf 'layers/9/w'.\nhint: "),
+    ],
+)
+def test_rules_errors_go_to_stderr(cli, arguments, text):
+    code, out, err = cli("rules", *arguments)
+    assert (code, out) == (1, "")
+    assert text in err
+
+
+def test_rules_json_reads_back(cli):
+    code, out, _ = cli("rules", "cli_job:good", "--json")
+    assert code == 0
+    layout = mw.Layout.from_json(out)
+    assert layout["layers/1/w"].spec == P("fsdp", "tp")
+    assert layout.bytes_per_device == 120
+
+
+def test_rules_svg(cli, tmp_path):
+    code, _, _ = cli("rules", "cli_job:good", "--picture", "layers/0/w", "--svg", tmp_path / "w.svg")
+    assert code == 0
+    assert ElementTree.parse(tmp_path / "w.svg").getroot().tag.endswith("svg")
+
+
+# --- doctor ---
+
+
+def test_doctor(cli):
+    code, out, err = cli("doctor")
+    assert (code, err) == (0, "")
+    assert "devices    8 x cpu (cpu)" in out
+    assert "self-check a tree split over 8 devices came back bit for bit" in out
+    assert "plan layouts for any mesh" in out
+
+
+def test_doctor_json(cli):
+    code, out, _ = cli("doctor", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["healthy"] is True
+    assert len(found["devices"]) == 8
+    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    for ability in found["abilities"]:
+        assert ability["ready"] or ability["fix"] or ability["what"] == "train on simulated devices"
+
+
+def test_doctor_reports_what_is_broken(cli, monkeypatch):
+    from meshwright.cli import doctor
+
+    def fail():
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(doctor, "_self_check", fail)
+    code, out, _ = cli("doctor")
+    assert code == 1
+    assert "self-check FAILED: RuntimeError: no memory left" in out
+
+
+# --- The command itself ---
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2), (["nonsense"], 2), (["rules"], 2)])
+def test_usage(cli, arguments, code):
+    assert cli(*arguments)[0] == code
+
+
+def test_a_reader_that_leaves_is_no_error(cli, monkeypatch):
+    def leave(*args, **kwargs):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("meshwright.cli.rules.show", leave)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # it gets closed
+    assert cli("rules", "cli_job:good")[0] == 0
+
+
+def test_python_dash_m(tmp_path):
+    (tmp_path / "sub_job.py").write_text(SOURCE)
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", "rules", "sub_job:bad"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "6 % 4 = 2" in done.stdout
