@@ -203,14 +203,14 @@ ERRORS = [
         16,
         lambda: layout([("w", P("fsdp", "tp", None))], {"w": X}),
         mw.LayoutError,
-        r"`w` \(rule 0\): P\('fsdp', 'tp', None\) has 3 entries; the shape \(8, 8\) has 2 dims\.\n"
-        r"hint: use at most 2 entries",
+        r"`w` \(rule 0\): P\('fsdp', 'tp', None\) has 3 entries; the shape \(8, 8\) has rank 2\.\n"
+        r"hint: use no more than 2 of them",
     ),
     (
         16,
         lambda: mw.match_partition_rules([("w", P(None, None, None))], {"w": X}),
         mw.LayoutError,
-        r"has 3 entries; .* 2 dims",
+        r"has 3 entries; .* has rank 2",
     ),
     (
         17,

@@ -5,6 +5,7 @@ The names below follow the flow: mesh -> rules -> layout -> placement. Importing
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec as P
@@ -107,11 +108,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "parallel":
-        import meshwright.parallel as parallel
+# Reached as attributes (`mw.parallel.local_map`), imported when first used.
+_LATER_STAGES = ("parallel", "nn", "train", "plan", "compat")
 
-        return parallel
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER_STAGES:
+        return importlib.import_module(f"meshwright.{name}")
     # These three need flax, whose import would double that of the whole package.
     if name in ("Batch", "Parameter", "TrainState"):
         from meshwright import types

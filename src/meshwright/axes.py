@@ -7,9 +7,10 @@ same everywhere: size 1 means "nothing to do", whether the axis is manual or was
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from meshwright.errors import MeshError
@@ -21,6 +22,21 @@ def is_manual(axis: str) -> bool:
     """Returns whether the program here sees one device's slice along this axis (inside `shard_map`)."""
     mesh = current_mesh()
     return mesh is not None and axis in mesh.manual_axes
+
+
+def view_of(axis: str, *, who: str) -> Literal["plain", "local", "global"]:
+    """Returns how a program sees arrays that are split along an axis: the choice that every layer makes.
+
+    `"local"`: as one device's slice, inside `shard_map`. `"global"`: whole, in a program that XLA splits. `"plain"`:
+    whole, on one device, since there is no mesh or the axis has size 1. Raises where a mesh lacks the axis.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        return "plain"
+    require_axes(mesh, (axis,), where=who)
+    if mesh.shape[axis] == 1:
+        return "plain"
+    return "local" if axis in mesh.manual_axes else "global"
 
 
 def axis_size(axis: str, *, who: str) -> int:
@@ -66,6 +82,21 @@ def vary(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
 
     def mark(leaf: Any) -> Any:
         missing = tuple(axis for axis in wanted if axis not in varying_axes(leaf))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+        if not missing:
+            return leaf
+        kind = jnp.result_type(leaf)
+        return lax.pcast(jnp.asarray(leaf, summing_dtype(kind)), missing, to="varying").astype(kind)
 
     return jax.tree.map(mark, tree)
+
+
+def summing_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which devices here can add up values of another: itself, but for 16-bit floats on CPUs.
+
+    Where one axis is manual and another, even of size 1, is automatic, XLA's CPU compiler (jax 0.10 to 0.12) aborts the
+    process on a sum over devices of such floats.
+    """
+    device = getattr(current_mesh(), "abstract_device", None)
+    on_cpu = str(getattr(device, "device_kind", "cpu")).lower() == "cpu"
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
+    return jnp.float32 if on_cpu and narrow else dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -68,6 +69,7 @@ def cast_target(dtype: Any, wanted: Any | None) -> Any:
     return wanted
 
 
+@functools.cache
 def dtype_bits(dtype: Any) -> int:
     """Returns the bits per element; 4-bit types count as 4, a random key as its whole key."""
     name = getattr(dtype, "name", str(dtype))

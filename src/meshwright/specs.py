@@ -88,8 +88,8 @@ def spec_problem(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -
     if len(spec) > len(shape):
         return SpecProblem(
             "rank",
-            f"{format_spec(spec)} has {len(spec)} entries; the shape {tuple(shape)} has {len(shape)} dims.",
-            f"use at most {len(shape)} entries, or a pattern that does not match this leaf.",
+            f"{format_spec(spec)} has {len(spec)} entries; the shape {tuple(shape)} has rank {len(shape)}.",
+            f"use no more than {len(shape)} of them, or a pattern that does not match this leaf.",
         )
     for dim, entry in enumerate(spec):
         if entry is P.UNCONSTRAINED:

@@ -6,7 +6,7 @@ Rules, layouts, checkpoints and error messages all speak of leaves by the `/`-jo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -138,19 +138,35 @@ def named_leaves(tree: PyTree) -> list[NamedLeaf]:
     `nn.Partitioned` and `nnx.Variable` wrap one array each. To a rule, `dense/kernel` is that array's name,
     with or without its wrapping.
     """
+    return list(each_named_leaf(tree))
+
+
+def each_named_leaf(tree: PyTree) -> Iterator[NamedLeaf]:
+    """Yields what `named_leaves` returns, one at a time: with 10,000 leaves, objects that die young are cheap."""
     is_box = _box_test()
-    leaves: list[NamedLeaf] = []
     seen: dict[str, tuple[Any, ...]] = {}
+
+    folder: tuple[Any, ...] = ()
+    prefix = ""
+
+    def named(path: tuple[Any, ...], value: Any) -> NamedLeaf:
+        nonlocal folder, prefix
+        if path[:-1] != folder:  # siblings follow one another, so most share the name of their folder
+            folder = path[:-1]
+            prefix = "".join([f"{key_to_string(key)}/" for key in folder])
+        name = prefix + key_to_string(path[-1]) if path else ""
+        if name in seen:
+            raise collision(name, seen[name], path)
+        seen[name] = path
+        return NamedLeaf(name, path, value)
+
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]:
-        inside = jax.tree_util.tree_flatten_with_path(node)[0] if is_box and is_box(node) else [((), node)]
+        if is_box is None or not is_box(node):
+            yield named(path, node)
+            continue
+        inside = jax.tree_util.tree_flatten_with_path(node)[0]
         for inner, value in inside:
-            visible = path if len(inside) == 1 else (*path, *inner)
-            name = "/".join([key_to_string(key) for key in visible])
-            if name in seen:
-                raise collision(name, seen[name], (*path, *inner))
-            seen[name] = visible
-            leaves.append(NamedLeaf(name, visible, value))
-    return leaves
+            yield named(path if len(inside) == 1 else (*path, *inner), value)
 
 
 def _box_test() -> Callable[[Any], bool] | None:

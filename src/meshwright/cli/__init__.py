@@ -10,7 +10,11 @@ from meshwright.errors import MeshwrightError
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs one subcommand and ends the process with its exit code: 0 fine, 1 a problem, 2 wrong usage."""
-    import tyro
+    try:
+        import tyro
+    except ModuleNotFoundError:
+        print("error: the command line needs tyro.\nhint: pip install tyro rich", file=sys.stderr)
+        sys.exit(1)
 
     from meshwright.cli.doctor import doctor
     from meshwright.cli.rules import rules

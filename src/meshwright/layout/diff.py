@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.layout.leaf import LeafLayout, format_bytes
-from meshwright.layout.table import text_table
+from meshwright.layout.table import fold_names, text_table
 from meshwright.mesh import AnyMesh, describe_mesh
 from meshwright.specs import canonical, format_spec
 
@@ -62,20 +63,25 @@ class LayoutDiff:
         if self._mesh_changed:
             lines.append(f"mesh {describe_mesh(self.before)} -> {describe_mesh(self.after)}")
         if self.changes:
+            groups: dict[tuple[str, str], list[LeafChange]] = {}
+            for change in self.changes:  # layers that change alike share a row
+                groups.setdefault((re.sub(r"\d+", "#", change.name), change.what), []).append(change)
             rows = [
                 (
-                    change.name,
-                    change.what,
-                    " -> ".join(
-                        "-" if leaf is None else format_bytes(leaf.bytes_per_device)
-                        for leaf in (change.before, change.after)
-                    ),
+                    fold_names([change.name for change in members]),
+                    members[0].what,
+                    " -> ".join(_bytes([getattr(change, side) for change in members]) for side in ("before", "after")),
                 )
-                for change in self.changes
+                for members in groups.values()
             ]
             lines.append(text_table(("leaf", "change", "bytes/device"), rows))
         lines.append(f"per device: {format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}")
         return "\n".join(lines)
+
+
+def _bytes(leaves: Sequence[LeafLayout | None]) -> str:
+    there = [leaf.bytes_per_device for leaf in leaves if leaf is not None]
+    return format_bytes(sum(there)) if there else "-"
 
 
 def diff_leaves(

@@ -85,7 +85,7 @@ class Layout:
 
     @cached_property
     def shardings(self) -> PyTree:
-        """The tree with a `NamedSharding` for each leaf: what `jit` takes as `in_shardings` and `out_shardings`."""
+        """The tree with a `NamedSharding` for each leaf, which `jit` takes as `in_shardings` and `out_shardings`."""
         return self.structure.unflatten(self._leaf_shardings)
 
     @cached_property
@@ -95,7 +95,7 @@ class Layout:
 
     @cached_property
     def abstract(self) -> PyTree:
-        """The tree with a `jax.ShapeDtypeStruct` for each leaf, as stored: padded shape, dtype and sharding."""
+        """The tree with a `jax.ShapeDtypeStruct` for each leaf as it is stored (padded shape, dtype and sharding)."""
         structs = [
             jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(self.leaves, self._leaf_shardings, strict=True)
@@ -182,7 +182,10 @@ class Layout:
         return self.structure.unflatten(shard_leaves(padded, self._leaf_shardings, donate=donate))
 
     def gather(self, tree: PyTree, *, donate: bool = False) -> PyTree:
-        """Returns the tree whole, on the host, without padding; `donate` frees each array once it is read."""
+        """Returns the tree whole, on the host, without padding; `donate` frees each array once it is read.
+
+        The numpy arrays may share memory with JAX's and are then read-only; copy one to change it.
+        """
         self._require_devices("gather")
         values = self._values(tree, stored=True)
         for leaf, value in zip(self.leaves, values, strict=True):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -13,8 +12,7 @@ from meshwright.dtypes import dtype_bits
 from meshwright.specs import format_spec, shard_shape
 
 
-@dataclass(frozen=True)
-class LeafLayout:
+class LeafLayout(NamedTuple):
     """A leaf's place; `stored_shape` differs from `shape` only where padding was asked for."""
 
     name: str

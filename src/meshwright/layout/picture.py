@@ -144,16 +144,20 @@ def tile_svg(leaf: LeafLayout, mesh: AnyMesh) -> str:
     rows = _elided(len(panels[0].row_labels), MAX_ROWS)
     columns = _elided(len(panels[0].column_labels), MAX_COLUMNS)
     longest = max(len(device_list(cell)) for panel in panels for row in panel.cells for cell in row)
-    cell_w, cell_h = max(56, 8 * longest + 14), 30
+    label = max(len(text) for panel in panels for text in panel.column_labels)
+    cell_w, cell_h = max(56, 8 * longest + 14, 7 * label + 14), 30
     panel_h = cell_h * len(rows) + gap
     title = heading(leaf, mesh)
-    width = max(left + cell_w * len(columns) + 16, 7 * len(title) + 24)
+    what, _, tiles = title.partition(": ")
+    top += 16
+    width = max(left + cell_w * len(columns) + 16, 7 * max(len(what), len(tiles)) + 24)
     height = top + panel_h * len(panels) + 8
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="system-ui, sans-serif" font-size="12" role="img" aria-label="{escape(title, quote=True)}">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="12" y="20" font-size="13" fill="#1a1a1a">{escape(title)}</text>',
+        f'<text x="12" y="20" font-size="13" fill="#1a1a1a">{escape(what)}</text>',
+        f'<text x="12" y="38" font-size="12" fill="#444">{escape(tiles)}</text>',
     ]
     number = itertools.count()
     total = max(1, len(panels) * len(rows) * len(columns))

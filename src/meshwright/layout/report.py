@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from meshwright.errors import LayoutError
-from meshwright.layout.leaf import LeafLayout, count_leaves, format_bytes, make_leaf
+from meshwright.layout.leaf import LeafLayout, count_leaves, format_bytes
 from meshwright.layout.table import leaf_rows
 from meshwright.mesh import AnyMesh, describe_mesh
 from meshwright.rules import RuleMatches, Rules, as_rules, match_rules
@@ -20,7 +23,7 @@ from meshwright.rules.findings import (
 )
 from meshwright.rules.matching import LeafMatch
 from meshwright.rules.patterns import compile_pattern
-from meshwright.specs import SpecProblem, padded_shape, spec_problem
+from meshwright.specs import SpecProblem, padded_shape, shard_shape, spec_problem
 from meshwright.types import PyTree
 
 LARGE_REPLICATED_BYTES = 16 * 2**20
@@ -66,7 +69,7 @@ class LayoutReport:
     def unmatched(self) -> tuple[str, ...]:
         return tuple(subject.name for subject in self.matches.unmatched)
 
-    @property
+    @cached_property
     def idle(self) -> list[IdleRule]:
         return idle_rules(self.matches)
 
@@ -110,7 +113,7 @@ class LayoutReport:
             parts.append(f"{count_leaves(len(self.problems))} not fitting the mesh {describe_mesh(self.mesh)}:")
             parts += [f"  {line}" for line in self.problem_lines()]
             hints += list(dict.fromkeys(problem.problem.hint for problem in self.problems))[:3]
-        return LayoutError("\n".join(parts), hint="; ".join(hint.rstrip(".") for hint in hints) + ".", report=self)
+        return LayoutError("\n".join(parts), hint=_joined(hints), report=self)
 
     def problem_lines(self) -> list[str]:
         """Returns the misfits, siblings of other layers folded together."""
@@ -135,16 +138,29 @@ class LayoutReport:
         for index, (rule, hits) in enumerate(zip(self.rules.entries, self.num_rule_hits, strict=True)):
             logical = f"  (from {rule.logical})" if rule.logical else ""
             lines.append(f"  rule {index} {rule}: {count_leaves(hits)}{logical}")
-        error = self.error()
+        error, notes = self.error(), self.notes()
         if error is not None:
             lines += ["problems:", *(f"  {line}" for line in str(error).splitlines())]
-        if self.notes():
-            lines += ["worth a look:", *(f"  {line}" for line in self.notes())]
-        if error is None and not self.notes():
+        if notes:
+            lines += ["worth a look:", *(f"  {line}" for line in notes)]
+        if error is None and not notes:
             lines.append("nothing to remark.")
         return "\n".join(lines)
 
 
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Holds Python's cyclic collector: everything made here survives, so its walks over all of jax find nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_collector_paused()
 def explain_layout(
     rules: Any, tree: PyTree, mesh: AnyMesh, *, pad: PadPolicy = False, params: PyTree | None = None
 ) -> LayoutReport:
@@ -156,40 +172,42 @@ def explain_layout(
     matches = match_rules(rules, tree, params=params)
     may_pad = _pad_test(pad)
     sizes = dict(mesh.shape)
+    patterns = [rule.pattern.text for rule in rules.entries]
     leaves, problems = [], []
-    verdicts: dict[Any, tuple[SpecProblem | None, tuple[int, ...]]] = {}
+    # Few combinations of spec and shape occur in a model, and each is decided once: its stored and its local shape.
+    verdicts: dict[Any, tuple[SpecProblem | None, tuple[int, ...], tuple[int, ...]]] = {}
     for match in matches.leaves:
         subject, spec = match.subject, match.spec
         if spec is None:
             continue
         key = (spec, subject.shape)
         if key not in verdicts:
-            verdicts[key] = (spec_problem(spec, subject.shape, sizes), subject.shape)
-        problem, stored = verdicts[key]
+            problem = spec_problem(spec, subject.shape, sizes)
+            local = subject.shape if problem else shard_shape(spec, subject.shape, sizes)
+            verdicts[key] = (problem, subject.shape, local)
+        problem, stored, local = verdicts[key]
         if problem is not None and problem.kind == "indivisible" and may_pad(subject.names[-1]):
             stored = padded_shape(spec, subject.shape, sizes)
             problem = spec_problem(spec, stored, sizes)
+            local = subject.shape if problem else shard_shape(spec, stored, sizes)
         if problem is not None:
             problems.append(LeafProblem(match, problem))
             continue
-        pattern = "" if match.rule is None else rules.entries[match.rule].pattern.text
+        pattern = "" if match.rule is None else patterns[match.rule]
         leaves.append(
-            make_leaf(
-                subject.name,
-                subject.shape,
-                subject.dtype,
-                spec,
-                sizes,
-                rule=match.rule,
-                pattern=pattern,
-                reason=match.reason,
-                stored_shape=stored,
+            LeafLayout(
+                subject.names[0], subject.shape, subject.dtype, spec, match.rule, pattern, match.reason, stored, local
             )
         )
     large = [
         leaf for leaf in leaves if mesh.size > 1 and leaf.is_replicated and leaf.bytes_total >= LARGE_REPLICATED_BYTES
     ]
     return LayoutReport(mesh, rules, tuple(leaves), matches.hits, matches, tuple(problems), tuple(large))
+
+
+def _joined(hints: Sequence[str]) -> str:
+    text = "; ".join(hint.rstrip(".") for hint in hints)
+    return text if text.endswith("?") else f"{text}."
 
 
 def _pad_test(pad: PadPolicy) -> Any:

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.axes import vary, varying_axes
+from meshwright.axes import vary, varying_axes, view_of
 from meshwright.errors import PlacementError
-from meshwright.mesh import current_mesh, require_axes
-from meshwright.parallel.local import local_map
+from meshwright.parallel.local import island
 from meshwright.parallel.overlap_forms import Form, chip_family, choose_form
 from meshwright.parallel.overlap_loops import (
     dot,
@@ -44,6 +43,7 @@ class _Plan:
     backward: Form
     save_gathered: bool
     wire: Any
+    out: Any = None
 
 
 def gather_matmul(
@@ -56,6 +56,7 @@ def gather_matmul(
     num_chunks: int | None = None,
     save_gathered: bool = False,
     wire_dtype: Any = None,
+    out_dtype: Any = None,
 ) -> Any:
     """Returns `gather(x) @ w`, with the rows of `x` gathered along a mesh axis while they are multiplied.
 
@@ -67,6 +68,7 @@ def gather_matmul(
         num_chunks: steps of the ring; fewer steps mean larger matmuls. A divisor of the axis size.
         save_gathered: keep the gathered rows for the weight's gradient instead of gathering them again.
         wire_dtype: the dtype in which the backward's partial sums travel; that of `x` by default.
+        out_dtype: the dtype of the products, which are float32 inside; that of `x` and `w` by default.
 
     Returns:
         `[..., rows * n, F]`, split by columns; a tuple of them for a tuple of weights.
@@ -80,10 +82,10 @@ def gather_matmul(
     """
     weights = tuple(w) if isinstance(w, (tuple, list)) else (w,)
     _check_shapes("gather_matmul", x, weights)
-    view = _view(axis, "gather_matmul")
+    view = view_of(axis, who="gather_matmul")
     if view == "plain":
-        outs = tuple(dot(x, weight).astype(_out_dtype(x, weight)) for weight in weights)
-    elif view == "island":
+        outs = tuple(_product(x, weight, out_dtype) for weight in weights)
+    elif view == "global":
         rows = P(*([None] * (x.ndim - 2)), axis, None)
         columns = P(*([None] * (x.ndim - 1)), axis)
         call = functools.partial(
@@ -94,8 +96,9 @@ def gather_matmul(
             num_chunks=num_chunks,
             save_gathered=save_gathered,
             wire_dtype=wire_dtype,
+            out_dtype=out_dtype,
         )
-        outs = _island(lambda x, ws: call(x, ws), axis, (rows, P(None, axis)), columns)(x, weights)
+        outs = island(call, axis=axis, in_specs=(rows, P(None, axis)), out_specs=columns)(x, weights)
     else:
         size = lax.axis_size(axis)
         plan = _Plan(
@@ -105,6 +108,7 @@ def gather_matmul(
             choose_form("gather_matmul_grad", grad_form, num_chunks=None, axis_size=size),
             save_gathered,
             jnp.dtype(wire_dtype or x.dtype),
+            out_dtype,
         )
         x, weights = _vary_alike((x, weights), axis)
         outs = _gather_matmul(plan, x, weights)
@@ -142,17 +146,17 @@ def matmul_scatter(
         True
     """
     _check_shapes("matmul_scatter", x, (w,))
-    view = _view(axis, "matmul_scatter")
+    view = view_of(axis, who="matmul_scatter")
     if view == "plain":
         product: jax.Array = dot(x, w).astype(_out_dtype(x, w))
         return product
-    if view == "island":
+    if view == "global":
         rows = P(*([None] * (x.ndim - 2)), axis, None)
         columns = P(*([None] * (x.ndim - 1)), axis)
         call = functools.partial(
             matmul_scatter, axis=axis, form=form, grad_form=grad_form, num_chunks=num_chunks, wire_dtype=wire_dtype
         )
-        scattered: jax.Array = _island(lambda x, w: call(x, w), axis, (columns, P(axis, None)), rows)(x, w)
+        scattered: jax.Array = island(call, axis=axis, in_specs=(columns, P(axis, None)), out_specs=rows)(x, w)
         return scattered
     size = lax.axis_size(axis)
     if x.shape[-2] % size:
@@ -185,13 +189,13 @@ def _gather_forward(plan: _Plan, x: Any, weights: tuple[Any, ...], *, keep: bool
     num_rows = x.shape[-2] * plan.size
     if not plan.forward.ring:
         gathered = lax.all_gather(x, plan.axis, axis=x.ndim - 2, tiled=True)
-        return tuple(_product(gathered, weight, x) for weight in weights), gathered if keep else None
-    outs = [empty_rows(x, num_rows, w.shape[-1], _out_dtype(x, w)) for w in weights]
+        return tuple(_product(gathered, weight, plan.out) for weight in weights), gathered if keep else None
+    outs = [empty_rows(x, num_rows, w.shape[-1], plan.out or _out_dtype(x, w)) for w in weights]
     gathered = [empty_rows(x, num_rows, x.shape[-1], x.dtype)] if keep else []
 
     def visit(carry: Any, piece: Any, start: Any) -> Any:
         outs, gathered = carry
-        outs = [put_piece(out, _product(piece, w, x), start) for out, w in zip(outs, weights, strict=True)]
+        outs = [put_piece(out, _product(piece, w, plan.out), start) for out, w in zip(outs, weights, strict=True)]
         return outs, [put_piece(buffer, piece, start) for buffer in gathered]
 
     outs, gathered = gather_pieces(x, plan.axis, plan.size, plan.forward, visit, (outs, gathered))
@@ -206,6 +210,7 @@ def _gather_fwd(plan: _Plan, x: Any, weights: tuple[Any, ...]) -> tuple[Any, Any
 def _gather_bwd(plan: _Plan, saved: Any, d_outs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     kept, weights = saved
     num_rows = d_outs[0].shape[-2] // plan.size
+    d_outs = tuple(d_out.astype(_out_dtype(kept, w)) for d_out, w in zip(d_outs, weights, strict=True))
     # Without this, XLA finds that the forward gathered the same rows and keeps them, which is not what was asked.
     kept, d_outs = tie((kept, d_outs))
 
@@ -295,21 +300,7 @@ def _scatter_bwd(plan: _Plan, saved: Any, d_out: Any) -> tuple[Any, Any]:
 _matmul_scatter.defvjp(_scatter_fwd, _scatter_bwd)
 
 
-# --- Views, shapes and dtypes ---
-
-
-def _view(axis: str, who: str) -> str:
-    mesh = current_mesh()
-    if mesh is None:
-        return "plain"
-    require_axes(mesh, (axis,), where=who)
-    if mesh.shape[axis] == 1:
-        return "plain"
-    return "local" if axis in mesh.manual_axes else "island"
-
-
-def _island(f: Any, axis: str, in_specs: Any, out_specs: Any) -> Any:
-    return local_map(f, axes=(axis,), in_specs=in_specs, out_specs=out_specs)
+# --- Shapes and dtypes ---
 
 
 def _vary_alike(operands: Any, axis: str) -> Any:
@@ -326,8 +317,8 @@ def _sum_scattered(x: Any, axis: str) -> Any:
     return lax.psum_scatter(x, axis, scatter_dimension=x.ndim - 2, tiled=True)
 
 
-def _product(piece: Any, w: Any, x: Any) -> Any:
-    return dot(piece, w).astype(_out_dtype(x, w))
+def _product(piece: Any, w: Any, out_dtype: Any) -> Any:
+    return dot(piece, w).astype(out_dtype or _out_dtype(piece, w))
 
 
 def _out_dtype(x: Any, w: Any) -> Any:

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from meshwright.axes import vary, varying_axes
 from meshwright.errors import PlacementError
 from meshwright.mesh import AnyMesh, current_mesh, require_axes
 from meshwright.placement import no_mesh_error
@@ -75,6 +76,25 @@ def local_map(
                 f"differs between devices.\n{error}",
                 hint="reduce it (jax.lax.psum, pmean) over these axes, or name them in out_specs.",
             ) from None
+
+    return wrapped
+
+
+def island(f: Callable[..., Any], *, axis: str, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
+    """Returns `f` as one operation of a program in which an axis is automatic: only that axis is manual inside."""
+
+    @functools.wraps(f)
+    def wrapped(*args: Any) -> Any:
+        mesh = current_mesh()
+        inner = f
+        if mesh is not None and mesh.manual_axes:
+            # What the backward pass keeps from inside gets specs that name the axes outside, which JAX (0.10 to 0.12)
+            # cannot lower. It keeps arguments as they are, so here they are all that is kept.
+            inner = jax.checkpoint(f)
+        mapped = local_map(inner, axes=(axis,), in_specs=in_specs, out_specs=out_specs)
+        # Sums over the axes outside, which gradients of arguments may need, must happen outside as well.
+        axes: frozenset[str] = frozenset().union(*(varying_axes(leaf) for leaf in jax.tree.leaves(args)))
+        return mapped(*vary(args, sorted(axes)))
 
     return wrapped
 

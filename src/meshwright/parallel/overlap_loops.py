@@ -76,7 +76,7 @@ def gather_pieces(x: Any, axis: str, size: int, form: Form, visit: Callable[[Any
         next_top = None if last else shift(top, axis, size)
         next_bottom = None if last else shift(bottom, axis, size, up=False)
         carry = visit(carry, top, lax.rem(place - hop + size, size) * num_rows)
-        if not last and form.tie in ("between", "next", "slice"):
+        if not last and form.tie in ("between", "next"):
             next_top, carry = tie((next_top, carry))
         carry = visit(carry, bottom, lax.rem(place + hop, size) * num_rows + half)
         if not last and form.tie == "next":
@@ -190,10 +190,11 @@ def _scatter_step(
         total = products([taken(operand) for operand in operands]).astype(wire)
         return total, operands, total
     before = (chain - 1) % len(sums)
-    if form.tie == "slice":
-        # The slice is cut only when its turn comes, and multiplied once the partial sum is here: the addition then
-        # stays inside the matmul, and the previous chain's hop runs beside it.
-        start, _ = tie((start, sums[before]))
+    if form.tie in ("slice", "late_slice"):
+        # The slice is multiplied once the partial sum is here: the addition then stays inside the matmul, and the
+        # previous chain's hop runs beside it. Cutting it late keeps fewer slices in memory.
+        if form.tie == "late_slice":
+            start, _ = tie((start, sums[before]))
         slices, received, sums[before] = tie(([taken(operand) for operand in operands], received, sums[before]))
         total = products(slices) + received.astype(jnp.float32)
     elif form.tie == "operand":

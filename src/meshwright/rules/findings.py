@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 import warnings
 from collections.abc import Sequence
@@ -37,16 +38,30 @@ class IdleRule:
 
 def idle_rules(matches: RuleMatches) -> list[IdleRule]:
     """Returns the rules that decided nothing, apart from catch-alls, which are there for just that."""
+    silent = [
+        (index, rule)
+        for index, rule in enumerate(matches.rules.entries)
+        if not matches.hits[index] and not rule.pattern.matches("")
+    ]
+    if not silent:
+        return []
     idle = []
-    for index, rule in enumerate(matches.rules.entries):
-        if matches.hits[index] or rule.pattern.matches(""):
-            continue
-        found = [leaf for leaf in matches.leaves if any(rule.pattern.matches(name) for name in leaf.subject.names)]
-        taken = next((leaf for leaf in found if leaf.rule is not None), None)
+    named = [(name, leaf) for leaf in matches.leaves for name in leaf.subject.names]
+    every_name = "\n".join(name for name, _ in named)  # one quick look tells of most rules that they match nowhere
+    kinds: dict[str, str] | None = None
+    for index, rule in silent:
+        literal, search = rule.pattern.literal, rule.pattern.search
+        candidates = named if literal in every_name else []
+        found = (leaf for name, leaf in candidates if literal in name and search(name))
+        first = next(found, None)
+        taken = first
+        if first is not None and first.rule is None:
+            taken = next((leaf for leaf in found if leaf.rule is not None), None)
         if taken is not None:
             idle.append(IdleRule(index, rule, taken.rule, taken.subject.name))
-        elif not found:  # else it names leaves of one element, which need no rule but may have one
-            idle.append(IdleRule(index, rule, None, _closest_path(rule.pattern, matches)))
+        elif first is None:  # else it names leaves of one element, which need no rule but may have one
+            kinds = _kinds_of_paths(matches) if kinds is None else kinds
+            idle.append(IdleRule(index, rule, None, _closest_path(rule.pattern, kinds)))
     return idle
 
 
@@ -114,13 +129,23 @@ def _suggested_spec(shape: tuple[int, ...], mesh: AnyMesh | None) -> P:
     return P(*entries)
 
 
-def _closest_path(pattern: Pattern, matches: RuleMatches) -> str | None:
-    wanted = re.sub(r"[\\^$*+?{}\[\]|()]", "", pattern.text)
-    # One representative per kind of leaf: comparing 10,000 paths one by one would take seconds.
+def _kinds_of_paths(matches: RuleMatches) -> dict[str, str]:
+    """Returns one representative per kind of leaf: comparing 10,000 paths one by one would take seconds."""
+    names = [leaf.subject.names for leaf in matches.leaves]
+    without_numbers = re.sub(r"\d+", "0", "\n".join([each[-1] for each in names])).split("\n")
     kinds: dict[str, str] = {}
-    for leaf in matches.leaves:
-        kinds.setdefault(re.sub(r"\d+", "0", leaf.subject.names[-1]), leaf.subject.name)
-        if len(kinds) >= 500:
-            break
-    close = difflib.get_close_matches(wanted, list(kinds), n=1, cutoff=0.3)
-    return kinds[close[0]] if close else None
+    for kind, each in zip(without_numbers, names, strict=False):
+        kinds.setdefault(kind, each[0])
+    return dict(itertools.islice(kinds.items(), 500))
+
+
+def _closest_path(pattern: Pattern, kinds: dict[str, str]) -> str | None:
+    wanted = re.sub(r"[\\^$*+?{}\[\]|()]", "", pattern.text)
+    # Like difflib.get_close_matches, but each candidate must beat the best so far, which most fail cheaply.
+    matcher = difflib.SequenceMatcher(b=wanted)
+    best, closest = 0.4, None  # less alike than this, a path explains nothing
+    for kind, path in kinds.items():
+        matcher.set_seq1(kind)
+        if matcher.real_quick_ratio() > best and matcher.quick_ratio() > best and (ratio := matcher.ratio()) > best:
+            best, closest = ratio, path
+    return closest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
@@ -17,8 +17,7 @@ from meshwright.rules.rule_set import Rules, as_rules
 from meshwright.types import PyTree
 
 
-@dataclass(frozen=True, slots=True)
-class LeafMatch:
+class LeafMatch(NamedTuple):
     """Which rule decided a leaf (None: none did), the spec it gets, and why in a few words."""
 
     subject: Subject

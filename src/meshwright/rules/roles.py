@@ -7,22 +7,22 @@ leaf, the parameter path that rules should be tried on, so that nobody writes ru
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from meshwright.errors import TreeError
-from meshwright.tree import key_to_string, named_leaves
+from meshwright.tree import each_named_leaf, key_to_string, named_leaves
 from meshwright.types import PyTree
 
 Role = Literal["parameter", "statistic", "bookkeeping"]
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(NamedTuple):
     """One leaf, as rules see it; `names` are what rules are tried on, the full path first."""
 
     names: tuple[str, ...]
@@ -56,8 +56,12 @@ def find_subjects(tree: PyTree, params: PyTree | None = None) -> list[Subject]:
         {leaf.name: _shape_of(leaf.name, leaf.value) for leaf in named_leaves(params)} if params is not None else {}
     )
     in_state = _is_train_state(tree)
-    prefixes = list(_optimizer_prefixes(tree))
+    if not in_state and not _holds_optax_state(tree):  # parameters alone, the common case, need no second walk
+        return [
+            Subject((name,), _shape_of(name, value), _dtype_of(name, value)) for name, _, value in each_named_leaf(tree)
+        ]
     leaves = named_leaves(tree)
+    prefixes = list(_optimizer_prefixes(tree))
     assert len(prefixes) == len(leaves)
     return [
         _subject(leaf.name, leaf.keys, leaf.value, prefix, shapes, in_state)
@@ -121,8 +125,20 @@ def _optimizer_prefixes(tree: PyTree) -> Iterator[int]:
     yield from visit(tree, 0, 0)
 
 
+def _holds_optax_state(tree: PyTree) -> bool:
+    # A tree can hold optax's states only if somebody imported optax.
+    if "optax" not in sys.modules:
+        return False
+    return any(_is_optax_state(node) for node in jax.tree.leaves(tree, is_leaf=_is_optax_state))
+
+
 def _is_optax_state(node: Any) -> bool:
-    cls = type(node)
+    cls: Any = type(node)
+    return _is_optax_class(cls)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_optax_class(cls: type) -> bool:
     return issubclass(cls, tuple) and hasattr(cls, "_fields") and cls.__module__.partition(".")[0] == "optax"
 
 
@@ -137,8 +153,11 @@ def _field(tree: PyTree, name: str) -> Any:
 
 
 def _shape_of(name: str, value: Any) -> tuple[int, ...]:
+    shape = getattr(value, "shape", None)
+    if type(shape) is tuple:
+        return shape
     try:
-        return tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
+        return np.shape(value) if shape is None else tuple(shape)
     except ValueError as error:
         raise TreeError(f"leaf `{name}` has no shape: {error}") from None
 

@@ -1,0 +1,172 @@
+"""Compute time of the overlapped matmuls on one GPU that pretends to be eight, beside the unsplit and the naive ring.
+
+    python benchmarks/collective_matmul.py                  # on a GPU: `jax_mock_gpu_topology`, collectives are mocked
+    python benchmarks/collective_matmul.py --platform cpu   # 8 simulated devices, small shapes, everything is real
+
+With mocked collectives the matmuls and copies are real and the transfers take no time, so the ratio to the unsplit
+form is what cutting the matmul costs; the transfers it hides are not seen. Runs are interleaved and the median taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--platform", choices=["gpu", "cpu"], default="gpu")
+parser.add_argument("--repeats", type=int, default=15)
+parser.add_argument("--ways", type=int, default=8)
+parser.add_argument("--inner", type=int, default=8, help="calls per timing")
+parser.add_argument("--shape", nargs=3, type=int, metavar=("ROWS", "DIM", "HIDDEN"), help="only this shape")
+parser.add_argument("--json", action="store_true")
+ARGUMENTS = parser.parse_args()
+
+if ARGUMENTS.platform == "gpu":
+    # Without this, a mocked topology waits for autotuning results of processes that do not exist.
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_shard_autotuning=false"
+
+import jax  # noqa: E402
+
+if ARGUMENTS.platform == "gpu":
+    jax.config.update("jax_mock_gpu_topology", f"1x{ARGUMENTS.ways}x1")
+else:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", ARGUMENTS.ways)
+
+import jax.numpy as jnp  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.sharding import AxisType, Mesh, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from meshwright.parallel import Form, gather_matmul, matmul_scatter  # noqa: E402
+from meshwright.plan.schedule import read_schedule  # noqa: E402
+
+WAYS = ARGUMENTS.ways
+ROWS, COLUMNS = P("tp", None), P(None, "tp")
+SHAPES = {
+    "gpu": [(16384, 8192, 28672), (8192, 8192, 28672), (16384, 4096, 14336), (32768, 5120, 13824)],
+    "cpu": [(1024, 256, 1024), (512, 512, 1024)],
+}
+
+
+def naive_gather_ring(x: Any, w: Any) -> Any:
+    place, num_rows = lax.axis_index("tp"), x.shape[0]
+    out = lax.pcast(jnp.zeros((num_rows * WAYS, w.shape[1]), x.dtype), "tp", to="varying")
+    shard = x
+    for hop in range(WAYS):
+        arriving = lax.ppermute(shard, "tp", [(j, (j - 1) % WAYS) for j in range(WAYS)]) if hop < WAYS - 1 else None
+        out = lax.dynamic_update_slice_in_dim(out, shard @ w, ((place + hop) % WAYS) * num_rows, 0)
+        shard = arriving
+    return out
+
+
+def naive_scatter_ring(x: Any, w: Any) -> Any:
+    place, num_rows = lax.axis_index("tp"), x.shape[0] // WAYS
+    total: Any = None
+    for hop in range(WAYS):
+        start = ((place + WAYS - 1 - hop) % WAYS) * num_rows
+        product = lax.dynamic_slice_in_dim(x, start, num_rows, 0) @ w
+        if total is None:
+            total = product
+        else:
+            total = lax.ppermute(total, "tp", [(j, (j + 1) % WAYS) for j in range(WAYS)]) + product
+    return total
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "gather": {
+        "unsplit": lambda x, w: lax.all_gather(x, "tp", axis=0, tiled=True) @ w,
+        "naive ring": naive_gather_ring,
+        "ours": functools.partial(gather_matmul, axis="tp"),
+        "ours, 4 chunks": functools.partial(gather_matmul, axis="tp", num_chunks=4),
+        "ours, 2 chunks": functools.partial(gather_matmul, axis="tp", num_chunks=2),
+        "ours, both ways": functools.partial(gather_matmul, axis="tp", form=Form(both_ways=True, tie="next")),
+    },
+    "scatter": {
+        "unsplit": lambda x, w: lax.psum_scatter(x @ w, "tp", scatter_dimension=0, tiled=True),
+        "naive ring": naive_scatter_ring,
+        "ours": functools.partial(matmul_scatter, axis="tp"),
+        "ours, 4 chunks": functools.partial(matmul_scatter, axis="tp", num_chunks=4),
+        "ours, 2 chunks": functools.partial(matmul_scatter, axis="tp", num_chunks=2),
+    },
+}
+
+
+def build(mesh: Mesh, operation: str, form: Any, shape: tuple[int, int, int], dtype: Any) -> tuple[Any, Any, Any]:
+    rows, dim, hidden = shape
+    gathers = operation == "gather"
+    specs = (ROWS, COLUMNS) if gathers else (COLUMNS, ROWS)
+    shapes = ((rows, dim), (dim, hidden)) if gathers else ((rows, hidden), (hidden, dim))
+    program = jax.jit(jax.shard_map(form, mesh=mesh, in_specs=specs, out_specs=COLUMNS if gathers else ROWS))
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    compiled = program.lower(*arguments).compile()
+    return compiled, arguments, read_schedule(compiled.as_text())
+
+
+def make(struct: Any, seed: int) -> Any:
+    """Random values on every device; under a mocked topology only this process's device has any."""
+
+    def piece(index: Any) -> Any:
+        sizes = [len(range(*part.indices(size))) for part, size in zip(index, struct.shape, strict=True)]
+        return jax.random.normal(jax.random.key(seed), sizes, struct.dtype)
+
+    return jax.make_array_from_callback(struct.shape, struct.sharding, piece)
+
+
+def main() -> None:
+    dtype = jnp.bfloat16 if ARGUMENTS.platform == "gpu" else jnp.float32
+    mesh = Mesh(jax.devices()[:WAYS], ("tp",), axis_types=(AxisType.Auto,))
+    found = []
+    shapes = [tuple(ARGUMENTS.shape)] if ARGUMENTS.shape else SHAPES[ARGUMENTS.platform]
+    for shape in shapes:
+        for operation, forms in FORMS.items():
+            built, timings = {}, {name: [] for name in forms}
+            for name, form in forms.items():
+                try:
+                    built[name] = build(mesh, operation, form, shape, dtype)
+                except Exception as error:  # a form the compiler refuses is a finding, not the end of the run
+                    print(f"{operation} {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            arguments = next(iter(built.values()))[1]
+            values = [make(struct, seed) for seed, struct in enumerate(arguments)]
+            for repeat in range(ARGUMENTS.repeats + 2):
+                for name, (compiled, _, _) in built.items():
+                    jax.block_until_ready(compiled(*values))
+                    begin = time.perf_counter()
+                    for _ in range(ARGUMENTS.inner):
+                        result = compiled(*values)
+                    jax.block_until_ready(result)
+                    if repeat >= 2:
+                        timings[name].append((time.perf_counter() - begin) / ARGUMENTS.inner)
+            base = statistics.median(timings["unsplit"])
+            for name, (_, _, schedule) in built.items():
+                median = statistics.median(timings[name])
+                permutes = [c for c in schedule.collectives if c.kind == "collective-permute"]
+                asynchronous = f"{sum(c.is_async for c in permutes)}/{len(permutes)}"
+                hidden = f"{schedule.num_hidden}/{schedule.count()}"
+                row = {
+                    "shape": "x".join(map(str, shape)),
+                    "operation": operation,
+                    "form": name,
+                    "ms": round(median * 1e3, 3),
+                    "over_unsplit": round(median / base, 3),
+                    "async": asynchronous,
+                    "hidden": hidden,
+                }
+                found.append(row)
+                if not ARGUMENTS.json:
+                    widths = (18, 8, 16, 8, 7, 6, 6)
+                    print("  ".join(f"{v!s:>{w}}" for v, w in zip(row.values(), widths, strict=True)), flush=True)
+    if ARGUMENTS.json:
+        print(json.dumps({"jax": jax.__version__, "device": jax.devices()[0].device_kind, "rows": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What `import meshwright` costs beyond `import jax`, and that it starts no backend.
+
+usage: python benchmarks/import_time.py [--rounds 15] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from measure import machine, median, run_child, spread, table, verdict, versions
+
+TARGET = 0.3
+
+CHILD = """
+import json, time
+start = time.perf_counter()
+import jax
+middle = time.perf_counter()
+import meshwright
+end = time.perf_counter()
+from jax._src import xla_bridge  # there is no public way to ask
+started = xla_bridge.backends_are_initialized()
+print(json.dumps({"jax": middle - start, "meshwright": end - middle, "backend_started": started}))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="processes (default: 15), after one that is not counted")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    args = parser.parse_args()
+    # The first import may have to compile our modules to bytecode, and reads everything from disk.
+    runs = [run_child([sys.executable, "-c", CHILD]) for _ in range(args.rounds + 1)][1:]
+    seconds = {name: [run[name] for run in runs] for name in ("jax", "meshwright")}
+    started = any(run["backend_started"] for run in runs)
+    met = median(seconds["meshwright"]) < TARGET and not started
+    if args.json:
+        print(json.dumps({"machine": machine(), "seconds": seconds, "backend_started": started, "met": met}, indent=1))
+        sys.exit(0 if met else 1)
+    print(", ".join(f"{name} {version}" for name, version in versions("meshwright", "jax").items()))
+    print(f"machine: {machine()}\n")
+    labels = {"jax": "import jax", "meshwright": "then import meshwright"}
+    rows = [(labels[name], f"{median(s) * 1e3:.0f} ms", f"{spread(s)} ms") for name, s in seconds.items()]
+    print(table(("import", "median", "range"), rows))
+    print()
+    print(verdict(f"{median(seconds['meshwright']):.2f} s beyond jax (target: under {TARGET} s)", met or started))
+    print(verdict("no backend is started", not started))
+    sys.exit(0 if met else 1)
+
+
+if __name__ == "__main__":
+    main()

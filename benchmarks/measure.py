@@ -1,0 +1,70 @@
+"""What the benchmarks share: children that measure themselves, medians, tables and the machine in words.
+
+Standard library only, because the peers' environments run it too.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_child(command: Sequence[str], *, keep_pythonpath: bool = True) -> dict[str, Any]:
+    """Runs a command whose last line of output is JSON, and returns that; its errors end the benchmark."""
+    variables = os.environ | {"JAX_PLATFORMS": "cpu"}
+    if not keep_pythonpath:  # a peer must see its own packages only
+        variables.pop("PYTHONPATH", None)
+    done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"error: `{' '.join(map(str, command))}` ended with status {done.returncode}.")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Returns the smallest and largest value, in milliseconds."""
+    return f"{min(values) * 1e3:.0f}-{max(values) * 1e3:.0f}"
+
+
+def versions(*packages: str) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "from source"
+    return found
+
+
+def machine() -> str:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{os.cpu_count()} {platform.machine()} cores, {memory:.0f} GiB of memory, {platform.system()}"
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Returns a Markdown table, aligned so that it also reads well in a terminal."""
+    cells = [[str(cell) for cell in row] for row in (headings, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headings))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def verdict(text: str, met: bool) -> str:
+    return f"{'met' if met else 'MISSED'}: {text}"

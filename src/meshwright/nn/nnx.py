@@ -1,0 +1,338 @@
+"""Tensor-parallel NNX modules: global parameters, and the functions of `meshwright.parallel` on them.
+
+A module is made in the global view, with the parameters that one device would hold, whatever the mesh. It runs in every
+view: as it is on one device or in a `jit` program under a mesh; in the local view, after `nnx.split` outside of
+`local_map` and `nnx.merge` inside, on slices. `param_specs` gives the specs for that, and for placing the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import PlacementError
+from meshwright.parallel.tensor import (
+    GatherOptions,
+    ScatterOptions,
+    column_dense,
+    fused_column_dense,
+    row_dense,
+    sequence_norm,
+)
+from meshwright.parallel.vocabulary import vocab_cross_entropy, vocab_embed
+
+Initializer = Callable[..., Any]
+LECUN = nnx.initializers.lecun_normal()
+ZEROS = nnx.initializers.zeros_init()
+# Tokens are looked up, not multiplied: features of unit variance, whatever the size of the vocabulary.
+UNIT = nnx.initializers.normal(1.0)
+
+
+def param_specs(module_or_state: Any) -> Any:
+    """Returns how each parameter of a module is split, in the structure of its `nnx.state`.
+
+    Parameters of modules that are not from this file are whole on every device.
+
+    Example:
+        >>> layer = RowDense(8, 4, axis="tp", rngs=nnx.Rngs(0))
+        >>> dict(param_specs(layer))
+        {'bias': P(), 'kernel': P('tp', None)}
+    """
+    state = nnx.state(module_or_state) if isinstance(module_or_state, nnx.Module) else module_or_state
+    return nnx.map_state(lambda _, variable: variable.get_metadata().get("spec", P()), state)
+
+
+class _Dense(nnx.Module):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axis: str,
+        kernel_spec: P,
+        bias_spec: P,
+        use_bias: bool,
+        sequence_parallel: bool,
+        dtype: Any,
+        param_dtype: Any,
+        kernel_init: Initializer,
+        bias_init: Initializer,
+        rngs: nnx.Rngs,
+        overlap: Any,
+    ) -> None:
+        shape = (in_features, out_features)
+        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), spec=kernel_spec)
+        # The key is drawn either way, so that other layers do not change with this choice.
+        bias_key = rngs.params()
+        self.bias = nnx.Param(bias_init(bias_key, (out_features,), param_dtype), spec=bias_spec) if use_bias else None
+        self.axis = axis
+        self.sequence_parallel = sequence_parallel
+        self.dtype = dtype
+        self.overlap = tuple(overlap.items())
+
+    def weights(self) -> tuple[Any, Any]:
+        """Returns kernel and bias in the dtype of the computation."""
+        return _in(self.dtype, self.kernel[...]), None if self.bias is None else self.bias[...]
+
+    def options(self) -> dict[str, Any]:
+        return {"axis": self.axis, "sequence_parallel": self.sequence_parallel, **dict(self.overlap)}
+
+
+class ColumnDense(_Dense):
+    """A dense layer whose outputs are split over a mesh axis: `kernel [in, out]`, `bias [out]`; see `column_dense`.
+
+    Args:
+        dtype: inputs and kernel are cast to it; by default they must agree.
+        overlap: options of `gather_matmul`.
+
+    Example:
+        >>> layer = ColumnDense(4, 8, axis="tp", rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 16, 4))).shape
+        (2, 16, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axis: str,
+        use_bias: bool = True,
+        sequence_parallel: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = LECUN,
+        bias_init: Initializer = ZEROS,
+        rngs: nnx.Rngs,
+        **overlap: Unpack[GatherOptions],
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            axis=axis,
+            kernel_spec=P(None, axis),
+            bias_spec=P(axis),
+            use_bias=use_bias,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+            overlap=overlap,
+        )
+
+    def __call__(self, x: Any) -> Any:
+        return column_dense(_in(self.dtype, x), *self.weights(), **self.options())
+
+
+class RowDense(_Dense):
+    """A dense layer whose inputs are split over a mesh axis: `kernel [in, out]`, `bias [out]`; see `row_dense`.
+
+    Args:
+        dtype: inputs and kernel are cast to it; by default they must agree.
+        overlap: options of `matmul_scatter`.
+
+    Example:
+        >>> layer = RowDense(8, 4, axis="tp", use_bias=False, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 16, 8))).shape
+        (2, 16, 4)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axis: str,
+        use_bias: bool = True,
+        sequence_parallel: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = LECUN,
+        bias_init: Initializer = ZEROS,
+        rngs: nnx.Rngs,
+        **overlap: Unpack[ScatterOptions],
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            axis=axis,
+            kernel_spec=P(axis, None),
+            bias_spec=P(),
+            use_bias=use_bias,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+            overlap=overlap,
+        )
+
+    def __call__(self, x: Any) -> Any:
+        return row_dense(_in(self.dtype, x), *self.weights(), **self.options())
+
+
+class FusedColumnDense(nnx.Module):
+    """Several `ColumnDense` layers with names, which share one gather of their input.
+
+    Args:
+        out_features: the layers, with the features of each.
+        options: those of `ColumnDense`, for all of them.
+
+    Example:
+        >>> layer = FusedColumnDense(4, {"q": 16, "k": 8, "v": 8}, axis="tp", rngs=nnx.Rngs(0))
+        >>> q, k, v = layer(jnp.ones((2, 16, 4)))
+        >>> q.shape, layer.k.kernel.shape
+        ((2, 16, 16), (4, 8))
+    """
+
+    def __init__(self, in_features: int, out_features: Mapping[str, int], **options: Any) -> None:
+        self.names = tuple(out_features)
+        taken = [name for name in out_features if hasattr(self, name) or not name.isidentifier()]
+        if taken or not out_features:
+            raise PlacementError(
+                f"FusedColumnDense got layers named {', '.join(map(repr, out_features)) or 'nothing'}.",
+                hint="names such as q, k, v, that are no attributes of a module.",
+            )
+        for name, features in out_features.items():
+            setattr(self, name, ColumnDense(in_features, features, **options))
+
+    def __call__(self, x: Any) -> tuple[Any, ...]:
+        layers = [getattr(self, name) for name in self.names]
+        kernels, biases = zip(*(layer.weights() for layer in layers), strict=True)
+        return fused_column_dense(_in(layers[0].dtype, x), kernels, biases, **layers[0].options())
+
+
+class SequenceNorm(nnx.Module):
+    """RMSNorm, or LayerNorm with `center` and `use_bias`, on rows split over a mesh axis; see `sequence_norm`.
+
+    Example:
+        >>> SequenceNorm(4, axis="tp", rngs=nnx.Rngs(0))(jnp.full((2, 4), 3.0)).round(3).tolist()[0]
+        [1.0, 1.0, 1.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        axis: str,
+        eps: float = 1e-6,
+        center: bool = False,
+        use_bias: bool = False,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.scale = nnx.Param(jnp.ones(num_features, param_dtype), spec=P())
+        self.bias = nnx.Param(jnp.zeros(num_features, param_dtype), spec=P()) if use_bias else None
+        self.axis = axis
+        self.eps = eps
+        self.center = center
+
+    def __call__(self, x: Any) -> Any:
+        bias = None if self.bias is None else self.bias[...]
+        return sequence_norm(x, self.scale[...], bias, axis=self.axis, eps=self.eps, center=self.center)
+
+
+class VocabEmbed(nnx.Module):
+    """Token embeddings with the vocabulary split over a mesh axis: `embedding [V, D]`; see `vocab_embed`.
+
+    Args:
+        pad_to_multiple_of: rounds the rows of the table up, so that every axis size you will use divides them. The
+            added rows are never looked up. Chosen once, for all meshes: parameters do not depend on the mesh.
+
+    Example:
+        >>> embed = VocabEmbed(50, 4, axis="tp", pad_to_multiple_of=8, rngs=nnx.Rngs(0))
+        >>> embed(jnp.array([[0, 49]])).shape, embed.embedding.shape
+        ((1, 2, 4), (56, 4))
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_features: int,
+        *,
+        axis: str,
+        pad_to_multiple_of: int = 1,
+        sequence_parallel: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        embedding_init: Initializer = UNIT,
+        rngs: nnx.Rngs,
+    ) -> None:
+        shape = (_padded(vocab_size, pad_to_multiple_of), num_features)
+        self.embedding = nnx.Param(embedding_init(rngs.params(), shape, param_dtype), spec=P(axis, None))
+        self.vocab_size = vocab_size
+        self.axis = axis
+        self.sequence_parallel = sequence_parallel
+        self.dtype = dtype
+
+    def _options(self) -> dict[str, Any]:
+        return {"axis": self.axis, "sequence_parallel": self.sequence_parallel, "vocab_size": self.vocab_size}
+
+    def __call__(self, ids: Any) -> Any:
+        return vocab_embed(ids, _in(self.dtype, self.embedding[...]), **self._options())
+
+    def loss(self, x: Any, targets: Any, *, mask: Any = None) -> Any:
+        """Returns each token's cross-entropy, with the table as the head too; see `vocab_cross_entropy`."""
+        head = _in(self.dtype, self.embedding[...]).T
+        return vocab_cross_entropy(_in(self.dtype, x), head, targets, mask=mask, **self._options())
+
+
+class VocabHead(nnx.Module):
+    """The last layer and its loss, with the vocabulary split over a mesh axis: `kernel [D, V]`.
+
+    Calling it gives each token's loss in float32, zero where `mask` is False; see `vocab_cross_entropy`.
+
+    Args:
+        pad_to_multiple_of: as in `VocabEmbed`; the added columns have no probability.
+
+    Example:
+        >>> head = VocabHead(4, 50, axis="tp", pad_to_multiple_of=8, rngs=nnx.Rngs(0))
+        >>> bool(jnp.allclose(head(jnp.zeros((2, 16, 4)), jnp.zeros((2, 16), int)), jnp.log(50.0)))
+        True
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        vocab_size: int,
+        *,
+        axis: str,
+        pad_to_multiple_of: int = 1,
+        sequence_parallel: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = LECUN,
+        rngs: nnx.Rngs,
+    ) -> None:
+        shape = (num_features, _padded(vocab_size, pad_to_multiple_of))
+        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), spec=P(None, axis))
+        self.vocab_size = vocab_size
+        self.axis = axis
+        self.sequence_parallel = sequence_parallel
+        self.dtype = dtype
+
+    def __call__(self, x: Any, targets: Any, *, mask: Any = None) -> Any:
+        return vocab_cross_entropy(
+            _in(self.dtype, x),
+            _in(self.dtype, self.kernel[...]),
+            targets,
+            axis=self.axis,
+            mask=mask,
+            sequence_parallel=self.sequence_parallel,
+            vocab_size=self.vocab_size,
+        )
+
+
+def _in(dtype: Any, x: Any) -> Any:
+    return x if dtype is None else x.astype(dtype)
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
