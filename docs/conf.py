@@ -30,6 +30,8 @@ myst_heading_anchors = 3
 html_theme = "pydata_sphinx_theme"
 html_title = f"Meshwright {release}"
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": False,

@@ -39,7 +39,7 @@ def view_of(axis: str, *, who: str) -> Literal["plain", "local", "global"]:
     return "local" if axis in mesh.manual_axes else "global"
 
 
-def axis_size(axis: str, *, who: str) -> int:
+def axis_size(axis: str, *, who: str = "axis_size") -> int:
     """Returns how many devices lie along a manual axis; 1 for an axis of size 1, manual or not.
 
     Raises when there is no such axis, or when the program is not split over it; `who` names the caller.
@@ -61,7 +61,7 @@ def axis_size(axis: str, *, who: str) -> int:
     return size
 
 
-def place_on(axis: str, *, who: str) -> Any:
+def place_on(axis: str, *, who: str = "place_on") -> Any:
     """Returns this device's index along an axis: 0 where the axis has size 1."""
     return lax.axis_index(axis) if axis_size(axis, who=who) > 1 else 0
 

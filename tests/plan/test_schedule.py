@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (lines of HLO are as long as they are)
 """The reader of scheduled programs, on programs whose collectives are known and on the forms other chips print."""
 
 import jax
@@ -92,7 +93,9 @@ def test_bytes_of_compiled_programs(f, out, kind, wire):
 
 def test_loops_of_compiled_programs_are_counted_with_their_trips():
     def f(x):
-        return lax.scan(lambda c, _: (lax.ppermute(c, "dp", [(i, (i + 1) % 8) for i in range(8)]), None), x, length=6)[0]
+        return lax.scan(lambda c, _: (lax.ppermute(c, "dp", [(i, (i + 1) % 8) for i in range(8)]), None), x, length=6)[
+            0
+        ]
 
     mapped = jax.jit(jax.shard_map(f, mesh=mw.create_mesh("dp:8"), in_specs=P("dp"), out_specs=P("dp")))
     assert read_schedule(mapped.lower(jnp.ones((8, 4))).compile().as_text()).count("collective-permute") == 6

@@ -25,7 +25,9 @@ def test_a_tpu_that_is_not_here(run_python):
         pytest.skip("libtpu is not installed")
     code = """
 from meshwright.plan.topology import target_devices, target_mesh
-print(len(target_devices("v5p:2x2x2")), target_mesh("v5p:2x2x2", (2, 4), ("dp", "tp")).abstract_mesh.abstract_device.device_kind)
+
+mesh = target_mesh("v5p:2x2x2", (2, 4), ("dp", "tp"))
+print(len(target_devices("v5p:2x2x2")), mesh.abstract_mesh.abstract_device.device_kind)
 """
     done = run_python(code, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,8 @@
-"""Thin layers over the mechanisms of `meshwright.parallel`: linen modules, and the conversion of their parameters."""
+"""Thin layers over the mechanisms of `meshwright.parallel`.
+
+`linen` has the older toolkit's modules, `convert` moves their parameters to and from the global form, and `nnx` (to be
+imported from `meshwright.nn.nnx`) has our own layers as NNX modules.
+"""
 
 from meshwright.nn.convert import DenseForm, from_global, to_global
 from meshwright.nn.linen import ModelParallelismWrapper, TPAsyncDense, TPDense, scale_init

@@ -126,7 +126,7 @@ class TPDense(nn.Module):
 
     `dense_fn` makes the layer of one device: for `"gather"` with the features of one device, for `"scatter"` with all
     of them. Kernels are drawn as parts of the whole kernel, so their scale does not depend on the number of devices.
-    In `"scatter"` the parameter named `bias` is that of the first device; see `_PartialSumWrapper`.
+    In `"scatter"` the parameter named `bias` is that of the first device, so that it is counted once.
 
     Attributes:
         dense_fn: makes the layer; must take `kernel_init`, `use_bias` and `name`.

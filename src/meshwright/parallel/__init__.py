@@ -1,11 +1,12 @@
 """The local view: mechanisms on plain arrays, for use inside `shard_map`."""
 
-from meshwright.axes import axis_size, is_manual, place_on, vary, varying_axes
+from meshwright.axes import axis_size, is_manual, place_on, vary, varying_axes, view_of
 from meshwright.parallel.collective_matmul import gather_matmul, matmul_scatter
 from meshwright.parallel.data import gather_params, shard_module_params, shard_params, sync_gradients
 from meshwright.parallel.dropout import dropout
+from meshwright.parallel.feature_matmul import gather_matmul_by_features, matmul_scatter_by_features
 from meshwright.parallel.gather import gather_array, gather_array_with_mean_grads, gather_tree
-from meshwright.parallel.local import local_map
+from meshwright.parallel.local import island, local_map
 from meshwright.parallel.overlap_forms import Form
 from meshwright.parallel.pipeline import pipeline
 from meshwright.parallel.pipeline_module import PipelineModule, execute_pipeline, execute_pipeline_step
@@ -20,6 +21,8 @@ from meshwright.parallel.rows import row_key
 from meshwright.parallel.schedule import Schedule, circular_schedule, gpipe_schedule
 from meshwright.parallel.stacking import split_array_over_mesh, stack_params, unstack_params
 from meshwright.parallel.stages import stage_layers, unstage_layers
+from meshwright.parallel.tensor import column_dense, fused_column_dense, local_heads, row_dense, sequence_norm
+from meshwright.parallel.vocabulary import vocab_cross_entropy, vocab_embed
 
 __all__ = [
     "async_gather",
@@ -34,9 +37,11 @@ __all__ = [
     "gather_params",
     "gather_tree",
     "gather_matmul",
+    "gather_matmul_by_features",
     "is_manual",
     "local_map",
     "matmul_scatter",
+    "matmul_scatter_by_features",
     "place_on",
     "shard_module_params",
     "shard_params",
@@ -57,4 +62,13 @@ __all__ = [
     "row_key",
     "stage_layers",
     "unstage_layers",
+    "column_dense",
+    "fused_column_dense",
+    "island",
+    "local_heads",
+    "row_dense",
+    "sequence_norm",
+    "view_of",
+    "vocab_cross_entropy",
+    "vocab_embed",
 ]

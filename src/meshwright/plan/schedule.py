@@ -77,6 +77,7 @@ class Collective:
 
     @property
     def hidden(self) -> bool:
+        """Whether it runs beside at least one matmul."""
         return self.is_async and self.matmuls_between > 0
 
     @property
@@ -101,10 +102,12 @@ class Schedule:
 
     @property
     def num_hidden(self) -> int:
+        """How many collectives run beside a matmul, loops counted with their trips."""
         return sum(c.trips for c in self.collectives if c.hidden)
 
     @property
     def wire_bytes(self) -> float:
+        """Bytes each device sends in all."""
         return sum(c.trips * c.wire_bytes for c in self.collectives)
 
     def __str__(self) -> str:

@@ -175,7 +175,8 @@ def accumulate(
         gather_axes: the axes that parameters are gathered along; `("fsdp",)` by default. With `()`, the loss gathers
             its parameters itself, layer by layer for instance, and `"once"` cannot spare it that.
         axes: the axes along which the loss is a partial sum; by default those that the batch is split over. Add the
-            axis of a pipeline whose loss is on the last stage only.
+            axis of a pipeline whose loss is on the last stage only; sum and count must both be zero elsewhere, since
+            both are summed along these axes.
         row_axes: those of them that split the batch's rows, in the order of the batch's spec.
 
     Example:

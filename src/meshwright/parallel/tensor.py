@@ -1,0 +1,310 @@
+"""Tensor-parallel layers on plain arrays: dense layers split by columns and by rows, and the norm between them.
+
+A block enters by columns (`column_dense`: every device computes some of the features) and leaves by rows (`row_dense`:
+every device has a part of each sum). Between blocks, activations are split by rows of the sequence, or replicated with
+`sequence_parallel=False`. Parameters are the ones that a single device would hold. The specs that place them:
+
+    column_dense   w [D, F] P(None, axis)   b [F] P(axis)      x split by rows -> by features
+    row_dense      w [F, D] P(axis, None)   b [D] P()          x split by features -> by rows
+    sequence_norm  scale [D] P()                               x split by rows -> the same
+
+Every function runs in three views, and is the same function in all: in the local view, with the collectives written
+here; in a `jit` program under a mesh, as an island or with XLA's own communication; and on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.axes import summing_dtype, vary, varying_axes, view_of
+from meshwright.errors import PlacementError
+from meshwright.mesh import current_mesh
+from meshwright.parallel.collective_matmul import gather_matmul, matmul_scatter
+from meshwright.parallel.overlap_forms import Form
+from meshwright.parallel.overlap_loops import dot
+
+
+class ScatterOptions(TypedDict, total=False):
+    """How `matmul_scatter` hides its transfer; see there."""
+
+    form: Form | str | None
+    grad_form: Form | str | None
+    num_chunks: int | None
+    wire_dtype: Any
+
+
+class GatherOptions(ScatterOptions, total=False):
+    """How `gather_matmul` hides its transfer; see there."""
+
+    save_gathered: bool
+
+
+def column_dense(
+    x: jax.Array,
+    w: jax.Array,
+    b: jax.Array | None = None,
+    *,
+    axis: str,
+    sequence_parallel: bool = True,
+    **overlap: Unpack[GatherOptions],
+) -> jax.Array:
+    """Returns `x @ w + b` with the features of the result split over a mesh axis.
+
+    Args:
+        x: `[..., rows, D]`; split by rows over `axis`, which are gathered while they are multiplied, or the same on
+            every device with `sequence_parallel=False`.
+        w: `[D, F]`, split by columns.
+        b: `[F]`, split.
+        overlap: options of `gather_matmul`.
+
+    Example:
+        >>> import meshwright as mw
+        >>> x, w, b = jnp.ones((2, 16, 4)), jnp.ones((4, 8)), jnp.arange(8.0)
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     y = jax.jit(lambda x, w, b: column_dense(x, w, b, axis="tp"))(x, w, b)
+        >>> y[0, 0].tolist()
+        [4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
+    """
+    bs = None if b is None else (b,)
+    return _columns(x, (w,), bs, axis=axis, who="column_dense", rows_split=sequence_parallel, overlap=overlap)[0]
+
+
+def fused_column_dense(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    bs: Sequence[jax.Array | None] | None = None,
+    *,
+    axis: str,
+    sequence_parallel: bool = True,
+    **overlap: Unpack[GatherOptions],
+) -> tuple[jax.Array, ...]:
+    """Returns `column_dense` for several weights that share one gather of `x`: q, k and v, or gate and up.
+
+    The weights stay separate arrays: columns of one wide matrix would be split in the middle of q, k or v.
+
+    Example:
+        >>> import meshwright as mw
+        >>> x, ws = jnp.ones((16, 4)), (jnp.ones((4, 8)), jnp.ones((4, 16)))
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     gate, up = jax.jit(lambda x, ws: fused_column_dense(x, ws, axis="tp"))(x, ws)
+        >>> gate.shape, up.shape
+        ((16, 8), (16, 16))
+    """
+    return _columns(
+        x, tuple(ws), bs, axis=axis, who="fused_column_dense", rows_split=sequence_parallel, overlap=overlap
+    )
+
+
+def row_dense(
+    x: jax.Array,
+    w: jax.Array,
+    b: jax.Array | None = None,
+    *,
+    axis: str,
+    sequence_parallel: bool = True,
+    **overlap: Unpack[ScatterOptions],
+) -> jax.Array:
+    """Returns `x @ w + b`, where features of `x` and rows of `w` are split over a mesh axis; `b` counts once.
+
+    Args:
+        x: `[..., rows, F]`, split by features: what `column_dense` returns.
+        w: `[F, D]`, split by rows.
+        b: `[D]`, the same on every device.
+        sequence_parallel: sums while multiplying and leaves each device its rows; otherwise every device gets all.
+        overlap: options of `matmul_scatter`.
+
+    Example:
+        >>> import meshwright as mw
+        >>> x, w, b = jnp.ones((16, 8)), jnp.ones((8, 4)), jnp.ones(4)
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     float(jax.jit(lambda x, w, b: row_dense(x, w, b, axis="tp"))(x, w, b)[0, 0])
+        9.0
+    """
+    who = "row_dense"
+    view = view_of(axis, who=who)
+    check_split(axis, who=who, w=w)
+    check_matmul(x, (w,), who=who)
+    if b is not None:
+        _check_bias(b, w, axis, who=who)
+    if sequence_parallel:
+        if view == "global":
+            check_divides(x.shape[-2], axis, "rows", who=who)
+            check_divides(w.shape[0], axis, "input features", who=who)
+        scattered = matmul_scatter(x, w, axis=axis, **overlap)
+        return scattered if b is None else _add_bias(scattered, vary(b.astype(jnp.float32), axis))
+    refuse_options(overlap, who=who)
+    kind = jnp.result_type(x, w)
+    y: jax.Array = dot(x, w).astype(kind)
+    # After the sum, not before it: there, each device would add the bias.
+    y = lax.psum(y.astype(summing_dtype(kind)), axis).astype(kind) if view == "local" else y
+    return y if b is None else _add_bias(y, b)
+
+
+def sequence_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    axis: str,
+    eps: float = 1e-6,
+    center: bool = False,
+) -> jax.Array:
+    """Returns `x` divided by the root of its mean square over features, times `scale`: no communication.
+
+    Each device normalises the rows that it has. The gradients of `scale` and `bias`, which all devices share, are
+    summed over the axis once, in float32.
+
+    Args:
+        x: `[..., rows, D]`, split by rows over `axis`, or not.
+        scale: `[D]`, the same on every device.
+        center: subtracts the mean first; with `bias`, this is LayerNorm.
+
+    Example:
+        >>> sequence_norm(jnp.array([[3.0, -3.0]]), jnp.array([1.0, 2.0]), axis="tp", eps=0.0).tolist()
+        [[1.0, -2.0]]
+    """
+    who = "sequence_norm"
+    view_of(axis, who=who)
+    for name, value in (("scale", scale), ("bias", bias)):
+        if value is not None and value.shape != x.shape[-1:]:
+            raise PlacementError(
+                f"{who}: x of shape {x.shape} and {name} of shape {value.shape} differ in features.",
+                hint=f"{name} must be [{x.shape[-1]}], whole on every device.",
+            )
+    # Where every device has all rows, the gradient is whole already and must not be summed.
+    axes = (axis,) if axis in varying_axes(x) else ()
+    wide = x.astype(jnp.float32)
+    if center:
+        wide = wide - wide.mean(axis=-1, keepdims=True)
+    wide = wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + eps)
+    wide = wide * vary(scale.astype(jnp.float32), axes)
+    if bias is not None:
+        wide = wide + vary(bias.astype(jnp.float32), axes)
+    normed: jax.Array = wide.astype(x.dtype)
+    return normed
+
+
+def local_heads(num_heads: int, *, axis: str, what: str = "heads") -> int:
+    """Returns how many of the heads the program sees here: one device's share in the local view, else all.
+
+    Raises, in every view, where the axis does not divide them: a head cannot be split.
+
+    Example:
+        >>> import meshwright as mw
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     local_heads(16, axis="tp")
+        16
+    """
+    ways = _ways(axis, who="local_heads")
+    if num_heads % ways:
+        fitting = [str(count) for count in range(2, num_heads + 1) if num_heads % count == 0]
+        down, up = num_heads // ways * ways, -(-num_heads // ways) * ways
+        raise PlacementError(
+            f"{num_heads} {what} are not divisible by the {ways} devices of axis {axis!r}: "
+            f"{num_heads} % {ways} = {num_heads % ways}.",
+            hint=f"use {f'{down} or {up}' if down else up} {what}, or an axis of {', '.join(['1', *fitting])} devices.",
+        )
+    return num_heads // ways if view_of(axis, who="local_heads") == "local" else num_heads
+
+
+def _columns(
+    x: jax.Array,
+    ws: tuple[jax.Array, ...],
+    bs: Sequence[jax.Array | None] | None,
+    *,
+    axis: str,
+    who: str,
+    rows_split: bool,
+    overlap: GatherOptions,
+) -> tuple[jax.Array, ...]:
+    view = view_of(axis, who=who)
+    biases = (None,) * len(ws) if bs is None else tuple(bs)
+    if len(biases) != len(ws):
+        raise PlacementError(f"{who} got {len(biases)} biases for {len(ws)} weights.", hint="None for those without.")
+    check_matmul(x, ws, who=who)
+    for w, b in zip(ws, biases, strict=True):
+        check_split(axis, who=who, w=w, **({} if b is None else {"b": b}))
+        if b is not None:
+            _check_bias(b, w, axis, who=who)
+    if rows_split:
+        if view == "global":
+            check_divides(x.shape[-2], axis, "rows", who=who)
+            for w in ws:
+                check_divides(w.shape[1], axis, "output features", who=who)
+        ys = gather_matmul(x, ws, axis=axis, **overlap)
+    else:
+        refuse_options(overlap, who=who)
+        # Every device uses the whole of x: its gradient is the sum of theirs, once for all weights.
+        x = vary(x, axis)
+        ys = tuple(dot(x, w).astype(jnp.result_type(x, w)) for w in ws)
+    return tuple(y if b is None else _add_bias(y, b) for y, b in zip(ys, biases, strict=True))
+
+
+def _add_bias(y: jax.Array, b: jax.Array) -> jax.Array:
+    # In float32, for the sake of the bias's gradient: a sum over all rows.
+    return (y.astype(jnp.float32) + b.astype(jnp.float32)).astype(y.dtype)
+
+
+# --- Checks that the layers of this folder share ---
+
+
+def check_split(axis: str, *, who: str, **slices: jax.Array) -> None:
+    """Raises where an argument is whole on every device of a manual axis that should have split it."""
+    if view_of(axis, who=who) != "local" or axis not in varying_axes(lax.axis_index(axis)):
+        return  # whole arrays are right here; or check_vma is off, and nothing is known
+    for name, value in slices.items():
+        if axis not in varying_axes(value):
+            raise PlacementError(
+                f"{who}: {name} of shape {value.shape} is the same on every device of axis {axis!r}; each needs its "
+                "own slice.",
+                hint=f"name {axis!r} in the spec of {name}; if the slices really are equal, mark it with vary.",
+            )
+
+
+def check_divides(size: int, axis: str, what: str, *, who: str) -> None:
+    """Raises where an axis does not divide a dim that it splits."""
+    ways = _ways(axis, who=who)
+    if size % ways:
+        raise PlacementError(
+            f"{who}: {size} {what} cannot be split over {ways} devices of axis {axis!r}: {size} % {ways} = "
+            f"{size % ways}.",
+            hint=f"pad to {-(-size // ways) * ways}.",
+        )
+
+
+def check_matmul(x: jax.Array, ws: Sequence[jax.Array], *, who: str) -> None:
+    """Raises where `[..., rows, K]` cannot be multiplied by `[K, F]`."""
+    for w in ws:
+        if x.ndim < 2 or w.ndim != 2 or w.shape[0] != x.shape[-1]:
+            raise PlacementError(
+                f"{who} cannot multiply x of shape {x.shape} by a weight of shape {w.shape}.",
+                hint="x must be [..., rows, K] and the weight [K, features]; in the local view, both are slices.",
+            )
+
+
+def _check_bias(b: jax.Array, w: jax.Array, axis: str, *, who: str) -> None:
+    if b.shape != w.shape[1:]:
+        raise PlacementError(
+            f"{who}: a weight of shape {w.shape} and a bias of shape {b.shape} differ in output features.",
+            hint=f"the bias must be [{w.shape[1]}], split over {axis!r} where the weight's columns are.",
+        )
+
+
+def refuse_options(overlap: GatherOptions | ScatterOptions, *, who: str) -> None:
+    """Raises for options of a ring where there is none."""
+    if overlap:
+        raise PlacementError(
+            f"{who}: {', '.join(f'{name}=' for name in overlap)} would have no effect with sequence_parallel=False.",
+            hint="there is no transfer beside the matmul then; leave it out.",
+        )
+
+
+def _ways(axis: str, *, who: str) -> int:
+    mesh = current_mesh()
+    view_of(axis, who=who)  # raises for an axis that the mesh lacks
+    return 1 if mesh is None else int(mesh.shape[axis])

@@ -1,0 +1,211 @@
+"""Embedding and cross-entropy over a vocabulary that is split over a mesh axis: no device ever holds all logits.
+
+The table `[V, D]` is split by rows, `P(axis, None)`, the head `[D, V]` by columns, `P(None, axis)`. A device looks up
+the tokens that are its own and contributes zeros for the rest; the sum over devices is the embedding. For the loss,
+what travels per token is three numbers: the largest logit, the sum of exponentials, and the target's logit.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshwright.axes import axis_size, place_on, summing_dtype, vary, varying_axes, view_of
+from meshwright.errors import PlacementError
+from meshwright.parallel.collective_matmul import gather_matmul
+from meshwright.parallel.local import island
+from meshwright.parallel.overlap_loops import dot
+from meshwright.parallel.tensor import GatherOptions, check_divides, check_matmul, check_split, refuse_options
+
+
+def vocab_embed(
+    ids: jax.Array,
+    table: jax.Array,
+    *,
+    axis: str,
+    sequence_parallel: bool = True,
+    vocab_size: int | None = None,
+) -> jax.Array:
+    """Returns the rows of `table` that `ids` name; NaN for a token outside of the vocabulary.
+
+    Args:
+        ids: `[..., rows]` of whole numbers, the same on every device of the axis.
+        table: `[V, D]`, split by rows over `axis`. Its gradient is added up in float32.
+        sequence_parallel: returns `[..., rows, D]` split by rows, which the sum over devices gives for half the bytes;
+            otherwise every device gets all rows.
+        vocab_size: where rows were added to make V divisible, how many are real.
+
+    Example:
+        >>> import meshwright as mw
+        >>> ids, table = jnp.array([[3, 0, 7, 7, 1, 2, 3, 4]]), jnp.arange(8.0)[:, None]
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     jax.jit(lambda ids, table: vocab_embed(ids, table, axis="tp"))(ids, table)[0, :, 0].tolist()
+        [3.0, 0.0, 7.0, 7.0, 1.0, 2.0, 3.0, 4.0]
+    """
+    who = "vocab_embed"
+    ids, table = jnp.asarray(ids), jnp.asarray(table)
+    if ids.ndim < 1 or table.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise PlacementError(
+            f"{who} got ids of shape {ids.shape} and type {ids.dtype}, and a table of shape {table.shape}.",
+            hint="ids must be [..., rows] of integers, and the table [V, D].",
+        )
+    view = view_of(axis, who=who)
+    check_split(axis, who=who, table=table)
+    ways = axis_size(axis, who=who) if view == "local" else 1
+    vocab_size = _checked_vocab_size(vocab_size, table.shape[0] * ways, "rows", who=who)
+    if view == "plain":
+        return _lookup(ids, table, 0, vocab_size)
+    if sequence_parallel:
+        check_divides(ids.shape[-1], axis, "rows", who=who)
+    if view == "global":
+        check_divides(table.shape[0], axis, "tokens of vocabulary", who=who)
+        rows = P(*([None] * (ids.ndim - 1)), axis) if sequence_parallel else P()
+        call = functools.partial(vocab_embed, axis=axis, sequence_parallel=sequence_parallel, vocab_size=vocab_size)
+        embedded: jax.Array = island(call, axis=axis, in_specs=(P(), P(axis)), out_specs=rows)(ids, table)
+        return embedded
+    part = _lookup(ids, table, place_on(axis, who=who) * table.shape[0], vocab_size)
+    part = part.astype(summing_dtype(part.dtype))
+    # Exact in any dtype: of the terms of each sum, all but one are zero.
+    if sequence_parallel:
+        summed: jax.Array = lax.psum_scatter(part, axis, scatter_dimension=ids.ndim - 1, tiled=True)
+    else:
+        summed = lax.psum(part, axis)
+    return summed.astype(table.dtype)
+
+
+def vocab_cross_entropy(
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    axis: str,
+    mask: jax.Array | None = None,
+    sequence_parallel: bool = True,
+    vocab_size: int | None = None,
+    **overlap: Unpack[GatherOptions],
+) -> jax.Array:
+    """Returns each token's `-log softmax(x @ head)[target]` in float32, the same on every device of the axis.
+
+    Add it up and divide by the number of tokens that count in the whole batch, over all devices: the loss is then a sum
+    over data axes only, and `axis` needs no thought.
+
+    Args:
+        x: `[..., rows, D]`, split by rows over `axis`, or the same on every device with `sequence_parallel=False`.
+        head: `[D, V]`, split by columns; for a table that is both, its transpose.
+        targets: `[..., rows]`, whole on every device of the axis. A target outside of the vocabulary gives NaN.
+        mask: where False, the loss is zero, and the target may be anything.
+        vocab_size: where columns were added to make V divisible, how many are real; the others have no probability.
+        overlap: options of `gather_matmul`.
+
+    Example:
+        >>> import meshwright as mw
+        >>> x, head = jnp.zeros((2, 8, 4)), jnp.ones((4, 16))
+        >>> targets = jnp.zeros((2, 8), int)
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     loss = jax.jit(lambda *args: vocab_cross_entropy(*args, axis="tp"))(x, head, targets)
+        >>> bool(jnp.allclose(loss, jnp.log(16.0)))
+        True
+    """
+    who = "vocab_cross_entropy"
+    view = view_of(axis, who=who)
+    check_matmul(x, (head,), who=who)
+    check_split(axis, who=who, head=head)
+    ways = axis_size(axis, who=who) if view == "local" else 1
+    _check_targets(x, targets, mask, ways if sequence_parallel else 1, axis, who=who)
+    vocab_size = _checked_vocab_size(vocab_size, head.shape[1] * ways, "columns", who=who)
+    if not sequence_parallel:
+        refuse_options(overlap, who=who)
+    if view == "global":
+        check_divides(head.shape[1], axis, "tokens of vocabulary", who=who)
+        if sequence_parallel:
+            check_divides(x.shape[-2], axis, "rows", who=who)
+        rows = P(*([None] * (x.ndim - 2)), axis) if sequence_parallel else P()
+        call = functools.partial(
+            vocab_cross_entropy, axis=axis, sequence_parallel=sequence_parallel, vocab_size=vocab_size, **overlap
+        )
+        loss = island(call, axis=axis, in_specs=(rows, P(None, axis), P()), out_specs=P())(x, head, targets)
+    else:
+        if sequence_parallel:
+            logits = gather_matmul(x, head, axis=axis, out_dtype=jnp.float32, **overlap)
+        else:
+            logits = dot(vary(x, axis), head)
+        loss = _cross_entropy(logits, targets, axis if view == "local" else None, vocab_size, who=who)
+    return loss if mask is None else jnp.where(mask, loss, 0.0)
+
+
+# --- The lookup and its gradient ---
+
+
+def _lookup(ids: Any, table: Any, first: Any, total: int) -> jax.Array:
+    """Returns the rows for those ids that lie in `first .. first + len(table)`, zero for the others."""
+    # A custom gradient must have the type of what it is the gradient of, so both vary alike from here on.
+    ids, table = vary((ids, table), sorted(varying_axes(ids) | varying_axes(table)))
+    rows = _take(table.shape[0], table.dtype, table, ids - first)
+    return jnp.where(((ids >= 0) & (ids < total))[..., None], rows, jnp.asarray(jnp.nan, table.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _take(num_rows: int, dtype: Any, table: Any, places: Any) -> Any:
+    inside = (places >= 0) & (places < num_rows)
+    rows = table.at[jnp.clip(places, 0, num_rows - 1)].get(mode="promise_in_bounds")
+    return jnp.where(inside[..., None], rows, jnp.zeros_like(rows))
+
+
+def _take_fwd(num_rows: int, dtype: Any, table: Any, places: Any) -> tuple[Any, Any]:
+    return _take(num_rows, dtype, table, places), places
+
+
+def _take_bwd(num_rows: int, dtype: Any, places: Any, d_rows: Any) -> tuple[Any, None]:
+    # A frequent token gets thousands of terms, which bfloat16 cannot count.
+    inside = (places >= 0) & (places < num_rows)
+    zeros = vary(jnp.zeros((num_rows, d_rows.shape[-1]), jnp.float32), sorted(varying_axes(d_rows)))
+    d_rows = jnp.where(inside[..., None], d_rows, jnp.zeros_like(d_rows)).astype(jnp.float32)
+    d_table = zeros.at[jnp.clip(places, 0, num_rows - 1)].add(d_rows, mode="promise_in_bounds")
+    return d_table.astype(dtype), None
+
+
+_take.defvjp(_take_fwd, _take_bwd)
+
+
+# --- The loss ---
+
+
+def _cross_entropy(logits: Any, targets: Any, axis: str | None, vocab_size: int, *, who: str) -> Any:
+    columns, available = jnp.arange(logits.shape[-1]), logits.shape[-1]
+    if axis is not None:
+        columns = columns + place_on(axis, who=who) * logits.shape[-1]
+        available *= axis_size(axis, who=who)
+    if vocab_size < available:
+        logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
+    # The largest logit only keeps the exponentials in range: the loss does not depend on it.
+    largest = lax.stop_gradient(logits).max(axis=-1)
+    largest = lax.pmax(largest, axis) if axis is not None else largest
+    exponentials = jnp.exp(logits - largest[..., None]).sum(axis=-1)
+    of_target = jnp.where(columns == targets[..., None], logits, 0.0).sum(axis=-1)
+    if axis is not None:
+        exponentials, of_target = lax.psum((exponentials, of_target), axis)
+    loss = jnp.log(exponentials) + largest - of_target
+    return jnp.where((targets >= 0) & (targets < vocab_size), loss, jnp.nan)
+
+
+def _check_targets(x: Any, targets: Any, mask: Any, ways: int, axis: str, *, who: str) -> None:
+    wanted = (*x.shape[:-2], x.shape[-2] * ways)
+    for name, value in (("targets", targets), ("mask", mask)):
+        if value is not None and value.shape != wanted:
+            raise PlacementError(
+                f"{who}: x of shape {x.shape} needs {name} of shape {wanted}; they have {value.shape}.",
+                hint=f"{name} are whole along {axis!r}, whose devices each see all tokens of their rows.",
+            )
+
+
+def _checked_vocab_size(vocab_size: int | None, available: int, what: str, *, who: str) -> int:
+    if vocab_size is None:
+        return available
+    if not 1 <= vocab_size <= available:
+        raise PlacementError(f"{who}: vocab_size={vocab_size} of {available} {what}.", hint=f"use 1 to {available}.")
+    return vocab_size
