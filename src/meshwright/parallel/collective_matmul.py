@@ -312,7 +312,8 @@ def _vary_alike(operands: Any, axis: str) -> Any:
 
 def _sum_scattered(x: Any, axis: str) -> Any:
     if chip_family() == "cpu" and x.dtype == jnp.bfloat16:
-        # XLA's CPU compiler (jax 0.10) aborts the process on a bfloat16 reduction inside a checked shard_map.
+        # XLA's CPU compiler aborts the process on a bfloat16 reduction in a shard_map that leaves some axes automatic,
+        # as every size-1 axis is.
         return _sum_scattered(x.astype(jnp.float32), axis).astype(x.dtype)
     return lax.psum_scatter(x, axis, scatter_dimension=x.ndim - 2, tiled=True)
 
