@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax.core import FrozenDict
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
@@ -290,3 +291,22 @@ def test_bad_inputs_21_and_22_and_a_mask_for_a_device_that_is_not_there():
         abstract_init(module, mesh_of("model:4"), X)
     with pytest.raises(PlacementError, match=r"shard 4 is to be kept, of 4 along axis 'tp'"):
         abstract_init(module.clone(mask_except_model_idx=4), mesh_of("tp:4"), X)
+
+
+def test_gradients_of_biases_that_begin_alike_stay_on_their_shard():
+    """Init and gradient in one shard_map: zero biases are equal everywhere, but still one per device."""
+    module = ModelParallelismWrapper(model_axis_name="tp", module_fn=functools.partial(nn.Dense, features=3))
+
+    def grads(key, x):
+        params = module.init(key, x)
+
+        def loss(params):
+            return lax.psum(jnp.sum(module.apply(params, x)) * (lax.axis_index("tp") + 1.0), "tp")
+
+        return jax.tree.map(
+            lambda box: box.value, jax.grad(loss)(params), is_leaf=lambda n: isinstance(n, nn.Partitioned)
+        )
+
+    run = local_map(grads, mesh=mw.create_mesh("tp:4", devices=4), in_specs=(P(), P()), out_specs=P("tp"))
+    bias = run(jax.random.key(0), jnp.ones((2, 5)))["params"]["sharded"]["bias"]
+    np.testing.assert_allclose(bias, np.repeat([[2.0], [4.0], [6.0], [8.0]], 3, axis=1))

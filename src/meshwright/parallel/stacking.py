@@ -15,7 +15,7 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from meshwright.axes import axis_size, place_on
+from meshwright.axes import axis_size, place_on, vary
 from meshwright.errors import PlacementError
 from meshwright.specs import dim_axes
 from meshwright.types import PyTree
@@ -83,7 +83,9 @@ def stack_params(params: PyTree, axis_name: str, axis: int = 0, mask_except: jax
             )
         dim = _checked_dim(axis, len(names) + 1, who="stack_params")
         names = (*names[:dim], axis_name, *names[dim:])
-        return close_box(leaf, jnp.expand_dims(keep(value), dim), names)
+        # A shard is this device's own even where all begin alike, as zero biases do; left unmarked, JAX would take it
+        # for one replicated array and sum its gradients over the axis.
+        return close_box(leaf, vary(jnp.expand_dims(keep(value), dim), axis_name), names)
 
     return jax.tree.map(stack, params, is_leaf=is_box)
 
