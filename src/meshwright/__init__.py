@@ -19,6 +19,7 @@ from meshwright.errors import (
     PlacementError,
     RngError,
     RuleError,
+    TrainingError,
     TreeError,
 )
 from meshwright.job import Job, abstract_init, load_job
@@ -104,12 +105,13 @@ __all__ = [
     "PlacementError",
     "RngError",
     "JobError",
+    "TrainingError",
     "MeshwrightWarning",
 ]
 
 
 # Reached as attributes (`mw.parallel.local_map`), imported when first used.
-_LATER_STAGES = ("parallel", "nn", "train", "plan", "compat")
+_LATER_STAGES = ("parallel", "nn", "models", "train", "verify", "plan", "compat")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,8 @@
 """Mesh axes inside a program: which are manual here, how long they are, where this device stands, what varies.
 
 Every function of the local view asks here, so that an axis that is missing, misspelt or of size 1 is treated the
-same everywhere: size 1 means "nothing to do", whether the axis is manual or was dropped before `shard_map`.
+same everywhere: size 1 means "nothing to do", whether the axis is manual or was dropped before `shard_map`. Where a
+function takes None for an axis, that means "not split", and is like an axis of size 1.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ def is_manual(axis: str) -> bool:
     return mesh is not None and axis in mesh.manual_axes
 
 
-def view_of(axis: str, *, who: str) -> Literal["plain", "local", "global"]:
+def view_of(axis: str | None, *, who: str) -> Literal["plain", "local", "global"]:
     """Returns how a program sees arrays that are split along an axis: the choice that every layer makes.
 
     `"local"`: as one device's slice, inside `shard_map`. `"global"`: whole, in a program that XLA splits. `"plain"`:
-    whole, on one device, since there is no mesh or the axis has size 1. Raises where a mesh lacks the axis.
+    whole, on one device, since there is no mesh, the axis has size 1, or None was given for it: nothing is split then.
+    Raises where a mesh lacks the axis.
     """
     mesh = current_mesh()
-    if mesh is None:
+    if mesh is None or axis is None:
         return "plain"
     require_axes(mesh, (axis,), where=who)
     if mesh.shape[axis] == 1:
@@ -39,11 +41,13 @@ def view_of(axis: str, *, who: str) -> Literal["plain", "local", "global"]:
     return "local" if axis in mesh.manual_axes else "global"
 
 
-def axis_size(axis: str, *, who: str = "axis_size") -> int:
-    """Returns how many devices lie along a manual axis; 1 for an axis of size 1, manual or not.
+def axis_size(axis: str | None, *, who: str = "axis_size") -> int:
+    """Returns how many devices lie along a manual axis; 1 for an axis of size 1, manual or not, and for None.
 
     Raises when there is no such axis, or when the program is not split over it; `who` names the caller.
     """
+    if axis is None:
+        return 1
     mesh = current_mesh()
     if mesh is None:
         raise MeshError(
@@ -61,9 +65,9 @@ def axis_size(axis: str, *, who: str = "axis_size") -> int:
     return size
 
 
-def place_on(axis: str, *, who: str = "place_on") -> Any:
-    """Returns this device's index along an axis: 0 where the axis has size 1."""
-    return lax.axis_index(axis) if axis_size(axis, who=who) > 1 else 0
+def place_on(axis: str | None, *, who: str = "place_on") -> Any:
+    """Returns this device's index along an axis: 0 where the axis has size 1, and for None."""
+    return lax.axis_index(axis) if axis is not None and axis_size(axis, who=who) > 1 else 0
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -73,12 +77,12 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(matter.varying if matter is not None else kind.vma)
 
 
-def vary(tree: PyTree, axes: str | Sequence[str]) -> PyTree:
+def vary(tree: PyTree, axes: str | Sequence[str] | None) -> PyTree:
     """Marks arrays as differing along manual axes; the gradient of this mark is the sum over these axes.
 
     Doing it in one place, on purpose, decides where that sum happens; JAX would otherwise do it at the first use.
     """
-    wanted = [axis for axis in ((axes,) if isinstance(axes, str) else axes) if is_manual(axis)]
+    wanted = [axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if is_manual(axis)]
 
     def mark(leaf: Any) -> Any:
         missing = tuple(axis for axis in wanted if axis not in varying_axes(leaf))

@@ -49,6 +49,10 @@ class JobError(MeshwrightError):
     """A `module:attribute` reference does not lead to a usable job."""
 
 
+class TrainingError(MeshwrightError):
+    """A run cannot go on: a state that is gone or not the step's own, values that are not finite."""
+
+
 class MeshwrightWarning(UserWarning):
     """Something works but costs more than its author probably knows."""
 

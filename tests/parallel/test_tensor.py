@@ -1,5 +1,6 @@
 """Tensor-parallel layers against one device: every layer, axis size and view, with the gradient of every argument."""
 
+import contextlib
 import functools
 import itertools
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from meshwright.errors import MeshError, PlacementError
 from meshwright.parallel import (
     column_dense,
     fused_column_dense,
+    gather_matmul,
     local_heads,
     local_map,
+    matmul_scatter,
     row_dense,
     sequence_norm,
     vary,
@@ -264,6 +267,55 @@ def test_global_view_equals_one_device(name, ways, sp):
 @pytest.mark.parametrize("name", BY_NAME)
 def test_without_a_mesh_it_is_the_plain_layer(name):
     check(name, lambda a, _: BY_NAME[name].ours(a, True))
+
+
+@pytest.mark.parametrize("mesh", ["none", "global", "local"])
+def test_no_axis_means_one_device_whatever_the_mesh(mesh):
+    """In the local view of other axes too, where each device has its own rows."""
+    v = values()
+
+    def layers(a, axis):
+        x = vocab_embed(a["ids"], a["table"], axis=axis)
+        gate, up = fused_column_dense(x, (a["gate"], a["up"]), (None, a["b_up"]), axis=axis)
+        y = row_dense(gate * up, a["down"], a["b_down"], axis=axis, sequence_parallel=False)
+        y = sequence_norm(y + row_dense(gate, a["down"], axis=axis), a["scale"], axis=axis)
+        y = y + matmul_scatter(gather_matmul(y, a["gate"], axis=axis), a["down"], axis=axis)
+        h = column_dense(y, a["gate"], a["b_gate"], axis=axis, sequence_parallel=False)
+        return vocab_cross_entropy(y + h[..., :DIM], a["head"], a["targets"], axis=axis, mask=a["mask"])
+
+    def run(axis):
+        def both(a):
+            loss = layers(a, axis)
+            return loss, jax.grad(lambda moving: layers(a | moving, axis).sum())(vary(floats(a), "dp"))
+
+        return both
+
+    expected = jax.jit(run("tp"))(v)  # no mesh: one device
+    f, context = run(None), contextlib.nullcontext()
+    if mesh == "global":
+        context = jax.set_mesh(mesh_of(4))
+    elif mesh == "local":
+        specs = {name: P("dp") if name in ("ids", "targets", "mask") else P() for name in v}
+        grads = dict.fromkeys(floats(v), P())
+
+        def summed(a):
+            loss, grads = run(None)(a)
+            return loss, lax.psum(grads, "dp")
+
+        f = local_map(summed, mesh=mesh_of(4), in_specs=(specs,), out_specs=(WHOLE, grads))
+    with context:
+        got = jax.jit(f)(v)
+        assert local_heads(7, axis=None) == 7
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+def test_no_axis_in_errors():
+    v = values()
+    with pytest.raises(PlacementError, match=r"hint: the bias must be \[24\]\.$"):
+        column_dense(v["x"], v["gate"], v["b_down"], axis=None)
+    with pytest.raises(PlacementError, match=r"hint: targets must be x's shape without its last dim"):
+        vocab_cross_entropy(v["x"], v["head"], v["targets"][:1], axis=None)
 
 
 @pytest.mark.parametrize("sp", [True, False])

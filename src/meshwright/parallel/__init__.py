@@ -2,10 +2,11 @@
 
 from meshwright.axes import axis_size, is_manual, place_on, vary, varying_axes, view_of
 from meshwright.parallel.collective_matmul import gather_matmul, matmul_scatter
+from meshwright.parallel.cross_entropy import LossSums, linear_cross_entropy
 from meshwright.parallel.data import gather_params, shard_module_params, shard_params, sync_gradients
 from meshwright.parallel.dropout import dropout
 from meshwright.parallel.feature_matmul import gather_matmul_by_features, matmul_scatter_by_features
-from meshwright.parallel.gather import gather_array, gather_array_with_mean_grads, gather_tree
+from meshwright.parallel.gather import Gather, gather_array, gather_array_with_mean_grads, gather_tree
 from meshwright.parallel.local import island, local_map
 from meshwright.parallel.overlap_forms import Form
 from meshwright.parallel.pipeline import pipeline
@@ -31,6 +32,7 @@ __all__ = [
     "async_scatter",
     "async_scatter_split",
     "Form",
+    "Gather",
     "axis_size",
     "gather_array",
     "gather_array_with_mean_grads",
@@ -65,7 +67,9 @@ __all__ = [
     "column_dense",
     "fused_column_dense",
     "island",
+    "linear_cross_entropy",
     "local_heads",
+    "LossSums",
     "row_dense",
     "sequence_norm",
     "view_of",

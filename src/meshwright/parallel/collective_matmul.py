@@ -4,7 +4,7 @@ Sequence parallelism keeps activations split by rows between blocks. Entering a 
 gathered; leaving it, partial products must be summed and rows scattered. Done in one piece, either transfer stalls
 the matmul units. Here it is cut into hops around a ring, and each hop runs beside the matmul of what is already
 there; forward and backward. The same call works in every view: inside `shard_map` it runs the ring, in a plain
-`jit` program under a mesh it runs the ring as an island, and without the axis it is an ordinary matmul.
+`jit` program under a mesh it runs the ring as an island, and without the axis, or with None, it is an ordinary matmul.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def gather_matmul(
     x: jax.Array,
     w: Any,
     *,
-    axis: str,
+    axis: str | None,
     form: Form | str | None = None,
     grad_form: Form | str | None = None,
     num_chunks: int | None = None,
@@ -83,7 +83,7 @@ def gather_matmul(
     weights = tuple(w) if isinstance(w, (tuple, list)) else (w,)
     _check_shapes("gather_matmul", x, weights)
     view = view_of(axis, who="gather_matmul")
-    if view == "plain":
+    if axis is None or view == "plain":
         outs = tuple(_product(x, weight, out_dtype) for weight in weights)
     elif view == "global":
         rows = P(*([None] * (x.ndim - 2)), axis, None)
@@ -119,7 +119,7 @@ def matmul_scatter(
     x: jax.Array,
     w: jax.Array,
     *,
-    axis: str,
+    axis: str | None,
     form: Form | str | None = None,
     grad_form: Form | str | None = None,
     num_chunks: int | None = None,
@@ -147,7 +147,7 @@ def matmul_scatter(
     """
     _check_shapes("matmul_scatter", x, (w,))
     view = view_of(axis, who="matmul_scatter")
-    if view == "plain":
+    if axis is None or view == "plain":
         product: jax.Array = dot(x, w).astype(_out_dtype(x, w))
         return product
     if view == "global":

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.axes import axis_size, place_on
 from meshwright.errors import PlacementError
-from meshwright.parallel.rows import bits_by_place, row_key
+from meshwright.parallel.rows import bits_by_place, global_rows, row_key
 from meshwright.specs import dim_axes, format_spec, spec_axes
 from meshwright.types import PRNGKeyArray
 
@@ -49,7 +49,7 @@ def dropout(x: Any, rate: float, key: PRNGKeyArray, *, spec: P | None = None) ->
     data = jax.random.key_data(row_key(key))
     places, sizes = _global_places(x, spec or P())
     if places:
-        places[0] = places[0] + data[2]
+        places[0] = global_rows(data, places[0])
     bits = bits_by_place(data[:2], places, sizes[1:])
     # The upper 24 bits: a float32 holds their whole range, so that the comparison is exact.
     uniform = (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)

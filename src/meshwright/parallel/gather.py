@@ -7,11 +7,13 @@ leaves are split, and gradients are sums: what a loss that is already divided by
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from meshwright.axes import axis_size, vary
 from meshwright.dtypes import as_dtype, cast_target, is_float
@@ -161,3 +163,38 @@ def dim_split_last_by(names: tuple[Any, ...], axis: str, *, who: str) -> int | N
 
 def _dtype(spec: Any) -> Any:
     return None if spec is None else as_dtype(spec)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """How parts of a tree of slices become whole where they are used: what a loss gets that gathers layer by layer.
+
+    Indexing follows the tree, so that `gather["layers"]` belongs to `params["layers"]`; `layer()` is for one layer of
+    stacked ones, whose leading dim is gone. Calling it gathers; the gradient is the reduce-scatter.
+    """
+
+    specs: PyTree
+    axes: tuple[str, ...]
+    gather_dtype: Any = None
+    grad_scatter_dtype: Any = None
+    grad_sum_dtype: Any = None
+
+    def __getitem__(self, name: Any) -> Gather:
+        return replace(self, specs=self.specs[name])
+
+    def layer(self) -> Gather:
+        """Returns the same for one layer of leaves that are stacked along their leading dim."""
+        specs = jax.tree.map(lambda spec: P(*spec[1:]), self.specs, is_leaf=lambda node: isinstance(node, P))
+        return replace(self, specs=specs)
+
+    def __call__(self, params: PyTree) -> PyTree:
+        for axis in reversed(self.axes):  # the last axis of a spec splits a dim last, and is gathered first
+            params = gather_tree(
+                params,
+                self.specs,
+                axis=axis,
+                gather_dtype=self.gather_dtype,
+                grad_scatter_dtype=self.grad_scatter_dtype,
+                grad_sum_dtype=self.grad_sum_dtype,
+            )
+        return params

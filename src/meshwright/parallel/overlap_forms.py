@@ -7,6 +7,9 @@ A form that looks equivalent can lose everything to the compiler's scheduling, w
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -71,6 +74,23 @@ FORMS: dict[str, dict[Operation, Form]] = {"v5e": _V5E, "v5p": _V5P, "v6e": _V6E
 _NAMED = {"ring": Form(), "both_ways": Form(both_ways=True), "whole": WHOLE}
 
 
+_in_branch: ContextVar[bool] = ContextVar("in_branch", default=False)
+
+
+@contextlib.contextmanager
+def branch() -> Iterator[None]:
+    """Marks what is traced inside as code that only some devices run: a stage of a pipeline.
+
+    XLA's CPU backend makes every hop of a ring wait for all devices of the program, and would wait for ever there.
+    Collectives by groups wait for their group only.
+    """
+    token = _in_branch.set(True)
+    try:
+        yield
+    finally:
+        _in_branch.reset(token)
+
+
 def chip_family() -> str:
     """Returns the row of the table for the devices of the mesh in force; "cpu" where they are unknown."""
     mesh = current_mesh()
@@ -90,7 +110,7 @@ def choose_form(operation: Operation, form: Form | str | None, *, num_chunks: in
             raise PlacementError(f"{operation}: there is no form {form!r}.", hint=hint)
         form = _NAMED[form]
     if form is None:
-        form = FORMS[chip_family()][operation]
+        form = WHOLE if _in_branch.get() and chip_family() == "cpu" else FORMS[chip_family()][operation]
     if num_chunks is None:
         return form
     if num_chunks < 1 or axis_size % num_chunks:

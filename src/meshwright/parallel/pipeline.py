@@ -26,6 +26,7 @@ from meshwright.axes import axis_size, is_manual, place_on, vary, varying_axes
 from meshwright.dtypes import is_float
 from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError, did_you_mean
 from meshwright.mesh import current_mesh
+from meshwright.parallel.overlap_forms import branch
 from meshwright.parallel.rows import Parts, row_key, split_rows
 from meshwright.parallel.schedule import IDLE, Schedule, circular_schedule, gpipe_schedule
 from meshwright.parallel.stages import count_rounds
@@ -58,7 +59,9 @@ def pipeline(
 
     Args:
         stage_fn: `stage_fn(params, h, *extras)`, which returns what the next stage takes as `h`; it gets `rng=` as well
-            where that is given. It may communicate along other axes, not along this one.
+            where that is given. It may communicate along other axes, not along this one. On simulated CPU devices,
+            where a hop of a ring waits for all devices, overlapped matmuls take their unsplit form in it; a ring of
+            your own would hang there.
         stage_params: this device's slice of the layers: what `stage_layers` gives, split over `axis`. Under a circular
             schedule the leading dim is the rounds, and `stage_fn` gets one of them at a time.
         x: the batch that enters the first stage: activations, or whatever `first` makes them of.
@@ -156,24 +159,27 @@ class _Functions:
 
     def enter(self, microbatch: Any) -> PyTree:
         x = self._rows(microbatch)[0]
-        return x if self.first is None else self.first(self.params[1], x)
+        with branch():
+            return x if self.first is None else self.first(self.params[1], x)
 
     def run(self, h: PyTree, stage: Any, microbatch: Any) -> PyTree:
         params, extras = self.params[0], self._rows(microbatch)[1]
         if self.by_round:
             turn = stage // self.table.num_stages
             params = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, turn, keepdims=False), params)
-        if self.rng is None:
-            return self.stage_fn(params, h, *extras)
-        first_row = microbatch * self.parts.num_rows
-        keys = jax.tree.map(lambda key: row_key(key, first_row), self.rng)
-        return self.stage_fn(params, h, *extras, rng=keys)
+        keys = {}
+        if self.rng is not None:
+            first_row = microbatch * self.parts.num_rows
+            keys["rng"] = jax.tree.map(lambda key: row_key(key, first_row), self.rng)
+        with branch():
+            return self.stage_fn(params, h, *extras, **keys)
 
     def leave(self, h: PyTree, microbatch: Any) -> PyTree:
         if self.last is None:
             return h
         targets = self._rows(microbatch)[2]
-        return self.last(self.params[2], h) if targets is None else self.last(self.params[2], h, targets)
+        with branch():
+            return self.last(self.params[2], h) if targets is None else self.last(self.params[2], h, targets)
 
 
 def _work(

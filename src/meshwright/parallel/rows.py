@@ -49,10 +49,12 @@ def count_rows(batch: PyTree, *, who: str) -> int:
     return rows
 
 
-def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str) -> Parts:
-    """Cuts the rows of a batch into equal, contiguous parts; scalars go to every part as they are.
+def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str, num_blocks: int = 1) -> Parts:
+    """Cuts the rows of a batch into equal parts; scalars go to every part as they are.
 
-    `part` is the word for one of them in messages: minibatch, microbatch.
+    Parts are contiguous, or made of one slice out of each of `num_blocks` blocks of rows: where devices hold a block
+    each, every one of them then has its share of every part, and nothing moves. `part` is the word for one of them in
+    messages: minibatch, microbatch.
     """
     try:
         num_parts = operator.index(num_parts)
@@ -61,17 +63,21 @@ def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str) -> Parts:
     if num_parts < 1:
         raise PlacementError(f"{who} got num_{part}es={num_parts}.", hint="use 1 or more.")
     rows = count_rows(batch, who=who)
-    if rows % num_parts or not rows:
-        raise PlacementError(_division_text(rows, num_parts, who=who, part=part), hint=_nearest(rows, num_parts, part))
+    if rows % (num_parts * num_blocks) or not rows:
+        if num_blocks > 1:
+            who = f"{who} (on {num_blocks} blocks of rows)"
+        own, ways = (rows, 1) if rows % num_blocks else (rows // num_blocks, num_blocks)
+        if ways == 1 and num_blocks > 1:
+            raise PlacementError(
+                f"{who}: a batch of {rows} rows cannot be split over {num_blocks} devices.",
+                hint=f"use {max(rows // num_blocks, 1) * num_blocks} or {-(-rows // num_blocks) * num_blocks} rows.",
+            )
+        raise PlacementError(_division_text(own, num_parts, who=who, part=part), hint=_nearest(own, num_parts, part))
     leaves: list[Any]
     structure: Any
     leaves, structure = jax.tree.flatten(batch)
     has_rows = [np.ndim(leaf) > 0 for leaf in leaves]
-    arrays = [
-        jnp.reshape(leaf, (num_parts, rows // num_parts, *np.shape(leaf)[1:]))
-        for leaf, split in zip(leaves, has_rows, strict=True)
-        if split
-    ]
+    arrays = [_by_part(leaf, num_parts, num_blocks) for leaf, split in zip(leaves, has_rows, strict=True) if split]
 
     def join(slices: Sequence[Any]) -> PyTree:
         rest = iter(slices)
@@ -80,6 +86,14 @@ def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str) -> Parts:
         )
 
     return Parts(arrays, join, rows // num_parts)
+
+
+def _by_part(leaf: Any, num_parts: int, num_blocks: int) -> Any:
+    rest = np.shape(leaf)[1:]
+    if num_blocks == 1:
+        return jnp.reshape(leaf, (num_parts, -1, *rest))
+    blocks = jnp.reshape(leaf, (num_blocks, num_parts, -1, *rest))
+    return jnp.reshape(jnp.swapaxes(blocks, 0, 1), (num_parts, -1, *rest))
 
 
 def _division_text(rows: int, num_parts: int, *, who: str, part: str) -> str:
@@ -102,8 +116,10 @@ def _nearest(rows: int, num_parts: int, part: str) -> str:
 # --- Keys by row ---
 
 
-def row_key(rng: PRNGKeyArray, first_row: Any = 0) -> PRNGKeyArray:
+def row_key(rng: PRNGKeyArray, first_row: Any = 0, *, block: int = 0, stride: int = 0) -> PRNGKeyArray:
     """Returns a key for a part of a batch that starts at row `first_row` of the whole.
+
+    With `block`, the part is not contiguous: after every so many rows, the next starts `stride` after the last did.
 
     Use it like any key: `split` and `fold_in` keep the row. Values drawn with the rows as leading dim do not depend on
     how the batch was cut; that includes the masks of `flax.linen.Dropout`. From a row key, the row is counted on.
@@ -120,12 +136,25 @@ def row_key(rng: PRNGKeyArray, first_row: Any = 0) -> PRNGKeyArray:
     """
     first = jnp.asarray(first_row).astype(jnp.uint32)
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) and jax.random.key_impl(rng) == _ROW_KEYS:
+        if block:
+            raise PlacementError(
+                "row_key got block= with a key that has a row already.", hint="give the key before it."
+            )
         data = jax.random.key_data(rng)
-        words, first = data[:2], first + data[2]
+        words = jnp.concatenate([data[:3], (data[3] + first)[None], data[4:]])
     else:
         words = jax.random.bits(rng, (2,), jnp.uint32)  # whatever the kind of the key, two words of it
-    key: PRNGKeyArray = jax.random.wrap_key_data(jnp.concatenate([words, first[None]]), impl=_ROW_KEYS)
+        words = jnp.concatenate([words, jnp.stack([first, *(jnp.full_like(first, n) for n in (0, block, stride))])])
+    key: PRNGKeyArray = jax.random.wrap_key_data(words, impl=_ROW_KEYS)
     return key
+
+
+def global_rows(data: Any, rows: Any) -> Any:
+    """Returns the numbers that the rows of a part have in the whole batch, given the data of its key."""
+    first, offset, block, stride = data[2], data[3], data[4], data[5]
+    rows = rows + offset
+    size = jnp.maximum(block, 1)
+    return first + jnp.where(block > 0, rows // size * stride + rows % size, rows)
 
 
 def bits_by_place(words: Any, places: Sequence[Any], sizes: Sequence[int], bit_width: int = 32) -> Any:
@@ -157,12 +186,12 @@ def _threefry(data: Any) -> PRNGKeyArray:
 
 
 def _with_row(words: Any, data: Any) -> Any:
-    return jnp.concatenate([words, jnp.broadcast_to(data[2:], (*words.shape[:-1], 1))], axis=-1)
+    return jnp.concatenate([words, jnp.broadcast_to(data[2:], (*words.shape[:-1], 4))], axis=-1)
 
 
 def _seed(seed: Any) -> Any:
     words = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
-    return jnp.concatenate([words, jnp.zeros_like(words[:1])])
+    return jnp.concatenate([words, jnp.zeros((4,), words.dtype)])
 
 
 def _split(data: Any, shape: tuple[int, ...]) -> Any:
@@ -175,12 +204,12 @@ def _fold_in(data: Any, number: Any) -> Any:
 
 def _random_bits(data: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
     places = [lax.broadcasted_iota(jnp.uint32, shape, dim) for dim in range(len(shape))] or [jnp.zeros((), jnp.uint32)]
-    return bits_by_place(data[:2], [places[0] + data[2], *places[1:]], shape[1:], bit_width)
+    return bits_by_place(data[:2], [global_rows(data, places[0]), *places[1:]], shape[1:], bit_width)
 
 
-# The key of JAX's default generator with the number of the first row as a third word.
+# The key of JAX's default generator, with four more words that say which rows are meant: see `global_rows`.
 _ROW_KEYS = prng.define_prng_impl(
-    key_shape=(3,),
+    key_shape=(6,),
     seed=_seed,
     split=_split,
     random_bits=_random_bits,

@@ -9,7 +9,8 @@ every device has a part of each sum). Between blocks, activations are split by r
     sequence_norm  scale [D] P()                               x split by rows -> the same
 
 Every function runs in three views, and is the same function in all: in the local view, with the collectives written
-here; in a `jit` program under a mesh, as an island or with XLA's own communication; and on one device.
+here; in a `jit` program under a mesh, as an island or with XLA's own communication; and on one device. `axis=None` asks
+for the last of them, whatever the mesh: a model that has no tensor axis calls the same functions.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def column_dense(
     w: jax.Array,
     b: jax.Array | None = None,
     *,
-    axis: str,
+    axis: str | None,
     sequence_parallel: bool = True,
     **overlap: Unpack[GatherOptions],
 ) -> jax.Array:
@@ -79,7 +80,7 @@ def fused_column_dense(
     ws: Sequence[jax.Array],
     bs: Sequence[jax.Array | None] | None = None,
     *,
-    axis: str,
+    axis: str | None,
     sequence_parallel: bool = True,
     **overlap: Unpack[GatherOptions],
 ) -> tuple[jax.Array, ...]:
@@ -105,7 +106,7 @@ def row_dense(
     w: jax.Array,
     b: jax.Array | None = None,
     *,
-    axis: str,
+    axis: str | None,
     sequence_parallel: bool = True,
     **overlap: Unpack[ScatterOptions],
 ) -> jax.Array:
@@ -150,7 +151,7 @@ def sequence_norm(
     scale: jax.Array,
     bias: jax.Array | None = None,
     *,
-    axis: str,
+    axis: str | None,
     eps: float = 1e-6,
     center: bool = False,
 ) -> jax.Array:
@@ -177,7 +178,7 @@ def sequence_norm(
                 hint=f"{name} must be [{x.shape[-1]}], whole on every device.",
             )
     # Where every device has all rows, the gradient is whole already and must not be summed.
-    axes = (axis,) if axis in varying_axes(x) else ()
+    axes = axis if axis in varying_axes(x) else None
     wide = x.astype(jnp.float32)
     if center:
         wide = wide - wide.mean(axis=-1, keepdims=True)
@@ -189,7 +190,7 @@ def sequence_norm(
     return normed
 
 
-def local_heads(num_heads: int, *, axis: str, what: str = "heads") -> int:
+def local_heads(num_heads: int, *, axis: str | None, what: str = "heads") -> int:
     """Returns how many of the heads the program sees here: one device's share in the local view, else all.
 
     Raises, in every view, where the axis does not divide them: a head cannot be split.
@@ -217,7 +218,7 @@ def _columns(
     ws: tuple[jax.Array, ...],
     bs: Sequence[jax.Array | None] | None,
     *,
-    axis: str,
+    axis: str | None,
     who: str,
     rows_split: bool,
     overlap: GatherOptions,
@@ -253,7 +254,7 @@ def _add_bias(y: jax.Array, b: jax.Array) -> jax.Array:
 # --- Checks that the layers of this folder share ---
 
 
-def check_split(axis: str, *, who: str, **slices: jax.Array) -> None:
+def check_split(axis: str | None, *, who: str, **slices: jax.Array) -> None:
     """Raises where an argument is whole on every device of a manual axis that should have split it."""
     if view_of(axis, who=who) != "local" or axis not in varying_axes(lax.axis_index(axis)):
         return  # whole arrays are right here; or check_vma is off, and nothing is known
@@ -266,7 +267,7 @@ def check_split(axis: str, *, who: str, **slices: jax.Array) -> None:
             )
 
 
-def check_divides(size: int, axis: str, what: str, *, who: str) -> None:
+def check_divides(size: int, axis: str | None, what: str, *, who: str) -> None:
     """Raises where an axis does not divide a dim that it splits."""
     ways = _ways(axis, who=who)
     if size % ways:
@@ -287,11 +288,12 @@ def check_matmul(x: jax.Array, ws: Sequence[jax.Array], *, who: str) -> None:
             )
 
 
-def _check_bias(b: jax.Array, w: jax.Array, axis: str, *, who: str) -> None:
+def _check_bias(b: jax.Array, w: jax.Array, axis: str | None, *, who: str) -> None:
     if b.shape != w.shape[1:]:
         raise PlacementError(
             f"{who}: a weight of shape {w.shape} and a bias of shape {b.shape} differ in output features.",
-            hint=f"the bias must be [{w.shape[1]}], split over {axis!r} where the weight's columns are.",
+            hint=f"the bias must be [{w.shape[1]}]"
+            + (f", split over {axis!r} where the weight's columns are." if axis else "."),
         )
 
 
@@ -304,7 +306,7 @@ def refuse_options(overlap: GatherOptions | ScatterOptions, *, who: str) -> None
         )
 
 
-def _ways(axis: str, *, who: str) -> int:
+def _ways(axis: str | None, *, who: str) -> int:
     mesh = current_mesh()
     view_of(axis, who=who)  # raises for an axis that the mesh lacks
-    return 1 if mesh is None else int(mesh.shape[axis])
+    return 1 if mesh is None or axis is None else int(mesh.shape[axis])

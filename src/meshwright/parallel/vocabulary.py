@@ -8,6 +8,7 @@ what travels per token is three numbers: the largest logit, the sum of exponenti
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import jax
@@ -27,7 +28,7 @@ def vocab_embed(
     ids: jax.Array,
     table: jax.Array,
     *,
-    axis: str,
+    axis: str | None,
     sequence_parallel: bool = True,
     vocab_size: int | None = None,
 ) -> jax.Array:
@@ -57,8 +58,8 @@ def vocab_embed(
     view = view_of(axis, who=who)
     check_split(axis, who=who, table=table)
     ways = axis_size(axis, who=who) if view == "local" else 1
-    vocab_size = _checked_vocab_size(vocab_size, table.shape[0] * ways, "rows", who=who)
-    if view == "plain":
+    vocab_size = checked_vocab_size(vocab_size, table.shape[0] * ways, "rows", who=who)
+    if axis is None or view == "plain":
         return _lookup(ids, table, 0, vocab_size)
     if sequence_parallel:
         check_divides(ids.shape[-1], axis, "rows", who=who)
@@ -83,7 +84,7 @@ def vocab_cross_entropy(
     head: jax.Array,
     targets: jax.Array,
     *,
-    axis: str,
+    axis: str | None,
     mask: jax.Array | None = None,
     sequence_parallel: bool = True,
     vocab_size: int | None = None,
@@ -92,7 +93,8 @@ def vocab_cross_entropy(
     """Returns each token's `-log softmax(x @ head)[target]` in float32, the same on every device of the axis.
 
     Add it up and divide by the number of tokens that count in the whole batch, over all devices: the loss is then a sum
-    over data axes only, and `axis` needs no thought.
+    over data axes only, and `axis` needs no thought. Logits are kept for the backward pass: to train on a sum of
+    losses, use `linear_cross_entropy`, which never holds more than a chunk of them.
 
     Args:
         x: `[..., rows, D]`, split by rows over `axis`, or the same on every device with `sequence_parallel=False`.
@@ -116,11 +118,11 @@ def vocab_cross_entropy(
     check_matmul(x, (head,), who=who)
     check_split(axis, who=who, head=head)
     ways = axis_size(axis, who=who) if view == "local" else 1
-    _check_targets(x, targets, mask, ways if sequence_parallel else 1, axis, who=who)
-    vocab_size = _checked_vocab_size(vocab_size, head.shape[1] * ways, "columns", who=who)
+    check_targets(x, {"targets": targets, "mask": mask}, ways if sequence_parallel else 1, axis, who=who)
+    vocab_size = checked_vocab_size(vocab_size, head.shape[1] * ways, "columns", who=who)
     if not sequence_parallel:
         refuse_options(overlap, who=who)
-    if view == "global":
+    if axis is not None and view == "global":
         check_divides(head.shape[1], axis, "tokens of vocabulary", who=who)
         if sequence_parallel:
             check_divides(x.shape[-2], axis, "rows", who=who)
@@ -193,17 +195,21 @@ def _cross_entropy(logits: Any, targets: Any, axis: str | None, vocab_size: int,
     return jnp.where((targets >= 0) & (targets < vocab_size), loss, jnp.nan)
 
 
-def _check_targets(x: Any, targets: Any, mask: Any, ways: int, axis: str, *, who: str) -> None:
+def check_targets(x: Any, of_tokens: Mapping[str, Any], ways: int, axis: str | None, *, who: str) -> None:
+    """Raises where arrays of one entry per token do not fit `x`, which may have only one device's rows."""
     wanted = (*x.shape[:-2], x.shape[-2] * ways)
-    for name, value in (("targets", targets), ("mask", mask)):
+    for name, value in of_tokens.items():
         if value is not None and value.shape != wanted:
             raise PlacementError(
                 f"{who}: x of shape {x.shape} needs {name} of shape {wanted}; they have {value.shape}.",
-                hint=f"{name} are whole along {axis!r}, whose devices each see all tokens of their rows.",
+                hint=f"{name} are whole along {axis!r}, whose devices each see all tokens of their rows."
+                if axis
+                else f"{name} must be x's shape without its last dim.",
             )
 
 
-def _checked_vocab_size(vocab_size: int | None, available: int, what: str, *, who: str) -> int:
+def checked_vocab_size(vocab_size: int | None, available: int, what: str, *, who: str) -> int:
+    """Returns how many of the rows or columns are real: all, unless a number says otherwise."""
     if vocab_size is None:
         return available
     if not 1 <= vocab_size <= available:

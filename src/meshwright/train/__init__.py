@@ -1,4 +1,4 @@
-"""Training: gradients of a batch, in as many parts and on as many devices as it takes."""
+"""Training: the state of a run, and the step that takes it on, on any number of devices."""
 
 from meshwright.train.accumulate import (
     Accumulated,
@@ -7,9 +7,35 @@ from meshwright.train.accumulate import (
     accumulate_gradients_loop,
     accumulate_gradients_scan,
 )
+from meshwright.train.gradients import Gradients, View, make_gradients
+from meshwright.train.guards import NonFiniteGuard, fingerprint, require_agreement
+from meshwright.train.language import language_job
+from meshwright.train.loss import next_token_loss, shift_targets
+from meshwright.train.norms import global_norm
+from meshwright.train.precision import Precision
+from meshwright.train.state import State, init_state, make_state, state_layout
+from meshwright.train.step import Step, make_eval_step, make_train_step
 from meshwright.train.sync import Sync
 
 __all__ = [
+    "language_job",
+    "next_token_loss",
+    "shift_targets",
+    "State",
+    "state_layout",
+    "init_state",
+    "make_state",
+    "make_train_step",
+    "make_eval_step",
+    "Step",
+    "View",
+    "Precision",
+    "NonFiniteGuard",
+    "require_agreement",
+    "fingerprint",
+    "make_gradients",
+    "Gradients",
+    "global_norm",
     "accumulate",
     "Accumulated",
     "Sync",

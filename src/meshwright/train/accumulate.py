@@ -156,6 +156,11 @@ def accumulate(
     gather_axes: Sequence[str] | None = None,
     axes: Sequence[str] | None = None,
     row_axes: Sequence[str] | None = None,
+    grad_specs: PyTree = None,
+    dtypes: PyTree = None,
+    reduce_dtype: Any = None,
+    row_blocks: int = 1,
+    with_gradients: bool = True,
 ) -> Accumulated:
     """Returns loss and gradients of a batch whose rows are split over devices and minibatches, in the local view.
 
@@ -178,6 +183,14 @@ def accumulate(
             axis of a pipeline whose loss is on the last stage only; sum and count must both be zero elsewhere, since
             both are summed along these axes.
         row_axes: those of them that split the batch's rows, in the order of the batch's spec.
+        grad_specs: finer specs for the gradients than for the parameters: with one more axis in a leaf's spec, its
+            gradient is summed and scattered along that axis, for half the bytes of a sum (ZeRO-1).
+        dtypes: the dtypes that `loss_fn` gets parameters in, leaf by leaf; their own by default. They are gathered in
+            these.
+        reduce_dtype: the dtype in which gradients travel between devices; float32 by default.
+        row_blocks: in the global view, over how many devices rows are split. Minibatches then take a slice out of each
+            device's rows.
+        with_gradients: False computes the loss and metrics alone; gradients are None.
 
     Example:
         >>> import meshwright as mw
@@ -197,31 +210,47 @@ def accumulate(
         >>> float(result.loss), result.grads["w"].tolist()
         (1.0, [-0.4000000059604645, -0.4000000059604645, -0.4000000059604645, -0.4000000059604645])
     """
-    plan = make_sync_plan(params, batch, specs, sync=sync, gather_axes=gather_axes, axes=axes, row_axes=row_axes)
-    parts = split_rows(batch, num_minibatches, who="accumulate", part="minibatch")
+    plan = make_sync_plan(
+        params,
+        batch,
+        specs,
+        sync=sync,
+        gather_axes=gather_axes,
+        axes=axes,
+        row_axes=row_axes,
+        grad_specs=grad_specs,
+        dtypes=dtypes,
+        reduce_dtype=reduce_dtype,
+    )
+    parts = split_rows(batch, num_minibatches, who="accumulate", part="minibatch", num_blocks=row_blocks)
     first_row = plan.first_row(parts.num_rows * num_minibatches)
+    block = parts.num_rows // row_blocks
+    blocks = {"block": block, "stride": block * num_minibatches} if row_blocks > 1 else {}
 
     # The reduction is the transpose of the preparation: what is marked or gathered before the loop is summed or
     # scattered once, after it. In float32, whatever the parameters are.
     masters = jax.tree.map(wide, params)
-    prepared, pull = jax.vjp(plan.before, masters)
+    prepared, pull = jax.vjp(lambda own: plan.before(own, masters), plan.own(masters))
     if sync == "once":
         prepared = plan.narrow(prepared)
 
     def step(index: Any, slices: Any) -> Any:
-        key = None if rng is None else row_key(rng, first_row + index * parts.num_rows)
+        key = None if rng is None else row_key(rng, first_row + index * block, **blocks)
         # Tied to the loop, or XLA would move the gather out of it and hold whole parameters throughout.
-        held = prepared if sync == "once" else after(index, prepared)
+        held = prepared if sync == "once" or num_minibatches == 1 else after(index, prepared)
 
         def local_sum(prepared: PyTree) -> Any:
-            loss, metrics = loss_fn(plan.narrow(plan.inside(prepared)), parts.join(slices), key)
+            loss, metrics = loss_fn(plan.narrow(plan.inside(prepared, masters)), parts.join(slices), key)
             total, count = loss if is_pair(loss) else (loss, jnp.float32(1))
             plan.check_loss(total)
             # No sum over devices here, and no division: one scaling at the end serves all minibatches and devices.
             return jnp.asarray(total).astype(jnp.float32), (jnp.asarray(count), metrics)
 
-        (total, (count, metrics)), grads = jax.value_and_grad(local_sum, has_aux=True)(held)
-        grads = jax.tree.map(wide, grads)
+        if with_gradients:
+            (total, (count, metrics)), grads = jax.value_and_grad(local_sum, has_aux=True)(held)
+            grads = jax.tree.map(wide, grads)
+        else:
+            (total, (count, metrics)), grads = local_sum(held), None
         return vary((total, count, weigh(metrics, count)), plan.axes), grads
 
     if num_minibatches == 1:
@@ -232,6 +261,7 @@ def accumulate(
         (sums, grads), _ = lax.scan(lambda sums, x: (add(sums, step(*x)), None), zeros, xs)
 
     total, count, metrics = lax.psum(sums, plan.axes) if plan.axes else sums
-    (grads,) = pull(grads)
-    grads = jax.tree.map(lambda leaf: over(leaf, count), grads)
+    if with_gradients:
+        (grads,) = pull(grads)
+        grads = jax.tree.map(lambda leaf: over(leaf, count), grads)
     return Accumulated(over(total, count), grads, average(metrics, count))

@@ -23,12 +23,12 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.axes import axis_size, is_manual, place_on, vary, varying_axes
-from meshwright.dtypes import is_float
+from meshwright.axes import axis_size, is_manual, place_on, summing_dtype, vary, varying_axes
+from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import MeshwrightError, PlacementError, TreeError, did_you_mean
 from meshwright.mesh import current_mesh, require_axes
 from meshwright.parallel.gather import gather_array
-from meshwright.specs import check_spec_type, dim_axes, format_spec, spec_axes
+from meshwright.specs import canonical, check_spec_type, dim_axes, format_spec, spec_axes
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
@@ -48,23 +48,52 @@ class SyncPlan:
     """These split the rows of the batch, the first of them into the largest blocks."""
     gathers: tuple[tuple[tuple[int, str], ...], ...]
     """For each parameter, the dims and axes it is gathered along, in this order."""
+    scatters: tuple[tuple[int, str] | None, ...]
+    """For each parameter, the dim and axis along which its gradient is left in slices though the parameter is whole."""
     dtypes: tuple[Any, ...]
+    """For each parameter, the dtype that the loss gets it in."""
+    reduce_dtype: Any
 
-    def before(self, params: PyTree) -> PyTree:
-        """Prepares parameters for all minibatches."""
+    def own(self, params: PyTree) -> PyTree:
+        """Returns, for each parameter, the part whose gradient this device is to have: all of it, or a slice."""
+
+        def cut(leaf: Any, scatter: tuple[int, str] | None) -> Any:
+            if scatter is None:
+                return leaf
+            dim, axis = scatter
+            size = leaf.shape[dim] // axis_size(axis, who=WHO)
+            return lax.dynamic_slice_in_dim(vary(leaf, axis), place_on(axis, who=WHO) * size, size, axis=dim)
+
+        return _map(cut, params, by_leaf=self.scatters)
+
+    def before(self, own: PyTree, params: PyTree) -> PyTree:
+        """Prepares parameters for all minibatches; gradients flow to `own`, which `own()` returned."""
         if self.sync == "every":
-            return params
-        marked = vary(params, self.axes)
+            return own
+        marked = self._mark(own, params)
         return self._gather(marked) if self.sync == "once" else marked
 
-    def inside(self, prepared: PyTree) -> PyTree:
+    def inside(self, prepared: PyTree, params: PyTree) -> PyTree:
         """Prepares what `before` returned for one minibatch."""
         if self.sync == "once":
             return prepared
-        return self._gather(vary(prepared, self.axes) if self.sync == "every" else prepared)
+        return self._gather(self._mark(prepared, params) if self.sync == "every" else prepared)
+
+    def _mark(self, own: PyTree, params: PyTree) -> PyTree:
+        def mark(own: Any, whole: Any, scatter: tuple[int, str] | None) -> Any:
+            if scatter is None:
+                return _mark_for_sum(own, self.axes, self.reduce_dtype)
+            dim, axis = scatter
+            others = tuple(name for name in self.axes if name != axis)
+            # The slices are summed over the other axes, not the whole: scattered first on the way back.
+            return _mark_for_scatter(
+                _mark_for_sum(own, others, self.reduce_dtype), vary(whole, self.axes), dim, axis, self.reduce_dtype
+            )
+
+        return _map(mark, own, params, by_leaf=self.scatters)
 
     def narrow(self, params: PyTree) -> PyTree:
-        """Returns parameters in the dtypes they came in."""
+        """Returns parameters in the dtypes that the loss is to have them in."""
         leaves: list[Any]
         structure: Any
         leaves, structure = jax.tree.flatten(params)
@@ -95,8 +124,8 @@ class SyncPlan:
         whole = []
         for leaf, steps, dtype in zip(leaves, self.gathers, self.dtypes, strict=True):
             for dim, axis in steps:
-                # Parameters travel in their own dtype, gradients in that of the sums.
-                leaf = gather_array(leaf, dim=dim, axis=axis, gather_dtype=dtype)
+                # Parameters travel in the dtype they are used in, gradients in that of the sums.
+                leaf = gather_array(leaf, dim=dim, axis=axis, gather_dtype=dtype, grad_scatter_dtype=self.reduce_dtype)
             whole.append(leaf)
         return structure.unflatten(whole)
 
@@ -110,6 +139,9 @@ def make_sync_plan(
     gather_axes: Sequence[str] | None,
     axes: Sequence[str] | None,
     row_axes: Sequence[str] | None,
+    grad_specs: PyTree = None,
+    dtypes: PyTree = None,
+    reduce_dtype: Any = None,
 ) -> SyncPlan:
     """Checks the arguments of `accumulate` against the mesh in force, and fills in its defaults."""
     if sync not in get_args(Sync):
@@ -141,8 +173,70 @@ def make_sync_plan(
         _gathers(leaf.name, leaf.value, spec, manual, gathered)
         for leaf, spec in zip(leaves, _leaf_specs(params, specs), strict=True)
     )
-    dtypes = tuple(leaf.value.dtype for leaf in leaves)
-    return SyncPlan(sync, tuple(summed), tuple(rows), gathers, dtypes)
+    scatters = tuple(
+        _scatter(leaf.name, leaf.value, spec, finer, manual, summed)
+        for leaf, spec, finer in zip(
+            leaves,
+            _leaf_specs(params, specs),
+            _leaf_specs(params, specs if grad_specs is None else grad_specs),
+            strict=True,
+        )
+    )
+    own = [leaf.value.dtype for leaf in leaves]
+    wanted = own if dtypes is None else [as_dtype(dtype) for dtype in jax.tree.leaves(dtypes)]
+    return SyncPlan(sync, tuple(summed), tuple(rows), gathers, scatters, tuple(wanted), reduce_dtype)
+
+
+def _scatter(
+    name: str, leaf: Any, spec: P, finer: P, manual: Sequence[str], summed: Sequence[str]
+) -> tuple[int, str] | None:
+    extra = [axis for axis in spec_axes(finer) if axis in manual and axis not in spec_axes(spec)]
+    if not extra:
+        return None
+    dim = next(dim for dim, entry in enumerate(finer) if extra[0] in dim_axes(entry))
+    ways = axis_size(extra[0], who=WHO)
+    coarse = P(*(tuple(a for a in dim_axes(entry) if a != extra[0]) or None for entry in finer))
+    fits = len(extra) == 1 and dim_axes(finer[dim])[-1] == extra[0] and canonical(coarse) == canonical(spec)
+    if not fits or extra[0] not in summed or leaf.shape[dim] % ways:
+        raise PlacementError(
+            f"{WHO}: the gradient of `{name}` cannot be left as {format_spec(finer)} where the parameter is "
+            f"{format_spec(spec)} and its slice {leaf.shape}.",
+            hint="grad_specs may add one axis that splits the batch, as the last of its dim, which it must divide.",
+        )
+    return dim, extra[0]
+
+
+def _map(function: Any, tree: PyTree, *trees: PyTree, by_leaf: Sequence[Any]) -> PyTree:
+    structure: Any = jax.tree.structure(tree)
+    rows = zip(*map(jax.tree.leaves, (tree, *trees)), by_leaf, strict=True)
+    return structure.unflatten([function(*row) for row in rows])
+
+
+def _mark_for_sum(leaf: Any, axes: Sequence[str], dtype: Any) -> Any:
+    """Marks a leaf as varying; its gradient is summed over the axes, and travels in `dtype`."""
+    missing = [axis for axis in axes if axis not in varying_axes(leaf)]
+    if dtype is None or dtype == leaf.dtype or not missing:
+        return vary(leaf, missing)
+    mark = jax.custom_vjp(lambda leaf: vary(leaf, missing))
+    wire = summing_dtype(dtype)
+    mark.defvjp(
+        lambda leaf: (vary(leaf, missing), None),
+        lambda _, grad: (lax.psum(grad.astype(wire), tuple(missing)).astype(grad.dtype),),
+    )
+    return mark(leaf)
+
+
+def _mark_for_scatter(own: Any, whole: Any, dim: int, axis: str, dtype: Any) -> Any:
+    """Returns `whole`; its gradient goes to `own`, the slice of it along `axis`, summed and scattered."""
+    wire = summing_dtype(dtype or whole.dtype)
+
+    def scatter(_: None, grad: Any) -> tuple[Any]:
+        total = lax.psum_scatter(grad.astype(wire), axis, scatter_dimension=dim, tiled=True)
+        return (total.astype(grad.dtype),)
+
+    mark = jax.custom_vjp(lambda own: whole)
+    mark.defvjp(lambda own: (whole, None), scatter)
+    return mark(own)
 
 
 def _leaf_specs(params: PyTree, specs: PyTree) -> list[P]:

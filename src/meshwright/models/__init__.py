@@ -1,0 +1,23 @@
+"""Models as pure functions over trees of parameters, with their rules beside them."""
+
+from meshwright.models.attention import attention
+from meshwright.models.decoder import Decoder
+from meshwright.models.language import Context, LanguageModel
+from meshwright.models.mlstm import MLSTMState, init_mlstm_state, mlstm_chunkwise, mlstm_parallel, mlstm_recurrent
+from meshwright.models.run import Run, remat_policy
+from meshwright.models.xlstm import XLSTM
+
+__all__ = [
+    "Decoder",
+    "XLSTM",
+    "LanguageModel",
+    "Context",
+    "Run",
+    "remat_policy",
+    "attention",
+    "mlstm_chunkwise",
+    "mlstm_recurrent",
+    "mlstm_parallel",
+    "MLSTMState",
+    "init_mlstm_state",
+]

@@ -1,0 +1,141 @@
+"""A Llama-like decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Shapes: B rows of a batch, S tokens, D features, H heads, G key/value heads, K features per head, F hidden features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from meshwright.models.attention import attention
+from meshwright.models.language import Context, LanguageModel, scaled_normal
+from meshwright.models.ops import rotary_tables, rotate, swiglu
+from meshwright.models.run import PROJECTION
+from meshwright.parallel.tensor import local_heads, sequence_norm
+from meshwright.types import PRNGKeyArray, PyTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder(LanguageModel):
+    """A Llama-like decoder; `Decoder.named("7b")` has its usual sizes.
+
+    Args:
+        num_kv_heads: heads of keys and values, each shared by several of queries; all by default.
+        head_dim: features per head; `d_model / num_heads` by default.
+        qk_norm: normalises queries and keys per head.
+        attention_soft_cap: squashes attention logits by `cap * tanh(logits / cap)`.
+
+    Example:
+        >>> model = Decoder.named("tiny")
+        >>> sorted(model.init(jax.random.key(0))["layers"])
+        ['attn', 'attn_norm', 'mlp', 'mlp_norm']
+    """
+
+    num_heads: int
+    d_ff: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    rope_theta: float = 10_000.0
+    qk_norm: bool = False
+    attention_soft_cap: float | None = None
+
+    SIZES: ClassVar[dict[str, dict[str, Any]]] = {
+        "tiny": {"vocab_size": 256, "num_layers": 2, "d_model": 64, "num_heads": 8, "d_ff": 128},
+        "125m": {"vocab_size": 32768, "num_layers": 12, "d_model": 768, "num_heads": 12, "d_ff": 2048},
+        "956m": {"vocab_size": 32768, "num_layers": 16, "d_model": 2048, "num_heads": 16, "d_ff": 5632},
+        "1b": {
+            "vocab_size": 128256,
+            "num_layers": 16,
+            "d_model": 2048,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "d_ff": 8192,
+            "rope_theta": 5e5,
+            "tied_embeddings": True,
+        },
+        "7b": {"vocab_size": 32000, "num_layers": 32, "d_model": 4096, "num_heads": 32, "d_ff": 11008},
+        "70b": {
+            "vocab_size": 128256,
+            "num_layers": 80,
+            "d_model": 8192,
+            "num_heads": 64,
+            "num_kv_heads": 8,
+            "d_ff": 28672,
+            "rope_theta": 5e5,
+        },
+    }
+    LAYER_RULES: ClassVar[tuple[tuple[str, P], ...]] = (
+        ("attn/(q|k|v)$", P("fsdp", "tp")),
+        ("attn/o", P("tp", "fsdp")),
+        ("mlp/(gate|up)", P("fsdp", "tp")),
+        ("mlp/down", P("tp", "fsdp")),
+        ("(attn|q|k|mlp)_norm", P()),
+    )
+
+    @property
+    def _kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def _head_dim(self) -> int:
+        return self.head_dim or self.d_model // self.num_heads
+
+    def init_layer(self, key: PRNGKeyArray) -> PyTree:
+        k_q, k_k, k_v, k_o, k_gate, k_up, k_down = jax.random.split(key, 7)
+        queries, keys = self.num_heads * self._head_dim, self._kv_heads * self._head_dim
+        # What layers add up to should not grow with their number.
+        small = (2 * self.num_layers) ** -0.5
+        attn = {
+            "q": scaled_normal(k_q, self.d_model, queries),
+            "k": scaled_normal(k_k, self.d_model, keys),
+            "v": scaled_normal(k_v, self.d_model, keys),
+            "o": scaled_normal(k_o, queries, self.d_model, scale=small),
+        }
+        if self.qk_norm:
+            attn |= {"q_norm": jnp.ones(self._head_dim), "k_norm": jnp.ones(self._head_dim)}
+        mlp = {
+            "gate": scaled_normal(k_gate, self.d_model, self.d_ff),
+            "up": scaled_normal(k_up, self.d_model, self.d_ff),
+            "down": scaled_normal(k_down, self.d_ff, self.d_model, scale=small),
+        }
+        return {"attn_norm": jnp.ones(self.d_model), "attn": attn, "mlp_norm": jnp.ones(self.d_model), "mlp": mlp}
+
+    def prepare(self, positions: Any) -> Any:
+        return rotary_tables(positions, self._head_dim, self.rope_theta)
+
+    def layer(self, params: PyTree, h: Any, context: Context) -> Any:
+        attn = self._attend(params["attn"], context.norm(h, params["attn_norm"]), context)
+        h = h + context.drop(attn, 0)
+        mlp = params["mlp"]
+        gate, up = context.columns(context.norm(h, params["mlp_norm"]), mlp["gate"], mlp["up"])
+        return h + context.drop(context.rows(swiglu(gate, up), mlp["down"]), 1)
+
+    def _attend(self, params: PyTree, x: Any, context: Context) -> Any:
+        axis = context.run.tensor()
+        heads = local_heads(self.num_heads, axis=axis)
+        kv_heads = local_heads(self._kv_heads, axis=axis, what="key/value heads")
+        q, k, v = context.columns(x, params["q"], params["k"], params["v"])
+        q = q.reshape(*q.shape[:2], heads, self._head_dim)
+        k = k.reshape(*k.shape[:2], kv_heads, self._head_dim)
+        v = v.reshape(*v.shape[:2], kv_heads, self._head_dim)
+        if self.qk_norm:
+            q = sequence_norm(q, params["q_norm"], axis=axis, eps=self.norm_eps)
+            k = sequence_norm(k, params["k_norm"], axis=axis, eps=self.norm_eps)
+        cos, sin = context.shared
+        y = attention(
+            rotate(q, cos, sin),
+            rotate(k, cos, sin),
+            v,
+            segment_ids=context.segment_ids,
+            soft_cap=self.attention_soft_cap,
+            implementation=context.run.attention,
+            max_segments=context.run.max_segments,
+        )
+        y = checkpoint_name(y.reshape(*y.shape[:2], -1), PROJECTION)
+        return context.rows(y, params["o"])

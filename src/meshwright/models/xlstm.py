@@ -1,0 +1,131 @@
+"""A language model of mLSTM blocks (arXiv 2405.04517, in the form of arXiv 2503.13427), with a gated feed-forward.
+
+Shapes: B rows of a batch, S tokens, D features, H heads, K features of a head's keys, V of its values, F hidden ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from meshwright.models.language import Context, LanguageModel, scaled_normal
+from meshwright.models.mlstm import mlstm_chunkwise
+from meshwright.models.ops import swiglu
+from meshwright.models.run import PROJECTION
+from meshwright.parallel.tensor import local_heads
+from meshwright.types import PRNGKeyArray, PyTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class XLSTM(LanguageModel):
+    """A language model of mLSTM blocks; `XLSTM.named("7b")` has its usual sizes.
+
+    Args:
+        qk_factor: features of queries and keys, as a share of `d_model`; values have all of it.
+        gate_soft_cap: squashes what enters the gates by `cap * tanh(x / cap)`; None leaves it alone.
+        chunk_size: how many tokens are compared with each other at a time. It does not change the function.
+
+    Example:
+        >>> model = XLSTM.named("tiny")
+        >>> params = model.init(jax.random.key(0))
+        >>> model.apply(params, jnp.zeros((1, 8), jnp.int32)).shape
+        (1, 8, 256)
+    """
+
+    num_heads: int
+    d_ff: int
+    qk_factor: float = 0.5
+    gate_soft_cap: float | None = 15.0
+    chunk_size: int = 64
+
+    SIZES: ClassVar[dict[str, dict[str, Any]]] = {
+        "tiny": {"vocab_size": 256, "num_layers": 2, "d_model": 64, "num_heads": 8, "d_ff": 128, "chunk_size": 8},
+        "125m": {"vocab_size": 50304, "num_layers": 12, "d_model": 768, "num_heads": 4, "d_ff": 2112},
+        "1b": {"vocab_size": 50304, "num_layers": 24, "d_model": 2048, "num_heads": 4, "d_ff": 5504},
+        "7b": {
+            "vocab_size": 50304,
+            "num_layers": 32,
+            "d_model": 4096,
+            "num_heads": 8,
+            "d_ff": 10944,
+            "logit_soft_cap": 30.0,
+        },
+    }
+    LAYER_RULES: ClassVar[tuple[tuple[str, P], ...]] = (
+        ("mlstm/(q|k|v|o_gate|i_gate|f_gate)$", P("fsdp", "tp")),
+        ("mlstm/out", P("tp", "fsdp")),
+        ("mlstm/((i|f)_bias|head_norm)", P("tp")),
+        ("mlp/(gate|up)", P("fsdp", "tp")),
+        ("mlp/down", P("tp", "fsdp")),
+        ("(mlstm|mlp)_norm", P()),
+    )
+
+    @property
+    def _key_dim(self) -> int:
+        return int(self.d_model * self.qk_factor) // self.num_heads
+
+    def init_layer(self, key: PRNGKeyArray) -> PyTree:
+        k_q, k_k, k_v, k_o, k_i, k_f, k_out, k_gate, k_up, k_down = jax.random.split(key, 10)
+        keys, small = self.num_heads * self._key_dim, (2 * self.num_layers) ** -0.5
+        mlstm = {
+            "q": scaled_normal(k_q, self.d_model, keys),
+            "k": scaled_normal(k_k, self.d_model, keys),
+            "v": scaled_normal(k_v, self.d_model, self.d_model),
+            "o_gate": scaled_normal(k_o, self.d_model, self.d_model),
+            # Gates start almost independent of the input: remembering, heads over different spans, and writing little.
+            "i_gate": scaled_normal(k_i, self.d_model, self.num_heads, scale=0.1),
+            "f_gate": scaled_normal(k_f, self.d_model, self.num_heads, scale=0.1),
+            "i_bias": jnp.full(self.num_heads, -10.0),
+            "f_bias": jnp.linspace(3.0, 6.0, self.num_heads),
+            "head_norm": jnp.ones(self.d_model),
+            "out": scaled_normal(k_out, self.d_model, self.d_model, scale=small),
+        }
+        mlp = {
+            "gate": scaled_normal(k_gate, self.d_model, self.d_ff),
+            "up": scaled_normal(k_up, self.d_model, self.d_ff),
+            "down": scaled_normal(k_down, self.d_ff, self.d_model, scale=small),
+        }
+        return {"mlstm_norm": jnp.ones(self.d_model), "mlstm": mlstm, "mlp_norm": jnp.ones(self.d_model), "mlp": mlp}
+
+    def layer(self, params: PyTree, h: Any, context: Context) -> Any:
+        mixed = self._remember(params["mlstm"], context.norm(h, params["mlstm_norm"]), context)
+        h = h + context.drop(mixed, 0)
+        mlp = params["mlp"]
+        gate, up = context.columns(context.norm(h, params["mlp_norm"]), mlp["gate"], mlp["up"])
+        return h + context.drop(context.rows(swiglu(gate, up), mlp["down"]), 1)
+
+    def _remember(self, params: PyTree, x: Any, context: Context) -> Any:
+        heads = local_heads(self.num_heads, axis=context.run.tensor())
+        names = ("q", "k", "v", "o_gate", "i_gate", "f_gate")
+        q, k, v, o, i, f = context.columns(x, *(params[name] for name in names))
+        q, k, v = (t.reshape(*t.shape[:2], heads, -1) for t in (q, k, v))
+        y = mlstm_chunkwise(
+            q,
+            k,
+            v,
+            self._gate(i, params["i_bias"]),
+            self._gate(f, params["f_bias"]),
+            chunk_size=self.chunk_size,
+            segment_ids=context.segment_ids,
+        )
+        y = _head_norm(y, params["head_norm"], self.norm_eps) * jax.nn.sigmoid(o.astype(jnp.float32))
+        return context.rows(checkpoint_name(y.astype(x.dtype), PROJECTION), params["out"])
+
+    def _gate(self, x: Any, bias: Any) -> Any:
+        # In float32: an exponential follows.
+        x = x.astype(jnp.float32) + bias.astype(jnp.float32)
+        cap = self.gate_soft_cap
+        return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def _head_norm(y: Any, scale: Any, eps: float) -> Any:
+    """Returns `[B, S, H, V]` with each head divided by its root mean square, as `[B, S, H * V]` in float32, scaled."""
+    wide = y.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + eps)
+    return wide.reshape(*y.shape[:2], -1) * scale.astype(jnp.float32)

@@ -1,0 +1,406 @@
+"""The loss of a language model without its logits: linear layer, softmax and cross-entropy in one, chunk by chunk.
+
+At a vocabulary of 131072, logits in float32 take half a megabyte per token, and autodiff keeps them for the backward
+pass. Here a chunk of rows has its logits computed, used and forgotten. Computing them again for the gradient would cost
+a fourth matmul beside the three that there are. But a *sum* of losses has one number as its cotangent, which scales all
+gradients alike: so gradients are computed right where the logits are, in the forward pass, and scaled in the backward.
+
+With the head split over a mesh axis, `P(None, axis)`, a device has its columns of each chunk's logits. What travels is
+the rows of `x`, once, the rows of its gradient, once, and five numbers per token and device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshwright.axes import axis_size, is_manual, place_on, summing_dtype, vary, varying_axes, view_of
+from meshwright.errors import PlacementError
+from meshwright.mesh import current_mesh, require_axes
+from meshwright.parallel.local import local_map
+from meshwright.parallel.overlap_loops import dot, dot_rows
+from meshwright.parallel.tensor import check_divides, check_matmul, check_split
+from meshwright.parallel.vocabulary import check_targets, checked_vocab_size
+
+WHO = "linear_cross_entropy"
+# Every chunk reads and writes the float32 gradient of the head. On an H200, chunks of 1024 rows cost 7% more time than
+# 2048, and 4096 rows 1% less; smaller vocabularies have room for more.
+CHUNK_ROWS, CHUNK_BYTES = 2048, 512 * 2**20
+LOWEST = float(jnp.finfo(jnp.float32).min)  # not -inf, whose difference to itself is NaN
+
+
+class LossSums(NamedTuple):
+    """Sums over the tokens of a batch, each token times its weight; float32 scalars. Only `total` has a gradient."""
+
+    total: Any
+    """Cross-entropy, with smoothed labels if asked for, and z-loss: what is differentiated."""
+    cross_entropy: Any
+    """`-log p(target)`, without label smoothing and z-loss."""
+    z_loss: Any
+    """`z_loss * log(sum(exp(logits)))**2`."""
+    count: Any
+    """The weights alone."""
+    correct: Any
+    """Tokens whose largest logit is the target's; the first of several that are equally large."""
+
+
+class LossOptions(TypedDict, total=False):
+    """The options of `linear_cross_entropy`, for functions that pass them on; see there."""
+
+    axis: str | None
+    sequence_parallel: bool
+    batch_axes: Sequence[str]
+    vocab_size: int | None
+    z_loss: float
+    label_smoothing: float
+    soft_cap: float | None
+    chunk_rows: int | None
+
+
+def linear_cross_entropy(
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+    axis: str | None = None,
+    sequence_parallel: bool = True,
+    batch_axes: Sequence[str] = (),
+    vocab_size: int | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    soft_cap: float | None = None,
+    chunk_rows: int | None = None,
+) -> LossSums:
+    """Returns the summed loss of predicting `targets` from `x @ head`, and never holds more than a chunk of logits.
+
+    Value and gradient take three matmuls, as if logits were kept. For the loss of each token instead of a sum, use
+    `vocab_cross_entropy`, which keeps them. In the local view, the sums are the same on every device of `axis`, and are
+    of this device's rows along data axes: what `train.accumulate` wants.
+
+    Args:
+        x: `[..., rows, D]`, split by rows over `axis`, or the same on every device with `sequence_parallel=False`.
+        head: `[D, V]`, split by columns; for a table that is both, its transpose. Its gradient is added up in float32.
+        targets: `[..., rows]`, whole on every device of the axis. One outside of the vocabulary makes the loss and its
+            gradients NaN.
+        weights: `[..., rows]`, floats or a mask. Where zero, target and `x` may be anything and nothing is added. They
+            are constants: they get no gradient.
+        axis: the mesh axis that splits the head; None where none does.
+        batch_axes: in a `jit` program, the axes that split the first dim of `x`. The head's gradient is then summed
+            over them once; XLA would sum it with every chunk.
+        vocab_size: where columns were added to make V divisible, how many are real; the others have no probability.
+        z_loss: adds this times the squared log of the softmax's denominator, which keeps logits from drifting.
+        label_smoothing: how much of the target's probability is spread evenly over the vocabulary.
+        soft_cap: bounds logits softly, to `soft_cap * tanh(logits / soft_cap)`.
+        chunk_rows: how many tokens have logits at a time; by default as many as fit into 512 MiB, and at least 2048.
+
+    Example:
+        >>> x, head, targets = jnp.zeros((2, 8, 4)), jnp.ones((4, 16)), jnp.zeros((2, 8), int)
+        >>> sums = linear_cross_entropy(x, head, targets, weights=jnp.array([[1.0] * 8, [0.0] * 8]))
+        >>> float(sums.count), bool(jnp.allclose(sums.total, 8 * jnp.log(16.0)))
+        (8.0, True)
+    """
+    x, head, targets = jnp.asarray(x), jnp.asarray(head), jnp.asarray(targets)
+    weights = None if weights is None else jnp.asarray(weights)
+    view = view_of(axis, who=WHO)
+    check_matmul(x, (head,), who=WHO)
+    check_split(axis, who=WHO, head=head)
+    ways = axis_size(axis, who=WHO) if view == "local" else 1
+    check_targets(x, {"targets": targets, "weights": weights}, ways if sequence_parallel else 1, axis, who=WHO)
+    _check_options(targets, label_smoothing, soft_cap, chunk_rows)
+    data_axes = _automatic(batch_axes, x)
+    if view == "global":
+        check_divides(head.shape[1], axis, "tokens of vocabulary", who=WHO)
+        if sequence_parallel:
+            check_divides(x.shape[-2], axis, "rows", who=WHO)
+    plan = _Plan(
+        axis=axis if view != "plain" else None,
+        gathers=view != "plain" and sequence_parallel,
+        batch_axes=data_axes,
+        island=(*data_axes, axis) if view == "global" and axis is not None else data_axes,
+        vocab_size=checked_vocab_size(vocab_size, head.shape[1] * ways, "columns", who=WHO),
+        z_loss=float(z_loss),
+        label_smoothing=float(label_smoothing),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        chunk_rows=chunk_rows,
+    )
+    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    operands = x, head, targets, lax.stop_gradient(weights)
+    # A custom gradient must have the type of what it is the gradient of, so all vary alike before it. The sums over
+    # data axes that this implies for their gradients happen outside, at the mark.
+    everywhere: frozenset[str] = frozenset().union(*map(varying_axes, operands))
+    x, head, targets, weights = vary(operands, sorted(name for name in everywhere if name != axis))
+    if view == "local" and sequence_parallel:
+        x = vary(x, axis)
+    sums = _loss_sums(plan, x, head, targets, weights)
+    return LossSums(sums.total, *map(lax.stop_gradient, sums[1:]))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    axis: str | None
+    gathers: bool
+    batch_axes: tuple[str, ...]
+    island: tuple[str, ...]
+    vocab_size: int
+    z_loss: float
+    label_smoothing: float
+    soft_cap: float | None
+    chunk_rows: int | None
+
+
+# --- The sums, with their gradients where these are wanted ---
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss_sums(plan: _Plan, x: Any, head: Any, targets: Any, weights: Any) -> LossSums:
+    return _run(plan, False, x, head, targets, weights)[0]
+
+
+def _loss_sums_fwd(plan: _Plan, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+    return _run(plan, True, x, head, targets, weights)
+
+
+def _loss_sums_bwd(plan: _Plan, grads: Any, d_sums: LossSums) -> tuple[Any, ...]:
+    dx, dhead = ((grad.astype(jnp.float32) * d_sums.total).astype(grad.dtype) for grad in grads)
+    return dx, dhead, None, None
+
+
+_loss_sums.defvjp(_loss_sums_fwd, _loss_sums_bwd)
+
+
+def _run(plan: _Plan, with_grads: bool, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+    """Runs on this device's slices: as they are, or as an island of a program that XLA splits."""
+    call: Callable[..., Any] = functools.partial(_on_device, plan, with_grads)
+    if plan.island:
+        # The island is inside of the custom gradient, so that no backward pass goes through it.
+        axis = plan.axis if plan.axis in plan.island else None
+        of_x, of_head, of_tokens = _specs(plan.batch_axes, axis, plan.gathers, x.ndim)
+        call = local_map(
+            call,
+            axes=plan.island,
+            in_specs=(of_x, of_head, of_tokens, of_tokens),
+            out_specs=(P(), (of_x, of_head) if with_grads else None),
+        )
+    result: tuple[LossSums, Any] = call(x, head, targets, weights)
+    return result
+
+
+def _specs(batch_axes: tuple[str, ...], axis: str | None, rows_split: bool, ndim: int) -> tuple[P, P, P]:
+    of_rows = (axis,) if axis is not None and rows_split else ()
+    if ndim == 2:  # its rows are its batch
+        return P((*batch_axes, *of_rows)), P(None, axis), P(batch_axes)
+    return P(batch_axes, *[None] * (ndim - 3), of_rows), P(None, axis), P(batch_axes)
+
+
+def _on_device(plan: _Plan, with_grads: bool, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+    whole = lax.all_gather(x, plan.axis, axis=x.ndim - 2, tiled=True) if plan.gathers else x
+    kind = jnp.result_type(x.dtype, head.dtype)
+    columns, rows = head.astype(kind), _Rows.of(targets.shape, head.shape[1], plan.chunk_rows)
+
+    def step(dhead: Any, chunk: Any) -> tuple[Any, Any]:
+        x_chunk, its_targets, its_weights = chunk
+        # Rows that do not count may be NaN, and zero times NaN is NaN.
+        x_chunk = jnp.where((its_weights != 0)[..., None], x_chunk, jnp.zeros_like(x_chunk))
+        sums, make_dlogits = _chunk_loss(plan, dot(x_chunk, columns), its_targets, its_weights)
+        if not with_grads:
+            return dhead, (sums, None)
+        dlogits = make_dlogits().astype(kind)
+        # Product and sum in one expression: XLA then adds inside the matmul, and needs no second buffer for it.
+        return dhead + dot_rows(x_chunk, dlogits), (sums, dot(dlogits, columns.T).astype(x.dtype))
+
+    start = None
+    if with_grads:
+        axes = frozenset().union(*map(varying_axes, (whole, head, targets, weights)))
+        start = vary(jnp.zeros(head.shape, jnp.float32), sorted(axes))
+    chunks = rows.cut(whole.astype(kind), features=True), rows.cut(targets), rows.cut(weights)
+    dhead, (sums, dx) = lax.scan(step, start, chunks)
+    sums = LossSums(*(part.sum(axis=0) for part in sums))
+    sums = lax.psum(sums, plan.batch_axes) if plan.batch_axes else sums
+    if not with_grads:
+        return sums, None
+    dx = rows.join(dx)
+    if plan.gathers:
+        dx = lax.psum_scatter(dx.astype(summing_dtype(dx.dtype)), plan.axis, scatter_dimension=x.ndim - 2, tiled=True)
+    return sums, (_summed_as(x, dx), _summed_as(head, dhead))
+
+
+def _summed_as(value: Any, grad: Any) -> Any:
+    """Sums a gradient over the axes that it varies along and its value does not; returns it in the value's dtype."""
+    axes = tuple(sorted(varying_axes(grad) - varying_axes(value)))
+    summed = lax.psum(grad.astype(summing_dtype(grad.dtype)), axes) if axes else grad
+    return summed.astype(value.dtype)
+
+
+# --- One chunk ---
+
+
+def _chunk_loss(plan: _Plan, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+    """Returns the sums of a chunk, and a function that returns the gradient of `total` with respect to `products`."""
+    num_columns, last = products.shape[-1], products.ndim - 1
+    places, first = lax.broadcasted_iota(jnp.int32, products.shape, last), place_on(plan.axis, who=WHO) * num_columns
+    is_real: Any = True
+    if plan.vocab_size < num_columns * axis_size(plan.axis, who=WHO):
+        is_real = places < plan.vocab_size - first
+    is_target = places == (targets - first)[..., None]
+    capped = products if plan.soft_cap is None else plan.soft_cap * jnp.tanh(products / plan.soft_cap)
+    logits = jnp.where(is_real, capped, LOWEST)
+
+    # Two passes over the logits, each of which finds two things. Left alone, XLA may read them once for each.
+    largest, of_target = _reduce((logits, lax.max, LOWEST), (jnp.where(is_target, logits, 0.0), lax.add, 0.0))
+    is_largest = logits == largest[..., None]
+    exponentials, place = _reduce(
+        (jnp.exp(logits - largest[..., None]), lax.add, 0.0),
+        (jnp.where(is_largest, places, num_columns), lax.min, num_columns),
+    )
+    sum_of_logits = jnp.where(is_real, logits, 0.0).sum(axis=-1) if plan.label_smoothing else jnp.zeros_like(largest)
+    found = _Found(largest, exponentials, of_target, place, sum_of_logits)
+    if plan.axis is not None:
+        found = _over_devices(found, plan.axis, num_columns)
+    log_sum = found.largest + jnp.log(found.exponentials)
+
+    counts, is_valid = weights != 0, (targets >= 0) & (targets < plan.vocab_size)
+    factor = jnp.where(counts & ~is_valid, jnp.nan, weights)
+    smoothing = plan.label_smoothing
+    cross_entropy = log_sum - found.of_target
+    smoothed = cross_entropy + smoothing * (found.of_target - found.logits / plan.vocab_size)
+    z_loss = plan.z_loss * log_sum**2
+
+    def add_up(terms: Any, factor: Any = factor) -> Any:
+        return jnp.where(counts, terms * factor, 0.0).sum()
+
+    sums = LossSums(
+        total=add_up(smoothed + z_loss),
+        cross_entropy=add_up(cross_entropy),
+        z_loss=add_up(z_loss),
+        count=add_up(1.0, weights),
+        correct=add_up(found.place == targets, weights),
+    )
+
+    def make_dlogits() -> Any:
+        of_softmax = factor * (1 + 2 * plan.z_loss * log_sum) if plan.z_loss else factor
+        dlogits = of_softmax[..., None] * jnp.exp(logits - log_sum[..., None])
+        dlogits = dlogits - jnp.where(is_target, (factor * (1 - smoothing))[..., None], 0.0)
+        if smoothing:
+            dlogits = dlogits - jnp.where(is_real, (factor * (smoothing / plan.vocab_size))[..., None], 0.0)
+        return dlogits if plan.soft_cap is None else dlogits * (1 - jnp.square(capped / plan.soft_cap))
+
+    return sums, make_dlogits
+
+
+def _reduce(*parts: tuple[Any, Callable[..., Any], float]) -> tuple[Any, ...]:
+    """Returns several reductions over the last dim of arrays of one shape, done in one pass."""
+    operands = tuple(operand for operand, _, _ in parts)
+    starts = tuple(jnp.asarray(start, operand.dtype) for operand, _, start in parts)
+
+    def combine(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(together(left, right) for (_, together, _), left, right in zip(parts, a, b, strict=True))
+
+    reduced: tuple[Any, ...] = lax.reduce(operands, starts, combine, (operands[0].ndim - 1,))
+    return reduced
+
+
+class _Found(NamedTuple):
+    """What is known of each token's logits from this device's columns, or from all."""
+
+    largest: Any
+    exponentials: Any  # summed, relative to the largest
+    of_target: Any
+    place: Any  # of the largest; of the first, if there are several
+    logits: Any  # summed
+
+
+def _over_devices(found: _Found, axis: str, num_columns: int) -> _Found:
+    """Combines what the devices of an axis know, in one exchange."""
+    everyone = lax.all_gather(jnp.stack([part.astype(jnp.float32) for part in found], axis=-1), axis, to="invarying")
+    largest, exponentials, of_target, place, logits = (everyone[..., index] for index in range(len(found)))
+    top = largest.max(axis=0)
+    of_device = lax.broadcasted_iota(jnp.int32, place.shape, 0) * num_columns
+    place = jnp.where(largest == top, place.astype(jnp.int32) + of_device, jnp.iinfo(jnp.int32).max)
+    return _Found(
+        largest=top,
+        exponentials=(exponentials * jnp.exp(largest - top)).sum(axis=0),
+        of_target=of_target.sum(axis=0),
+        place=place.min(axis=0),
+        logits=logits.sum(axis=0),
+    )
+
+
+# --- Chunks of rows ---
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """How tokens of some shape are cut into equal chunks: every chunk takes rows from all over the last dim.
+
+    Leading dims stay whole where the chunks are large enough for it, and a chunk's rows are `num_chunks` apart: so each
+    chunk has its share of the rows of each device, whichever of these dims XLA has split over devices.
+    """
+
+    shape: tuple[int, ...]
+    kept: tuple[int, ...]  # the shape that is cut, along its last dim
+    num_chunks: int
+    per_chunk: int  # of the dim that is cut
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], num_columns: int, chunk_rows: int | None) -> _Rows:
+        most = chunk_rows or max(CHUNK_ROWS, CHUNK_BYTES // (4 * num_columns))
+        leading = max(1, math.prod(shape[:-1]))
+        kept, most = (shape, most // leading) if most >= leading else ((math.prod(shape),), most)
+        num_chunks = max(1, -(-kept[-1] // most))
+        return cls(shape, kept, num_chunks, -(-kept[-1] // num_chunks))
+
+    def cut(self, array: Any, *, features: bool = False) -> Any:
+        """Returns `[num_chunks, ..., rows]`, with zeros, which count for nothing, added at the end."""
+        rest = array.shape[-1:] if features else ()
+        array = array.reshape(*self.kept, *rest)
+        where = len(self.kept) - 1
+        missing = self.per_chunk * self.num_chunks - self.kept[-1]
+        if missing:
+            array = jnp.pad(array, [(0, missing if dim == where else 0) for dim in range(array.ndim)])
+        return jnp.moveaxis(array.reshape(*self.kept[:-1], self.per_chunk, self.num_chunks, *rest), where + 1, 0)
+
+    def join(self, chunks: Any) -> Any:
+        """Returns `[..., rows, features]` from chunks, without what was added."""
+        where, features = len(self.kept) - 1, chunks.shape[-1]
+        joined = jnp.moveaxis(chunks, 0, where + 1)
+        joined = joined.reshape(*self.kept[:-1], self.per_chunk * self.num_chunks, features)
+        return lax.slice_in_dim(joined, 0, self.kept[-1], axis=where).reshape(*self.shape, features)
+
+
+# --- Checks ---
+
+
+def _automatic(batch_axes: Sequence[str], x: Any) -> tuple[str, ...]:
+    """Returns those of the axes that XLA would split the batch over: neither manual nor of size 1."""
+    mesh = current_mesh()
+    if mesh is None or not batch_axes:
+        return ()
+    require_axes(mesh, batch_axes, where=f"{WHO}: batch_axes")
+    found = tuple(axis for axis in batch_axes if mesh.shape[axis] > 1 and not is_manual(axis))
+    ways = math.prod(mesh.shape[axis] for axis in found)
+    if x.shape[0] % ways:
+        raise PlacementError(
+            f"{WHO}: the first dim of x, of shape {x.shape}, cannot be split over the {ways} devices of {found}.",
+            hint="give the axes that the batch is split over, or none.",
+        )
+    return found
+
+
+def _check_options(targets: Any, label_smoothing: float, soft_cap: float | None, chunk_rows: int | None) -> None:
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise PlacementError(f"{WHO}: targets are {targets.dtype}.", hint="give the integers that name the tokens.")
+    if not 0 <= label_smoothing < 1:
+        raise PlacementError(f"{WHO}: label_smoothing={label_smoothing}.", hint="use 0 to below 1.")
+    if soft_cap is not None and soft_cap <= 0:
+        raise PlacementError(f"{WHO}: soft_cap={soft_cap}.", hint="use a positive number, or None for no cap.")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise PlacementError(f"{WHO}: chunk_rows={chunk_rows}.", hint="use a positive number, or None for the default.")

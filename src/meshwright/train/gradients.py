@@ -1,0 +1,160 @@
+"""Loss and gradients of a job on a mesh, in one of the two views, as a function of whole arrays."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.layout import Layout
+from meshwright.mesh import AnyMesh
+from meshwright.models.run import Remat, remat_policy
+from meshwright.parallel.gather import Gather
+from meshwright.parallel.local import local_map
+from meshwright.train.accumulate import Accumulated, accumulate
+from meshwright.train.norms import leaf_square_sums
+from meshwright.train.precision import Precision
+from meshwright.train.state import gradient_specs, params_layout, require_loss
+from meshwright.train.sync import Sync
+from meshwright.train.weighted import is_pair, over
+from meshwright.types import Metrics, PyTree
+
+View = Literal["global", "local"]
+
+DATA_AXES = ("dp", "fsdp")
+GATHER_AXES = ("fsdp",)
+PIPELINE_AXES = ("pp",)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """`gradients(params, batch, rng) -> (Accumulated, squares)`, for use inside a program.
+
+    `squares` holds the sum of squares of every leaf's gradient. Rows of a batch are split over `row_axes`.
+    """
+
+    compute: Callable[[PyTree, PyTree, Any], tuple[Accumulated, Any]]
+    row_axes: tuple[str, ...]
+
+    def __call__(self, params: PyTree, batch: PyTree, rng: Any) -> tuple[Accumulated, Any]:
+        result, squares = self.compute(params, batch, rng)
+        return result._replace(metrics=_values(result.metrics)), squares
+
+
+def make_gradients(
+    job: Any,
+    layout: Layout,
+    *,
+    view: View = "local",
+    num_minibatches: int = 1,
+    sync: Sync | None = None,
+    precision: Precision | str = "float32",
+    remat: Remat = "none",
+    data_axes: tuple[str, ...] | None = None,
+    with_gradients: bool = True,
+) -> Gradients:
+    """Returns a job's loss and gradients as a function of whole parameters and a whole batch; see `make_train_step`."""
+    require_loss(job, who="make_gradients")
+    if view not in ("global", "local"):
+        hint = did_you_mean(str(view), ("global", "local")) or "use 'global' or 'local'."
+        raise MeshwrightError(f"there is no view {view!r}.", hint=hint)
+    if view == "global" and sync is not None:
+        raise MeshwrightError(
+            f"sync={sync!r} has no meaning in the global view, where XLA decides when gradients are exchanged.",
+            hint="leave it out, or use view='local'.",
+        )
+    mesh, params = layout.mesh, params_layout(layout)
+    precision, specs = Precision.named(precision), gradient_specs(layout)
+    row_axes = tuple(axis for axis in data_axes or DATA_AXES if axis in mesh.axis_names)
+    gather_axes = tuple(axis for axis in GATHER_AXES if axis in mesh.axis_names)
+    takes = inspect.signature(job.loss).parameters
+    # With everything gathered once, before the minibatches, there is nothing left to gather by layer.
+    by_layer = view == "local" and sync != "once" and "gather" in takes
+    gather = Gather(params.specs, gather_axes, grad_scatter_dtype=precision.reduce) if by_layer else None
+    loss = _loss_function(job, gather, remat)
+    options: dict[str, Any] = {
+        "num_minibatches": num_minibatches,
+        "dtypes": precision.compute_dtypes(params.abstract),
+        "with_gradients": with_gradients,
+    }
+
+    def in_global_view(params: PyTree, batch: PyTree, rng: Any) -> tuple[Accumulated, Any]:
+        ways = math.prod(mesh.shape[axis] for axis in row_axes) if num_minibatches > 1 else 1
+        result = accumulate(loss, params, batch, rng, row_blocks=ways, **options)
+        if not with_gradients:
+            return result, None
+        grads = jax.lax.with_sharding_constraint(result.grads, named_shardings(mesh, specs))
+        return result._replace(grads=grads), leaf_square_sums(grads)
+
+    def on_each_device(params_here: PyTree, batch: PyTree, rng: Any) -> tuple[Accumulated, Any]:
+        result = accumulate(
+            loss,
+            params_here,
+            batch,
+            rng,
+            specs=params.specs,
+            sync=sync or "hybrid",
+            gather_axes=() if by_layer else gather_axes,
+            axes=[axis for axis in mesh.axis_names if axis in (*row_axes, *PIPELINE_AXES)],
+            row_axes=row_axes,
+            grad_specs=specs,
+            reduce_dtype=precision.reduce,
+            **options,
+        )
+        return result, leaf_square_sums(result.grads) if with_gradients else None
+
+    def in_local_view(params_whole: PyTree, batch: PyTree, rng: Any) -> tuple[Accumulated, Any]:
+        rows = jax.tree.map(lambda leaf: P(row_axes) if np.ndim(leaf) else P(), batch)
+        replicated: Any = P()
+        grads = specs if with_gradients else replicated
+        out_specs = (Accumulated(loss=replicated, grads=grads, metrics=replicated), replicated)
+        mapped = local_map(on_each_device, mesh=mesh, in_specs=(params.specs, rows, P()), out_specs=out_specs)
+        result: tuple[Accumulated, Any] = mapped(params_whole, batch, rng)
+        return result
+
+    return Gradients(in_global_view if view == "global" else in_local_view, row_axes)
+
+
+def named_shardings(mesh: AnyMesh, specs: PyTree) -> PyTree:
+    """Returns a tree of specs as shardings on a mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
+
+
+def _loss_function(job: Any, gather: Gather | None, remat: Remat) -> Callable[..., Any]:
+    takes = inspect.signature(job.loss).parameters
+    options: dict[str, Any] = {} if gather is None else {"gather": gather}
+    policy = remat_policy(remat, by_name=False)
+    if "remat" in takes:
+        options["remat"] = remat
+
+    def loss(params: PyTree, batch: PyTree, rng: Any) -> Any:
+        def call(params: PyTree, batch: PyTree, rng: Any) -> Any:
+            return job.loss(params, batch, rng, **options)
+
+        # A loss that knows nothing of remat is computed again as a whole.
+        value, metrics = (
+            call(params, batch, rng)
+            if policy is None or "remat" in takes
+            else jax.checkpoint(call, policy=policy)(params, batch, rng)
+        )
+        if is_pair(value):
+            metrics = {**metrics, "tokens": (value[1], jnp.ones_like(value[1]))}
+        return value, metrics
+
+    return loss
+
+
+def _values(metrics: PyTree) -> Metrics:
+    """Returns metrics as single numbers: averages of pairs, and the number of tokens as it is."""
+    counted = metrics.get("tokens")
+    plain = jax.tree.map(lambda node: over(node[0], node[1]) if is_pair(node) else node, metrics, is_leaf=is_pair)
+    return plain if counted is None else {**plain, "tokens": counted[0]}

@@ -1,0 +1,238 @@
+"""The train step: loss, gradients, clipping, update, in one compiled program; the same function on every mesh.
+
+Gradients are computed in the global view, where XLA communicates, or in the local view, where our layers do. What comes
+after them (norm, clipping, the optimizer, the check for values that are not finite) is always written for whole arrays,
+so that any optimizer is right: one that looks at a norm or a mean of a parameter sees all of it, not a slice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import MeshwrightError, PlacementError
+from meshwright.layout import Layout
+from meshwright.models.run import Remat
+from meshwright.parallel.rows import count_rows
+from meshwright.train.gradients import View, make_gradients, named_shardings
+from meshwright.train.guards import require_live_state, require_same_state
+from meshwright.train.precision import Precision
+from meshwright.train.state import State, gradient_specs
+from meshwright.train.sync import Sync
+from meshwright.types import Metrics, PyTree
+
+
+def make_train_step(
+    job: Any,
+    optimizer: Any,
+    layout: Layout,
+    *,
+    view: View = "local",
+    num_minibatches: int = 1,
+    sync: Sync | None = None,
+    precision: Precision | str = "float32",
+    remat: Remat = "none",
+    clip: float | None = None,
+    skip_nonfinite: bool = True,
+    data_axes: tuple[str, ...] | None = None,
+    donate: bool = True,
+    compiler_options: dict[str, Any] | None = None,
+) -> Step:
+    """Returns `step(state, batch) -> (state, metrics)`, compiled for the mesh of a layout.
+
+    Args:
+        job: `loss(params, batch, rng) -> (loss, metrics)`. The loss is a `(sum, count)` pair over targets that count,
+            or a mean. A loss that takes `gather=` makes its parameters whole itself, layer by layer; one that takes
+            `remat=` decides itself what is computed again. Others get them whole, and are recomputed as a whole.
+        optimizer: any optax optimizer.
+        layout: of the whole state, from `state_layout`.
+        view: who communicates. "local": our layers, with parameters gathered along `fsdp`; what a loss splits over
+            other axes it must reduce itself. "global": XLA, for any loss that works on one device.
+        num_minibatches: parts in which a batch is computed, one after the other.
+        sync: in the local view, how often devices exchange gradients; see `accumulate`. "hybrid" by default.
+        precision: "float32", "mixed", "bfloat16", or a `Precision`.
+        remat: what the backward pass computes again: "none", "dots", "full", "offload", or a `jax.checkpoint` policy.
+        clip: the largest norm of all gradients together; they are scaled down to it.
+        skip_nonfinite: leaves the state as it was, and counts, where loss or gradients are not finite.
+        data_axes: the axes that split the batch's rows; by default those of `dp` and `fsdp` that the mesh has.
+        donate: reuses the memory of the state that is passed in, which cannot be used again.
+        compiler_options: options for XLA, by name.
+
+    Metrics are the job's, and `loss`, `grad_norm`, `tokens` (what counts), `skipped` (in all), and `bad_leaf`: the
+    number of the first parameter whose gradient is not finite, or -1.
+
+    Example:
+        >>> import meshwright as mw, optax
+        >>> def loss(params, batch, rng):
+        ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2), {}
+        >>> job = mw.Job(init=lambda key: {"w": jnp.zeros(8)}, rules=[("w", P("fsdp"))], loss=loss)
+        >>> layout = mw.train.state_layout(job, optax.sgd(0.1), mw.create_mesh("dp:2,fsdp:4"))
+        >>> state = mw.train.init_state(job, optax.sgd(0.1), layout, jax.random.key(0))
+        >>> step = make_train_step(job, optax.sgd(0.1), layout)
+        >>> state, metrics = step(state, {"x": np.eye(8, dtype=np.float32), "y": np.ones(8, np.float32)})
+        >>> float(metrics["loss"]), int(state.step)
+        (1.0, 1)
+    """
+    gradients = make_gradients(
+        job,
+        layout,
+        view=view,
+        num_minibatches=num_minibatches,
+        sync=sync,
+        precision=precision,
+        remat=remat,
+        data_axes=data_axes,
+    )
+    if clip is not None and not clip > 0:
+        raise MeshwrightError(f"clip={clip} is not a norm.", hint="a number above 0, or None.")
+    fine = named_shardings(layout.mesh, gradient_specs(layout))
+
+    def step(state: State, batch: PyTree) -> tuple[State, Metrics]:
+        result, squares = gradients(state.params, batch, jax.random.fold_in(state.rng, state.step))
+        loss, grads, metrics = result
+        norm = jnp.sqrt(squares.sum())
+        if clip is not None:
+            grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
+        # Where statistics are split finer than parameters, each device updates what it has statistics of.
+        mine = jax.lax.with_sharding_constraint(state.params, fine)
+        grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, mine)
+        updates, opt_state = optimizer.update(grads, state.opt_state, mine)
+        params = jax.tree.map(lambda leaf, update: (leaf + update).astype(leaf.dtype), mine, updates)
+        good = jnp.isfinite(loss) & jnp.isfinite(norm)
+        if skip_nonfinite:
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(good, new, old), (params, opt_state), (mine, state.opt_state)
+            )
+        bad = (~good & skip_nonfinite).astype(jnp.int32)
+        state = State(
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            rng=state.rng,
+            skipped=state.skipped + bad,
+            skipped_in_a_row=(state.skipped_in_a_row + bad) * bad,
+        )
+        finite = jnp.isfinite(squares)
+        told = {
+            "loss": loss,
+            "grad_norm": norm,
+            "skipped": state.skipped,
+            "skipped_in_a_row": state.skipped_in_a_row,
+            "bad_leaf": jnp.where(finite.all(), -1, jnp.argmin(finite)),
+        }
+        return state, {**metrics, **told}
+
+    return Step(step, layout, gradients.row_axes, updates=True, donate=donate, compiler_options=compiler_options)
+
+
+def make_eval_step(
+    job: Any,
+    layout: Layout,
+    *,
+    view: View = "local",
+    num_minibatches: int = 1,
+    precision: Precision | str = "float32",
+    data_axes: tuple[str, ...] | None = None,
+    compiler_options: dict[str, Any] | None = None,
+) -> Step:
+    """Returns `evaluate(state, batch) -> metrics`: the loss without gradients, and without dropout (`rng` is None).
+
+    Example:
+        >>> import meshwright as mw, optax
+        >>> job = mw.Job(
+        ...     init=lambda key: {"w": jnp.ones(8)},
+        ...     rules=[("w", P("fsdp"))],
+        ...     loss=lambda params, batch, rng: (jnp.mean(batch["x"] @ params["w"]), {}),
+        ... )
+        >>> layout = mw.train.state_layout(job, optax.sgd(0.1), mw.create_mesh("fsdp:8"))
+        >>> state = mw.train.init_state(job, optax.sgd(0.1), layout, jax.random.key(0))
+        >>> float(make_eval_step(job, layout)(state, {"x": np.ones((8, 8), np.float32)})["loss"])
+        8.0
+    """
+    losses = make_gradients(
+        job,
+        layout,
+        view=view,
+        num_minibatches=num_minibatches,
+        precision=precision,
+        data_axes=data_axes,
+        with_gradients=False,
+    )
+
+    def step(state: State, batch: PyTree) -> Metrics:
+        (loss, _, metrics), _ = losses(state.params, batch, None)
+        return {**metrics, "loss": loss}
+
+    return Step(step, layout, losses.row_axes, updates=False, donate=False, compiler_options=compiler_options)
+
+
+class Step:
+    """A compiled step: called with a state and a batch, whose rows it splits over the mesh."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        layout: Layout,
+        row_axes: tuple[str, ...],
+        *,
+        updates: bool,
+        donate: bool,
+        compiler_options: dict[str, Any] | None,
+    ) -> None:
+        self.layout = layout
+        self.row_axes = row_axes
+        self.donates = donate
+
+        @functools.wraps(function)
+        def under_mesh(state: State, batch: PyTree) -> Any:
+            with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
+                return function(state, batch)
+
+        replicated = NamedSharding(layout.mesh, P())
+        self._jit = jax.jit(
+            under_mesh,
+            in_shardings=(layout.shardings, None),
+            out_shardings=(layout.shardings, replicated) if updates else replicated,
+            donate_argnums=(0,) if donate else (),
+            compiler_options=compiler_options,
+        )
+
+    def __call__(self, state: State, batch: PyTree) -> Any:
+        require_live_state(state, donates=self.donates)
+        require_same_state(state, self.layout)
+        return self._jit(state, self.place(batch))
+
+    def place(self, batch: PyTree) -> PyTree:
+        """Returns a batch on the mesh, rows split over the axes that split data."""
+        return jax.device_put(batch, self.batch_shardings(batch))
+
+    def batch_shardings(self, batch: PyTree) -> PyTree:
+        """Returns how each array of a batch is split: by rows, scalars not at all."""
+        ways = math.prod(self.layout.mesh.shape[axis] for axis in self.row_axes)
+        rows = count_rows(batch, who="step")
+        if rows % ways:
+            down, up = rows // ways * ways, -(-rows // ways) * ways
+            raise PlacementError(
+                f"a batch of {rows} rows cannot be split over {ways} devices "
+                f"({' x '.join(f'{axis}={self.layout.mesh.shape[axis]}' for axis in self.row_axes)}).",
+                hint=f"use {f'{down} or {up}' if down else up} rows.",
+            )
+        mesh = self.layout.mesh
+        return jax.tree.map(lambda leaf: NamedSharding(mesh, P(self.row_axes) if np.ndim(leaf) else P()), batch)
+
+    def lower(self, batch: PyTree) -> Any:
+        """Returns the program, lowered for a batch of these shapes; nothing is allocated, and no device needed."""
+        shapes = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding),
+            batch,
+            self.batch_shardings(batch),
+        )
+        return self._jit.lower(self.layout.abstract, shapes)

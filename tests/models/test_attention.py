@@ -1,0 +1,229 @@
+import jax
+import jax._src.cudnn.fused_attention_stablehlo as cudnn
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright import PlacementError
+from meshwright.models.attention import attention
+
+# Documents of 3, 1 and 2 tokens with padding at the end; padding in front; one document that fills the row.
+SEGMENTS = np.array([[1, 1, 1, 2, 3, 3, 0, 0], [0, 1, 1, 2, 2, 2, 2, 2], [4, 4, 4, 4, 4, 4, 4, 4]])
+
+
+def inputs(heads=4, kv_heads=2, rows=3, length=8, dim=8, dtype=jnp.float32):
+    shapes = [(rows, length, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def in_float64(q, k, v, segment_ids=None, soft_cap=None):
+    """The same, one number at a time."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
+    for b, t, h in np.ndindex(q.shape[:3]):
+        ids = np.zeros(q.shape[1]) if segment_ids is None else segment_ids[b]
+        seen = [s for s in range(t + 1) if ids[s] == ids[t]]
+        logits = np.array([q[b, t, h] @ k[b, s, h // group] for s in seen]) / np.sqrt(q.shape[-1])
+        if soft_cap is not None:
+            logits = soft_cap * np.tanh(logits / soft_cap)
+        weights = np.exp(logits - logits.max())
+        out[b, t, h] = weights @ v[b, seen, h // group] / weights.sum()
+    return out
+
+
+def relative_error(actual, expected):
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "segments"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+def test_values(heads, kv_heads, segments, soft_cap):
+    q, k, v, _ = inputs(heads, kv_heads)
+    out = jax.jit(lambda q, k, v: attention(q, k, v, segment_ids=segments, soft_cap=soft_cap))(q, k, v)
+    assert relative_error(out, in_float64(q, k, v, segments, soft_cap)) < 1e-6
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_each_document_is_computed_as_if_it_were_alone(soft_cap):
+    def together(q, k, v):
+        return attention(q, k, v, segment_ids=jnp.asarray(SEGMENTS), soft_cap=soft_cap)
+
+    def alone(q, k, v):
+        out = jnp.zeros(q.shape)
+        for row, ids in enumerate(SEGMENTS):
+            for document in np.unique(ids):
+                where = np.flatnonzero(ids == document)
+                piece = attention(*(x[row : row + 1, where] for x in (q, k, v)), soft_cap=soft_cap)
+                out = out.at[row, where].set(piece[0])
+        return out
+
+    *qkv, d_out = inputs()
+
+    @jax.jit
+    def compare(d_out, *qkv):
+        return [(out, pull(d_out)) for out, pull in (jax.vjp(call, *qkv) for call in (together, alone))]
+
+    actual, expected = compare(d_out, *qkv)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), actual, expected)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_bfloat16_is_as_near_as_it_can_be(soft_cap):
+    q, k, v, d_out = inputs(dtype=jnp.bfloat16)
+
+    def grads(q, k, v, d_out):
+        call = lambda *qkv: attention(*qkv, segment_ids=jnp.asarray(SEGMENTS), soft_cap=soft_cap)  # noqa: E731
+        out, pull = jax.vjp(call, q, k, v)
+        return out, *pull(d_out)
+
+    wide = grads(*(x.astype(jnp.float32) for x in (q, k, v, d_out)))
+    for actual, expected in zip(grads(q, k, v, d_out), wide, strict=True):
+        assert actual.dtype == jnp.bfloat16
+        assert relative_error(actual, expected) < 1e-2
+
+
+def test_rows_with_too_many_pieces_are_nan_and_no_others():
+    q, k, v, _ = inputs()
+    out = attention(q, k, v, segment_ids=jnp.asarray(SEGMENTS), max_segments=3)
+    assert np.isnan(out[0]).all()  # four pieces, the padding included
+    expected = attention(q, k, v, segment_ids=jnp.asarray(SEGMENTS))
+    np.testing.assert_array_equal(out[1:], expected[1:])
+    np.testing.assert_array_equal(
+        attention(q, k, v, segment_ids=jnp.asarray(SEGMENTS), max_segments=4), attention(q, k, v, segment_ids=SEGMENTS)
+    )
+
+
+# --- What cuDNN is asked for; what it answers was compared on a GPU (benchmarks/RESULTS.md) ---
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Plays cuDNN: keeps what it is asked for, and answers with a loop over the pieces."""
+    calls = []
+
+    def answer(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, qkv_layout):
+        calls.append({"lengths": q_seqlen, "offsets": q_offsets, "k": k})
+        assert (mask_type, qkv_layout) == (cudnn.MaskType.PADDING_CAUSAL, "BTNH")
+        assert scale == q.shape[-1] ** -0.5
+        np.testing.assert_array_equal(q_seqlen, kv_seqlen)
+        np.testing.assert_array_equal(q_offsets, kv_offsets)
+        out = np.zeros(q.shape, np.float32)
+        for row in range(q.shape[0]):
+            for offset, length in zip(q_offsets[row], q_seqlen[row], strict=False):
+                where = np.arange(offset, offset + length)
+                if length > 0:
+                    piece = [x[row : row + 1, where] for x in (q, k, v)]
+                    out[row, where] = jax.nn.dot_product_attention(*piece, is_causal=True)[0]
+        return jnp.asarray(out)
+
+    monkeypatch.setattr(cudnn, "dot_product_attention", answer)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda wanted: True)
+    return calls
+
+
+@pytest.mark.parametrize("max_segments", [4, 6])
+def test_cudnn_gets_pieces_by_offset_and_length(asked, max_segments):
+    q, k, v, _ = inputs()
+    options = {"segment_ids": jnp.asarray(SEGMENTS), "max_segments": max_segments}
+    out = attention(q, k, v, **options, implementation="cudnn")
+    np.testing.assert_allclose(out, attention(q, k, v, **options, implementation="xla"), atol=1e-5)
+    (call,) = asked
+    assert call["lengths"].dtype == call["offsets"].dtype == jnp.int32
+    none = [-1] * (max_segments - 4)
+    np.testing.assert_array_equal(call["lengths"], [[3, 1, 2, 2, *none], [1, 2, 5, -1, *none], [8, -1, -1, -1, *none]])
+    np.testing.assert_array_equal(
+        call["offsets"], [[0, 3, 4, 6, -1, *none], [0, 1, 3, -1, -1, *none], [0, -1, -1, -1, -1, *none]]
+    )
+
+
+def test_before_jax_0_11_cudnn_gets_one_key_head_per_query_head(asked, monkeypatch):
+    q, k, v, _ = inputs(heads=4, kv_heads=2)
+    options = {"segment_ids": jnp.asarray(SEGMENTS), "max_segments": 4, "implementation": "cudnn"}
+    for version, heads in (((0, 10, 2), 4), ((0, 11, 2), 2)):
+        monkeypatch.setattr(jax, "__version_info__", version)
+        np.testing.assert_allclose(attention(q, k, v, **options), in_float64(q, k, v, SEGMENTS), atol=1e-5)
+        assert asked[-1]["k"].shape[2] == heads
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "length", "options", "expected"),
+    [
+        (jnp.bfloat16, 8, 8, {}, "cudnn"),
+        (jnp.float16, 128, 8, {}, "cudnn"),
+        (jnp.float32, 8, 8, {}, "xla"),
+        (jnp.bfloat16, 12, 8, {}, "xla"),
+        (jnp.bfloat16, 256, 8, {}, "xla"),
+        (jnp.bfloat16, 8, 7, {}, "cudnn"),
+        (jnp.bfloat16, 8, 7, {"segment_ids": jnp.ones((3, 7), int)}, "xla"),
+        (jnp.bfloat16, 8, 8, {"segment_ids": jnp.ones((3, 8), int)}, "cudnn"),
+        (jnp.bfloat16, 8, 8, {"implementation": "xla"}, "xla"),
+    ],
+)
+def test_which_implementation_a_gpu_uses(monkeypatch, dtype, dim, length, options, expected):
+    chosen = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **named: chosen.append(named) or q)
+    q, k, v, _ = inputs(length=length, dim=dim, dtype=dtype)
+    attention(q, k, v, **options)
+    assert chosen[0]["implementation"] == expected
+    assert chosen[0]["is_causal"]
+    assert (chosen[0]["mask"] is None) == ("segment_ids" not in options)
+
+
+def test_the_mesh_in_force_wins_over_the_default_backend(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **named: chosen.append(named) or q)
+    with jax.set_mesh(mw.create_mesh("dp:8")):
+        attention(*inputs(dtype=jnp.bfloat16)[:3])
+    assert chosen[0]["implementation"] == "xla"
+
+
+# --- Inside shard_map ---
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_rows_and_heads_on_different_devices(soft_cap):
+    q, k, v, _ = inputs(rows=4)
+    ids = jnp.asarray(SEGMENTS)[jnp.array([0, 1, 2, 0])]
+
+    def call(q, k, v, ids):
+        return attention(q, k, v, segment_ids=ids, soft_cap=soft_cap, max_segments=4)
+
+    heads, rows = P("dp", None, "tp"), P("dp")
+    sharded = jax.shard_map(
+        call, mesh=mw.create_mesh("dp:4,tp:2"), in_specs=(heads, heads, heads, rows), out_specs=heads
+    )
+
+    def grads(f):
+        loss = jax.value_and_grad(lambda *qkv: jnp.square(f(*qkv, ids)).sum(), argnums=(0, 1, 2))
+        return jax.jit(loss)(q, k, v)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), grads(sharded), grads(call))
+
+
+# --- Errors ---
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"q": jnp.zeros((3, 8, 4))}, r"q must be \[B, S, H, K\]"),
+        ({"k": jnp.zeros((3, 7, 2, 8))}, r"k and v both \[B, S, G, K\]"),
+        ({"q": jnp.zeros((3, 8, 5, 8))}, "5 query heads for 2 key heads"),
+        ({"segment_ids": jnp.zeros((3, 7), int)}, r"integers of shape \(3, 8\)"),
+        ({"segment_ids": jnp.zeros((3, 8))}, r"integers of shape \(3, 8\)"),
+        ({"max_segments": 0}, "at least one piece"),
+        ({"implementation": "triton"}, "no implementation 'triton'"),
+        ({"implementation": "cudnn", "soft_cap": 3.0}, "no soft cap"),
+    ],
+)
+def test_inputs_that_do_not_fit(change, text):
+    q, k, v, _ = inputs()
+    with pytest.raises(PlacementError, match=text):
+        attention(**{"q": q, "k": k, "v": v, **change})

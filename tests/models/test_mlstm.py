@@ -1,0 +1,454 @@
+"""The three forms of the mLSTM against each other and against a loop in float64 written from the equations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.errors import PlacementError
+from meshwright.models.mlstm import MLSTMState, init_mlstm_state, mlstm_chunkwise, mlstm_parallel, mlstm_recurrent
+from meshwright.parallel import local_map
+
+B, S, H, K, V = 2, 13, 4, 4, 6
+NAMES = ("q", "k", "v", "i", "f")
+
+FORMS = {
+    "parallel": mlstm_parallel,
+    "recurrent": lambda *args, **kwargs: mlstm_recurrent(*args, **kwargs)[0],
+    "chunks of 1": functools.partial(mlstm_chunkwise, chunk_size=1),
+    "ragged chunks of 5": functools.partial(mlstm_chunkwise, chunk_size=5),
+    "chunk longer than the sequence": mlstm_chunkwise,
+}
+WITH_STATE = {
+    "recurrent": mlstm_recurrent,
+    "chunkwise": functools.partial(mlstm_chunkwise, chunk_size=5, return_state=True),
+}
+
+
+def tokens(seed=0, *, length=S):
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((B, length, H, dim)).astype(np.float32) for dim in (K, K, V))
+    i, f = (rng.standard_normal((B, length, H)).astype(np.float32) for _ in range(2))
+    return q, k, v, 2 * i, 2 * f + 1
+
+
+def some_state(seed=9):
+    rng = np.random.default_rng(seed)
+    memory, normaliser = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, H, K, V), (B, H, K)))
+    # Also below 0, where our own stabiliser never is.
+    stabiliser = np.linspace(-1.5, 1.5, B * H, dtype=np.float32).reshape(B, H)
+    return MLSTMState(memory, normaliser, stabiliser, np.full(B, -1, np.int32))
+
+
+def by_equations(q, k, v, i, f, *, state=None, segment_ids=None, return_state=False):
+    """The paper's recurrence in float64, its stabiliser free to be negative; the state without its stabiliser."""
+    q, k, v, i, f = (np.asarray(x, np.float64) for x in (q, k, v, i, f))
+    rows, length, heads, key_dim = q.shape
+    memory, normaliser = np.zeros((rows, heads, key_dim, v.shape[3])), np.zeros((rows, heads, key_dim))
+    m = np.full((rows, heads), -np.inf)
+    if state is not None:
+        memory, normaliser, m = (np.asarray(x, np.float64) for x in state[:3])
+    h, last = np.zeros(v.shape), np.zeros(rows)
+    for t in range(length):
+        log_f, write = -np.logaddexp(0, -f[:, t]), i[:, t]
+        if segment_ids is not None:
+            padding, new = segment_ids[:, t] == 0, segment_ids[:, t] != last
+            log_f = np.where(padding[:, None], 0.0, np.where(new[:, None], -np.inf, log_f))
+            write = np.where(padding[:, None], -np.inf, write)
+            last = np.where(padding, last, segment_ids[:, t])
+        before, m = m, np.maximum(log_f + m, write)
+        finite = np.where(np.isfinite(m), m, 0.0)
+        keep, add = np.exp(log_f + before - finite)[..., None], np.exp(write - finite)[..., None]
+        memory = keep[..., None] * memory + add[..., None] * k[:, t][..., None] * v[:, t][..., None, :]
+        normaliser = keep * normaliser + add * k[:, t]
+        asked = q[:, t] / np.sqrt(key_dim)
+        size = np.maximum(np.abs(np.sum(normaliser * asked, -1)), np.exp(-finite))
+        h[:, t] = np.einsum("bhk,bhkv->bhv", asked, memory) / size[..., None]
+        if segment_ids is not None:
+            h[:, t][padding] = 0.0
+    undo = np.exp(m)[..., None]
+    return (h, memory * undo[..., None], normaliser * undo) if return_state else h
+
+
+def weights(shape, seed=7):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@functools.cache
+def value_and_gradients(form):
+    """Outputs, and gradients of a sum of outputs with random weights; one program per form."""
+
+    def loss(q, k, v, i, f, segment_ids, w):
+        h = FORMS[form](q, k, v, i, f, segment_ids=segment_ids)
+        return jnp.sum(h.astype(jnp.float32) * w), h
+
+    gradient = jax.jit(jax.grad(loss, argnums=range(5), has_aux=True))
+    return lambda *args: gradient(*args, *(() if len(args) == 7 else (weights(args[2].shape),)))
+
+
+def assert_close(ours, expected, *, names=NAMES, tolerance=2e-5, floor=1e-2):
+    """Within a fraction of the largest value: one output in a hundred divides by a sum that happens to be near zero."""
+    for name, mine, theirs in zip(names, ours, expected, strict=False):
+        mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
+        largest = np.abs(theirs).max() + floor
+        np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance * largest, err_msg=name)
+
+
+def slope(args, which, *, step=1e-6, **kwargs):
+    """The derivative of the weighted sum of outputs along a direction in one input, by differences in float64."""
+    towards = weights(args[which].shape, seed=which)
+
+    def moved(by):
+        changed = [np.asarray(x, np.float64) + (by * towards if n == which else 0.0) for n, x in enumerate(args)]
+        h = by_equations(*changed, **kwargs)
+        return np.sum(h * weights(h.shape))
+
+    return towards, (moved(step) - moved(-step)) / (2 * step)
+
+
+PACKED = np.array([[1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 3, 0, 0], [4, 4, 4, 0, 0, 1, 7, 7, 7, 7, 7, 7, 7]], np.int32)
+SEGMENTS = {"one document": np.ones((B, S), np.int32), "packed": PACKED}
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_outputs_and_gradients_follow_the_equations(form, segments):
+    args, segment_ids = tokens(), SEGMENTS[segments]
+    gradients, h = value_and_gradients(form)(*args, segment_ids)
+    assert_close([h], [by_equations(*args, segment_ids=segment_ids)])
+    for which, gradient in enumerate(gradients):
+        towards, expected = slope(args, which, segment_ids=segment_ids)
+        np.testing.assert_allclose(np.sum(gradient * towards), expected, rtol=1e-4, err_msg=NAMES[which])
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "parallel"])
+def test_every_gradient_equals_that_of_the_parallel_form(form, segments):
+    args = (*tokens(1), SEGMENTS[segments])
+    ours, h = value_and_gradients(form)(*args)
+    expected, reference = value_and_gradients("parallel")(*args)
+    assert_close([h], [reference])
+    assert_close(ours, expected)
+
+
+def test_without_segments_all_tokens_are_one_document():
+    def both(*args):
+        forms = (mlstm_parallel, FORMS["recurrent"], mlstm_chunkwise)
+        return [(form(*args), form(*args, segment_ids=jnp.full((B, S), 5))) for form in forms]
+
+    for without, with_one in jax.jit(both)(*tokens(2)):
+        np.testing.assert_array_equal(without, with_one)
+
+
+# --- Documents ---
+
+
+def test_each_document_alone_gives_the_same():
+    args = tokens(3)
+    together, h = value_and_gradients("ragged chunks of 5")(*args, PACKED)
+    for row, document in [(0, 1), (0, 2), (0, 3), (1, 4), (1, 1), (1, 7)]:
+        here = np.flatnonzero(PACKED[row] == document)
+        expected = by_equations(*(x[row : row + 1, here] for x in args))
+        assert_close([h[row, here]], [expected[0]])
+        # The gradient from a row that holds nothing else.
+        w, *alone = (np.roll(x[row : row + 1], -here[0], axis=1).repeat(B, axis=0) for x in (weights(h.shape), *args))
+        only = np.broadcast_to(np.arange(S) < len(here), (B, S)).astype(np.int32)
+        expected, _ = value_and_gradients("parallel")(*alone, only, w)
+        assert_close([x[row, here] for x in together], [x[0, : len(here)] for x in expected])
+    padding = PACKED == 0
+    assert not np.any(np.asarray(h)[padding])
+    assert not any(np.any(np.asarray(x)[padding]) for x in together)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 3), min_size=B * S, max_size=B * S), st.integers(0, 2**31))
+def test_any_documents_in_any_order(ids, seed):
+    args, segment_ids = tokens(seed), np.array(ids, np.int32).reshape(B, S)
+    expected = by_equations(*args, segment_ids=segment_ids)
+    for form in ("parallel", "recurrent", "ragged chunks of 5"):
+        gradients, h = value_and_gradients(form)(*args, segment_ids)
+        assert_close([h], [expected], tolerance=1e-3)
+        assert all(np.all(np.isfinite(x)) for x in gradients)
+
+
+# --- States ---
+
+
+def in_units_of_one(state):
+    """What a state means: the stabiliser is only how it is written."""
+    return state.memory * jnp.exp(state.stabiliser)[..., None, None], state.normaliser * jnp.exp(state.stabiliser)[
+        ..., None
+    ]
+
+
+STATE_NAMES = ("memory", "normaliser", "stabiliser", *NAMES)
+
+
+@functools.cache
+def state_gradients(form):
+    """Gradients with respect to the state before, by name, and to the tokens, of outputs and the state after."""
+
+    def loss(memory, normaliser, stabiliser, *args):
+        state = MLSTMState(memory, normaliser, stabiliser, jnp.full(B, -1))
+        h, after = WITH_STATE[form](*args, state=state)
+        return sum(jnp.sum(jnp.sin(x)) for x in (h, *in_units_of_one(after)))
+
+    return jax.jit(jax.value_and_grad(loss, argnums=range(8)))
+
+
+@pytest.mark.parametrize("form", WITH_STATE)
+def test_gradients_of_a_given_state(form):
+    inputs = (*some_state()[:3], *tokens(4))
+    value, gradients = state_gradients(form)(*inputs)
+
+    def truth(*inputs):
+        return sum(np.sum(np.sin(x)) for x in by_equations(*inputs[3:], state=inputs[:3], return_state=True))
+
+    np.testing.assert_allclose(value, truth(*inputs), rtol=1e-5)
+    for which, (name, gradient) in enumerate(zip(STATE_NAMES, gradients, strict=True)):
+        towards = weights(inputs[which].shape, seed=which)
+        up, down = (
+            truth(*(np.asarray(x, np.float64) + (by * towards if n == which else 0.0) for n, x in enumerate(inputs)))
+            for by in (1e-6, -1e-6)
+        )
+        np.testing.assert_allclose(np.sum(gradient * towards), (up - down) / 2e-6, rtol=1e-4, err_msg=name)
+    assert_close(gradients, state_gradients("recurrent")(*inputs)[1], names=STATE_NAMES)
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("cut", [4, 12])
+@pytest.mark.parametrize("first", WITH_STATE)
+def test_two_calls_with_the_carried_state_equal_one(first, cut, segments):
+    # The cuts lie between documents, within them and within padding.
+    segment_ids, args = SEGMENTS[segments], tokens(5)
+    second = next(name for name in WITH_STATE if name != first)
+
+    def run(form, piece, state=None):
+        return jitted(form)(*(x[:, piece] for x in args), state, segment_ids[:, piece])
+
+    whole, after_whole = run(first, slice(None))
+    start, state = run(first, slice(None, cut))
+    for form in (first, second):
+        rest, after = run(form, slice(cut, None), state)
+        assert_close([np.concatenate([start, rest], axis=1)], [whole])
+        assert_close(in_units_of_one(after), in_units_of_one(after_whole))
+        np.testing.assert_array_equal(after.segment, after_whole.segment)
+
+
+@functools.cache
+def jitted(form):
+    return jax.jit(lambda q, k, v, i, f, state, ids: WITH_STATE[form](q, k, v, i, f, state=state, segment_ids=ids))
+
+
+@pytest.mark.parametrize("form", WITH_STATE)
+def test_gradients_pass_through_a_carried_state(form):
+    args = tokens(6)
+
+    def loss(run, *args):
+        h = run(*args)
+        return jnp.sum(h * weights(h.shape))
+
+    def in_two(*args):
+        first, state = WITH_STATE[form](*(x[:, :7] for x in args))
+        return jnp.concatenate([first, WITH_STATE[form](*(x[:, 7:] for x in args), state=state)[0]], axis=1)
+
+    ours = jax.jit(jax.grad(functools.partial(loss, in_two), argnums=range(5)))(*args)
+    assert_close(ours, value_and_gradients("parallel")(*args, SEGMENTS["one document"])[0])
+
+
+def test_padding_leaves_the_state_alone():
+    args = tokens(7)
+    padded = np.where(np.arange(S) < 12, np.ones((B, S), np.int32), 0)
+    for form in WITH_STATE:
+        _, after = jitted(form)(*args, None, padded)
+        _, expected = jitted(form)(*(x[:, :12] for x in args), None, padded[:, :12])
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), after, expected)
+        _, after = jitted(form)(*args, None, 0 * padded)
+        jax.tree.map(np.testing.assert_array_equal, after, init_mlstm_state(B, H, key_dim=K, value_dim=V))
+
+
+# --- Numbers ---
+
+
+@pytest.mark.parametrize("form", ["parallel", "recurrent", "ragged chunks of 5"])
+def test_bfloat16_is_as_close_as_its_digits(form):
+    args = [jnp.asarray(x, jnp.bfloat16) for x in tokens(8)]
+    gradients, h = value_and_gradients(form)(*args, PACKED)
+    assert {x.dtype for x in (h, *gradients)} == {jnp.dtype("bfloat16")}
+    wide = [np.asarray(x, np.float32) for x in args]
+    expected, reference = value_and_gradients("parallel")(*wide, PACKED)
+    for mine, theirs in zip((h, *gradients), (reference, *expected), strict=True):
+        error = np.linalg.norm(np.asarray(mine, np.float32) - theirs) / np.linalg.norm(theirs)
+        assert error < 0.02
+
+
+def test_gates_and_states_are_float32_whatever_the_inputs():
+    args = [jnp.asarray(x, jnp.bfloat16) for x in tokens()]
+    for form in WITH_STATE.values():
+        h, state = jax.eval_shape(form, *args)
+        assert h.dtype == jnp.bfloat16
+        assert [x.dtype for x in state] == [jnp.float32] * 3 + [jnp.int32]
+
+
+EXTREMES = {
+    "write all": (80.0, 0.0),
+    "write nothing": (-80.0, 0.0),
+    "keep all": (0.0, 80.0),
+    "forget all": (0.0, -80.0),
+    "write and keep all": (80.0, 80.0),
+    "write all, forget all": (80.0, -80.0),
+    "write nothing, keep all": (-80.0, 80.0),
+    "write nothing, forget all": (-80.0, -80.0),
+    "now and then": (None, None),
+}
+
+
+@pytest.mark.parametrize("case", EXTREMES)
+@pytest.mark.parametrize("form", ["parallel", "recurrent", "ragged chunks of 5"])
+def test_extreme_gates(form, case):
+    q, k, v, i, f = tokens(10)
+    rng = np.random.default_rng(11)
+    at_i, at_f = EXTREMES[case]
+    noise = 0.1 * i
+    i = noise + (rng.choice([-80.0, 0.0, 80.0], i.shape) if at_i is None else at_i)
+    f = noise + (rng.choice([-80.0, 0.0, 80.0], f.shape) if at_f is None else at_f)
+    args = (q, k, v, i.astype(np.float32), f.astype(np.float32))
+    gradients, h = value_and_gradients(form)(*args, PACKED)
+    assert_close([h], [by_equations(*args, segment_ids=PACKED)], tolerance=5e-5, floor=1e-33)
+    for which, gradient in enumerate(gradients):
+        assert np.all(np.isfinite(gradient))
+        towards, expected = slope(args, which, step=1e-5, segment_ids=PACKED)
+        # Where h hardly depends on an input, large terms cancel: the second tolerance is their rounding.
+        tolerance = 1e-4 * np.abs(gradient * towards).sum() + 5e-6 * np.abs(h).sum() + 1e-36
+        assert abs(np.sum(gradient * towards) - expected) < tolerance, NAMES[which]
+
+
+def test_a_short_memory_after_much_forgetting_keeps_its_digits():
+    # Of one running sum of these gates, neighbours differ by less than its last digits.
+    args = list(tokens(12, length=256))
+    args[3], args[4] = 0.1 * args[3], np.where(np.arange(256)[:, None] % 4, 3.0, -80.0) + 0 * args[4]
+    ours = jax.jit(functools.partial(mlstm_chunkwise, chunk_size=256))(*args)
+    error = np.abs(ours - by_equations(*args))
+    assert np.quantile(error, 0.99) < 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_query_of_zeros_reads_zero(form):
+    q, k, v, i, f = tokens()
+    gradients, h = value_and_gradients(form)(0 * q, k, v, 0 * i + 100.0, f, PACKED)
+    assert not np.any(h)
+    assert all(np.all(np.isfinite(x)) for x in gradients)
+
+
+# --- In programs ---
+
+
+def split(loss, num_split):
+    """`loss` on slices of its first arguments by rows and heads, the rest whole on every device, added up."""
+    by_rows_and_heads, mesh = P("dp", None, "tp"), mw.create_mesh("dp:2,tp:4")
+
+    def everywhere(*args):
+        specs = tuple(by_rows_and_heads if n < num_split else P() for n in range(len(args)))
+        added = lambda *args: jax.lax.psum(loss(*args), ("dp", "tp"))  # noqa: E731
+        return local_map(added, mesh=mesh, in_specs=specs, out_specs=P())(*args)
+
+    return everywhere
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ("parallel", "float32"),
+        ("recurrent", "float32"),
+        ("ragged chunks of 5", "float32"),
+        ("ragged chunks of 5", "bfloat16"),
+    ],
+)
+def test_split_over_rows_and_heads_equals_one_device(form, dtype):
+    args = [jnp.asarray(x, dtype) for x in tokens(13)]
+
+    def loss(q, k, v, i, f, w, segment_ids):
+        here = jax.lax.axis_index("dp")[None]
+        return jnp.sum(FORMS[form](q, k, v, i, f, segment_ids=segment_ids[here]) * w)
+
+    gradients = jax.jit(jax.grad(split(loss, 6), argnums=range(5)))(*args, weights(args[2].shape), PACKED)
+    expected, _ = value_and_gradients(form)(*args, PACKED)
+    assert_close(gradients, expected, tolerance=2e-5 if dtype == "float32" else 1e-2)
+
+
+@pytest.mark.parametrize("form", WITH_STATE)
+def test_a_state_and_gates_that_are_the_same_on_all_devices(form):
+    q, k, v, i, f = tokens(14)
+    i, f, memory, normaliser, stabiliser = shared = (i[:1, :, :1], f[:1, :, :1], *(x[:1, :1] for x in some_state()[:3]))
+
+    def loss(q, k, v, i, f, *state):
+        h, after = WITH_STATE[form](q, k, v, i, f, state=MLSTMState(*state, jnp.full(1, -1)))
+        return sum(jnp.sum(jnp.sin(x)) for x in (h, *in_units_of_one(after)))
+
+    value, gradients = jax.jit(jax.value_and_grad(split(loss, 3), argnums=range(8)))(q, k, v, *shared)
+    gates = (np.broadcast_to(x, (B, S, H)) for x in (i, f))
+    state = (np.broadcast_to(x, (B, H, *x.shape[2:])) for x in (memory, normaliser, stabiliser))
+    reference, expected = state_gradients(form)(*state, q, k, v, *gates)
+    expected = [*expected[3:6], *(jnp.sum(x, axis=(0, 2), keepdims=True) for x in expected[6:])] + [
+        jnp.sum(x, axis=(0, 1), keepdims=True) for x in expected[:3]
+    ]
+    np.testing.assert_allclose(value, reference, rtol=1e-5)
+    assert_close(gradients, expected, names=(*NAMES, *STATE_NAMES[:3]))
+
+
+def test_checkpointed_gradients_are_the_same():
+    args = (*tokens(15), PACKED)
+    form = jax.checkpoint(lambda *args: mlstm_chunkwise(*args[:5], chunk_size=5, segment_ids=args[5]))
+    gradients = jax.jit(jax.grad(lambda *args: jnp.sum((h := form(*args)) * weights(h.shape)), argnums=range(5)))(*args)
+    assert_close(gradients, value_and_gradients("ragged chunks of 5")(*args)[0])
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square():
+    def temporary(form, length):
+        shapes = [jax.ShapeDtypeStruct((B, length, *x.shape[2:]), x.dtype) for x in tokens()]
+        gradient = jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(form(*args))), argnums=range(5)))
+        return gradient.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    chunkwise = functools.partial(mlstm_chunkwise, chunk_size=16)
+    short, long = temporary(chunkwise, 256), temporary(chunkwise, 512)
+    one_array_of_all_pairs = B * H * 512 * 512 * 4
+    assert long < 2.5 * short
+    assert long < one_array_of_all_pairs / 2
+
+
+# --- Bad inputs ---
+
+
+def changed(**new):
+    return [new.get(name, x) for name, x in zip(NAMES, tokens(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (changed(k=np.ones((B, S, H, K + 1))), {}, r"got q of shape \(2, 13, 4, 4\), k of \(2, 13, 4, 5\)"),
+        (changed(v=np.ones((B, S, H))), {}, r"hint: q and k must both be \[B, S, H, K\]"),
+        ([x[:, :0] for x in tokens()], {}, r"got q of shape \(2, 0, 4, 4\)"),
+        (changed(f=np.ones((B, S, 1))), {}, r"both must be \(2, 13, 4\)"),
+        (changed(k=np.ones((B, S, H, K), np.float16)), {}, "must have one float dtype"),
+        (changed(i=np.ones((B, S, H), int)), {}, "gates of int32 and float32"),
+        (tokens(), {"segment_ids": np.ones((B, S + 1), int)}, r"integers of shape \(2, 13\)"),
+        (tokens(), {"segment_ids": np.ones((B, S))}, r"segment_ids of shape \(2, 13\) and type float32"),
+        (
+            tokens(),
+            {"state": init_mlstm_state(B, H, key_dim=V, value_dim=K)},
+            r"hint: init_mlstm_state\(2, 4, key_dim=4",
+        ),
+        (tokens(), {"chunk_size": 0}, "got chunk_size=0"),
+        (tokens(), {"chunk_size": 2.5}, "got chunk_size=2.5"),
+    ],
+)
+def test_bad_inputs(args, kwargs, message):
+    with pytest.raises(PlacementError, match=rf"mlstm_chunkwise(.|\n)*{message}(.|\n)*"):
+        mlstm_chunkwise(*args, **kwargs)

@@ -1,0 +1,184 @@
+"""The step on any mesh is the step on one device: parameters, clipping, optimizers, precision, communication."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.models import Run
+from meshwright.plan.schedule import read_schedule
+from meshwright.train import Precision, global_norm, init_state, make_eval_step, make_train_step, state_layout
+
+
+@pytest.mark.parametrize(("mesh", "options"), [
+    ("dp:2,fsdp:2,tp:2", {"num_minibatches": 2}),
+    ("fsdp:4,tp:2", {"num_minibatches": 2, "view": "global"}),
+    ("pp:2,fsdp:2,tp:2", {}),
+], ids=str)  # fmt: skip
+def test_dropout_does_not_depend_on_mesh_view_or_minibatches(lab, mesh, options):
+    job = lab.decoder_job(dropout=0.2)
+    lab.assert_same_change(lab.train(job, mesh, **options), lab.reference(dropout=0.2))
+    assert abs(float(lab.reference(dropout=0.2)[2]["loss"]) - float(lab.reference()[2]["loss"])) > 1e-4
+
+
+@pytest.mark.parametrize(("mesh", "options"), [
+    ("dp:4,fsdp:2", {"sync": "every", "num_minibatches": 2}),
+    ("dp:4,tp:2", {"sync": "hybrid", "num_minibatches": 2}),
+    ("dp:2,fsdp:2,tp:2", {"sync": "once", "num_minibatches": 2}),
+    ("dp:4,tp:2", {"view": "global"}),
+], ids=str)  # fmt: skip
+def test_zero_one_computes_the_same(lab, mesh, options):
+    wanted = lab.train(lab.decoder_job(), lab.one_device(), optimizer=optax.sgd(0.5, momentum=0.9))
+    got = lab.train(lab.decoder_job(), mesh, optimizer=optax.sgd(0.5, momentum=0.9), zero_axis="dp", **options)
+    lab.assert_same_change(got, wanted)
+
+
+def test_zero_one_scatters_gradients_instead_of_summing_them(lab):
+    batch = lab.make_batch()
+    programs = {}
+    for axis in (None, "dp"):
+        _, step = lab.start(lab.decoder_job(), "dp:8", optax.adam(1e-3), zero_axis=axis)
+        programs[axis] = read_schedule(step.lower(batch).compile().as_text())
+    assert programs[None].count("reduce-scatter") == programs[None].count("all-gather") == 0
+    assert programs["dp"].count("reduce-scatter") > 0
+    assert programs["dp"].count("all-gather") > 0
+    # A sum moves twice what a scatter does, and so does a scatter followed by a gather.
+    assert programs["dp"].wire_bytes < 1.05 * programs[None].wire_bytes
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "lamb": optax.lamb(1e-2),
+    "scheduled": optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 1, 4)),
+    "own_clip": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_sees_whole_parameters(lab, name):
+    wanted = lab.train(lab.decoder_job(), lab.one_device(), optimizer=OPTIMIZERS[name])
+    got = lab.train(lab.decoder_job(), "fsdp:4,tp:2", optimizer=OPTIMIZERS[name])
+    # Adam divides by what may be zero but for rounding; its steps are compared more loosely.
+    lab.assert_same_change(got, wanted, tolerance=1e-5 if name == "own_clip" else 2e-2)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp:8", "dp:2,fsdp:2,tp:2", "pp:2,tp:2,dp:2"])
+def test_clipping_is_by_the_true_norm(lab, mesh):
+    first, wanted, metrics = lab.train(lab.decoder_job(), lab.one_device(), 1, clip=0.1)
+    change = jax.tree.map(lambda a, b: (a - b) / 0.5, first, wanted)
+    assert float(metrics["grad_norm"]) > 0.2
+    np.testing.assert_allclose(global_norm(change), 0.1, rtol=1e-4)
+    lab.assert_same_change(lab.train(lab.decoder_job(), mesh, 1, clip=0.1), (first, wanted, metrics))
+
+
+def test_norms_in_the_local_view_count_whole_leaves_once():
+    tree = {"split": jnp.arange(8.0), "both": jnp.arange(16.0).reshape(8, 2), "whole": jnp.arange(3.0)}
+    specs = {"split": P("fsdp"), "both": P("fsdp", "tp"), "whole": P()}
+    norm = mw.parallel.local_map(global_norm, mesh=mw.create_mesh("fsdp:4,tp:2"), in_specs=(specs,), out_specs=P())(
+        tree
+    )
+    wanted = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(tree)))
+    np.testing.assert_allclose(norm, wanted, rtol=1e-6)
+
+
+def test_parameters_travel_in_the_dtype_they_are_computed_in(lab):
+    _, changed, metrics = lab.train(lab.decoder_job(), "fsdp:8", precision="mixed")
+    assert {leaf.dtype for leaf in jax.tree.leaves(changed)} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(metrics["loss"], lab.reference()[2]["loss"], rtol=5e-3)
+
+
+@pytest.mark.parametrize(("precision", "gradients"), [
+    (Precision(compute="bfloat16"), "f32"),
+    (Precision(compute="bfloat16", reduce="bfloat16"), "bf16"),
+], ids=["mixed", "narrow"])  # fmt: skip
+def test_what_travels_has_the_dtype_that_was_asked_for(lab, precision, gradients):
+    _, step = lab.start(lab.decoder_job(), "fsdp:8", precision=precision)
+    # Before XLA's CPU compiler, which widens 16-bit collectives.
+    text = step.lower(lab.make_batch()).as_text()
+    gathered = set(re.findall(r"all_gather.*?: \(tensor<[\dx]*?x([a-z]\w*)>\)", text))
+    scattered = set(re.findall(r"reduce_scatter.*?\}\) : \(tensor<[\dx]*?x([a-z]\w*)>\)", text, re.DOTALL))
+    assert gathered == {"bf16"}
+    assert scattered == {gradients}
+
+
+def test_evaluation_is_the_loss_without_dropout(lab):
+    job, batch = lab.decoder_job(dropout=0.3), lab.make_batch()
+    layout = state_layout(job, optax.sgd(0.5), mw.create_mesh("dp:2,fsdp:2,tp:2"))
+    state = init_state(job, optax.sgd(0.5), layout, jax.random.key(0))
+    quiet = lab.train(lab.decoder_job(), lab.one_device(), 1)[2]
+    for view in ("global", "local"):
+        metrics = make_eval_step(job, layout, view=view, num_minibatches=2)(state, batch)
+        np.testing.assert_allclose(metrics["loss"], quiet["loss"], rtol=1e-5)
+        assert float(metrics["tokens"]) == batch["weights"].sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("view", ["global", "local"])
+def test_twenty_steps_stay_together(lab, view):
+    optimizer = optax.sgd(0.1)
+    wanted = lab.train(lab.decoder_job(), lab.one_device(), 20, optimizer, clip=1.0)
+    got = lab.train(lab.decoder_job(), "dp:2,fsdp:2,tp:2", 20, optimizer, num_minibatches=2, view=view, clip=1.0)
+    lab.assert_same_change(got, wanted, tolerance=1e-4)
+
+
+def test_what_cannot_be_done_is_said(lab):
+    job, optimizer, mesh = lab.decoder_job(), optax.sgd(0.5), mw.create_mesh("fsdp:8")
+    layout = state_layout(job, optimizer, mesh)
+    with pytest.raises(mw.MeshwrightError, match="sync='once' has no meaning in the global view"):
+        make_train_step(job, optimizer, layout, view="global", sync="once")
+    with pytest.raises(mw.MeshwrightError, match=r"no view 'locl'.\nhint: did you mean 'local'"):
+        make_train_step(job, optimizer, layout, view="locl")
+    with pytest.raises(mw.JobError, match="the job has no loss"):
+        make_train_step(dataclasses.replace(job, loss=None), optimizer, layout)
+    with pytest.raises(mw.MeshwrightError, match="clip=0 is not a norm"):
+        make_train_step(job, optimizer, layout, clip=0)
+    step = make_train_step(job, optimizer, layout)
+    with pytest.raises(
+        mw.PlacementError, match=r"12 rows cannot be split over 8 devices \(fsdp=8\).\nhint: use 8 or 16"
+    ):
+        step.lower({name: leaf[:12] for name, leaf in lab.make_batch().items()})
+    with pytest.raises(mw.LayoutError, match="not the layout of a run's state"):
+        make_train_step(job, optimizer, mw.make_layout(job.rules, mw.abstract_init(job.init), mesh))
+    with pytest.raises(mw.PlacementError, match="cannot make 4 minibatches of a batch of 2 rows"):
+        make_train_step(job, optimizer, layout, num_minibatches=4).lower(lab.make_batch())
+
+
+def test_a_loss_that_splits_without_reducing_is_refused():
+    def loss(params, batch, rng):
+        return jnp.mean(batch["x"] @ params["w"]), {}
+
+    job = mw.Job(init=lambda key: {"w": jnp.zeros((4, 8))}, rules=[("w", P(None, "tp"))], loss=loss)
+    layout = state_layout(job, optax.sgd(0.1), mw.create_mesh("tp:8"))
+    with pytest.raises(mw.PlacementError, match="the loss differs along 'tp'"):
+        make_train_step(job, optax.sgd(0.1), layout).lower({"x": np.ones((8, 4), np.float32)})
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_a_loss_that_knows_no_remat_is_recomputed_as_a_whole(remat):
+    def loss(params, batch, rng):
+        h = batch["x"]
+        for number in range(4):
+            h = jnp.tanh(h @ params["w"][number])
+        return jnp.mean(h**2), {}
+
+    job = mw.Job(init=lambda key: {"w": jax.random.normal(key, (4, 16, 16))}, rules=[("w", P(None, "fsdp"))], loss=loss)
+    layout = state_layout(job, optax.sgd(0.1), mw.create_mesh("fsdp:8"))
+    results = []
+    for policy in ("none", remat):
+        state = init_state(job, optax.sgd(0.1), layout, jax.random.key(0))
+        step = make_train_step(job, optax.sgd(0.1), layout, remat=policy)
+        results.append(jax.device_get(step(state, {"x": np.ones((16, 16), np.float32)})[0].params["w"]))
+    np.testing.assert_allclose(*results, rtol=1e-6)
+
+
+@pytest.mark.parametrize("run", [Run(sequence_parallel=False), Run(save_gathered=True), Run(tensor_axis=None)], ids=str)
+def test_choices_of_a_run_do_not_change_the_function(lab, run):
+    options = {"view": "global"} if run.tensor_axis is None else {}
+    lab.assert_same_change(lab.train(lab.decoder_job(run=run), "dp:2,fsdp:2,tp:2", **options), lab.reference())
