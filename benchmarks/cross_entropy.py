@@ -37,8 +37,8 @@ def kept(x: Any, head: Any, targets: Any, *, by_index: bool) -> Any:
     return -jnp.where(places == targets[:, None], log_p, 0.0).sum()
 
 
-def chunked(x: Any, head: Any, targets: Any, *, chunk_rows: int | None) -> Any:
-    return linear_cross_entropy(x, head, targets, chunk_rows=chunk_rows).total
+def chunked(x: Any, head: Any, targets: Any, **options: Any) -> Any:
+    return linear_cross_entropy(x, head, targets, **options).total
 
 
 def three_matmuls(x: Any, head: Any, targets: Any) -> Any:
@@ -52,7 +52,8 @@ def forms(chunks: list[int]) -> dict[str, Callable[..., Any]]:
         BY_COMPARISON: functools.partial(kept, by_index=False),
         BY_INDEX: functools.partial(kept, by_index=True),
         "kept, by index, checkpoint": jax.checkpoint(functools.partial(kept, by_index=True)),
-        OURS: functools.partial(chunked, chunk_rows=None),
+        OURS: chunked,
+        "ours, float32 logits": functools.partial(chunked, logits_dtype=jnp.float32),
         **{f"ours, {rows} rows": functools.partial(chunked, chunk_rows=rows) for rows in chunks},
     }
     return {

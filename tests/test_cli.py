@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -137,6 +138,90 @@ def test_doctor_reports_what_is_broken(cli, monkeypatch):
     code, out, _ = cli("doctor")
     assert code == 1
     assert "self-check FAILED: RuntimeError: no memory left" in out
+
+
+# --- verify ---
+
+VERIFY_SOURCE = """
+import jax
+import jax.numpy as jnp
+import meshwright as mw
+from meshwright import P
+
+def init(key):
+    return {"w": jax.random.normal(key, (8,))}
+
+def loss(params, batch, rng):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2), {}
+
+def mesh_loss(params, batch, rng):
+    # Divided by the rows of one device, where there are several.
+    return loss(params, batch, rng)[0] * 16 / batch["x"].shape[0], {}
+
+batch = {"x": jax.ShapeDtypeStruct((16, 8), "float32")}
+good = mw.Job(init=init, rules=[("w", P("fsdp"))], loss=loss, batch=batch)
+bad = mw.Job(init=init, rules=[("w", P("fsdp"))], loss=mesh_loss, batch=batch)
+"""
+
+
+@pytest.fixture
+def verify_cli(cli, tmp_path):
+    (tmp_path / "verify_job.py").write_text(VERIFY_SOURCE)
+    yield lambda *args: cli("verify", *args)
+    sys.modules.pop("verify_job", None)
+
+
+def test_verify(verify_cli):
+    code, out, err = verify_cli(
+        "verify_job:good", "--mesh", "fsdp:8", "dp:2,fsdp:4", "--view", "global", "--steps", "1"
+    )
+    assert code == 0
+    assert "2 equal; 1 parameters, 16 rows, 1 step, relative errors up to 1e-05 allowed" in out
+    assert err.splitlines()[0] == "comparing one device"
+    assert "comparing dp:2,fsdp:4, global view" in err
+
+
+def test_verify_says_what_differs(verify_cli):
+    arguments = ("verify_job:bad", "--mesh", "fsdp:4", "--view", "local", "--steps", "1")
+    code, out, _ = verify_cli(*arguments)
+    assert code == 1
+    assert "likely cause: the loss is 4x: summed twice over `fsdp` (4 devices)" in out
+    code, out, _ = verify_cli(*arguments, "--json")
+    assert code == 1
+    found = json.loads(out)
+    assert found["ok"] is False
+    assert found["cases"][0]["causes"][0]["kind"] == "reduction"
+
+
+def test_verify_simulates_devices(tmp_path):
+    (tmp_path / "sub_job.py").write_text(VERIFY_SOURCE)
+    arguments = ["verify", "sub_job:good", "--view", "global", "--steps", "1", "--devices", "4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    # Without a mesh of its own, each axis in turn; rules without optional axes need theirs on every mesh.
+    assert "dp:4,fsdp:1" in done.stdout
+    assert "2 equal" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["cli_job:good"], "error: verify: the job has no loss.\nhint: "),
+        (["verify_job:good", "--mesh", "fsdp:16"], "error: fsdp=16 = 16 but there are only 8 devices."),
+        (["verify_job:good", "--devices", "9"], "error: devices=9 of 8 available."),
+    ],
+)
+def test_verify_errors_go_to_stderr(verify_cli, arguments, text):
+    code, out, err = verify_cli(*arguments)
+    assert (code, out) == (1, "")
+    assert text in err
 
 
 # --- The command itself ---

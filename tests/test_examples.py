@@ -10,8 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What each prints when it is through; an example that is not named here must only end well.
-SAYS = {"tensor_parallel_block.py": "all four agree"}
-SLOW = {"tensor_parallel_block.py"}
+VERIFIED = {f"verify_{kind}.py": "2 equal; " for kind in ("plain", "linen", "nnx", "equinox")}
+SAYS = {"tensor_parallel_block.py": "all four agree"} | VERIFIED
+SLOW = {"tensor_parallel_block.py", "verify_linen.py", "verify_nnx.py", "verify_equinox.py"}
 
 
 def test_there_are_examples():

@@ -26,6 +26,7 @@ class Job:
         loss: `loss(params, batch, rng) -> (loss, metrics)`.
         batch: an example batch, of arrays or `jax.ShapeDtypeStruct`.
         mesh: the mesh it is usually run on, as a string.
+        make_batch: from a seed to a batch of the example's shapes, for comparing steps (`meshwright verify`).
 
     Any object with these attributes is a job; only `init` and `rules` are always needed.
     """
@@ -35,6 +36,7 @@ class Job:
     loss: Callable[..., Any] | None = None
     batch: PyTree = None
     mesh: str | None = None
+    make_batch: Callable[[int], PyTree] | None = None
 
 
 def abstract_init(init: Callable[[Any], PyTree]) -> PyTree:

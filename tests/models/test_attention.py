@@ -167,6 +167,7 @@ def test_before_jax_0_11_cudnn_gets_one_key_head_per_query_head(asked, monkeypat
 def test_which_implementation_a_gpu_uses(monkeypatch, dtype, dim, length, options, expected):
     chosen = []
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91200)
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **named: chosen.append(named) or q)
     q, k, v, _ = inputs(length=length, dim=dim, dtype=dtype)
     attention(q, k, v, **options)
@@ -178,9 +179,22 @@ def test_which_implementation_a_gpu_uses(monkeypatch, dtype, dim, length, option
 def test_the_mesh_in_force_wins_over_the_default_backend(monkeypatch):
     chosen = []
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91200)
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **named: chosen.append(named) or q)
     with jax.set_mesh(mw.create_mesh("dp:8")):
         attention(*inputs(dtype=jnp.bfloat16)[:3])
+    assert chosen[0]["implementation"] == "xla"
+
+
+def test_without_cudnn_a_gpu_program_uses_xla(monkeypatch):
+    def missing():
+        raise RuntimeError("cuDNN is not detected.")
+
+    chosen = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cudnn, "check_cudnn_version", missing)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **named: chosen.append(named) or q)
+    attention(*inputs(dtype=jnp.bfloat16)[:3])
     assert chosen[0]["implementation"] == "xla"
 
 

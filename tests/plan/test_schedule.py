@@ -99,3 +99,60 @@ def test_loops_of_compiled_programs_are_counted_with_their_trips():
 
     mapped = jax.jit(jax.shard_map(f, mesh=mw.create_mesh("dp:8"), in_specs=P("dp"), out_specs=P("dp")))
     assert read_schedule(mapped.lower(jnp.ones((8, 4))).compile().as_text()).count("collective-permute") == 6
+
+
+MORE = """HloModule m, is_scheduled=true
+
+%all-reduce-scatter.1 (p: bf16[16,4]) -> bf16[2,4] {
+  %p = bf16[16,4]{1,0} parameter(0)
+  %all-reduce.1 = bf16[16,4]{1,0} all-reduce(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %slice = bf16[2,4]{1,0} dynamic-slice(%all-reduce.1), dynamic_slice_sizes={2,4}
+}
+
+%starts (q: bf16[2,4]) -> (bf16[2,4], bf16[8,4], u32[]) {
+  %q = bf16[2,4]{1,0} parameter(0)
+  %all-gather.1 = bf16[8,4]{1,0} all-gather(%q), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  ROOT %custom = (bf16[2,4]{1,0}, bf16[8,4]{1,0}, u32[]) custom-call(%q, %all-gather.1), custom_call_target="Start"
+}
+
+%async_collective_fusion.1 (r: bf16[2,4], s: bf16[8,4]) -> (bf16[8,4], bf16[8,4]) {
+  %r = bf16[2,4]{1,0} parameter(0)
+  %s = bf16[8,4]{1,0} parameter(1)
+  %all-gather.2 = bf16[8,4]{1,0} all-gather(%r), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %convolution.1 = bf16[8,4]{1,0} convolution(%s, %s), dim_labels=bf_io->bf
+  ROOT %both = (bf16[8,4]{1,0}, bf16[8,4]{1,0}) tuple(%convolution.1, %all-gather.2)
+}
+
+%ends (u: bf16[8,4]) -> bf16[8,4] {
+  %u = bf16[8,4]{1,0} parameter(0)
+  ROOT %all-gather.3 = bf16[8,4]{1,0} all-gather(%u), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+}
+
+ENTRY %main (a: bf16[16,4], b: bf16[2,4]) -> bf16[8,4] {
+  %a = bf16[16,4]{1,0} parameter(0)
+  %b = bf16[2,4]{1,0} parameter(1)
+  %fusion.1 = bf16[2,4]{1,0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.1
+  %async-collective-start = (bf16[2,4]{1,0}, bf16[8,4]{1,0}, u32[]) fusion(%b), kind=kCustom, calls=%starts
+  %part = bf16[8,4]{1,0} get-tuple-element(%async-collective-start), index=1
+  %fusion.2 = (bf16[8,4]{1,0}, bf16[8,4]{1,0}) fusion(%b, %part), kind=kCustom, calls=%async_collective_fusion.1
+  %rest = bf16[8,4]{1,0} get-tuple-element(%fusion.2), index=1
+  %async-collective-done = bf16[8,4]{1,0} fusion(%rest), kind=kCustom, calls=%ends
+  %gemm = bf16[8,4]{1,0} custom-call(%rest), custom_call_target="__cublas$gemm"
+  %reduce-scatter-start = ((bf16[16,4]{1,0}, bf16[8,4]{1,0}), (bf16[8,4]{1,0}, bf16[4,4]{1,0})) reduce-scatter-start(%a, %rest), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}, to_apply=%add
+  %reduce-scatter-done = (bf16[8,4]{1,0}, bf16[4,4]{1,0}) reduce-scatter-done(%reduce-scatter-start)
+  ROOT %permute = bf16[8,4]{1,0} collective-permute(%rest), source_target_pairs={{0,1},{1,0},{2,3},{3,2}}
+}
+"""
+
+
+def test_fused_and_combined_forms_and_the_axes_they_run_along():
+    schedule, sizes = read_schedule(MORE), {"fsdp": 4, "tp": 2}
+    fused, gather, combined, permute = schedule.collectives
+    assert (fused.kind, fused.is_async, fused.wire_bytes) == ("reduce-scatter", False, 128 * 7 / 8)
+    assert fused.axes(sizes) == ("fsdp", "tp")
+    assert (gather.kind, gather.hidden, gather.matmuls_between) == ("all-gather", True, 1)
+    assert (gather.partners, gather.axes(sizes)) == (((0, 2, 4, 6),), ("fsdp",))
+    assert (combined.kind, combined.bytes_moved, combined.hidden) == ("reduce-scatter", 192, False)
+    assert (combined.axes(sizes), permute.axes(sizes)) == (("tp",), ("tp",))
+    assert (schedule.along("fsdp", sizes).count(), schedule.along("tp", sizes).count()) == (1, 2)
+    assert schedule.hidden_bytes == gather.wire_bytes == 48

@@ -102,12 +102,12 @@ def distributed(mesh_text, *, sync, num_minibatches, sp):
 
 TABLE = [
     ("dp:2,tp:4", "every", 2, True),
-    ("dp:2,tp:4", "hybrid", 4, True),
-    ("dp:2,tp:4", "once", 1, False),
-    ("dp:2,fsdp:2,tp:2", "hybrid", 2, True),
-    ("dp:2,fsdp:2,tp:2", "once", 2, False),
+    ("dp:2,tp:4", "hybrid", 4, False),
+    pytest.param("dp:2,tp:4", "once", 1, False, marks=pytest.mark.slow),
+    ("dp:2,fsdp:2,tp:2", "once", 2, True),
+    pytest.param("dp:2,fsdp:2,tp:2", "hybrid", 2, True, marks=pytest.mark.slow),
     ("dp:8", "hybrid", 1, True),
-    ("tp:8", "every", 4, True),
+    pytest.param("tp:8", "every", 4, True, marks=pytest.mark.slow),
 ]
 
 

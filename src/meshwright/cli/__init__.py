@@ -18,10 +18,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
     from meshwright.cli.doctor import doctor
     from meshwright.cli.rules import rules
+    from meshwright.cli.verify import verify
 
     try:
         code = tyro.extras.subcommand_cli_from_dict(
-            {"doctor": doctor, "rules": rules},
+            {"doctor": doctor, "rules": rules, "verify": verify},
             prog="meshwright",
             description="Place JAX models on any mesh.",
             args=args,

@@ -40,7 +40,7 @@ def attention(
         max_segments: the most pieces, documents or padding, that a row may have; a row with more becomes NaN. It lets
             cuDNN skip other documents instead of reading a mask: 2.7 times as fast at 2048 tokens and four documents,
             4.1 times at 8192. The backward pass keeps `B * max_segments * H * S` float32 numbers.
-        implementation: by default cuDNN on GPUs, for 16-bit floats without a soft cap, and XLA elsewhere.
+        implementation: by default cuDNN for GPUs, if it is installed, for 16-bit floats without a soft cap; else XLA.
 
     Example:
         >>> q = k = v = jnp.ones((1, 4, 2, 8))
@@ -122,7 +122,18 @@ def _suits_cudnn(q: Any, *, masked: bool) -> bool:
     if not on_gpu or q.dtype not in (jnp.bfloat16, jnp.float16):
         return False
     # Its limits on every generation of GPUs; an explicit mask needs an even number of positions.
-    return q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and not (masked and q.shape[1] % 2)
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and not (masked and q.shape[1] % 2)
+    return fits and _has_cudnn()
+
+
+def _has_cudnn() -> bool:
+    from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
+
+    try:
+        check_cudnn_version()
+    except RuntimeError:  # compiling for GPUs on a machine without
+        return False
+    return True
 
 
 def _can_pack() -> bool:

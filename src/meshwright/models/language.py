@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -26,6 +27,7 @@ from meshwright.models.run import PROJECTION, Remat, Run
 from meshwright.models.stack import run_layers
 from meshwright.parallel.dropout import dropout
 from meshwright.parallel.gather import Gather
+from meshwright.parallel.overlap_forms import chip_family
 from meshwright.parallel.pipeline import pipeline
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_embed
@@ -160,7 +162,7 @@ class LanguageModel:
         layers_gather = None if gather is None else gather["layers"]
 
         def enter(params: PyTree, tokens: Any) -> Any:
-            # Whole along features, as our own gather makes it: XLA would look up slices of features, and has no good way
+            # Whole along features, as our gather makes it: XLA would look up slices of features, and has no good way
             # from there to rows.
             table = _constrained(_whole(params, gather, "embed")["table"], P(run.tensor_axis))
             embedded = vocab_embed(tokens, table, axis=run.tensor(), sequence_parallel=run.sequence_parallel)
@@ -173,7 +175,16 @@ class LanguageModel:
             def block(layer: PyTree, h: Any, number: Any) -> Any:
                 return _rows_split(self.layer(layer, h, make(number)), run)
 
-            return run_layers(block, layers, h, first=numbers[0], form=run.layers, remat=remat, gather=layers_gather)
+            return run_layers(
+                block,
+                layers,
+                h,
+                first=numbers[0],
+                form=run.layers,
+                remat=remat,
+                gather=layers_gather,
+                prefetch=run.prefetch and stages is None,
+            )
 
         if stages is None:
             numbers = jnp.arange(1)
@@ -258,6 +269,9 @@ class Context:
     def rows(self, y: Any, weight: Any) -> Any:
         """Returns `y @ w` where features are split, with the sequence split again."""
         h = row_dense(y, weight, axis=self.run.tensor(), sequence_parallel=self.run.sequence_parallel)
+        if chip_family() == "gpu":
+            # What is added to it next stays out of the matmul: XLA would copy that first, to let cuBLAS add to it.
+            h = lax.optimization_barrier(h)
         return checkpoint_name(h, PROJECTION)
 
     def drop(self, h: Any, site: int) -> Any:

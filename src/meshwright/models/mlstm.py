@@ -1,7 +1,7 @@
 """The mLSTM cell (arXiv 2405.04517): a linear recurrence over outer products, in three forms of one function.
 
 `mlstm_recurrent` follows time and is for generation, `mlstm_parallel` compares all pairs of tokens and is the
-reference, `mlstm_chunkwise` does the one within chunks and the other between them and is for training.
+reference, `mlstm_chunkwise` compares the pairs within chunks, follows time between them, and is for training.
 
 Per head, with `log f = logsigmoid(f)`, a memory C, a normaliser n and a stabiliser m:
 
@@ -10,11 +10,11 @@ Per head, with `log f = logsigmoid(f)`, a memory C, a normaliser n and a stabili
     h_t = C_t^T q_t / max(|n_t . q_t|, exp(-m_t))                                q_t divided by sqrt(K) first
 
 h does not depend on m: C, n and exp(-m) all shrink by the same factor. Two choices follow.
-- m is never below 0; in the paper it may be anything. Only outputs smaller than any float32 are lost by that. An input
+- m is never below 0; in the paper it may be anything. Only what is smaller than 1e-38 is lost by that. An input
   gate of -inf then adds exactly nothing, the empty state is all zeros, and no infinity is subtracted from another.
 - m gets no gradient: all of it would cancel, up to rounding.
 
-Shapes: B rows, S positions, H heads, K features of keys, V of values, N chunks, L positions of a chunk, M again L.
+Shapes: B rows, S positions (T again), H heads, K features of keys, V of values, N chunks of L positions (M again).
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ def mlstm_chunkwise(
     Args:
         q, k: `[B, S, H, K]`; `v` is `[B, S, H, V]`.
         i, f: `[B, S, H]`, what enters the exponential input gate and the sigmoid forget gate.
-        chunk_size: tokens compared with each other; any number gives the same result. Less memory and more matmul work
-            with larger ones, until the chunk is about as long as K or V.
+        chunk_size: tokens compared with each other; any number gives the same result. With larger ones fewer memories
+            are kept and matmuls are larger; past about K, comparing pairs costs more than that saves.
         state: where to continue, from an earlier call of any form.
         segment_ids: `[B, S]` of whole numbers, one per document, each document in one piece. A document starts from the
             empty state, but for one that continues the document of `state`. 0 is padding, which leaves the state alone
@@ -204,9 +204,10 @@ def mlstm_chunkwise(
     Example:
         >>> q = k = v = jnp.ones((1, 100, 2, 4))
         >>> i = f = jnp.zeros((1, 100, 2))
-        >>> h, state = mlstm_chunkwise(q, k, v, i, f, chunk_size=16, return_state=True)
-        >>> bool(jnp.allclose(h, mlstm_parallel(q, k, v, i, f), atol=1e-6)), state.memory.shape
-        (True, (1, 2, 4, 4))
+        >>> cell = jax.jit(mlstm_chunkwise, static_argnames=("chunk_size", "return_state"))
+        >>> h, state = cell(q, k, v, i, f, chunk_size=16, return_state=True)
+        >>> h.shape, state.memory.shape
+        ((1, 100, 2, 4), (1, 2, 4, 4))
     """
     t = _prepare(q, k, v, i, f, state, segment_ids, who="mlstm_chunkwise")
     if type(chunk_size) is not int or chunk_size < 1:
@@ -332,16 +333,15 @@ def _remember(through_NBH: Any, to_end_NBHL: Any, k_NBHLK: Any, v_NBHLV: Any, st
 
 
 def _remember_fwd(*args: Any) -> tuple[Any, Any]:
-    (c_BHKV, n_BHK, m_BH), stacks = _remember(*args)
-    return ((c_BHKV, n_BHK, m_BH), stacks), (*args[:4], *stacks, jnp.concatenate([stacks[2][1:], m_BH[None]]))
+    end, stacks = _remember(*args)
+    after_NBH = jnp.concatenate([stacks[2][1:], end[2][None]])
+    return (end, stacks), (*args[:4], *stacks, after_NBH)
 
 
 def _remember_bwd(kept: Any, d_out: Any) -> Any:
     def chunk(carry: Any, x: Any) -> tuple[Any, Any]:
-        (d_c_BHKV, d_n_BHK), (through_BH, to_end_BHL, k_BHLK, v_BHLV, c_BHKV, n_BHK, m_BH, after_BH, *d_stacks) = (
-            carry,
-            x,
-        )
+        d_c_BHKV, d_n_BHK = carry
+        through_BH, to_end_BHL, k_BHLK, v_BHLV, c_BHKV, n_BHK, m_BH, after_BH, d_read_BHKV, d_size_BHK = x
         kind, wide = k_BHLK.dtype, d_c_BHKV.dtype
         keep_BH, write_BHL = jnp.exp(through_BH + m_BH - after_BH), jnp.exp(to_end_BHL - after_BH[..., None])
         written_BHLK = k_BHLK * write_BHL[..., None]
@@ -350,8 +350,8 @@ def _remember_bwd(kept: Any, d_out: Any) -> Any:
         d_v_BHLV = _einsum("BHLK,BHKV->BHLV", written_BHLK.astype(kind), d_c_BHKV.astype(kind), wide)
         d_k_BHLK = d_written_BHLK * write_BHL[..., None]
         d_to_end_BHL = jnp.sum(d_written_BHLK * written_BHLK, axis=-1)
-        d_c_BHKV = keep_BH[..., None, None] * d_c_BHKV + d_stacks[0]
-        d_n_BHK = keep_BH[..., None] * d_n_BHK + d_stacks[1]
+        d_c_BHKV = keep_BH[..., None, None] * d_c_BHKV + d_read_BHKV
+        d_n_BHK = keep_BH[..., None] * d_n_BHK + d_size_BHK
         return (d_c_BHKV, d_n_BHK), (d_keep_BH * keep_BH, d_to_end_BHL, d_k_BHLK.astype(kind), d_v_BHLV.astype(kind))
 
     (d_c_BHKV, d_n_BHK, d_m_BH), (d_c_NBHKV, d_n_NBHK, _) = d_out

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshwright.axes import varying_axes
 from meshwright.types import PyTree
 
 
@@ -29,6 +30,7 @@ def run_prefetched(
     *,
     whole: Callable[[PyTree], PyTree],
     remat: Callable[[Callable[..., Any]], Callable[..., Any]],
+    unroll: int = 1,
 ) -> Any:
     """Returns `h` after all layers: `h = block(whole(layer), h, number)` for each, gathered one layer ahead.
 
@@ -37,21 +39,32 @@ def run_prefetched(
         numbers: a number for each layer.
         whole: makes a layer's slices whole; its gradient is the reduce-scatter.
         remat: wraps `block` in the `jax.checkpoint` that is wanted, if any.
+        unroll: how many layers are written out in each step of the loop; all of them make no loop.
     """
     count = int(numbers.shape[0])
     run = remat(block)
     shape_of_pull: list[Any] = []  # set by the forward pass, for the backward pass of the same program
 
-    def layer_at(layers: PyTree, place: Any) -> PyTree:
+    def neighbour(layers: PyTree, place: Any, by: int, h: Any) -> tuple[PyTree, Any]:
+        """Returns the whole weights of the layer before or after, and `h`, which the gather waits for."""
         # Beyond the ends there is none to gather; the one at the end is taken, since every step is the same program.
-        place = jnp.clip(place, 0, count - 1)
-        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False), layers)
+        place = tied = jnp.clip(place + by, 0, count - 1)
+        if unroll > 1:
+            # Written out, all layers are in one program, and nothing else keeps XLA from gathering them all at once.
+            h, tied = lax.optimization_barrier((h, place))
+
+        def take(leaf: Any) -> Any:
+            # Tied to `h`, an index differs wherever `h` does, and so would what does not: it is not gathered anyway.
+            index = tied if varying_axes(tied) <= varying_axes(leaf) else place
+            return lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+
+        return whole(jax.tree.map(take, layers)), h
 
     def forward(layers: PyTree, h: Any, *, keeps: bool) -> tuple[Any, Any]:
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
             h, weights = carry
             place, number = x
-            following = whole(layer_at(layers, place + 1))
+            following, h = neighbour(layers, place, 1, h)
             if not keeps:
                 return (run(weights, h, number), following), None
             out, pull = jax.vjp(lambda weights, h: run(weights, h, number), weights, h)
@@ -60,7 +73,7 @@ def run_prefetched(
             return (out, following), kept
 
         first = whole(jax.tree.map(lambda leaf: leaf[0], layers))
-        (h, last), kept = lax.scan(step, (h, first), (jnp.arange(count), numbers))
+        (h, last), kept = lax.scan(step, (h, first), (jnp.arange(count), numbers), unroll=unroll)
         return h, (kept, last, layers)
 
     @jax.custom_vjp
@@ -73,12 +86,14 @@ def run_prefetched(
         def step(carry: Any, x: Any) -> tuple[Any, PyTree]:
             dh, weights = carry
             kept, place = x
-            before = whole(layer_at(layers, place - 1))
+            before, dh = neighbour(layers, place, -1, dh)
             d_weights, dh = _with(kept, weights, shape_of_pull[0])(dh)
-            (d_layer,) = jax.vjp(whole, layer_at(layers, place))[1](d_weights)
+            layer = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False), layers)
+            (d_layer,) = jax.vjp(whole, layer)[1](d_weights)
             return (dh, before), d_layer
 
-        (dh, _), d_layers = lax.scan(step, (dh, last), (kept, jnp.arange(count)), reverse=True)
+        xs = (kept, jnp.arange(count))
+        (dh, _), d_layers = lax.scan(step, (dh, last), xs, reverse=True, unroll=unroll)
         return d_layers, dh
 
     all_layers.defvjp(lambda layers, h: forward(layers, h, keeps=True), backward)

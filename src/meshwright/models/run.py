@@ -14,6 +14,7 @@ import jax
 from meshwright.axes import is_manual
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.mesh import current_mesh
+from meshwright.parallel.collective_matmul import GATHERED_ROWS
 
 Layers = Literal["auto", "scan", "unroll"] | int
 Remat = Literal["none", "dots", "full", "offload"] | Callable[..., Any]
@@ -33,7 +34,8 @@ class Run:
         pipeline_axis: splits layers into stages, in the local view. In the global view it splits their storage only.
         sequence_parallel: between blocks, splits the sequence over `tensor_axis` as well.
         save_gathered: keeps the rows gathered for a matmul for its weight's gradient, instead of gathering them again:
-            a fifth less communication along `tensor_axis`, for more memory.
+            a fifth less communication along `tensor_axis`, for more memory; with `remat="full"`, for that of one layer.
+        prefetch: where layers are scanned and gathered one by one, gathers each while the one before it computes.
         layers: "scan" compiles one layer, "unroll" all of them, a number that many at a time. "auto" is what measured
             best on the backend (benchmarks/RESULTS.md).
         num_microbatches: how many parts a batch passes the pipeline in; by default twice the stages.
@@ -46,6 +48,7 @@ class Run:
     pipeline_axis: str | None = "pp"
     sequence_parallel: bool = True
     save_gathered: bool = False
+    prefetch: bool = True
     layers: Layers = "auto"
     num_microbatches: int | None = None
     attention: Literal["xla", "cudnn"] | None = None
@@ -85,11 +88,13 @@ def remat_policy(remat: Remat | None, *, by_name: bool = True) -> Callable[..., 
     policies = jax.checkpoint_policies
     known: dict[Any, Callable[..., Any] | None] = {
         "none": None,
-        "dots": policies.save_only_these_names(PROJECTION) if by_name else policies.dots_with_no_batch_dims_saveable,
+        "dots": policies.save_only_these_names(PROJECTION, GATHERED_ROWS)
+        if by_name
+        else policies.dots_with_no_batch_dims_saveable,
         "full": policies.nothing_saveable,
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
-            names_which_can_be_offloaded=[PROJECTION],
+            names_which_can_be_offloaded=[PROJECTION, GATHERED_ROWS],
             offload_src="device",
             offload_dst="pinned_host",
         )

@@ -40,7 +40,7 @@ def run_layers(
         form: "scan", "unroll", a number of layers per step of the loop, or "auto".
         remat: what the backward pass computes again; see `Run`.
         gather: makes a layer's slices whole, just before they are used. They are gathered again for the backward pass.
-        prefetch: in a loop over single layers, gathers each layer's while the one before it computes.
+        prefetch: gathers each layer's while the one before it computes.
     """
     count = int(jax.tree.leaves(layers)[0].shape[0])
     size = _block_size(form, count)
@@ -51,14 +51,15 @@ def run_layers(
         return block(layer if whole is None else whole(layer), h, number)
 
     policy = remat_policy(remat)
-    if prefetch and whole is not None and size == 1 and count > 1:
+    if prefetch and whole is not None and count > 1:
         return run_prefetched(
             block,
             layers,
             h,
             numbers,
             whole=whole,
-            remat=lambda block: block if policy is None else jax.checkpoint(block, policy=policy, prevent_cse=False),
+            remat=lambda block: block if policy is None else jax.checkpoint(block, policy=policy, prevent_cse=size > 1),
+            unroll=size,
         )
     if policy is None and whole is not None:
         policy = _all_but_gathered

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshwright.axes import vary, varying_axes, view_of
@@ -33,6 +34,9 @@ from meshwright.parallel.overlap_loops import (
     tie,
 )
 from meshwright.parallel.ring import shift
+
+GATHERED_ROWS = "gathered_rows"
+"""The name (`jax.ad_checkpoint.checkpoint_name`) of what `save_gathered` keeps, for policies of `jax.checkpoint`."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ def matmul_scatter(
     _check_shapes("matmul_scatter", x, (w,))
     view = view_of(axis, who="matmul_scatter")
     if axis is None or view == "plain":
-        product: jax.Array = dot(x, w).astype(_out_dtype(x, w))
+        product: jax.Array = _product(x, w, None)
         return product
     if view == "global":
         rows = P(*([None] * (x.ndim - 2)), axis, None)
@@ -204,7 +208,7 @@ def _gather_forward(plan: _Plan, x: Any, weights: tuple[Any, ...], *, keep: bool
 
 def _gather_fwd(plan: _Plan, x: Any, weights: tuple[Any, ...]) -> tuple[Any, Any]:
     outs, gathered = _gather_forward(plan, x, weights, keep=plan.save_gathered)
-    return outs, (x if gathered is None else gathered, weights)
+    return outs, (x if gathered is None else checkpoint_name(gathered, GATHERED_ROWS), weights)
 
 
 def _gather_bwd(plan: _Plan, saved: Any, d_outs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -214,19 +218,21 @@ def _gather_bwd(plan: _Plan, saved: Any, d_outs: tuple[Any, ...]) -> tuple[Any, 
     # Without this, XLA finds that the forward gathered the same rows and keeps them, which is not what was asked.
     kept, d_outs = tie((kept, d_outs))
 
-    def products(slices: list[Any]) -> Any:
-        return sum(dot(part, w.T) for part, w in zip(slices, weights, strict=True))
+    def products(slices: list[Any], dtype: Any) -> Any:
+        if len(weights) == 1:
+            return dot(slices[0], weights[0].T, dtype)
+        return sum(dot(part, w.T) for part, w in zip(slices, weights, strict=True)).astype(dtype)
 
     gathered = kept if plan.save_gathered else None
     if not plan.backward.ring:
-        dx = _sum_scattered(products(list(d_outs)).astype(plan.wire), plan.axis)
+        dx = _sum_scattered(products(list(d_outs), plan.wire), plan.axis)
         if gathered is None:
             gathered = lax.all_gather(kept, plan.axis, axis=kept.ndim - 2, tiled=True)
     elif gathered is not None:
         dx = scatter_sums(products, list(d_outs), num_rows, plan.axis, plan.size, plan.backward, plan.wire)
     else:
         dx, gathered = _scatter_beside_gather(plan, products, list(d_outs), kept)
-    d_weights = tuple(dot_rows(gathered, d).astype(w.dtype) for d, w in zip(d_outs, weights, strict=True))
+    d_weights = tuple(dot_rows(gathered, d, w.dtype) for d, w in zip(d_outs, weights, strict=True))
     return dx.astype(kept.dtype), d_weights
 
 
@@ -270,10 +276,12 @@ _gather_matmul.defvjp(_gather_fwd, _gather_bwd)
 def _matmul_scatter(plan: _Plan, x: Any, w: Any) -> Any:
     out_dtype = _out_dtype(x, w)
     if not plan.forward.ring:
-        partial = dot(x, w).astype(plan.wire)
+        partial = dot(x, w, plan.wire)
         return _sum_scattered(partial, plan.axis).astype(out_dtype)
     num_rows = x.shape[-2] // plan.size
-    summed = scatter_sums(lambda s: dot(s[0], w), [x], num_rows, plan.axis, plan.size, plan.forward, plan.wire)
+    summed = scatter_sums(
+        lambda s, dtype: dot(s[0], w, dtype), [x], num_rows, plan.axis, plan.size, plan.forward, plan.wire
+    )
     return summed.astype(out_dtype)
 
 
@@ -286,15 +294,15 @@ def _scatter_bwd(plan: _Plan, saved: Any, d_out: Any) -> tuple[Any, Any]:
     d_out = d_out.astype(plan.wire)
     if not plan.backward.ring:
         gathered = lax.all_gather(d_out, plan.axis, axis=d_out.ndim - 2, tiled=True)
-        return dot(gathered, w.T).astype(x.dtype), dot_rows(x, gathered).astype(w.dtype)
+        return dot(gathered, w.T, x.dtype), dot_rows(x, gathered, w.dtype)
 
     def visit(carry: Any, piece: Any, start: Any) -> Any:
         dx, gathered = carry
-        return put_piece(dx, dot(piece, w.T), start), put_piece(gathered, piece, start)
+        return put_piece(dx, dot(piece, w.T, x.dtype), start), put_piece(gathered, piece, start)
 
     buffers = empty_rows(x, x.shape[-2], x.shape[-1], x.dtype), empty_rows(x, x.shape[-2], w.shape[-1], d_out.dtype)
     dx, gathered = tie(gather_pieces(d_out, plan.axis, plan.size, plan.backward, visit, buffers))
-    return dx, dot_rows(x, gathered).astype(w.dtype)
+    return dx, dot_rows(x, gathered, w.dtype)
 
 
 _matmul_scatter.defvjp(_scatter_fwd, _scatter_bwd)
@@ -319,7 +327,7 @@ def _sum_scattered(x: Any, axis: str) -> Any:
 
 
 def _product(piece: Any, w: Any, out_dtype: Any) -> Any:
-    return dot(piece, w).astype(out_dtype or _out_dtype(piece, w))
+    return dot(piece, w, out_dtype or _out_dtype(piece, w))
 
 
 def _out_dtype(x: Any, w: Any) -> Any:

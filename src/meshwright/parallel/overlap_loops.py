@@ -24,14 +24,18 @@ tie = lax.optimization_barrier
 
 
 def dot(a: Any, b: Any, dtype: Any = jnp.float32) -> Any:
-    """Multiplies the last dim of `a` with the first of `b`, accumulating in float32 inside the matmul unit."""
+    """Multiplies the last dim of `a` with the first of `b`, accumulating in float32 inside the matmul unit.
+
+    A product that is to be narrower is asked for as such: on GPUs the cast of a float32 one is a pass of its own, and
+    the gradient of that cast a matmul in float32.
+    """
     return lax.dot_general(a, b, (((a.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype)
 
 
-def dot_rows(a: Any, b: Any) -> Any:
-    """Contracts all dims but the last of `a` and `b`: the gradient of a weight, in float32."""
+def dot_rows(a: Any, b: Any, dtype: Any = jnp.float32) -> Any:
+    """Contracts all dims but the last of `a` and `b`: the gradient of a weight."""
     dims = tuple(range(a.ndim - 1))
-    return lax.dot_general(a, b, ((dims, dims), ((), ())), preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, ((dims, dims), ((), ())), preferred_element_type=dtype)
 
 
 def take_rows(x: Any, start: Any, size: int) -> Any:
@@ -129,7 +133,7 @@ def put_piece(buffer: Any, rows: Any, start: Any) -> Any:
 
 
 def scatter_sums(
-    products: Callable[[list[Any]], Any],
+    products: Callable[[list[Any], Any], Any],
     operands: list[Any],
     num_rows: int,
     axis: str,
@@ -141,7 +145,7 @@ def scatter_sums(
     """Sums row blocks over devices, each block ending on the device it belongs to.
 
     Args:
-        products: from one block of rows of each operand to their product, in float32.
+        products: from one block of rows of each operand, and a dtype, to their product.
         operands: the arrays whose rows are taken.
         num_rows: rows of one block.
         wire: the dtype in which partial sums travel.
@@ -187,7 +191,7 @@ def _scatter_step(
         return take_rows(operand, start, rows)
 
     if received is None:
-        total = products([taken(operand) for operand in operands]).astype(wire)
+        total = products([taken(operand) for operand in operands], wire)
         return total, operands, total
     before = (chain - 1) % len(sums)
     if form.tie in ("slice", "late_slice"):
@@ -196,19 +200,19 @@ def _scatter_step(
         if form.tie == "late_slice":
             start, _ = tie((start, sums[before]))
         slices, received, sums[before] = tie(([taken(operand) for operand in operands], received, sums[before]))
-        total = products(slices) + received.astype(jnp.float32)
+        total = products(slices, jnp.float32) + received.astype(jnp.float32)
     elif form.tie == "operand":
         operands, received, sums[before] = tie((operands, received, sums[before]))
-        total = products([taken(operand) for operand in operands]) + received.astype(jnp.float32)
+        total = products([taken(operand) for operand in operands], jnp.float32) + received.astype(jnp.float32)
     elif form.tie == "product":
         # On GPUs: without the first tie the matmuls are merged, without the second the library takes the received
         # buffer as its own accumulator; both make the hop synchronous.
         start, _ = tie((start, previous))
-        product = products([taken(operand) for operand in operands]).astype(wire)
+        product = products([taken(operand) for operand in operands], wire)
         received, product = tie((received, product))
         total = product.astype(jnp.float32) + received.astype(jnp.float32)
     else:
-        total = products([taken(operand) for operand in operands]) + received.astype(jnp.float32)
+        total = products([taken(operand) for operand in operands], jnp.float32) + received.astype(jnp.float32)
     total = total.astype(wire)
     return total, operands, total
 
@@ -230,12 +234,12 @@ def _scatter_grouped(
         to_base = lax.rem(base + (size // group - 1 - step) * group, size)
         if total is None:
             pooled = [jnp.concatenate([block(o, to_base, r) for r in range(group)], axis=-2) for o in operands]
-            total = products(pooled).astype(wire)
+            total = products(pooled, wire)
             continue
         received = lax.ppermute(total, axis, [(j, (j + group) % size) for j in range(size)])
         to_base, _ = tie((to_base, total))
         pooled = [jnp.concatenate([block(o, to_base, r) for r in range(group)], axis=-2) for o in operands]
-        product = products(pooled).astype(wire)
+        product = products(pooled, wire)
         received, product = tie((received, product))
         total = (product.astype(jnp.float32) + received.astype(jnp.float32)).astype(wire)
     received = lax.ppermute(total, axis, [(j, (j + group) % size) for j in range(size)])
@@ -244,7 +248,7 @@ def _scatter_grouped(
         # Entry `offset` belongs to the device that many places on in this group; the last is our own.
         passed = _shift_out_in_group(own, axis, size, group) if own is not None else None
         at, _ = tie((base, total if own is None else own))
-        product = products([block(o, at, offset) for o in operands]).astype(wire)
+        product = products([block(o, at, offset) for o in operands], wire)
         part = received[..., offset * num_rows : (offset + 1) * num_rows, :]
         if passed is None:
             part, product = tie((part, product))

@@ -140,7 +140,7 @@ def row_dense(
         return scattered if b is None else _add_bias(scattered, vary(b.astype(jnp.float32), axis))
     refuse_options(overlap, who=who)
     kind = jnp.result_type(x, w)
-    y: jax.Array = dot(x, w).astype(kind)
+    y: jax.Array = dot(x, w, kind)
     # After the sum, not before it: there, each device would add the bias.
     y = lax.psum(y.astype(summing_dtype(kind)), axis).astype(kind) if view == "local" else y
     return y if b is None else _add_bias(y, b)
@@ -182,8 +182,8 @@ def sequence_norm(
     wide = x.astype(jnp.float32)
     if center:
         wide = wide - wide.mean(axis=-1, keepdims=True)
-    wide = wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + eps)
-    wide = wide * vary(scale.astype(jnp.float32), axes)
+    # In this form XLA keeps x for the backward pass; with the square of jnp it keeps a float32 copy.
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps) * vary(scale.astype(jnp.float32), axes)
     if bias is not None:
         wide = wide + vary(bias.astype(jnp.float32), axes)
     normed: jax.Array = wide.astype(x.dtype)
@@ -242,7 +242,7 @@ def _columns(
         refuse_options(overlap, who=who)
         # Every device uses the whole of x: its gradient is the sum of theirs, once for all weights.
         x = vary(x, axis)
-        ys = tuple(dot(x, w).astype(jnp.result_type(x, w)) for w in ws)
+        ys = tuple(dot(x, w, jnp.result_type(x, w)) for w in ws)
     return tuple(y if b is None else _add_bias(y, b) for y, b in zip(ys, biases, strict=True))
 
 

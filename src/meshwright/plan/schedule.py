@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 COLLECTIVES = (
     "all-gather",
@@ -74,6 +76,10 @@ class Collective:
     is_async: bool
     matmuls_between: int
     trips: int = 1
+    partners: tuple[tuple[int, ...], ...] = ()
+    """Devices that talk to each other, by their number in the mesh: the first group, or all pairs of a permute."""
+    source: str = ""
+    """The operation of the program it came from, with the transformations around it."""
 
     @property
     def hidden(self) -> bool:
@@ -86,6 +92,19 @@ class Collective:
         share = (self.group_size - 1) / self.group_size
         factor = {"all-gather": share, "reduce-scatter": share, "all-to-all": share, "all-reduce": 2 * share}
         return self.bytes_moved * factor.get(self.kind, 1.0)
+
+    def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """Returns the axes of a mesh (their sizes, in its order) along which its devices lie.
+
+        Example:
+            >>> Collective("all-gather", "g", 64, 2, False, 0, partners=((0, 2),)).axes({"fsdp": 4, "tp": 2})
+            ('fsdp',)
+        """
+        found = [False] * len(sizes)
+        for group in self.partners:
+            places = np.unravel_index(np.array(group), tuple(sizes.values()))
+            found = [known or len(set(place.tolist())) > 1 for known, place in zip(found, places, strict=True)]
+        return tuple(axis for axis, differs in zip(sizes, found, strict=True) if differs)
 
 
 @dataclass(frozen=True)
@@ -109,6 +128,16 @@ class Schedule:
     def wire_bytes(self) -> float:
         """Bytes each device sends in all."""
         return sum(c.trips * c.wire_bytes for c in self.collectives)
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Those of them that are sent beside a matmul."""
+        return sum(c.trips * c.wire_bytes for c in self.collectives if c.hidden)
+
+    def along(self, axis: str, sizes: Mapping[str, int]) -> Schedule:
+        """Returns the schedule with only those collectives that run along an axis of a mesh, and along no other."""
+        kept = tuple(c for c in self.collectives if c.axes(sizes) == (axis,))
+        return replace(self, collectives=kept)
 
     def __str__(self) -> str:
         return f"{self.num_hidden}/{self.count()} hidden, {self.wire_bytes / 2**20:.1f} MiB sent per device"
@@ -174,7 +203,7 @@ def read_schedule(text: str) -> Schedule:
                 totals[1] += trips * int(cycles[1])
             found = _collective(module, instructions, index)
             if found is not None:
-                collectives.append(_with_trips(found, trips))
+                collectives.append(replace(found, trips=trips))
             elif instruction.opcode == "while":
                 for name in instruction.called:
                     walk(name, trips * _trip_count(module, instruction))
@@ -195,6 +224,8 @@ def _collective(module: _Module, instructions: list[Instruction], index: int) ->
     wrapped = instruction.opcode in ("async-start", "call-start") or (
         instruction.opcode == "fusion" and "collective-start" in instruction.name
     )
+    if any("async_collective_fusion" in name for name in instruction.called):
+        return None  # a matmul with steps of a collective inside, whose start and end are instructions of their own
     if core is None and (wrapped or instruction.opcode == "fusion"):
         core = module.collective_in(instruction)
     if core is None or instruction.opcode.endswith(("-done", "-update")) or "-done" in instruction.name.split(".")[0]:
@@ -203,19 +234,19 @@ def _collective(module: _Module, instructions: list[Instruction], index: int) ->
     between = 0
     if starts:
         between = _matmuls_until_done(module, instructions, index)
+    # A TPU's reduce-scatter may be a fusion of an all-reduce and the cut: it sends what a reduce-scatter does.
+    scatters = any("all-reduce-scatter" in name for name in instruction.called)
+    source = re.search(r'op_name="([^"]*)"', instruction.attributes) or re.search(r'op_name="([^"]*)"', core.attributes)
     return Collective(
-        _kind(core.opcode),
+        "reduce-scatter" if scatters else _kind(core.opcode),
         instruction.name,
         _bytes_moved(core),
         _group_size(core.attributes),
         starts,
         between,
+        partners=_partners(core.attributes),
+        source=source[1] if source else "",
     )
-
-
-def _with_trips(collective: Collective, trips: int) -> Collective:
-    values = {name: getattr(collective, name) for name in collective.__dataclass_fields__}
-    return Collective(**{**values, "trips": trips})
 
 
 def _trip_count(module: _Module, loop: Instruction) -> int:
@@ -241,7 +272,8 @@ def _matmuls_until_done(module: _Module, instructions: list[Instruction], index:
         consumes = any(re.search(rf"%{re.escape(name)}(?![\w.\-])", later.operands) for name in names)
         if consumes and ("-done" in later.opcode or "-done" in later.name):
             return total
-        if consumes and ("-update" in later.opcode or "-update" in later.name):
+        fused = any("async_collective_fusion" in name for name in later.called)
+        if consumes and (later.opcode == "get-tuple-element" or fused or "-update" in later.opcode + later.name):
             names.add(later.name)
         total += module.num_matmuls(later)
     return total
@@ -253,15 +285,26 @@ def _kind(opcode: str) -> str:
 
 
 def _bytes_moved(instruction: Instruction) -> int:
-    """Returns the bytes of the larger side of a collective: the gathered, reduced or permuted array."""
-    sizes = list(_array_bytes(instruction.result))
-    if instruction.opcode == "reduce-scatter" or instruction.opcode == "reduce-scatter-start":
-        scattered = sizes[-1] if sizes else 0
-        return scattered * _group_size(instruction.attributes)
-    if instruction.opcode.endswith("-start"):
-        # A start's result lists operands and results; context words are 4-byte scalars.
-        return max(sizes, default=0)
-    return sum(sizes)
+    """Returns the bytes of the larger side of a collective: the gathered, reduced or permuted arrays."""
+    result = instruction.result
+    if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start" and result.startswith("("):
+        # A start's result lists operands, results, and words for its own use; each of the first two may be several.
+        result = _top_level(result)[1]
+    total = sum(_array_bytes(result))
+    if instruction.opcode in ("reduce-scatter", "reduce-scatter-start"):
+        return total * _group_size(instruction.attributes)
+    return total
+
+
+def _top_level(result: str) -> list[str]:
+    parts, depth = [""], 0
+    for letter in result[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def _array_bytes(shape: str) -> Iterator[int]:
@@ -273,19 +316,41 @@ def _array_bytes(shape: str) -> Iterator[int]:
 
 
 def _group_size(attributes: str) -> int:
-    """Returns how many devices take part: from list, iota and mesh forms of replica groups, or permute pairs."""
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", attributes)
+    """Returns how many devices take part: those of a group, or the pairs of a permute."""
+    partners = _partners(attributes)
+    if "source_target_pairs=" in attributes:
+        return max(2, len(partners))
+    return len(partners[0]) if partners else 1
+
+
+def _partners(attributes: str) -> tuple[tuple[int, ...], ...]:
+    """Returns the first group, from list, iota and mesh forms of replica groups, or all pairs of a permute."""
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota:
-        return int(iota[2])
+        return (_group_of_iota(int(iota[2]), _numbers(iota[3]), _numbers(iota[4] or "")),)
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
     if listed:
-        return len(listed[1].split(","))
+        return (_numbers(listed[1]),)
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes)
     if mesh:
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
-        return math.prod(int(sizes[name]) for name in re.findall(r"'([^']+)'", mesh[2]) if name in sizes)
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        wanted = [name for name in re.findall(r"'([^']+)'", mesh[2]) if name in sizes]
+        places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        group = places[tuple(slice(None) if name in wanted else 0 for name in sizes)].reshape(-1)
+        order = re.search(r"device_ids=\(([\d,]+)\)", attributes)
+        return (tuple(_numbers(order[1])[place] for place in group) if order else tuple(group.tolist()),)
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", attributes)
-    return max(2, len(re.findall(r"\{", pairs[1]))) if pairs else 1
+    return tuple(_numbers(pair) for pair in re.findall(r"\{([\d,]+)", pairs[1] + "}")) if pairs else ()
+
+
+def _group_of_iota(size: int, dims: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    places = np.arange(math.prod(dims)).reshape(dims)
+    flat = (places.transpose(order) if order else places).reshape(-1)
+    return tuple(flat[:size].tolist())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
 
 
 def _parse(text: str) -> _Module:

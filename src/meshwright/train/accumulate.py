@@ -21,7 +21,19 @@ from jax import lax
 from meshwright.axes import vary
 from meshwright.parallel.rows import Parts, row_key, split_rows
 from meshwright.train.sync import Sync, make_sync_plan
-from meshwright.train.weighted import add, after, average, denominator, is_pair, over, times, weigh, wide, zeros_for
+from meshwright.train.weighted import (
+    add,
+    after,
+    average,
+    denominator,
+    is_pair,
+    over,
+    times,
+    weigh,
+    wide,
+    written_once,
+    zeros_for,
+)
 from meshwright.types import Metrics, PRNGKeyArray, PyTree
 
 # --- One device, or one device's rows ---
@@ -239,18 +251,23 @@ def accumulate(
         # Tied to the loop, or XLA would move the gather out of it and hold whole parameters throughout.
         held = prepared if sync == "once" or num_minibatches == 1 else after(index, prepared)
 
-        def local_sum(prepared: PyTree) -> Any:
-            loss, metrics = loss_fn(plan.narrow(plan.inside(prepared, masters)), parts.join(slices), key)
+        whole, pull_inside = jax.vjp(lambda held: plan.inside(held, masters), held)
+
+        def local_sum(params: PyTree) -> Any:
+            loss, metrics = loss_fn(params, parts.join(slices), key)
             total, count = loss if is_pair(loss) else (loss, jnp.float32(1))
             plan.check_loss(total)
             # No sum over devices here, and no division: one scaling at the end serves all minibatches and devices.
             return jnp.asarray(total).astype(jnp.float32), (jnp.asarray(count), metrics)
 
         if with_gradients:
-            (total, (count, metrics)), grads = jax.value_and_grad(local_sum, has_aux=True)(held)
-            grads = jax.tree.map(wide, grads)
+            # In the dtypes that the loss computes in, and widened after that: gradients of layers are put together and
+            # written once, in half the bytes.
+            (total, (count, metrics)), grads = jax.value_and_grad(local_sum, has_aux=True)(plan.narrow(whole))
+            grads = written_once(grads)
+            (grads,) = pull_inside(jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, whole))
         else:
-            (total, (count, metrics)), grads = local_sum(held), None
+            (total, (count, metrics)), grads = local_sum(plan.narrow(whole)), None
         return vary((total, count, weigh(metrics, count)), plan.axes), grads
 
     if num_minibatches == 1:

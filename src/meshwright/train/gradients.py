@@ -75,10 +75,10 @@ def make_gradients(
     mesh, params = layout.mesh, params_layout(layout)
     precision, specs = Precision.named(precision), gradient_specs(layout)
     row_axes = tuple(axis for axis in data_axes or DATA_AXES if axis in mesh.axis_names)
-    gather_axes = tuple(axis for axis in GATHER_AXES if axis in mesh.axis_names)
+    gather_axes = tuple(axis for axis in GATHER_AXES if axis in mesh.axis_names and mesh.shape[axis] > 1)
     takes = inspect.signature(job.loss).parameters
     # With everything gathered once, before the minibatches, there is nothing left to gather by layer.
-    by_layer = view == "local" and sync != "once" and "gather" in takes
+    by_layer = view == "local" and sync != "once" and bool(gather_axes) and "gather" in takes
     gather = Gather(params.specs, gather_axes, grad_scatter_dtype=precision.reduce) if by_layer else None
     loss = _loss_function(job, gather, remat)
     options: dict[str, Any] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshwright.job import Job
 from meshwright.models.language import LanguageModel
@@ -51,7 +52,19 @@ def language_job(
             "segment_ids": jax.ShapeDtypeStruct(shape, jnp.int32),
         }
     loss = functools.partial(_loss, model, run or Run(), loss_options)
-    return Job(init=model.init, rules=model.rules, loss=loss, batch=batch, mesh=mesh)
+    draw = functools.partial(_random_batch, batch, model.vocab_size)
+    return Job(init=model.init, rules=model.rules, loss=loss, batch=batch, mesh=mesh, make_batch=draw)
+
+
+def _random_batch(shapes: dict[str, Any], vocab_size: int, seed: int) -> dict[str, Any]:
+    """Returns random tokens of these shapes; of packed ones, documents of random lengths, and some do not count."""
+    rng = np.random.default_rng(seed)
+    shape = shapes["inputs"].shape
+    batch = {name: rng.integers(0, vocab_size, shape).astype(np.int32) for name in ("inputs", "targets")}
+    if "segment_ids" in shapes:
+        batch["segment_ids"] = 1 + np.cumsum(rng.random(shape) < 4 / shape[1], axis=1).astype(np.int32)
+        batch["weights"] = (rng.random(shape) < 0.7).astype(np.float32)
+    return batch
 
 
 def _loss(

@@ -22,6 +22,7 @@ from meshwright.errors import MeshwrightError, PlacementError
 from meshwright.layout import Layout
 from meshwright.models.run import Remat
 from meshwright.parallel.rows import count_rows
+from meshwright.train.compiler import compiler_options as options_for
 from meshwright.train.gradients import View, make_gradients, named_shardings
 from meshwright.train.guards import require_live_state, require_same_state
 from meshwright.train.precision import Precision
@@ -64,7 +65,7 @@ def make_train_step(
         skip_nonfinite: leaves the state as it was, and counts, where loss or gradients are not finite.
         data_axes: the axes that split the batch's rows; by default those of `dp` and `fsdp` that the mesh has.
         donate: reuses the memory of the state that is passed in, which cannot be used again.
-        compiler_options: options for XLA, by name.
+        compiler_options: options for XLA, by name, beside those that measured well on the mesh's devices.
 
     Metrics are the job's, and `loss`, `grad_norm`, `tokens` (what counts), `skipped` (in all), and `bad_leaf`: the
     number of the first parameter whose gradient is not finite, or -1.
@@ -202,7 +203,7 @@ class Step:
             in_shardings=(layout.shardings, None),
             out_shardings=(layout.shardings, replicated) if updates else replicated,
             donate_argnums=(0,) if donate else (),
-            compiler_options=compiler_options,
+            compiler_options=options_for(layout.mesh, compiler_options),
         )
 
     def __call__(self, state: State, batch: PyTree) -> Any:

@@ -16,6 +16,7 @@ from jax import lax
 
 from meshwright.axes import vary, varying_axes
 from meshwright.dtypes import is_float
+from meshwright.parallel.overlap_forms import chip_family
 from meshwright.types import PyTree
 
 
@@ -77,6 +78,15 @@ def after(done: PyTree, tree: PyTree) -> PyTree:
         return lax.optimization_barrier((leaf, *known))[0]
 
     return jax.tree.map(wait, tree)
+
+
+def written_once(tree: PyTree) -> PyTree:
+    """Returns a tree whose leaves are in memory before anything uses them, where that pays: on GPUs.
+
+    Layers' gradients are put together to stacked leaves. Fused into an optimizer's update, which then becomes one
+    kernel for each of its results, that costs more than it saves (benchmarks/RESULTS.md).
+    """
+    return lax.optimization_barrier(tree) if chip_family() == "gpu" else tree
 
 
 def zeros_for(function: Callable[..., PyTree], *args: Any) -> PyTree:

@@ -1,0 +1,229 @@
+"""One GPU: the train step of a 956M decoder beside torch, plain JAX, and the same recipe written by hand.
+
+    PYTHONPATH=src python3 benchmarks/decoder_h200.py --peers FOLDER
+
+FOLDER holds peer_torch_decoder.py and peer_plain_jax_decoder.py. Every program runs alone, in a process of its own: 3
+steps to warm up, 20 that are timed, each waited for. FLOPs are counted as the peers count them: 6 x parameters but the
+embedding's, and causal attention. `--tiny` runs our two programs on CPU, for trying the script out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import machine, table, verdict, versions
+
+SIZES = {"vocab_size": 32768, "num_layers": 16, "d_model": 2048, "num_heads": 16, "d_ff": 5632}
+TINY = {"vocab_size": 512, "num_layers": 2, "d_model": 64, "num_heads": 2, "d_ff": 128}
+SHAPES = [(2048, 16), (8192, 4)]
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False}
+
+
+def main() -> None:
+    args = arguments()
+    if args.one:
+        print(json.dumps(RUNS[args.one](args)), flush=True)
+        return
+    rows = []
+    for length, batch in [(32, 4)] if args.tiny else SHAPES:
+        results = {}
+        for name, command, variables in programs(args, length, batch):
+            result = child(command, variables)
+            results[name] = result
+            print(json.dumps({"program": name, "shape": f"{batch} x {length}", **result}), file=sys.stderr, flush=True)
+        best = results.get("torch", {}).get("tok_s")
+        for name, result in results.items():
+            if "failed" in result:
+                rows.append([f"{batch} x {length}", name, result["failed"][:60], "", "", "", "", ""])
+                continue
+            numbers = (f"{result['ms']:.1f}", f"{result['tok_s']:.0f}", f"{result['tflops']:.1f}")
+            ratio = f"{result['tok_s'] / best:.3f}" if best else ""
+            used = (f"{result['peak_GiB']:.1f}", f"{result['compile_s']:.0f}")
+            rows.append([f"{batch} x {length}", name, *numbers, ratio, *used])
+    print(f"{machine()}; {versions('jax', 'optax', 'torch')}")
+    print(table(["shape", "program", "ms", "tokens/s", "TFLOP/s", "of torch", "peak GiB", "compile s"], rows))
+    judge(rows)
+    if args.curve:
+        losses = {
+            name: child([*own(args, 2048 if not args.tiny else 32, 2), "--one", name], {})["losses"] for name in CURVES
+        }
+        worst = max(abs(a - b) / b for a, b in zip(losses["curve"], losses["curve_float32"], strict=True))
+        print(f"losses of {len(losses['curve'])} steps, bfloat16: {[round(x, 3) for x in losses['curve']]}")
+        print(f"losses of the same steps, float32: {[round(x, 3) for x in losses['curve_float32']]}")
+        print(verdict(f"largest relative difference {worst:.1e} (1e-2 allowed)", worst < 1e-2))
+
+
+def programs(args: argparse.Namespace, length: int, batch: int) -> list[tuple[str, list[str], dict[str, str]]]:
+    ours = own(args, length, batch)
+    found = [("by hand", [*ours, "--one", "by_hand"], {}), ("meshwright", [*ours, "--one", "meshwright"], {})]
+    if not args.peers:
+        return found
+    shape = ["--seq", str(length), "--batch", str(batch)]
+    plain = [sys.executable, str(Path(args.peers) / "peer_plain_jax_decoder.py"), *shape]
+    plain += ["--scan", "0", "--bf16_grad", "1"]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
+    torch = [sys.executable, str(Path(args.peers) / "peer_torch_decoder.py"), *shape]
+    return [("torch", torch, {}), *found, ("plain JAX", plain, {"XLA_FLAGS": flags})]
+
+
+def own(args: argparse.Namespace, length: int, batch: int) -> list[str]:
+    shape = ["--seq", str(length), "--batch", str(batch), "--steps", str(args.steps)]
+    return [sys.executable, __file__, *shape, *(["--tiny"] if args.tiny else [])]
+
+
+def child(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or ["?"])[-1]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def judge(rows: list[list[str]]) -> None:
+    for shape in dict.fromkeys(row[0] for row in rows):
+        here = {row[1]: row for row in rows if row[0] == shape and row[4]}
+        if "meshwright" in here and "torch" in here:
+            ratio = float(here["meshwright"][5])
+            print(verdict(f"{shape}: {ratio:.3f}x torch's tokens per second (1.05 wanted)", ratio >= 1.05))
+            ours, theirs = float(here["meshwright"][6]), float(here["torch"][6])
+            print(verdict(f"{shape}: {ours} GiB at the peak, torch {theirs}", ours <= theirs))
+        if "meshwright" in here and "by hand" in here:
+            over = float(here["meshwright"][2]) / float(here["by hand"][2])
+            print(verdict(f"{shape}: {over:.3f}x the time of the same written by hand (1.01 wanted)", over <= 1.01))
+
+
+# --- What runs in a process of its own ---
+
+
+def run_meshwright(args: argparse.Namespace) -> dict[str, Any]:
+    import jax
+
+    state, step, tokens = make_meshwright(args, "mixed")
+    batch = step.place({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})
+    start = time.time()
+    compiled = step.lower(batch).compile()
+    seconds = time.time() - start
+    memory = compiled.memory_analysis().peak_memory_in_bytes
+    del compiled
+
+    def once(state: Any) -> tuple[Any, Any]:
+        state, metrics = step(state, batch)
+        return state, metrics["loss"]
+
+    result = timed(once, state, args, jax)
+    return result | {"compile_s": seconds, "planned_GiB": memory / 2**30}
+
+
+def run_by_hand(args: argparse.Namespace) -> dict[str, Any]:
+    import decoder_by_hand
+    import jax
+    import jax.numpy as jnp
+
+    sizes = sizes_of(args)
+    on_gpu = jax.default_backend() == "gpu"
+    step = decoder_by_hand.make_step(sizes["num_heads"], "cudnn" if on_gpu else None, GPU_OPTIONS if on_gpu else None)
+    params = jax.jit(lambda key: decoder_by_hand.init(key, sizes))(jax.random.key(0))
+    zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
+    state, tokens = (params, zeros(params), zeros(params), jnp.float32(1)), make_tokens(args)
+    start = time.time()
+    compiled = step.lower(state, tokens).compile()
+    seconds = time.time() - start
+    return timed(lambda state: compiled(state, tokens), state, args, jax) | {"compile_s": seconds}
+
+
+def run_curve(args: argparse.Namespace, precision: str) -> dict[str, Any]:
+    import jax
+
+    if precision == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")
+    state, step, tokens = make_meshwright(args, precision)
+    losses = []
+    for number in range(10):
+        rolled = jax.numpy.roll(tokens, number % 3, axis=1)  # three batches, seen several times each
+        state, metrics = step(state, {"inputs": rolled[:, :-1], "targets": rolled[:, 1:]})
+        losses.append(float(metrics["loss"]))
+    return {"losses": losses}
+
+
+def make_meshwright(args: argparse.Namespace, precision: str) -> tuple[Any, Any, Any]:
+    import jax
+    import optax
+
+    import meshwright as mw
+    from meshwright.models import Decoder
+    from meshwright.train import init_state, language_job, make_train_step, state_layout
+
+    job = language_job(Decoder(**sizes_of(args)), batch_size=args.batch, num_tokens=args.seq)
+    optimizer = optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
+    layout = state_layout(job, optimizer, mw.create_mesh("dp:1", devices=1))
+    state = init_state(job, optimizer, layout, jax.random.key(0))
+    return state, make_train_step(job, optimizer, layout, precision=precision), make_tokens(args)
+
+
+def make_tokens(args: argparse.Namespace) -> Any:
+    import jax
+
+    return jax.random.randint(jax.random.key(1), (args.batch, args.seq + 1), 0, sizes_of(args)["vocab_size"])
+
+
+def sizes_of(args: argparse.Namespace) -> dict[str, int]:
+    return TINY if args.tiny else SIZES
+
+
+def timed(once: Any, state: Any, args: argparse.Namespace, jax: Any) -> dict[str, Any]:
+    for _ in range(3):
+        state, loss = once(state)
+    loss.block_until_ready()
+    times = []
+    for _ in range(args.steps):
+        start = time.time()
+        state, loss = once(state)
+        loss.block_until_ready()
+        times.append(time.time() - start)
+    start = time.time()
+    for _ in range(args.steps):
+        state, loss = once(state)
+    loss.block_until_ready()
+    free = (time.time() - start) / args.steps
+    seconds, sizes = statistics.median(times), sizes_of(args)
+    d, layers = sizes["d_model"], sizes["num_layers"]
+    weights = layers * (4 * d * d + 3 * d * sizes["d_ff"] + 2 * d) + d + d * sizes["vocab_size"]
+    tokens = args.batch * args.seq
+    flops = tokens * (6 * weights + 6 * layers * args.seq * d)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {
+        "ms": seconds * 1e3, "free_ms": free * 1e3, "tok_s": tokens / seconds, "tflops": flops / seconds / 1e12,
+        "peak_GiB": stats.get("peak_bytes_in_use", 0) / 2**30, "loss": float(loss),
+    }  # fmt: skip
+
+
+CURVES = ("curve", "curve_float32")
+RUNS = {
+    "meshwright": run_meshwright,
+    "by_hand": run_by_hand,
+    "curve": lambda args: run_curve(args, "mixed"),
+    "curve_float32": lambda args: run_curve(args, "float32"),
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", help="the folder of the peers' programs; without it, only ours run")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--curve", action="store_true", help="compare losses with those of float32 as well")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--one", choices=RUNS, help=argparse.SUPPRESS)
+    parser.add_argument("--seq", type=int, default=2048, help=argparse.SUPPRESS)
+    parser.add_argument("--batch", type=int, default=16, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

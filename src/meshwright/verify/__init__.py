@@ -1,0 +1,20 @@
+"""Is the sharded program the same function? A job's step on a mesh against its step on one device, leaf by leaf.
+
+report = verify(job, meshes=["fsdp:8", "fsdp:4,tp:2"])
+report.require()                                     # raises, with the table and the likely cause, where it is not
+"""
+
+from meshwright.verify.causes import Cause
+from meshwright.verify.compare import Comparison, LeafDifference, Ratio
+from meshwright.verify.equivalence import verify
+from meshwright.verify.report import Case, VerifyReport
+
+__all__ = [
+    "verify",
+    "VerifyReport",
+    "Case",
+    "Comparison",
+    "LeafDifference",
+    "Ratio",
+    "Cause",
+]

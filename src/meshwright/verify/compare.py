@@ -1,0 +1,168 @@
+"""Two trees of numbers compared: how far apart, in which leaf, at which element, and in which ratio."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import TreeError
+
+Array = np.ndarray[Any, Any]
+Named = Mapping[str, Any]
+"""A tree as a dict from leaf name to value, in the tree's order."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """What one array is of another, over its larger elements: `median`, and the range from `low` to `high`."""
+
+    median: float
+    low: float
+    high: float
+    num_elements: int
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all elements have the same ratio, but for rounding."""
+        return self.num_elements > 0 and self.high - self.low <= 1e-3 * abs(self.median)
+
+    def __str__(self) -> str:
+        if self.num_elements == 1:
+            return f"{self.median:.6g}"
+        if self.is_constant:
+            return f"{self.median:.6g} in all {self.num_elements} larger elements"
+        return f"from {self.low:.4g} to {self.high:.4g}, median {self.median:.4g}"
+
+
+@dataclass(frozen=True)
+class LeafDifference:
+    """One leaf's worst element: where it is, what it should be (`reference`) and what it is (`measured`)."""
+
+    path: str
+    index: tuple[int, ...]
+    reference: float
+    measured: float
+    error: float
+    ratio: Ratio | None = None
+
+    def __str__(self) -> str:
+        place = "".join(f"[{number}]" for number in self.index)
+        return f"`{self.path}`{place}: one device has {self.reference:.9g}, the mesh {self.measured:.9g}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tree compared with its reference; `error` is the largest relative error of all leaves."""
+
+    what: str
+    num_leaves: int
+    num_different: int
+    error: float
+    tolerance: float
+    worst: LeafDifference | None
+    """The leaf with the largest error, different or not."""
+    first: LeafDifference | None
+    """The first leaf, in the tree's order, that is different."""
+    different: tuple[str, ...] = ()
+    """The names of all leaves that are."""
+
+    @property
+    def ok(self) -> bool:
+        return self.num_different == 0
+
+
+def compare(
+    what: str,
+    reference: Named,
+    measured: Named,
+    *,
+    tolerance: float,
+    scales: Mapping[str, float] | None = None,
+    least_scale: float = 0.0,
+) -> Comparison:
+    """Compares two trees, leaf by leaf.
+
+    An element may differ by `tolerance * scale`. With a tolerance of 0, all bits must be the same.
+
+    Args:
+        scales: for each leaf, what its errors are relative to; its largest magnitude by default.
+        least_scale: what they are relative to at least, so that leaves which should be zero compare.
+
+    Example:
+        >>> w = np.ones((2, 2), np.float32)
+        >>> found = compare("weights", {"w": w}, {"w": 4 * w}, tolerance=1e-5)
+        >>> found.ok, found.error, str(found.first.ratio)
+        (False, 3.0, '4 in all 4 larger elements')
+    """
+    if list(reference) != list(measured):
+        odd = sorted(set(reference) ^ set(measured)) or list(reference)
+        raise TreeError(f"{what}: the mesh has other leaves than one device: {', '.join(odd[:3])}.")
+    leaves, different = [], []
+    for name, expected in reference.items():
+        expected, got = np.asarray(expected), np.asarray(measured[name])
+        if expected.shape != got.shape:
+            raise TreeError(f"{what}: `{name}` is {got.shape} on the mesh and {expected.shape} on one device.")
+        scale = max(largest(expected) if scales is None else scales[name], least_scale)
+        leaf = compare_leaf(name, expected, got, scale=scale)
+        same_bits = tolerance > 0 or expected.tobytes() == got.tobytes()
+        leaves.append(leaf)
+        if leaf.error > tolerance or not same_bits:
+            different.append(leaf)
+    worst = max(leaves, key=lambda leaf: leaf.error, default=None)
+    return Comparison(
+        what=what,
+        num_leaves=len(leaves),
+        num_different=len(different),
+        error=worst.error if worst is not None else 0.0,
+        tolerance=tolerance,
+        worst=worst,
+        first=different[0] if different else None,
+        different=tuple(leaf.path for leaf in different),
+    )
+
+
+def compare_leaf(path: str, reference: Array, measured: Array, *, scale: float) -> LeafDifference:
+    """Returns a leaf's worst element, with its error relative to `scale`."""
+    expected, got = _wide(reference), _wide(measured)
+    if expected.size == 0:
+        return LeafDifference(path, (), 0.0, 0.0, 0.0)
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(got - expected)
+    # Not a number on one side only is as wrong as it gets; on both it is the same.
+    apart = np.where(np.isnan(apart), np.where(np.isnan(expected) == np.isnan(got), 0.0, np.inf), apart)
+    apart = np.where(expected == got, 0.0, apart)  # also of infinities
+    place = np.unravel_index(int(np.argmax(apart)), apart.shape)
+    index = tuple(int(number) for number in place)
+    most = float(apart[index])
+    error = most / scale if scale > 0 else (math.inf if most else 0.0)
+    return LeafDifference(path, index, float(expected[index]), float(got[index]), error, ratio_of(reference, measured))
+
+
+def ratio_of(reference: Array, measured: Array) -> Ratio | None:
+    """Returns what `measured` is of `reference`; None where the reference is zero or either is not finite.
+
+    Example:
+        >>> ratio_of(np.array([1.0, 2.0, 0.0]), np.array([2.0, 4.0, 0.0])).median
+        2.0
+    """
+    expected, got = _wide(reference), _wide(measured)
+    if not (expected.size and np.isfinite(expected).all() and np.isfinite(got).all()) or not expected.any():
+        return None
+    # Small elements are mostly rounding.
+    large = np.abs(expected) >= 1e-2 * np.abs(expected).max()
+    ratios = got[large] / expected[large]
+    return Ratio(float(np.median(ratios)), float(ratios.min()), float(ratios.max()), int(ratios.size))
+
+
+def largest(array: Array) -> float:
+    """Returns the largest magnitude of an array's finite elements; 0 if there is none."""
+    values = np.abs(_wide(array))
+    return float(values[np.isfinite(values)].max(initial=0.0))
+
+
+def _wide(array: Array) -> Array:
+    return np.asarray(array).astype(np.float64)

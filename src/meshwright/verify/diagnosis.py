@@ -1,0 +1,162 @@
+"""The likely causes of one case that differs, found by computing a little more where that tells them apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.mesh import create_mesh
+from meshwright.train.gradients import View
+from meshwright.verify import causes
+from meshwright.verify.causes import Cause
+from meshwright.verify.compare import Comparison, largest, ratio_of
+from meshwright.verify.measure import Measured, Placed, gradient_function, place, worst_copies
+from meshwright.verify.reference import LEAST, Reference, rounding
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One case that differs: what was measured, and how it compares."""
+
+    reference: Reference
+    placed: Placed
+    measured: Measured
+    comparisons: Mapping[str, Comparison]
+    view: View
+    num_minibatches: int
+    tolerance: float
+
+    def causes(self) -> list[Cause]:
+        """Returns the likely causes, the most specific first."""
+        loss, grads, params = (self.comparisons[what] for what in ("loss", "gradients", "parameters"))
+        if loss.ok and grads.ok:
+            return [] if params.ok else [self._optimizer()]
+        specific = next(self._specific(loss, grads), None)
+        found = [specific] if specific is not None else []
+        return [*found, causes.backward()] if loss.ok else found
+
+    def _specific(self, loss: Comparison, grads: Comparison) -> Iterator[Cause]:
+        """Gives causes in the order in which they should be believed; each is computed only if those before fail."""
+        reference, measured = self.reference, self.measured
+        if not loss.ok:
+            what, name, expected, array = "the loss", None, reference.loss, measured.loss
+        else:
+            name = grads.different[0]
+            what, expected, array = f"the gradient of `{name}`", reference.grads[name], measured.grads[name]
+        got = worst_copies(array, expected)
+        allowed = self.tolerance * max(largest(expected), LEAST * reference.largest_gradient)
+        tried = (
+            lambda: causes.not_finite(expected, got, what=what),
+            lambda: causes.copies(what, causes.copies_along(array, allowed=allowed)),
+            self._random,
+            lambda: self._reduction(loss, grads),
+            lambda: self._mean_of_means(float(got)) if not loss.ok else None,
+            lambda: self._one_block_of_rows(name, got, what),
+            lambda: causes.one_part(
+                expected, got, array.sharding.devices_indices_map(array.shape), allowed=allowed, what=what
+            ),
+            self._axes_alone,
+        )
+        yield from (cause for attempt in tried if (cause := attempt()) is not None)
+
+    def _agrees_without_rng(self, placed: Placed) -> bool:
+        assert self.reference.without_rng is not None
+        return self._same(placed, None, self.reference.without_rng)
+
+    def _same(self, placed: Placed, rng: Any, expected: tuple[Any, dict[str, Any]]) -> bool:
+        """Whether loss and gradients on some mesh are those expected; False also where they cannot be computed."""
+        function = gradient_function(self.reference.setup, placed, view=self.view, num_minibatches=self.num_minibatches)
+        try:
+            loss, grads = jax.device_get(function(self.reference.setup.batch, rng))
+        except Exception:
+            return False
+        return all(
+            found.ok for found in self.reference.compare_gradients(loss, grads, self.tolerance, expected=expected)
+        )
+
+    def _random(self) -> Cause | None:
+        if self.reference.without_rng is None or not self._agrees_without_rng(self.placed):
+            return None
+        return causes.random_numbers()
+
+    def _reduction(self, loss: Comparison, grads: Comparison) -> Cause | None:
+        sizes = {axis: int(size) for axis, size in self.placed.mesh.shape.items()}
+        if not loss.ok:
+            assert loss.first is not None
+            return causes.reduction(loss.first.ratio, sizes, what="the loss")
+        for name in grads.different:
+            expected = self.reference.grads[name]
+            ratio = ratio_of(expected, worst_copies(self.measured.grads[name], expected))
+            cause = causes.reduction(ratio, sizes, what=f"the gradient of `{name}`")
+            if cause is not None:
+                return cause
+        return None
+
+    @property
+    def _row_axes(self) -> tuple[str, ...]:
+        mesh = self.placed.mesh
+        return tuple(axis for axis in self.reference.setup.row_axes(mesh) if mesh.shape[axis] > 1)
+
+    def _by_block(self) -> tuple[list[Any], list[dict[str, Any]]]:
+        ways = math.prod(self.placed.mesh.shape[axis] for axis in self._row_axes)
+        if ways * self.num_minibatches == 1:
+            return [], []
+        try:
+            return self.reference.by_block(self.view, ways, self.num_minibatches)
+        except Exception:  # a loss that cannot be computed on so few rows
+            return [], []
+
+    def _mean_of_means(self, loss: float) -> Cause | None:
+        losses, _ = self._by_block()
+        ways = math.prod(self.placed.mesh.shape[axis] for axis in self._row_axes)
+        parts = [f"{ways} devices"] * (ways > 1 and self.view == "local")
+        parts += [f"{self.num_minibatches} minibatches"] * (self.num_minibatches > 1)
+        return causes.mean_of_means(
+            loss,
+            float(self.reference.loss),
+            [float(x) for x in losses],
+            tolerance=self.tolerance,
+            blocks=" and ".join(parts),
+        )
+
+    def _one_block_of_rows(self, name: str | None, got: Any, what: str) -> Cause | None:
+        losses, grads = self._by_block() if self.num_minibatches == 1 else ([], [])
+        blocks = losses if name is None else [grad[name] for grad in grads]
+        return causes.one_block_of_rows(got, blocks, self._row_axes, what=what, tolerance=self.tolerance)
+
+    def _axes_alone(self) -> Cause | None:
+        """Computes on each of the mesh's axes alone, to tell which of them it is."""
+        mesh = self.placed.mesh
+        axes = [axis for axis, size in mesh.shape.items() if size > 1]
+        if len(axes) == 1:
+            return causes.axes_alone({axes[0]: False})
+        agrees = {}
+        for axis in axes:
+            text = ",".join(f"{name}:{size if name == axis else 1}" for name, size in mesh.shape.items())
+            part = create_mesh(text, devices=list(mesh.devices.flat[: mesh.shape[axis]]))
+            try:
+                placed = place(self.reference.setup, part).starting_from(self.reference.params, self.reference.setup)
+            except Exception:  # the job does not fit this mesh, and says nothing about the axis
+                continue
+            expected = (self.reference.loss, self.reference.grads)
+            agrees[axis] = self._same(placed, self.reference.rng, expected)
+        return causes.axes_alone(agrees)
+
+    def _optimizer(self) -> Cause:
+        reference, measured = self.reference, self.measured
+        wanted = reference.changes(reference.first)
+        got = reference.changes(
+            {name: worst_copies(leaf, reference.first[name]) for name, leaf in measured.first.items()}
+        )
+        allowed = {
+            name: max(self.tolerance * largest(change), rounding(reference.first[name]))
+            for name, change in wanted.items()
+        }
+        equal = all(float(np.abs(wanted[name] - got[name]).max(initial=0.0)) <= allowed[name] for name in wanted)
+        blocks = {name: leaf.sharding.devices_indices_map(leaf.shape) for name, leaf in measured.first.items()}
+        return causes.optimizer(wanted, got, blocks, after_one_step=equal, allowed=allowed)

@@ -1,0 +1,81 @@
+"""Layers gathered one ahead: the same values and gradients as gathered when used, for the gathers of one layer more."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.models.run import PROJECTION
+from meshwright.models.stack import run_layers
+from meshwright.parallel.gather import Gather
+from meshwright.plan.schedule import read_schedule
+
+NUM_LAYERS, DIM, HIDDEN = 5, 16, 32
+SPECS = {"up": P(None, "fsdp"), "down": P(None, None, "fsdp"), "scale": P()}
+
+
+def block(layer, h, number):
+    hidden = checkpoint_name((h * layer["scale"]) @ layer["up"], PROJECTION)
+    return h + jnp.tanh(hidden + number) @ layer["down"]
+
+
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 3)
+    layers = {
+        "up": jax.random.normal(keys[0], (NUM_LAYERS, DIM, HIDDEN)) / 4,
+        "down": jax.random.normal(keys[1], (NUM_LAYERS, HIDDEN, DIM)) / 6,
+        "scale": jnp.linspace(0.5, 1.5, NUM_LAYERS * DIM).reshape(NUM_LAYERS, DIM),
+    }
+    return layers, jax.random.normal(keys[2], (16, DIM))
+
+
+def make_step(mesh, *, remat, prefetch, form="scan"):
+    gather = Gather(SPECS, ("fsdp",))
+
+    def step(layers, h):
+        def loss(layers, h):
+            layers = mw.axes.vary(layers, "fsdp")
+            return (run_layers(block, layers, h, form=form, remat=remat, gather=gather, prefetch=prefetch) ** 2).sum()
+
+        value, grads = jax.value_and_grad(loss, argnums=(0, 1))(layers, h)
+        return jax.lax.psum(value, "fsdp"), grads
+
+    return jax.jit(
+        mw.parallel.local_map(step, mesh=mesh, in_specs=(SPECS, P("fsdp")), out_specs=(P(), (SPECS, P("fsdp"))))
+    )
+
+
+@functools.cache
+def expected():
+    layers, h = inputs()
+
+    def loss(layers, h):
+        return (run_layers(block, layers, h, form="unroll") ** 2).sum()
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(layers, h)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize(("prefetch", "form"), [(True, "scan"), (True, "unroll"), (False, "scan")])
+def test_equals_one_device(remat, prefetch, form):
+    value, grads = make_step(mw.create_mesh("fsdp:8"), remat=remat, prefetch=prefetch, form=form)(*inputs())
+    np.testing.assert_allclose(value, expected()[0], rtol=1e-5)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected()[1]), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_gathers_one_layer_more_and_keeps_no_weights(remat):
+    compiled = make_step(mw.create_mesh("fsdp:8"), remat=remat, prefetch=True).lower(*inputs()).compile()
+    schedule = read_schedule(compiled.as_text())
+    assert schedule.count("all-gather") <= 2 * (2 * NUM_LAYERS + 1)
+    assert schedule.count("reduce-scatter") <= 2 * NUM_LAYERS
+    plain = make_step(mw.create_mesh("fsdp:8"), remat=remat, prefetch=False).lower(*inputs()).compile()
+    one_layer = 4 * 2 * DIM * HIDDEN
+    more = compiled.memory_analysis().temp_size_in_bytes - plain.memory_analysis().temp_size_in_bytes
+    assert more < 3 * one_layer, f"{more} bytes more, where a layer has {one_layer}"

@@ -1,0 +1,434 @@
+"""Jobs that are right on every mesh, and jobs that are broken on purpose, whose cause must be named."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import meshwright as mw
+from meshwright import P
+from meshwright.models import Decoder
+from meshwright.parallel import is_manual, vary
+from meshwright.train import language_job
+from meshwright.verify import VerifyReport, verify
+from meshwright.verify.example_batch import example_batch
+from meshwright.verify.meshes import all_meshes, each_axis_alone, known_axes
+from meshwright.verify.reference import row_blocks
+
+RULES = mw.Rules([("up", P("fsdp", "tp")), ("down", P("tp", "fsdp")), ("bias", P())], optional_axes=("fsdp", "tp"))
+
+
+def init(key):
+    k_up, k_down = jax.random.split(key)
+    up, down = jax.random.normal(k_up, (8, 16)) / 3, jax.random.normal(k_down, (16, 4)) / 4
+    return {"up": up, "down": down, "bias": jnp.zeros(4)}
+
+
+def some_batch(rows=16):
+    generator = np.random.default_rng(0)
+    x, y = (generator.standard_normal((rows, size)).astype(np.float32) for size in (8, 4))
+    # The last of every four rows counts, so that no device has nothing that does.
+    mask = ((generator.random(rows) < 0.5) | (np.arange(rows) % 4 == 3)).astype(np.float32)
+    return {"x": x, "y": y, "mask": mask}
+
+
+def sum_over_tp(y):
+    return lax.psum(y, "tp") if is_manual("tp") else y
+
+
+def model(params, x, reduce=sum_over_tp):
+    return reduce(jnp.tanh(x @ params["up"]) @ params["down"]) + params["bias"]
+
+
+def squares(params, batch, rng, reduce=sum_over_tp):
+    return jnp.mean((model(params, batch["x"], reduce) - batch["y"]) ** 2), {}
+
+
+def linear(params, batch, rng, reduce=sum_over_tp):
+    return jnp.mean(model(params, batch["x"], reduce) * batch["y"]), {}
+
+
+def make_job(loss=squares, **changes):
+    return mw.Job(**{"init": init, "rules": RULES, "loss": loss, "batch": some_batch()} | changes)
+
+
+def one_case(job, mesh, view, **options):
+    (case,) = verify(job, meshes=mesh, views=view, num_steps=2, **options).cases
+    return case
+
+
+# --- Jobs that are right ---
+
+
+def test_a_job_that_is_right():
+    def loss(params, batch, rng):
+        h = model(params, batch["x"])
+        if rng is not None:
+            h = mw.parallel.dropout(h, 0.5, rng)
+        errors = ((h - batch["y"]) ** 2).sum(-1) * batch["mask"]
+        return (errors.sum(), batch["mask"].sum()), {}
+
+    report = verify(make_job(loss), meshes="dp:2,fsdp:2,tp:2", num_minibatches=(1, 2))
+    report.require()
+    assert [(case.view, case.num_minibatches) for case in report.cases] == [
+        ("global", 1), ("global", 2), ("local", 1), ("local", 2)
+    ]  # fmt: skip
+    for case in report.cases:
+        assert case.mesh == "dp:2,fsdp:2,tp:2"
+        assert case["initial parameters"].error == 0
+        assert 0 < case["gradients"].error < 1e-6
+        assert case["parameters"].num_leaves == 3
+        assert not case.causes
+    assert "4 equal; 3 parameters, 16 rows, 3 steps, relative errors up to 1e-05 allowed" in str(report)
+
+
+def decoder_job():
+    model = Decoder.named("tiny", vocab_size=64, num_layers=1, d_model=16, d_ff=32, dropout=0.1)
+    return language_job(model, batch_size=16, num_tokens=8)
+
+
+def tokens():
+    generator = np.random.default_rng(0)
+    batch = {name: generator.integers(0, 64, (16, 8)).astype(np.int32) for name in ("inputs", "targets")}
+    return batch | {"weights": (generator.random((16, 8)) < 0.7).astype(np.float32)}
+
+
+def test_a_decoder():
+    verify(decoder_job(), meshes="fsdp:2,tp:4", views="local", batch=tokens(), num_steps=2).require()
+
+
+@pytest.mark.slow
+def test_a_decoder_on_each_axis():
+    report = verify(decoder_job(), meshes=["dp:8", "fsdp:8", "tp:8"], batch=tokens())
+    report.require()
+    assert len(report.cases) == 6
+
+
+def test_an_optimizer_that_looks_at_whole_parameters():
+    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+    verify(make_job(), meshes="fsdp:4,tp:2", views="global", optimizer=optimizer, tolerance=1e-4).require()
+
+
+def test_each_case_is_traced_once_and_the_reference_shared():
+    traces = []
+
+    def loss(params, batch, rng):
+        traces.append(batch["x"].shape)
+        return squares(params, batch, rng)
+
+    report = verify(make_job(loss), meshes=["dp:2", "tp:2"], num_steps=2)
+    assert report.ok
+    assert len(traces) == 1 + len(report.cases)
+
+
+# --- Jobs that are broken ---
+
+
+def sum_twice(y):
+    return lax.psum(lax.psum(y, "tp"), "tp") if is_manual("tp") else y
+
+
+def mean_over_tp(y):
+    return lax.pmean(y, "tp") if is_manual("tp") else y
+
+
+@jax.custom_vjp
+def sum_both_ways(y):
+    return sum_over_tp(y)
+
+
+def _sum_back(_, g):
+    return (vary(lax.psum(vary(g, "tp"), "tp"), "tp") if is_manual("tp") else g,)
+
+
+sum_both_ways.defvjp(lambda y: (sum_over_tp(y), None), _sum_back)
+
+
+def dropout_by_device(params, batch, rng):
+    h = model(params, batch["x"])
+    if rng is not None:
+        rng = jax.random.fold_in(rng, lax.axis_index("dp")) if is_manual("dp") else rng
+        h = h * jax.random.bernoulli(rng, 0.5, h.shape)
+    return jnp.mean((h - batch["y"]) ** 2), {}
+
+
+def mean_over_mask(params, batch, rng):
+    errors = ((model(params, batch["x"]) - batch["y"]) ** 2).sum(-1)
+    return (errors * batch["mask"]).sum() / batch["mask"].sum(), {}
+
+
+def gradient_of_the_first_rows(params, batch, rng):
+    value, _ = squares(params, batch, rng)
+    if is_manual("dp"):
+        value = jnp.where(lax.axis_index("dp") == 0, value, lax.stop_gradient(value))
+    return value, {}
+
+
+def no_gradient_of_the_last_slice(params, batch, rng):
+    h = jnp.tanh(batch["x"] @ params["up"])
+    if is_manual("tp"):
+        h = jnp.where(lax.axis_index("tp") == 3, lax.stop_gradient(h), h)
+    return jnp.mean((sum_over_tp(h @ params["down"]) + params["bias"] - batch["y"]) ** 2), {}
+
+
+def unsummed_copies(params, batch, rng):
+    mesh = mw.current_mesh()
+    if mesh.shape["dp"] == 1:
+        return squares(params, batch, rng)
+    own = jax.shard_map(
+        lambda params, batch: squares(params, batch, None)[0],
+        in_specs=(P(), P("dp")),
+        out_specs=P(),
+        axis_names={"dp"},
+        check_vma=False,
+    )
+    return own(params, batch), {}
+
+
+def nothing_counts_on_some_devices(params, batch, rng):
+    return mean_over_mask(params, batch | {"mask": (batch["y"][:, 0] > 1.0).astype(jnp.float32)}, rng)
+
+
+BROKEN = {
+    "psum twice": (
+        functools.partial(linear, reduce=sum_twice), "dp:2,tp:4", "local", 1,
+        "reduction", "the loss is 4x: summed twice over `tp` (4 devices)",
+    ),
+    "pmean for psum": (
+        functools.partial(linear, reduce=mean_over_tp), "dp:2,tp:4", "local", 1,
+        "reduction", "the loss is 1/4 of what it should be: not summed over `tp` (4 devices), or a mean",
+    ),
+    "psum twice, then squared": (
+        functools.partial(squares, reduce=sum_twice), "dp:2,tp:4", "local", 1,
+        "axis", "it differs with `tp` alone as well, and agrees with `dp` alone",
+    ),
+    "psum in the backward pass": (
+        functools.partial(squares, reduce=sum_both_ways), "dp:2,tp:4", "local", 1,
+        "reduction", "the gradient of `down` is 4x: summed twice over `tp` (4 devices)",
+    ),
+    "dropout by device": (
+        dropout_by_device, "dp:8", "local", 1,
+        "random numbers", "random numbers depend on the mesh",
+    ),
+    "mean over a device's mask": (
+        mean_over_mask, "dp:4", "local", 1,
+        "mean of means", "the average of the losses of 4 devices, which weigh the same",
+    ),
+    "mean over a minibatch's mask": (
+        mean_over_mask, "dp:2", "global", 2,
+        "mean of means", "the average of the losses of 2 minibatches, which weigh the same",
+    ),
+    "nothing counts on some devices": (
+        nothing_counts_on_some_devices, "dp:8", "local", 1,
+        "not finite", "the loss has 1 of 1 elements that are not finite",
+    ),
+    "gradients of some rows": (
+        gradient_of_the_first_rows, "dp:4,tp:2", "local", 1,
+        "rows", "the gradient of `bias` is that of the rows of device 0 of 4 alone, times 0.25: no reduction over `dp`",
+    ),
+    "gradients of some slices": (
+        no_gradient_of_the_last_slice, "dp:2,tp:4", "local", 1,
+        "one part", "the gradient of `up` differs only in [0:8, 12:16], which is 1 of its 4 parts",
+    ),
+    "copies that differ": (
+        unsummed_copies, "dp:8", "global", 1,
+        "copies", "the loss should be the same on all devices along `dp`, but each holds its own",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_job_is_told_why(name):
+    loss, mesh, view, num_minibatches, kind, text = BROKEN[name]
+    case = one_case(make_job(loss), mesh, view, num_minibatches=num_minibatches)
+    assert case.verdict == "different"
+    assert case.causes[0].kind == kind
+    assert text in case.causes[0].text
+    assert case["initial parameters"].ok
+    if case["loss"].ok:
+        assert case.causes[1].kind == "backward"
+
+
+def test_an_init_that_is_not_a_function_of_its_key():
+    def by_chance(key):
+        return init(key) | {"bias": jnp.full(4, np.random.default_rng().random())}
+
+    case = one_case(make_job(init=by_chance), "fsdp:4,tp:2", "global")
+    assert case.verdict == "different"
+    assert "init gives other parameters each time it is compiled" in case.causes[0].text
+    assert case["initial parameters"].different == ("bias",)
+    # The rest starts from the same parameters, and says nothing of init.
+    assert case["gradients"].ok
+    assert case["parameters"].ok
+
+
+def test_an_init_that_depends_on_the_mesh(monkeypatch):
+    from meshwright.verify import equivalence
+
+    place, meshes = equivalence.place, []
+
+    def place_and_tell(setup, mesh, **options):
+        meshes.append(mesh)
+        return place(setup, mesh, **options)
+
+    monkeypatch.setattr(equivalence, "place", place_and_tell)
+    monkeypatch.setattr("meshwright.verify.reference.place", place_and_tell)
+
+    def by_mesh(key):
+        return init(key) | {"bias": jnp.full(4, float(meshes[-1].size))}
+
+    case = one_case(make_job(init=by_mesh), "fsdp:4,tp:2", "global")
+    assert "init gives other parameters on this mesh" in case.causes[0].text
+
+
+def test_a_step_that_cannot_be_traced_is_a_failed_case():
+    job = make_job(functools.partial(squares, reduce=lambda y: y))
+    report = verify(job, meshes=["dp:2,tp:4", "dp:8"], views="local", num_steps=1)
+    assert [case.verdict for case in report.cases] == ["failed", "equal"]
+    assert "the loss differs along 'tp', but is summed over 'dp' only" in report.cases[0].message
+    assert report.cases[0].causes[0].kind == "local view"
+    assert "the loss sees slices along `tp`" in str(report)
+    assert "every mesh that differs has `tp`, and no mesh that agrees" in str(report)
+    with pytest.raises(
+        mw.MeshwrightError, match=r"(?s)is not the one of a single device.*FAILED.*hint: if each device"
+    ):
+        report.require()
+
+
+# --- Which meshes ---
+
+
+def test_meshes_that_a_job_does_not_fit_are_skipped_or_fail():
+    rules = mw.Rules([("odd", P("pp")), *RULES], optional_axes=("fsdp", "tp", "pp"))
+    job = make_job(init=lambda key: init(key) | {"odd": jnp.ones(3)}, rules=rules, batch=some_batch(rows=3))
+    report = verify(job, meshes="all", views="global", devices=2, num_steps=1)
+    assert {case.mesh: case.verdict for case in report.cases} == {
+        "tp:2": "equal", "pp:2": "skipped", "fsdp:2": "skipped", "dp:2": "skipped"
+    }  # fmt: skip
+    assert report.ok
+    text = str(report)
+    assert "skipped fsdp:2, dp:2: a batch of 3 rows cannot be split over 2 devices." in text
+    assert "3 % 2 = 1" in text
+    by_name = verify(job, meshes=["dp:2", "pp:2"], views="global", num_steps=1)
+    assert [case.verdict for case in by_name.cases] == ["failed", "failed"]
+    assert not by_name.ok
+
+
+def test_ways_to_split_devices():
+    axes = known_axes([("w", P("fsdp", ("tp", "x")))])
+    assert axes == {"dp": False, "fsdp": True, "tp": True, "x": True}
+    assert list(known_axes(RULES)) == ["dp", "fsdp", "tp"]
+    assert list(known_axes([("w", P("model"))], data_axes=("data",))) == ["data", "model"]
+    assert len(all_meshes(8, known_axes(RULES))) == 10
+    assert all_meshes(6, {"dp": False, "tp": True}) == ["tp:6", "dp:2,tp:3", "dp:3,tp:2", "dp:6,tp:1"]
+    assert each_axis_alone(8, axes) == ["dp:8,fsdp:1,tp:1,x:1", "fsdp:8,tp:1,x:1", "fsdp:1,tp:8,x:1", "fsdp:1,tp:1,x:8"]
+
+
+def test_the_job_s_own_mesh_by_default():
+    report = verify(make_job(mesh="fsdp:2,tp:2"), views="global", num_steps=1)
+    assert [case.mesh for case in report.cases] == ["fsdp:2,tp:2"]
+    assert report.ok
+
+
+def test_rows_are_cut_as_the_step_cuts_them():
+    batch = {"x": np.arange(8), "scalar": np.float32(2)}
+
+    def rows(*args):
+        return [part["x"].tolist() for part, _ in row_blocks(batch, jax.random.key(0), *args)]
+
+    assert rows("local", 2, 1) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert rows("local", 2, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert rows("global", 2, 2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert rows("global", 1, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+# --- Batches ---
+
+
+def test_batches():
+    struct = {"tokens": jax.ShapeDtypeStruct((64,), jnp.int32), "mask": jax.ShapeDtypeStruct((4, 2), jnp.float32)}
+    drawn = example_batch(make_job(batch=struct), seed=1)
+    assert set(drawn["tokens"].tolist()) == {0, 1}
+    assert drawn["tokens"].dtype == np.int32
+    assert ((drawn["mask"] >= 0) & (drawn["mask"] < 1)).all()
+    assert np.array_equal(drawn["mask"], example_batch(make_job(batch=struct), seed=1)["mask"])
+    assert not np.array_equal(drawn["mask"], example_batch(make_job(batch=struct), seed=2)["mask"])
+    given = some_batch()
+    assert example_batch(make_job(batch=given))["x"] is given["x"]
+    with pytest.raises(mw.JobError, match="no batch to compare"):
+        example_batch(make_job(batch=None))
+
+
+@pytest.mark.parametrize("name", ["make_batch", "example_batch"])
+def test_a_job_that_draws_its_batches(name):
+    class Own:
+        batch = None
+
+    setattr(Own, name, staticmethod(lambda seed: {"drawn from": seed}))
+    drawn = example_batch(Own(), seed=3)["drawn from"]
+    assert drawn == (3 if name == "make_batch" else jax.random.key(3))
+
+
+# --- What cannot be compared ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "text"),
+    [
+        ({}, {"tolerance": 0.0}, "tolerance=0.0"),
+        ({}, {"num_steps": 0}, "num_steps=0"),
+        ({}, {"devices": 1}, "one device only"),
+        ({}, {"devices": 99}, "devices=99 of 8 available"),
+        ({}, {"meshes": "dp:3,tp:4"}, "dp=3 x tp=4 = 12"),
+        ({"loss": None}, {}, "verify: the job has no loss"),
+    ],
+)
+def test_bad_arguments(changes, options, text):
+    with pytest.raises(mw.MeshwrightError, match=text):
+        verify(make_job(**changes), **options)
+
+
+def test_a_step_that_fails_on_one_device_raises():
+    def loss(params, batch, rng):
+        raise RuntimeError("not written yet")
+
+    with pytest.raises(RuntimeError, match="not written yet") as raised:
+        verify(make_job(loss))
+    assert any("the step on one device" in note for note in raised.value.__notes__)
+
+
+def test_a_reference_that_is_not_finite():
+    with pytest.raises(mw.MeshwrightError, match="on one device the loss is not finite"):
+        verify(make_job(lambda params, batch, rng: (jnp.nan * params["up"].sum(), {})))
+
+
+# --- The report ---
+
+
+def test_a_report_is_data(capsys):
+    from rich.console import Console
+
+    report = verify(
+        make_job(functools.partial(linear, reduce=sum_twice)), meshes="dp:2,tp:4", views="local", num_steps=1
+    )
+    data = json.loads(report.to_json())
+    assert data["ok"] is False
+    (case,) = data["cases"]
+    assert (case["mesh"], case["view"], case["verdict"]) == ("dp:2,tp:4", "local", "different")
+    assert case["comparisons"][1]["first"]["ratio"]["median"] == pytest.approx(4)
+    assert case["causes"][0]["kind"] == "reduction"
+    Console(width=200).print(report)
+    shown = capsys.readouterr().out
+    assert "DIFFERENT" in shown
+    assert "likely cause: the loss is 4x" in shown
+
+
+def test_nothing_compared_is_not_ok():
+    report = VerifyReport((), 1e-5, 3, 0, 0)
+    assert not report.ok
+    assert "nothing was compared" in report.summary()
