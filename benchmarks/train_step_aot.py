@@ -151,7 +151,8 @@ def measure_steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 model = Decoder.named(arguments.size, **changes)
                 mesh = mesh_of(target, text)
                 sizes = dict(mesh.shape)
-                options = dict(option.split("=", 1) for option in arguments.option)
+                pairs = (option.split("=", 1) for option in arguments.option)
+                options = {name: {"True": True, "False": False}.get(value, value) for name, value in pairs}
                 schedule, memory, seconds = compile_step(
                     model,
                     mesh,

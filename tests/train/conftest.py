@@ -15,8 +15,8 @@ SIZES = {"vocab_size": 64, "num_layers": 2, "d_model": 32, "num_heads": 8, "d_ff
 NUM_ROWS, NUM_TOKENS = 16, 16
 
 
-def decoder_job(run=None, **changes):
-    return language_job(Decoder(**(SIZES | changes)), batch_size=NUM_ROWS, num_tokens=NUM_TOKENS, run=run)
+def decoder_job(run=None, model=Decoder, **changes):
+    return language_job(model(**(SIZES | changes)), batch_size=NUM_ROWS, num_tokens=NUM_TOKENS, run=run)
 
 
 def make_batch(seed=0):

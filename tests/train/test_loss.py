@@ -60,7 +60,7 @@ def naive(params, batch):
         return jnp.where(weights, each, 0.0).sum()
 
     metrics = {
-        "loss": (total(losses), count),
+        "cross_entropy": (total(losses), count),
         "accuracy": (total(logits.argmax(-1) == tokens[:, 1:]), count),
         "z_loss": (total(z), count),
     }
@@ -126,12 +126,12 @@ def test_one_device_with_and_without_minibatches(num_minibatches):
 def test_z_loss_is_a_metric_where_it_was_asked_for():
     x, targets = jnp.zeros((4, DIM)), jnp.arange(4)
     (total, count), metrics = next_token_loss(x, params()["head"], targets)
-    assert set(metrics) == {"loss", "accuracy"}
-    assert metrics["loss"] == (total, count)
+    assert set(metrics) == {"cross_entropy", "accuracy"}
+    assert metrics["cross_entropy"] == (total, count)
     assert metrics["accuracy"] == (1, 4)  # of equal logits, the first
     (total, count), metrics = next_token_loss(x, params()["head"], targets, z_loss=0.5)
     np.testing.assert_allclose(metrics["z_loss"][0], 4 * 0.5 * np.log(VOCAB) ** 2, rtol=1e-6)
-    np.testing.assert_allclose(total, metrics["loss"][0] + metrics["z_loss"][0], rtol=1e-6)
+    np.testing.assert_allclose(total, metrics["cross_entropy"][0] + metrics["z_loss"][0], rtol=1e-6)
 
 
 # --- Targets ---

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.models import Run
+from meshwright.models import XLSTM, Decoder, Run
 from meshwright.plan.schedule import read_schedule
 from meshwright.train import Precision, global_norm, init_state, make_eval_step, make_train_step, state_layout
 
@@ -120,12 +120,13 @@ def test_evaluation_is_the_loss_without_dropout(lab):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("view", ["global", "local"])
-def test_twenty_steps_stay_together(lab, view):
-    optimizer = optax.sgd(0.1)
-    wanted = lab.train(lab.decoder_job(), lab.one_device(), 20, optimizer, clip=1.0)
-    got = lab.train(lab.decoder_job(), "dp:2,fsdp:2,tp:2", 20, optimizer, num_minibatches=2, view=view, clip=1.0)
-    lab.assert_same_change(got, wanted, tolerance=1e-4)
+@pytest.mark.parametrize("model", [Decoder, XLSTM])
+def test_twenty_steps_stay_together(lab, model):
+    job, optimizer = lab.decoder_job(model=model), optax.sgd(0.1)
+    wanted = lab.train(job, lab.one_device(), 20, optimizer, clip=1.0)
+    for view in ("global", "local"):
+        got = lab.train(job, "dp:2,fsdp:2,tp:2", 20, optimizer, num_minibatches=2, view=view, clip=1.0)
+        lab.assert_same_change(got, wanted, tolerance=1e-4)
 
 
 def test_what_cannot_be_done_is_said(lab):

@@ -84,7 +84,10 @@ def test_a_job_that_is_right():
         assert 0 < case["gradients"].error < 1e-6
         assert case["parameters"].num_leaves == 3
         assert not case.causes
-    assert "4 equal; 3 parameters, 16 rows, 3 steps, relative errors up to 1e-05 allowed" in str(report)
+    assert (
+        "4 equal; 3 parameters, 16 rows, 3 steps, relative errors up to 1e-05 allowed, 0.0001 after the steps"
+        in str(report)
+    )
 
 
 def decoder_job():

@@ -75,7 +75,7 @@ class Decoder(LanguageModel):
         ("attn/o", P("tp", "fsdp")),
         ("mlp/(gate|up)", P("fsdp", "tp")),
         ("mlp/down", P("tp", "fsdp")),
-        ("(attn|q|k|mlp)_norm", P()),
+        ("(attn|attn/q|attn/k|mlp)_norm", P()),
     )
 
     @property

@@ -2,6 +2,7 @@
 
 from meshwright.axes import axis_size, is_manual, place_on, vary, varying_axes, view_of
 from meshwright.parallel.collective_matmul import gather_matmul, matmul_scatter
+from meshwright.parallel.compiler_options import overlap_options
 from meshwright.parallel.cross_entropy import LossSums, linear_cross_entropy
 from meshwright.parallel.data import gather_params, shard_module_params, shard_params, sync_gradients
 from meshwright.parallel.dropout import dropout
@@ -67,6 +68,7 @@ __all__ = [
     "column_dense",
     "fused_column_dense",
     "island",
+    "overlap_options",
     "linear_cross_entropy",
     "local_heads",
     "LossSums",

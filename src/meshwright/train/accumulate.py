@@ -266,6 +266,7 @@ def accumulate(
             (total, (count, metrics)), grads = jax.value_and_grad(local_sum, has_aux=True)(plan.narrow(whole))
             grads = written_once(grads)
             (grads,) = pull_inside(jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, whole))
+            grads = jax.tree.map(wide, grads)
         else:
             (total, (count, metrics)), grads = local_sum(plan.narrow(whole)), None
         return vary((total, count, weigh(metrics, count)), plan.axes), grads

@@ -24,14 +24,14 @@ def next_token_loss(
 ) -> tuple[tuple[Any, Any], Metrics]:
     """Returns what a `loss_fn` of `accumulate` returns: the summed loss with its count, and metrics as such pairs.
 
-    `"loss"` is the plain cross-entropy, whatever is added to what is trained on; `"accuracy"` the share of targets that
+    `"cross_entropy"` is the plain one, whatever is added to what is trained on; `"accuracy"` the share of targets that
     had the largest logit; `"z_loss"` is there where it was asked for.
 
     Args:
         x: `[..., rows, D]`, the model's last hidden states.
         head: `[D, V]`; see `meshwright.parallel.linear_cross_entropy`, also for the other arguments.
         options: its options: `axis`, `sequence_parallel`, `batch_axes`, `vocab_size`, `z_loss`, `label_smoothing`,
-            `soft_cap`, `chunk_rows`.
+            `soft_cap`, `chunk_rows`, `logits_dtype`.
 
     Example:
         >>> import meshwright as mw
@@ -42,11 +42,11 @@ def next_token_loss(
         >>> params = {"table": jnp.zeros((4, 8)), "head": jnp.zeros((8, 4))}
         >>> result = mw.train.accumulate(loss_fn, params, tokens, num_minibatches=1)
         >>> bool(jnp.allclose(result.loss, jnp.log(4) + 1e-4 * jnp.log(4) ** 2)), sorted(result.metrics)
-        (True, ['accuracy', 'loss', 'z_loss'])
+        (True, ['accuracy', 'cross_entropy', 'z_loss'])
     """
     sums = linear_cross_entropy(x, head, targets, weights=weights, **options)
     metrics: dict[str, Any] = {
-        "loss": (sums.cross_entropy, sums.count),
+        "cross_entropy": (sums.cross_entropy, sums.count),
         "accuracy": (sums.correct, sums.count),
     }
     if options.get("z_loss"):

@@ -15,6 +15,9 @@ Array = np.ndarray[Any, Any]
 Named = Mapping[str, Any]
 """A tree as a dict from leaf name to value, in the tree's order."""
 
+GROWTH = 10
+"""By how much errors of rounding may grow over several steps."""
+
 
 @dataclass(frozen=True)
 class Ratio:

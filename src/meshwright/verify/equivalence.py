@@ -69,7 +69,8 @@ def verify(
         views: in which views; see `make_train_step`.
         num_minibatches: in how many minibatches; always compared with one device that computes the batch whole.
         num_steps: how many steps are taken.
-        tolerance: the largest error that is fine, relative to a leaf's largest gradient, or its change.
+        tolerance: the largest error that is fine, relative to a leaf's largest gradient, or its change; ten times that
+            after several steps, in which rounding grows.
         batch: a batch, instead of the job's. Without any, one is drawn from the job's shapes; see `example_batch`.
         precision: of the step. In float32, matmuls are computed with `jax.default_matmul_precision("highest")`.
         devices: all by default; some, or a number of them.

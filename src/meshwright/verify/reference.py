@@ -14,7 +14,7 @@ import numpy as np
 from meshwright.parallel.rows import count_rows, row_key
 from meshwright.train.gradients import View
 from meshwright.types import PyTree
-from meshwright.verify.compare import Comparison, Named, compare, largest
+from meshwright.verify.compare import GROWTH, Comparison, Named, compare, largest
 from meshwright.verify.measure import Measured, Placed, Setup, gradient_function, place, worst_copies
 
 # A gradient that should be zero is the rounding of what cancels, which is about as large as other gradients. So errors
@@ -77,14 +77,15 @@ class Reference:
         loss = worst_copies(measured.loss, self.loss)
         grads = {name: worst_copies(leaf, self.grads[name]) for name, leaf in measured.grads.items()}
         last = {name: worst_copies(leaf, self.last[name]) for name, leaf in measured.last.items()}
-        # Parameters cannot be closer than they are rounded, once a step.
+        # Parameters cannot be closer than they are rounded, once a step; and what differs by rounding grows with steps.
+        after = tolerance if self.setup.num_steps == 1 else GROWTH * tolerance
         scales = {
-            name: max(largest(change), self.setup.num_steps * rounding(self.last[name]) / tolerance)
+            name: max(largest(change), self.setup.num_steps * rounding(self.last[name]) / after)
             for name, change in self.changes(self.last).items()
         }
         return (
             *self.compare_gradients(loss, grads, tolerance, expected=(self.loss, self.grads)),
-            compare("parameters", self.last, last, tolerance=tolerance, scales=scales),
+            compare("parameters", self.last, last, tolerance=after, scales=scales),
         )
 
     def compare_gradients(

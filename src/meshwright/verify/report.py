@@ -12,7 +12,7 @@ from typing import Any, Literal
 from meshwright.errors import MeshwrightError
 from meshwright.layout.table import rich_table, text_table
 from meshwright.verify.causes import Cause, guilty_axes
-from meshwright.verify.compare import Comparison
+from meshwright.verify.compare import GROWTH, Comparison
 
 Verdict = Literal["equal", "different", "failed", "skipped"]
 
@@ -106,6 +106,7 @@ class VerifyReport:
         return (
             f"{told}; {self.num_leaves} parameters, {self.num_rows} rows, {self.num_steps} step"
             f"{'' if self.num_steps == 1 else 's'}, relative errors up to {self.tolerance:g} allowed"
+            f"{'' if self.num_steps == 1 else f', {GROWTH * self.tolerance:g} after the steps'}"
         )
 
     def details(self) -> str:
