@@ -11,9 +11,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.models import XLSTM, Decoder, Run
+from meshwright.models import XLSTM, Decoder, Run, language, stack
 from meshwright.plan.schedule import read_schedule
-from meshwright.train import Precision, global_norm, init_state, make_eval_step, make_train_step, state_layout
+from meshwright.train import (
+    Precision,
+    global_norm,
+    init_state,
+    make_eval_step,
+    make_gradients,
+    make_train_step,
+    state_layout,
+    weighted,
+)
 
 
 @pytest.mark.parametrize(("mesh", "options"), [
@@ -27,6 +36,7 @@ def test_dropout_does_not_depend_on_mesh_view_or_minibatches(lab, mesh, options)
     assert abs(float(lab.reference(dropout=0.2)[2]["loss"]) - float(lab.reference()[2]["loss"])) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "options"), [
     ("dp:4,fsdp:2", {"sync": "every", "num_minibatches": 2}),
     ("dp:4,tp:2", {"sync": "hybrid", "num_minibatches": 2}),
@@ -61,6 +71,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_sees_whole_parameters(lab, name):
     wanted = lab.train(lab.decoder_job(), lab.one_device(), optimizer=OPTIMIZERS[name])
@@ -69,7 +80,9 @@ def test_any_optimizer_sees_whole_parameters(lab, name):
     lab.assert_same_change(got, wanted, tolerance=1e-5 if name == "own_clip" else 2e-2)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp:8", "dp:2,fsdp:2,tp:2", "pp:2,tp:2,dp:2"])
+@pytest.mark.parametrize(
+    "mesh", ["dp:2,fsdp:2,tp:2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("fsdp:8", "pp:2,tp:2,dp:2"))]
+)
 def test_clipping_is_by_the_true_norm(lab, mesh):
     first, wanted, metrics = lab.train(lab.decoder_job(), lab.one_device(), 1, clip=0.1)
     change = jax.tree.map(lambda a, b: (a - b) / 0.5, first, wanted)
@@ -122,11 +135,20 @@ def test_evaluation_is_the_loss_without_dropout(lab):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [Decoder, XLSTM])
 def test_twenty_steps_stay_together(lab, model):
-    job, optimizer = lab.decoder_job(model=model), optax.sgd(0.1)
+    # A small rate: with a large one, training itself makes more of the last bit with every step.
+    job, optimizer = lab.decoder_job(model=model), optax.sgd(0.02)
     wanted = lab.train(job, lab.one_device(), 20, optimizer, clip=1.0)
     for view in ("global", "local"):
         got = lab.train(job, "dp:2,fsdp:2,tp:2", 20, optimizer, num_minibatches=2, view=view, clip=1.0)
-        lab.assert_same_change(got, wanted, tolerance=1e-4)
+        lab.assert_same_change(got, wanted, tolerance=1e-3)  # and the last loss to 1e-5
+
+
+@pytest.mark.parametrize("mesh", ["dp:2,fsdp:2,tp:2", "dp:4,tp:2"])
+def test_what_is_done_for_gpus_does_not_change_the_function(lab, mesh, monkeypatch):
+    # Barriers and unrolled layers, on devices that have no use for them; overlapped matmuls keep their form.
+    for module in (language, stack, weighted):
+        monkeypatch.setattr(module, "chip_family", lambda: "gpu")
+    lab.assert_same_change(lab.train(lab.decoder_job(), mesh, num_minibatches=2), lab.reference())
 
 
 def test_what_cannot_be_done_is_said(lab):
@@ -179,7 +201,21 @@ def test_a_loss_that_knows_no_remat_is_recomputed_as_a_whole(remat):
     np.testing.assert_allclose(*results, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [Run(sequence_parallel=False), Run(save_gathered=True), Run(tensor_axis=None)], ids=str)
 def test_choices_of_a_run_do_not_change_the_function(lab, run):
     options = {"view": "global"} if run.tensor_axis is None else {}
     lab.assert_same_change(lab.train(lab.decoder_job(run=run), "dp:2,fsdp:2,tp:2", **options), lab.reference())
+
+
+def test_gradients_of_what_is_gathered_are_not_rounded_after_their_sum(lab):
+    job, optimizer = lab.decoder_job(), optax.sgd(0.5)
+    layout = state_layout(job, optimizer, mw.create_mesh("fsdp:8"))
+    state = init_state(job, optimizer, layout, jax.random.key(0))
+    gradients = make_gradients(job, layout, precision="mixed")
+    # 256 targets that count: divided by a power of two, a sum in bfloat16 would still be one.
+    batch = lab.make_batch() | {"weights": np.ones((16, 16), np.float32)}
+    with jax.set_mesh(layout.mesh):
+        grads = jax.jit(lambda params: gradients(params, batch, None)[0].grads)(state.params)
+    up = np.asarray(grads["layers"]["mlp"]["up"])
+    assert np.mean(up == np.asarray(jnp.asarray(up, jnp.bfloat16), np.float32)) < 0.1

@@ -169,7 +169,7 @@ class LanguageModel:
             return _rows_split(embedded, run)
 
         def stage(params: PyTree, h: Any, extras: PyTree, *, rng: Any = None) -> Any:
-            layers, numbers = params
+            layers, first = params
             make = self._context_maker(extras, run=run, rng=rng, num_tokens=tokens.shape[-1])
 
             def block(layer: PyTree, h: Any, number: Any) -> Any:
@@ -179,7 +179,7 @@ class LanguageModel:
                 block,
                 layers,
                 h,
-                first=numbers[0],
+                first=first[0],
                 form=run.layers,
                 remat=remat,
                 gather=layers_gather,
@@ -187,14 +187,14 @@ class LanguageModel:
             )
 
         if stages is None:
-            numbers = jnp.arange(1)
-            h = stage((params["layers"], numbers), enter(params["embed"], tokens), extras, rng=rng)
+            h = stage((params["layers"], jnp.zeros(1, jnp.int32)), enter(params["embed"], tokens), extras, rng=rng)
             return last(ends, h, targets)
+        # A stage's layers come with the number of the first of them, which dropout draws by.
         count = int(jax.tree.leaves(params["layers"])[0].shape[0])
-        numbers = count * place_on(stages) + jnp.arange(1)
+        first_number = jnp.full(1, count * place_on(stages), jnp.int32)
         return pipeline(
             stage,
-            (params["layers"], numbers),
+            (params["layers"], first_number),
             tokens,
             extras,
             axis=stages,

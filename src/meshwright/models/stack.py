@@ -17,7 +17,8 @@ from meshwright.parallel.gather import Gather
 from meshwright.parallel.overlap_forms import chip_family
 from meshwright.types import PyTree
 
-# Measured (benchmarks/RESULTS.md): on GPUs a scan's slices of stacked weights and residuals cost about a fifth.
+# Measured (benchmarks/RESULTS.md): on GPUs a scan's slices of stacked weights and residuals cost about a tenth. Where
+# layers are gathered one by one, they are slices already, and unrolled programs take minutes to compile.
 _BEST_FORM: dict[str, Layers] = {"gpu": "unroll"}
 
 
@@ -43,6 +44,8 @@ def run_layers(
         prefetch: gathers each layer's while the one before it computes.
     """
     count = int(jax.tree.leaves(layers)[0].shape[0])
+    if form == "auto":
+        form = "scan" if gather is not None else _BEST_FORM.get(chip_family(), "scan")
     size = _block_size(form, count)
     numbers = first + jnp.arange(count)
     whole = gather.layer() if gather is not None else None
@@ -91,8 +94,6 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def _block_size(form: Layers, count: int) -> int:
-    if form == "auto":
-        form = _BEST_FORM.get(chip_family(), "scan")
     if form == "scan":
         return 1
     if form == "unroll":

@@ -188,16 +188,21 @@ class Gather:
 
     Indexing follows the tree, so that `gather["layers"]` belongs to `params["layers"]`; `layer()` is for one layer of
     stacked ones, whose leading dim is gone. Calling it gathers; the gradient is the reduce-scatter.
+
+    Args:
+        dtypes: for each leaf, the dtype it travels in and arrives in; its own by default. Gradients come back in that
+            of the slices: of float32 slices that travel in bfloat16, sums are float32.
+        grad_scatter_dtype, grad_sum_dtype: see `gather_array`.
     """
 
     specs: PyTree
     axes: tuple[str, ...]
-    gather_dtype: Any = None
+    dtypes: PyTree = None
     grad_scatter_dtype: Any = None
     grad_sum_dtype: Any = None
 
     def __getitem__(self, name: Any) -> Gather:
-        return replace(self, specs=self.specs[name])
+        return replace(self, specs=self.specs[name], dtypes=None if self.dtypes is None else self.dtypes[name])
 
     def layer(self) -> Gather:
         """Returns the same for one layer of leaves that are stacked along their leading dim."""
@@ -205,13 +210,22 @@ class Gather:
         return replace(self, specs=specs)
 
     def __call__(self, params: PyTree) -> PyTree:
+        structure: Any
+        leaves, structure = jax.tree.flatten(params)
+        specs = structure.flatten_up_to(self.specs)
+        dtypes = [leaf.dtype for leaf in leaves] if self.dtypes is None else structure.flatten_up_to(self.dtypes)
+        return structure.unflatten(list(map(self._whole, leaves, specs, dtypes)))
+
+    def _whole(self, leaf: Any, spec: P, dtype: Any) -> Any:
         for axis in reversed(self.axes):  # the last axis of a spec splits a dim last, and is gathered first
-            params = gather_tree(
-                params,
-                self.specs,
-                axis=axis,
-                gather_dtype=self.gather_dtype,
-                grad_scatter_dtype=self.grad_scatter_dtype,
-                grad_sum_dtype=self.grad_sum_dtype,
-            )
-        return params
+            dim = dim_split_last_by(tuple(spec), axis, who=f"Gather: {format_spec(spec)}")
+            if dim is not None:
+                leaf = gather_array(
+                    leaf,
+                    dim=dim,
+                    axis=axis,
+                    gather_dtype=dtype,
+                    grad_scatter_dtype=self.grad_scatter_dtype,
+                    grad_sum_dtype=self.grad_sum_dtype,
+                )
+        return leaf.astype(dtype)

@@ -20,6 +20,7 @@ from meshwright.mesh import AnyMesh
 from meshwright.models.run import Remat, remat_policy
 from meshwright.parallel.gather import Gather
 from meshwright.parallel.local import local_map
+from meshwright.specs import spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.norms import leaf_square_sums
 from meshwright.train.precision import Precision
@@ -79,11 +80,20 @@ def make_gradients(
     takes = inspect.signature(job.loss).parameters
     # With everything gathered once, before the minibatches, there is nothing left to gather by layer.
     by_layer = view == "local" and sync != "once" and bool(gather_axes) and "gather" in takes
-    gather = Gather(params.specs, gather_axes, grad_scatter_dtype=precision.reduce) if by_layer else None
+    gather, dtypes = None, precision.compute_dtypes(params.abstract)
+    if by_layer:
+        gather = Gather(params.specs, gather_axes, dtypes, grad_scatter_dtype=precision.reduce)
+        # What is gathered is cast on the way, so that its gradient comes back as it was summed.
+        dtypes = params.structure.unflatten(
+            [
+                leaf.dtype if set(gather_axes) & set(spec_axes(leaf.spec)) else dtype
+                for leaf, dtype in zip(params.leaves, jax.tree.leaves(dtypes), strict=True)
+            ]
+        )
     loss = _loss_function(job, gather, remat)
     options: dict[str, Any] = {
         "num_minibatches": num_minibatches,
-        "dtypes": precision.compute_dtypes(params.abstract),
+        "dtypes": dtypes,
         "with_gradients": with_gradients,
     }
 

@@ -86,7 +86,8 @@ def written_once(tree: PyTree) -> PyTree:
     Layers' gradients are put together to stacked leaves. Fused into an optimizer's update, which then becomes one
     kernel for each of its results, that costs more than it saves (benchmarks/RESULTS.md).
     """
-    return lax.optimization_barrier(tree) if chip_family() == "gpu" else tree
+    # Leaf by leaf: what passes a barrier together varies along the same axes after it.
+    return jax.tree.map(lax.optimization_barrier, tree) if chip_family() == "gpu" else tree
 
 
 def zeros_for(function: Callable[..., PyTree], *args: Any) -> PyTree:
