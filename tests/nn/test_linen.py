@@ -127,6 +127,7 @@ def test_the_layer_is_one_dense_layer(layer, mode, size, options, check):
 def init_on(module, size, *, seed=0):
     io = P(None, "tp")
     mesh = mw.create_mesh(f"tp:{size}", devices=size)
+    # Unchecked, because the specs are not known before the boxes are; nothing is computed here.
     boxes = jax.eval_shape(
         local_map(module.init, mesh=mesh, in_specs=(P(), io), out_specs=P(), check_vma=False), jax.random.key(seed), X
     )
@@ -334,6 +335,7 @@ def test_blocks_in_scan_and_remat_on_data_and_tensor_axes(layer, fsdp, check):
     mesh = mw.create_mesh("dp:2,tp:4")
     rows, io = X.shape[0], P("dp", "tp")
     weight = jax.random.normal(jax.random.key(5), X.shape)
+    # Unchecked, because the specs are not known before the boxes are; gradients below are checked.
     run = local_map(
         lambda key, x: module.init(key, vary(x, "dp"))["params"],
         mesh=mesh,
@@ -391,6 +393,7 @@ def test_scale_init_keeps_boxes_and_dtype():
 
 def trace(module, x=X, axes="tp:4"):
     mesh = mw.create_abstract_mesh(axes)
+    # Unchecked, because the specs are not known; only names, shapes and errors are asked for.
     return jax.eval_shape(
         local_map(module.init, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False), jax.random.key(0), x
     )

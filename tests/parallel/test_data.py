@@ -24,7 +24,10 @@ def mesh_of(text):
 
 
 def trace(f, *args, mesh="dp:2,fsdp:4"):
-    """Traces a local function on an abstract mesh: what a test of shapes, names or errors needs, without devices."""
+    """Traces a local function on an abstract mesh: what a test of shapes, names or errors needs, without devices.
+
+    Unchecked, because specs are not known; no gradient is taken.
+    """
     run = local_map(f, mesh=mw.create_abstract_mesh(mesh), in_specs=P(), out_specs=P(), check_vma=False)
     return jax.eval_shape(run, *args)
 

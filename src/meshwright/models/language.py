@@ -9,6 +9,7 @@ Shapes: B rows of a batch, S tokens, D features, V vocabulary.
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ Finish = Callable[[Any, Any, PyTree], PyTree]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageModel:
+class LanguageModel(abc.ABC):
     """Base of the models; a subclass says what a layer is.
 
     Args:
@@ -103,15 +104,15 @@ class LanguageModel:
         shapes = jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
         return sum(int(leaf.size) for leaf in jax.tree.leaves(shapes))
 
+    @abc.abstractmethod
     def init_layer(self, key: PRNGKeyArray) -> PyTree:
         """Returns the parameters of one layer."""
-        raise NotImplementedError
 
     # --- The function ---
 
+    @abc.abstractmethod
     def layer(self, params: PyTree, h: Any, context: Context) -> Any:
         """Returns `h` after one layer."""
-        raise NotImplementedError
 
     def apply(
         self,
