@@ -96,9 +96,10 @@ def test_logits_are_those_of_the_papers(variant):
     {"run": Run(layers=2)},
     {"remat": "dots"},
     {"remat": "full"},
+    {"remat": "offload"},
     {"remat": "full", "run": Run(layers="unroll")},
     {"remat": jax.checkpoint_policies.everything_saveable, "run": Run(layers=4)},
-], ids=["unroll", "blocks", "dots", "full", "full_unroll", "policy"])  # fmt: skip
+], ids=["unroll", "blocks", "dots", "full", "offload", "full_unroll", "policy"])  # fmt: skip
 def test_no_way_to_run_it_changes_loss_or_gradients(options):
     model, params, tokens = make()
     loss, grads = loss_and_grads(model, params, tokens)
