@@ -49,8 +49,20 @@ class JobError(MeshwrightError):
     """A `module:attribute` reference does not lead to a usable job."""
 
 
+class ConfigError(MeshwrightError):
+    """An option of a run has a value that it cannot have, or does not exist."""
+
+
 class TrainingError(MeshwrightError):
     """A run cannot go on: a state that is gone or not the step's own, values that are not finite."""
+
+
+class CheckpointError(MeshwrightError):
+    """A checkpoint cannot be written or restored as asked, or is not what was written."""
+
+
+class DataError(MeshwrightError):
+    """Text, tokens or rows cannot be read, are not what they were, or do not fit what is asked of them."""
 
 
 class MeshwrightWarning(UserWarning):

@@ -1,0 +1,240 @@
+"""Documents: the texts that a path leads to, one after the other or by number, whatever kind of file they lie in.
+
+A text file is one document. A line of a `.jsonl` file is one, and so is a record of an `.array_record` file. Files are
+read when asked for, a document or a piece of one at a time.
+"""
+
+from __future__ import annotations
+
+import abc
+import array
+import bisect
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.files import find_files
+from meshwright.data.late import load_grain
+from meshwright.errors import DataError, did_you_mean
+
+BLOCK = 1 << 22
+RECORD_SUFFIXES = (".array_record", ".arrayrecord")
+
+
+def open_documents(path: str | None = None, text_field: str = "text") -> Documents:
+    """Returns the documents that a path leads to; without one, the sources of Python's standard library.
+
+    Args:
+        path: a file, a folder or a glob. `.jsonl` files hold an object per line, `.array_record` files (also
+            `.arrayrecord`) a text per record, and every other file is one document.
+        text_field: the field of a JSONL object that is the text.
+
+    Example:
+        >>> import os
+        >>> documents = open_documents(os.__file__)
+        >>> len(documents), b"def walk(" in documents[0]
+        (1, True)
+    """
+    return Documents(find_files(path), text_field=text_field)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, not yet read. `where` is what an error calls it; `pieces` gives bytes of a file, or one whole text."""
+
+    where: str
+    pieces: Callable[[], Iterator[Any]]
+
+    def text(self) -> str | bytes:
+        """Returns the whole text."""
+        pieces: list[Any] = list(self.pieces())
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+class Documents(Sequence[str | bytes]):
+    """The documents of some files: `documents[i]` is a text. `stream` gives all of them without holding any."""
+
+    def __init__(self, files: Sequence[Path], *, text_field: str = "text") -> None:
+        self.files = tuple(files)
+        self.text_field = text_field
+        self._parts = [_part(file, text_field) for file in self.files]
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        return list(itertools.accumulate(len(part) for part in self._parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: Any) -> Any:
+        index = operator.index(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        index %= len(self)
+        part = bisect.bisect_right(self._ends, index)
+        return self._parts[part].text(index - (self._ends[part - 1] if part else 0))
+
+    def stream(self) -> Iterator[Document]:
+        """Gives the documents in order, without counting them first."""
+        for part in self._parts:
+            yield from part.stream()
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that is in the files; their names and times do not matter."""
+        total = hashlib.sha256(json.dumps(self.text_field).encode())
+        for part in self._parts:
+            digest = hashlib.sha256(type(part).__name__.encode())
+            for block in _blocks(part.path):
+                digest.update(block)
+            total.update(digest.digest())
+        return total.hexdigest()
+
+    def stamps(self) -> list[list[Any]]:
+        """Returns name, size and time of each file: while these stay, so does what is in it."""
+        found = []
+        for file in self.files:
+            with _telling(file):
+                stat = file.stat()
+            found.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
+        return found
+
+
+class _Part(abc.ABC):
+    """The documents of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def text(self, index: int) -> str | bytes: ...
+
+    @abc.abstractmethod
+    def stream(self) -> Iterator[Document]: ...
+
+
+class _Text(_Part):
+    def __len__(self) -> int:
+        return 1
+
+    def text(self, index: int) -> bytes:
+        return b"".join(_blocks(self.path))
+
+    def stream(self) -> Iterator[Document]:
+        yield Document(str(self.path), lambda: _blocks(self.path))
+
+
+class _Lines(_Part):
+    """Lines of JSON. Lines with nothing in them are no documents."""
+
+    def __init__(self, path: Path, text_field: str) -> None:
+        super().__init__(path)
+        self.text_field = text_field
+
+    @functools.cached_property
+    def _starts(self) -> array.array[int]:
+        starts, at = array.array("q"), 0
+        with _telling(self.path), self.path.open("rb") as file:
+            for line in file:
+                if line.rstrip(b"\r\n"):
+                    starts.append(at)
+                at += len(line)
+        return starts
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def text(self, index: int) -> str:
+        with _telling(self.path), self.path.open("rb") as file:
+            file.seek(self._starts[index])
+            return self._parse(file.readline(), f"{self.path}, document {index}")
+
+    def stream(self) -> Iterator[Document]:
+        with _telling(self.path), self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.rstrip(b"\r\n"):
+                    where = f"{self.path}, line {number}"
+                    yield Document(where, functools.partial(self._pieces, line, where))
+
+    def _pieces(self, line: bytes, where: str) -> Iterator[str]:
+        yield self._parse(line, where)
+
+    def _parse(self, line: bytes, where: str) -> str:
+        try:
+            value = json.loads(line.rstrip(b"\r\n"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where}: byte {error.start} is not UTF-8.", hint="JSON is always UTF-8.") from None
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{where} is not JSON: {error.msg} at column {error.colno}.", hint="one whole object on each line."
+            ) from None
+        field = self.text_field
+        if not isinstance(value, dict):
+            raise DataError(f"{where} is not an object but a {type(value).__name__}.", hint=f'{{"{field}": "..."}}')
+        if field not in value:
+            names = list(value)
+            hint = did_you_mean(field, names) or f"it has {', '.join(map(repr, names[:8])) or 'none'}."
+            raise DataError(f"{where} has no field {field!r}.", hint=hint)
+        text = value[field]
+        if not isinstance(text, str):
+            raise DataError(f"{where}: the field {field!r} is not a text but a {type(text).__name__}.")
+        return text
+
+
+class _Records(_Part):
+    """Records of an ArrayRecord file, each a text as bytes."""
+
+    @functools.cached_property
+    def _source(self) -> Any:
+        grain = load_grain(f"reading {self.path}")
+        return self._told(lambda: grain.sources.ArrayRecordDataSource([str(self.path)]))
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def text(self, index: int) -> bytes:
+        text: bytes = self._told(lambda: self._source[index])
+        return text
+
+    def stream(self) -> Iterator[Document]:
+        for index in range(len(self)):
+            yield Document(f"{self.path}, record {index}", functools.partial(self._pieces, index))
+
+    def _pieces(self, index: int) -> Iterator[bytes]:
+        yield self.text(index)
+
+    def _told(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except (RuntimeError, ValueError, OSError, IndexError) as error:
+            raise DataError(f"{self.path} cannot be read as ArrayRecord: {error}") from error
+
+
+def _part(path: Path, text_field: str) -> _Part:
+    if path.suffix == ".jsonl":
+        return _Lines(path, text_field)
+    return _Records(path) if path.suffix in RECORD_SUFFIXES else _Text(path)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with _telling(path), path.open("rb") as file:
+        while block := file.read(BLOCK):
+            yield block
+
+
+@contextlib.contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None

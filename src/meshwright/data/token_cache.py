@@ -1,0 +1,204 @@
+"""The token cache: documents are tokenized once, and found again by what is in them.
+
+A cache folder holds, for each fingerprint of texts and tokenizer, a folder with three files: `tokens.bin`,
+`bounds.bin` and `meta.json`. It is written under another name and renamed when it is complete, so that nobody ever
+sees half of it. Of several processes that start at once one writes and the others wait for it. That only saves work:
+where locks do not hold, on some network file systems, each writes its own and the first to finish wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.data.build import write_tokens
+from meshwright.data.documents import Documents
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokens import Tokens
+from meshwright.errors import DataError
+
+Tell = Callable[[str], None]
+
+FORMAT = 1
+# Up to here all bytes are hashed whenever a cache is opened, which takes a second or so; of larger ones only the sizes
+# are looked at.
+HASHED_BYTES = 1 << 30
+# A file that was written this shortly before we looked may be written again without a change of its time stamp.
+_RACY_NS = 2_000_000_000
+# A folder that is being written and was not touched for this long belongs to a process that is gone.
+_DEAD_SECONDS = 3600
+
+
+def prepare_tokens(
+    documents: Documents, tokenizer: Tokenizer, *, folder: str | os.PathLike[str], tell: Tell | None = None
+) -> Tokens:
+    """Returns the tokens of documents, mapped from a cache that is made when it is not there.
+
+    Any number of processes may call this at once with the same folder. Empty documents are left out.
+
+    Args:
+        folder: of caches; made if missing.
+        tell: called with a line of text when something takes time or is out of order.
+
+    Example:
+        >>> from meshwright.data import load_tokenizer, open_documents
+        >>> documents = open_documents(os.__file__)
+        >>> tokens = prepare_tokens(documents, load_tokenizer("bytes"), folder=tempfile.mkdtemp())
+        >>> tokens.num_tokens == len(documents[0]) + 1  # the document, and its end
+        True
+    """
+    try:
+        return _prepare(documents, tokenizer, Path(folder), tell or _say_nothing)
+    except OSError as error:
+        raise DataError(
+            f"the token cache in {str(folder)!r} cannot be written: {error.strerror or error}.",
+            hint="name another folder for it.",
+        ) from error
+
+
+def _prepare(documents: Documents, tokenizer: Tokenizer, folder: Path, tell: Tell) -> Tokens:
+    folder.mkdir(parents=True, exist_ok=True)
+    fingerprint = _fingerprint(documents, tokenizer, folder)
+    target = folder / fingerprint[:32]
+    # Looked at first without the lock: the usual case, and the only one for a cache that may not be written.
+    found = _open(target, fingerprint, tell=None)
+    if found is None:
+        with _lock(folder / f"{target.name}.lock", tell):
+            _remove_leftovers(target)
+            found = _open(target, fingerprint, tell=tell)
+            if found is None:
+                _build(documents, tokenizer, target, fingerprint, tell)
+                found = _open(target, fingerprint, tell=tell)
+    if found is None:
+        raise DataError(
+            f"the token cache in {target} was written and cannot be read back.", hint="is the disk failing?"
+        )
+    return found
+
+
+def _fingerprint(documents: Documents, tokenizer: Tokenizer, folder: Path) -> str:
+    """Returns the hash of texts and tokenizer, without reading texts that were read before and did not change."""
+    stamps = documents.stamps()
+    key = hashlib.sha256(json.dumps([FORMAT, stamps, documents.text_field]).encode()).hexdigest()[:32]
+    note = folder / f"{key}.known"
+    try:
+        known = json.loads(note.read_text())
+        content = str(known["content"])
+        trusted = max(stamp[2] for stamp in stamps) < int(known["looked"]) - _RACY_NS
+    except (OSError, ValueError, KeyError, TypeError):
+        trusted = False
+    if not trusted:
+        looked = time.time_ns()
+        content = documents.fingerprint
+        with contextlib.suppress(OSError):  # only a shortcut for the next time
+            _write_whole(note, json.dumps({"content": content, "looked": looked}).encode())
+    return hashlib.sha256(f"{FORMAT} {content} {tokenizer.fingerprint}".encode()).hexdigest()
+
+
+def _open(target: Path, fingerprint: str, *, tell: Tell | None) -> Tokens | None:
+    """Returns the tokens in a folder, or None where it is not there or not right; says so if it is not right."""
+    if not target.is_dir():
+        return None
+    try:
+        meta = json.loads((target / "meta.json").read_text())
+        if meta["fingerprint"] != fingerprint or meta["format"] != FORMAT:
+            raise ValueError("meta.json belongs to other data")
+        for name, facts in meta["files"].items():
+            _check_file(target / name, facts)
+        values = _mapped(target / "tokens.bin", np.dtype(meta["dtype"]))
+        bounds = _mapped(target / "bounds.bin", np.dtype("<i8"))
+        return Tokens(values, bounds[:-1], bounds, meta["largest"], meta["vocab_size"], fingerprint)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if tell is not None:
+            tell(f"the token cache in {target} is damaged ({error}); it is made again")
+        return None
+
+
+def _check_file(path: Path, facts: dict[str, Any]) -> None:
+    size = path.stat().st_size
+    if size != facts["bytes"]:
+        raise ValueError(f"{path.name} has {size:,} bytes and should have {facts['bytes']:,}")
+    if size <= HASHED_BYTES:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != facts["sha256"]:
+            raise ValueError(f"{path.name} has other bytes than were written")
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    # A plain view: np.memmap would make every small slice an object that keeps the file.
+    return np.memmap(path, dtype, mode="r").view(np.ndarray)
+
+
+def _build(documents: Documents, tokenizer: Tokenizer, target: Path, fingerprint: str, tell: Tell) -> None:
+    making = Path(tempfile.mkdtemp(prefix=f"{target.name}.making-", dir=target.parent))
+    try:
+        facts = write_tokens(documents, tokenizer, making, tell=tell)
+        meta = {"format": FORMAT, "fingerprint": fingerprint, **facts}
+        _write_whole(making / "meta.json", json.dumps(meta, indent=1).encode())
+        try:
+            making.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+            # The damaged one that sent us here; or another process was first, where locks do not hold.
+            if _open(target, fingerprint, tell=None) is None:
+                shutil.rmtree(target)
+                making.rename(target)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Removes what a process that was killed has left. One that still writes, where locks do not hold, is younger."""
+    for leftover in target.parent.glob(f"{target.name}.making-*"):
+        newest = max((path.stat().st_mtime for path in (leftover, *leftover.iterdir())), default=0.0)
+        if time.time() - newest > _DEAD_SECONDS:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(path: Path, tell: Tell) -> Iterator[None]:
+    """Holds a lock that ends with the process, where the file system has such."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:
+        yield
+        return
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell("another process is tokenizing the same data; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # not on this file system: see above
+            pass
+        yield
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Writes a file so that nobody ever sees a part of it."""
+    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _say_nothing(line: str) -> None:
+    pass

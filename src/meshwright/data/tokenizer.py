@@ -1,0 +1,177 @@
+"""Tokenizers: from text to numbers and back. Bytes are built in; others come from `tokenizers` files."""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import DataError, did_you_mean
+
+# What the usual tokenizers call the token that ends a document, in the order in which we look.
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+
+
+def load_tokenizer(name: str, *, end: str | None = None) -> Tokenizer:
+    """Returns the byte tokenizer, or the one in a JSON file of the `tokenizers` library.
+
+    Args:
+        name: "bytes", or the path of a `tokenizer.json`.
+        end: the token that ends a document, where the file has none with a usual name.
+
+    Example:
+        >>> tokenizer = load_tokenizer("bytes")
+        >>> tokenizer.encode("hé").tolist(), tokenizer.vocab_size, tokenizer.end
+        ([104, 195, 169], 256, 0)
+    """
+    if name == "bytes":
+        if end is not None:
+            raise DataError("the byte tokenizer ends documents with byte 0.", hint="leave out `end`.")
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    if not path.is_file():
+        near = path.parent.iterdir() if path.parent.is_dir() else ()
+        hint = did_you_mean(path.name, ["bytes", *sorted(entry.name for entry in near)])
+        raise DataError(
+            f"there is no tokenizer {name!r}.", hint=hint or '"bytes", or the path of a tokenizer.json of `tokenizers`.'
+        )
+    return FileTokenizer(path, end=end)
+
+
+class Tokenizer(abc.ABC):
+    """From text to token ids and back.
+
+    Attributes:
+        vocab_size: ids are below this number.
+        end: the id that ends a document.
+        fingerprint: a hash of everything that decides which ids a text gets.
+        in_pieces: whether a text may be encoded piece by piece, with the same result.
+    """
+
+    vocab_size: int
+    end: int
+    fingerprint: str
+    in_pieces: bool
+
+    @abc.abstractmethod
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Returns the ids of a text, without the one that ends it."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Any) -> str:
+        """Returns the text of ids; `end` is no part of it."""
+
+    def check(self, text: str | bytes) -> str | bytes:
+        """Returns a text as it is encoded; raises where that is not possible."""
+        return text
+
+    def encode_all(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """Returns the ids of several texts."""
+        return [self.encode(text) for text in texts]
+
+
+class ByteTokenizer(Tokenizer):
+    """Each byte is a token, whatever it stands for; text is encoded as UTF-8 first.
+
+    Byte 0 ends a document. It does not occur in text, so a text that has it is refused: it is some other kind of file.
+    """
+
+    vocab_size = 256
+    end = 0
+    fingerprint = "bytes"
+    in_pieces = True
+
+    def check(self, text: str | bytes) -> bytes:
+        try:
+            data = text.encode() if isinstance(text, str) else text
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"character {error.start} is half of a surrogate pair, which UTF-8 cannot hold.",
+                hint="repair the text.",
+            ) from None
+        place = data.find(0)
+        if place >= 0:
+            raise DataError(
+                f"byte {place} is 0, which ends documents and does not occur in text.",
+                hint="leave out files that are not text, with a glob such as 'folder/**/*.txt'.",
+            )
+        return data
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        return np.frombuffer(self.check(text), np.uint8)
+
+    def decode(self, ids: Any) -> str:
+        ids = np.asarray(ids)
+        if ids.size and not 0 <= ids.min() <= ids.max() < 256:
+            raise DataError(f"ids from {ids.min()} to {ids.max()} are not all bytes.")
+        # A model may stop in the middle of a character; what is not UTF-8 shows as U+FFFD.
+        data: bytes = ids[ids != self.end].astype(np.uint8).tobytes()
+        return data.decode(errors="replace")
+
+
+class FileTokenizer(Tokenizer):
+    """A tokenizer from a JSON file of the `tokenizers` library."""
+
+    in_pieces = False  # where a piece ends would show in its tokens
+
+    def __init__(self, path: Path, *, end: str | None = None) -> None:
+        try:
+            import tokenizers
+        except ModuleNotFoundError:
+            raise DataError(f"{path} needs the tokenizers library.", hint="pip install tokenizers") from None
+        content = path.read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(
+                f"{path} is not a tokenizer: {error}", hint="a tokenizer.json as `tokenizers` writes it."
+            ) from None
+        # Files may ask to cut long texts, or to fill up short ones. We want documents as they are.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.end = vocabulary[_end_name(path, vocabulary, end)]
+        self.fingerprint = hashlib.sha256(content + b"\0" + str(self.end).encode()).hexdigest()
+
+    def check(self, text: str | bytes) -> str:
+        if isinstance(text, str):
+            return text
+        try:
+            return text.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"byte {error.start} ({text[error.start]:#04x}) is not UTF-8: {error.reason}.",
+                hint='convert the text, or use the "bytes" tokenizer, which takes bytes as they are.',
+            ) from None
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        found = self._tokenizer.encode_batch([self.check(text) for text in texts], add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.uint32) for encoding in found]
+
+    def decode(self, ids: Any) -> str:
+        text: str = self._tokenizer.decode(
+            [token for token in np.asarray(ids).tolist() if token != self.end], skip_special_tokens=False
+        )
+        return text
+
+
+def _end_name(path: Path, vocabulary: dict[str, int], end: str | None) -> str:
+    if end is not None:
+        if end not in vocabulary:
+            raise DataError(f"{path} has no token {end!r}.", hint=did_you_mean(end, sorted(vocabulary)))
+        return end
+    for name in END_NAMES:
+        if name in vocabulary:
+            return name
+    raise DataError(
+        f"{path} has no token with a usual name for the end of a document ({', '.join(END_NAMES)}).",
+        hint="name the one to use: load_tokenizer(path, end=...).",
+    )

@@ -1,0 +1,325 @@
+"""The ledger: no row lost or repeated over restarts, and every way in which that could be untrue is noticed."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from meshwright.cli.ledger import ledger as ledger_command
+from meshwright.data import Batches, Ledger, check_ledger
+from meshwright.data import local_rows as rows_of_devices
+from meshwright.data import place_rows as placed
+from meshwright.errors import DataError, MeshwrightWarning
+
+NUM_ROWS = 20
+
+
+@pytest.fixture
+def train(desk, tmp_path, monkeypatch):
+    """Plays one start of a run: its processes, one after the other, each with some of the eight devices."""
+    from meshwright.data import batches as module
+
+    starts = []
+
+    def play(
+        num_steps, *, first_step=1, processes=1, mesh="dp:8", killed_after=None, skip=None, batch_size=8, **options
+    ):
+        starts.append(processes)
+        devices = np.array(jax.devices()).reshape(processes, -1)
+        for rank, mine in enumerate(devices):
+            # A kill finds processes at different places.
+            steps = num_steps if killed_after is None else killed_after[rank]
+            ledger = Ledger(tmp_path, rank, num_ranks=processes, start=len(starts))
+            if skip:
+                ledger.skip(*skip, why="the loss rose")
+            with monkeypatch.context() as patch, ledger:
+                patch.setattr(module, "local_rows", lambda *args, mine=mine: rows_of_devices(*args, devices=mine))
+                patch.setattr(module, "place_rows", placed if processes == 1 else lambda values, *_: values)
+                with Batches(
+                    desk.CountedRows(NUM_ROWS), batch_size=batch_size, shardings=desk.meshes[mesh], ledger=ledger,
+                    first_step=first_step, **({"seed": 0} | options),
+                ) as batches:  # fmt: skip
+                    for _ in range(steps):
+                        next(batches)
+
+    return play
+
+
+def lines_of(folder, start=1, rank=0):
+    path = folder / f"start-{start:04}.rank-{rank:05}.jsonl"
+    return path, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_run_without_a_stop(train, tmp_path):
+    train(10)
+    report = check_ledger(tmp_path, rows_per_epoch=NUM_ROWS, upto_step=10).require()
+    assert (report.num_steps, report.num_rows, report.num_starts, report.num_redone) == (10, 80, 1, 0)
+    assert report.epochs == [20, 20, 20, 20]
+    assert check_ledger(tmp_path, upto_step=7).epochs == [20, 20, 16]
+    assert str(report).splitlines() == [
+        "fine: 10 steps, 1 start; 80 rows, of 20 in an epoch",
+        *(f"epoch {n}: 20 of 20 rows, each once" for n in range(4)),
+    ]
+
+
+def test_restarts_with_other_numbers_of_processes_meshes_and_batch_sizes(train, tmp_path):
+    train(9, processes=2, killed_after=[9, 8])
+    # The last checkpoint was at step 6; eight processes now, of which four hold the same rows.
+    train(4, first_step=7, start_row=48, processes=8, mesh="dp:2,tp:4", killed_after=[4, 4, 3, 4, 4, 4, 4, 4])
+    train(2, first_step=9, start_row=64, batch_size=16)
+    train(5, first_step=11, start_row=96, processes=4, mesh="fsdp:8")
+    report = check_ledger(tmp_path).require()
+    assert (report.num_steps, report.num_starts, report.num_redone, report.notes) == (15, 4, 4, [])
+    assert report.num_rows == 8 * 8 + 2 * 16 + 5 * 8
+    assert report.epochs == [20] * 6 + [16]
+
+
+def test_a_start_that_takes_back_more_than_it_has_done_again(train, tmp_path):
+    train(9)
+    train(2, first_step=4, start_row=24)
+    report = check_ledger(tmp_path).require()
+    assert (report.num_steps, report.num_rows, report.num_redone) == (5, 40, 2)
+    with pytest.raises(DataError, match="the ledger ends with step 5, before step 9"):
+        check_ledger(tmp_path, upto_step=9).require()
+
+
+def test_the_step_that_a_kill_left_unfinished_is_told(train, tmp_path):
+    train(6, processes=2, killed_after=[6, 4])
+    report = check_ledger(tmp_path).require()
+    assert report.num_steps == 4
+    assert report.notes == [f"step {step} is unfinished: 1 of 2 processes wrote it down" for step in (6, 5)]
+    # But not where it is said to have been done.
+    with pytest.raises(DataError, match="step 5: no process had the rows at positions 36, 37, 38, 39"):
+        check_ledger(tmp_path, upto_step=6).require()
+
+
+def test_a_line_that_a_kill_cut_is_told(train, tmp_path):
+    train(5)
+    path, _ = lines_of(tmp_path)
+    path.write_bytes(path.read_bytes()[:-5])
+    report = check_ledger(tmp_path).require()
+    assert report.num_steps == 4
+    assert "start 1, rank 0: the last line is not whole, as a kill leaves it" in report.notes
+    train(3, first_step=5, start_row=32)
+    assert check_ledger(tmp_path).require().num_steps == 7
+
+
+def test_rows_passed_over_on_purpose(train, tmp_path):
+    train(6)
+    # Back to step 4 and on with what comes after step 6.
+    train(4, first_step=5, start_row=48, skip=(32, 16))
+    report = check_ledger(tmp_path).require()
+    assert report.notes == ["16 rows from 32 on were passed over: the loss rose"]
+    assert (report.num_steps, report.epochs) == (8, [20, 12, 12, 20])
+    train(2, first_step=9, start_row=80)
+    assert check_ledger(tmp_path).require().epochs == [20, 12, 12, 20, 16]
+
+
+def test_rows_passed_over_without_a_word(train, tmp_path):
+    train(6)
+    train(4, first_step=7, start_row=56)
+    report = check_ledger(tmp_path)
+    assert not report.ok
+    assert report.problems == ["step 7 begins at row 56: rows 48 to 55 were lost"]
+    with pytest.raises(DataError, match=r"WRONG: 10 steps, 2 starts(.|\n)*problem: step 7 begins at row 56"):
+        report.require()
+
+
+def test_rows_seen_again(train, tmp_path):
+    train(6)
+    train(4, first_step=7, start_row=40)
+    assert check_ledger(tmp_path).problems == ["step 7 begins at row 40: rows up to 47 were seen before"]
+
+
+def test_a_run_that_does_not_begin_at_the_beginning(train, tmp_path):
+    train(3, start_row=8)
+    assert check_ledger(tmp_path).problems == ["step 1 begins at row 8: rows 0 to 7 were lost"]
+
+
+def test_a_ledger_that_was_begun_later(train, tmp_path):
+    train(3, first_step=6, start_row=40)
+    report = check_ledger(tmp_path).require()
+    assert report.notes == ["the ledger begins with step 6, at row 40; of steps before, it says nothing"]
+    assert report.epochs == [0, 0, 20, 4]
+
+
+def test_missing_steps(train, tmp_path):
+    train(6)
+    path, lines = lines_of(tmp_path)
+    write(path, lines[:3] + lines[5:])
+    assert check_ledger(tmp_path).problems == [
+        "steps 3 to 4 are missing",
+        "step 5 begins at row 32: rows 16 to 31 were lost",
+    ]
+
+
+def test_a_removed_row(train, tmp_path):
+    train(6, processes=2)
+    path, lines = lines_of(tmp_path, rank=1)
+    lines[3]["rows"].pop()
+    write(path, lines)
+    assert check_ledger(tmp_path).problems == [
+        "step 3 of start 1, rank 1: 3 rows at 4 positions",
+        "step 3: no process had the rows at positions 23",
+    ]
+    lines[3]["positions"][0][1] -= 1
+    write(path, lines)
+    assert check_ledger(tmp_path).problems == ["step 3: no process had the rows at positions 23"]
+
+
+def test_a_removed_process(train, tmp_path):
+    train(6, processes=2)
+    lines_of(tmp_path, rank=1)[0].unlink()
+    assert "step 1: no process had the rows at positions 4, 5, 6, 7" in check_ledger(tmp_path, upto_step=6).problems
+    assert check_ledger(tmp_path).num_steps == 0
+
+
+def test_a_repeated_row(train, tmp_path):
+    train(5)
+    path, lines = lines_of(tmp_path)
+    first, last = lines[1]["rows"][0], lines[2]["rows"][7]
+    lines[2]["rows"][7] = first
+    write(path, lines)
+    assert check_ledger(tmp_path).problems == [
+        f"epoch 0: rows {first} were seen more than once",
+        f"epoch 0: rows {last} were never seen",
+    ]
+
+
+def test_a_step_done_again_with_other_rows(train, tmp_path):
+    train(5)
+    train(3, first_step=4, start_row=24)
+    path, lines = lines_of(tmp_path, start=2)
+    lines[1]["rows"][:2] = lines[1]["rows"][1::-1]
+    write(path, lines)
+    problems = check_ledger(tmp_path).problems
+    assert len(problems) == 2
+    assert "position 24 had row" in problems[0]
+    assert "(step 4 of start 1)" in problems[0]
+    assert "when it was done again (step 4 of start 2)" in problems[0]
+
+
+def test_another_seed_after_a_restart(train, tmp_path):
+    train(5)
+    train(3, first_step=4, start_row=24, seed=1)
+    problems = check_ledger(tmp_path).problems
+    assert problems[0] == "starts differ in seed: 0, 1"
+    assert any("were seen more than once" in problem for problem in problems)
+    assert len(problems) <= 21
+
+
+def test_processes_that_differ(train, tmp_path):
+    train(2, processes=2, mesh="dp:2,tp:4")
+    train(2, first_step=3, start_row=16, processes=8, mesh="dp:2,tp:4")
+    path, lines = lines_of(tmp_path, start=2, rank=1)
+    lines[1]["rows"][0] += 1
+    lines[2]["first_row"] += 8
+    write(path, lines)
+    problems = check_ledger(tmp_path).problems
+    assert "step 4 of start 2, rank 1: other rows than on rank 0" in problems
+    assert any("step 3 of start 2, rank 1: row" in told and "where rank 0 has another" in told for told in problems)
+
+
+def test_other_data_than_the_ledger_says(train, tmp_path):
+    train(5)
+    report = check_ledger(tmp_path, rows_per_epoch=16)
+    assert report.problems[0] == "starts differ in how many rows the data has: 16, 20"
+    assert any("do not exist: the data has 16" in problem for problem in report.problems)
+
+
+def test_files_that_are_no_ledger(tmp_path, train):
+    with pytest.raises(DataError, match="there is no ledger in"):
+        check_ledger(tmp_path / "nothing")
+    with pytest.raises(DataError, match="the ledger was not begun"):
+        Ledger(tmp_path).append(1, None)
+    train(3)
+    path, _ = lines_of(tmp_path)
+    path.write_text(path.read_text().replace('"step":2', '"step:2'))
+    with pytest.raises(DataError, match=r"start-0001.rank-00000.jsonl is damaged"):
+        check_ledger(tmp_path)
+
+
+def test_a_ledger_is_never_written_over(desk, tmp_path):
+    ledger = Ledger(tmp_path)
+    for _ in range(3):  # also by one process that goes back to a checkpoint
+        with Batches(
+            desk.CountedRows(8), batch_size=8, shardings=desk.meshes["dp:8"], seed=0, ledger=ledger
+        ) as batches:
+            next(batches)
+    ledger.close()
+    assert len(list(tmp_path.iterdir())) == 3
+    assert check_ledger(tmp_path).require().num_redone == 1
+    with pytest.raises(DataError, match=r"start-0003.rank-00000.jsonl is there already, and what is in a ledger"):
+        Ledger(tmp_path, start=3).begin({})
+
+
+def test_what_is_written_is_there_at_once(desk, tmp_path):
+    with Batches(
+        desk.CountedRows(8), batch_size=8, shardings=desk.meshes["dp:8"], seed=0, ledger=Ledger(tmp_path)
+    ) as batches:
+        batch = next(batches)
+        _, lines = lines_of(tmp_path)
+        assert lines[0]["next_row"] == 0
+        assert lines[1]["rows"] == batch.row_ids.tolist()
+    batches._ledger.close()
+
+
+def test_a_full_disk_stops_nothing_and_loses_nothing(desk, tmp_path):
+    """Writes fail for some steps, one of them in the middle of a line; then there is room again."""
+
+    class Disk:
+        room, name = 10**6, "file"
+
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, data):
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            written = self.file.write(data[: self.room])
+            self.room -= written
+            return written
+
+        def close(self):
+            self.file.close()
+
+    told = []
+    ledger = Ledger(tmp_path, tell=told.append)
+    with Batches(desk.CountedRows(8), batch_size=8, shardings=desk.meshes["dp:8"], seed=0, ledger=ledger) as batches:
+        ledger._file = disk = Disk(ledger._file)
+        next(batches)
+        disk.room = 20
+        for _ in range(3):
+            next(batches)
+        assert told == ["the ledger file cannot be written now: No space left on device"]
+        assert check_ledger(tmp_path).num_steps == 1
+        disk.room = 10**6
+        next(batches)
+        assert check_ledger(tmp_path).require().num_steps == 5
+        disk.room = 0
+        ledger._tell = None
+        with pytest.warns(MeshwrightWarning, match="cannot be written now"):
+            next(batches)
+        disk.room = 10**6
+    ledger.close()
+    assert check_ledger(tmp_path).require().num_steps == 6
+
+
+def test_the_command(train, tmp_path, capsys):
+    train(5)
+    assert ledger_command(str(tmp_path)) == 0
+    assert capsys.readouterr().out.startswith("fine: 5 steps, 1 start; 40 rows, of 20 in an epoch\nepoch 0: 20 of 20")
+    train(3, first_step=6, start_row=48)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "ledger").mkdir()
+    for path in tmp_path.glob("*.jsonl"):
+        path.rename(run / "ledger" / path.name)
+    assert ledger_command(str(run)) == 1
+    assert "problem: step 6 begins at row 48: rows 40 to 47 were lost" in capsys.readouterr().out
+    assert ledger_command(str(run), upto_step=5) == 0

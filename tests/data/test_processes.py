@@ -1,0 +1,91 @@
+"""Two real processes with four devices each: the rows of one process with eight, each reading its half."""
+
+import json
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from meshwright.data import Batches, Ledger, check_ledger
+
+PROGRAM = textwrap.dedent(
+    """
+    import json, sys
+    import jax
+    import numpy as np
+
+    rank, port, folder, mesh = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", 2, rank, coordinator_bind_address=f"127.0.0.1:{port}" if rank == 0 else None
+    )
+    import meshwright as mw
+    from meshwright.data import Batches, Ledger
+
+    class Rows:
+        fingerprint, reads = "counted", []
+        def __len__(self):
+            return 20
+        def __getitem__(self, index):
+            self.reads.append(int(index))
+            return {"inputs": np.full(4, index, np.int32), "weights": np.ones(4, np.float32)}
+
+    rows, ledger = Rows(), Ledger(folder)
+    mesh = mw.create_mesh(mesh)
+    split = lambda batch: jax.tree.map(lambda leaf: jax.NamedSharding(mesh, mw.P("dp")), batch)
+    total = jax.jit(lambda batch: (batch["inputs"][:, 0] * 32.0 ** -np.arange(8)).sum())
+    told = []
+    with ledger, Batches(rows, batch_size=8, shardings=split, seed=0, ledger=ledger, prefetch=0) as batches:
+        for _ in range(5):
+            rows.reads.clear()
+            batch = next(batches)
+            held = sorted({int(shard.data[n, 0]) for shard in batch.arrays["inputs"].addressable_shards
+                           for n in range(len(shard.data))})
+            # Computed by both together: a number that tells rows and their order.
+            told.append({"reads": len(rows.reads), "held": held, "ids": batch.row_ids.tolist(),
+                         "total": float(total(batch.arrays))})
+    print(json.dumps(told))
+    """
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "num_reads"), [("dp:8", 4), ("dp:2,tp:4", 4), ("tp:2,dp:4", 8)])
+def test_two_processes(desk, tmp_path, mesh, num_reads):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    processes = [
+        subprocess.Popen([*command, str(rank), port, str(tmp_path), mesh], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    told = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+
+    with Batches(desk.CountedRows(20), batch_size=8, shardings=desk.meshes["dp:8"], seed=0) as batches:
+        for step in range(5):
+            rows = desk.rows_of(next(batches))
+            total = sum(row * 32.0**-place for place, row in enumerate(rows))
+            for rank in range(2):
+                assert told[rank][step]["reads"] == num_reads
+                assert sorted(set(told[rank][step]["ids"])) == told[rank][step]["held"]
+                assert told[rank][step]["total"] == pytest.approx(total, rel=1e-6)
+            assert {*told[0][step]["held"], *told[1][step]["held"]} == set(rows)
+
+    report = check_ledger(tmp_path, rows_per_epoch=20, upto_step=5).require()
+    assert (report.num_rows, report.epochs) == (40, [20, 20])
+    # One process goes on from step 4.
+    with (
+        Ledger(tmp_path) as ledger,
+        Batches(
+            desk.CountedRows(20), batch_size=8, shardings=desk.meshes["dp:2,tp:4"], seed=0, ledger=ledger,
+            start_row=32, first_step=5,
+        ) as batches,
+    ):  # fmt: skip
+        for _ in range(4):
+            next(batches)
+    report = check_ledger(tmp_path, upto_step=8).require()
+    assert (report.num_starts, report.num_redone, report.epochs) == (2, 1, [20, 20, 20, 4])
