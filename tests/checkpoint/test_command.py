@@ -1,0 +1,170 @@
+"""`meshwright checkpoint ls|show|verify|convert`, called as the command line calls it."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tyro
+
+import meshwright as mw
+from meshwright.checkpoint import Checkpoints, read_manifest
+from meshwright.checkpoint.llama import read_llama
+from meshwright.cli.checkpoint import checkpoint
+from meshwright.cli.rules import rules
+from meshwright.errors import CheckpointError
+from meshwright.models import Decoder
+from meshwright.nn.convert import DenseForm, from_global
+from meshwright.train import language_job, state_layout
+
+MODEL = Decoder(vocab_size=48, num_layers=2, d_model=16, num_heads=2, d_ff=24)
+
+
+@pytest.fixture
+def cli(capsys):
+    def run(*args):
+        code = tyro.extras.subcommand_cli_from_dict(
+            {"checkpoint": checkpoint, "rules": rules}, prog="meshwright", args=["checkpoint", *map(str, args)]
+        )
+        return code, capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run whose checkpoints 10 and 20 hold a decoder, with a dead save of step 30."""
+    folder = tmp_path_factory.mktemp("run")
+    job, optimizer = language_job(MODEL, batch_size=8, num_tokens=8), optax.sgd(0.1)
+    layout = state_layout(job, optimizer, mw.create_mesh("fsdp:4,tp:2"))
+    rng = np.random.default_rng(0)
+    leaves = [
+        jax.random.key(0) if leaf.name == "rng" else rng.random(leaf.shape).astype(leaf.dtype) for leaf in layout.leaves
+    ]
+    state = layout.shard(layout.structure.unflatten(leaves))
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(state, step=step, layout=layout, facts={"model": repr(MODEL)})
+    (folder / "checkpoints" / "30" / "state").mkdir(parents=True)
+    return folder, layout, state
+
+
+def test_ls(cli, run_folder):
+    folder, _, _ = run_folder
+    code, out = cli("ls", folder)
+    assert code == 0
+    lines = [line.split("  ") for line in out.splitlines()]
+    assert [line[0].strip() for line in lines[2:]] == ["10", "20", "30"]
+    assert "finished" in out.splitlines()[2]
+    assert out.splitlines()[2].endswith("fsdp=4 x tp=2")
+    assert "unfinished" in out.splitlines()[4]
+    code, out = cli("ls", folder / "checkpoints", "--json")
+    entries = json.loads(out)
+    assert [entry["status"] for entry in entries] == ["finished", "finished", "unfinished"]
+    assert entries[0]["bytes"] == read_manifest(folder / "checkpoints" / "10").num_bytes
+
+
+def test_show(cli, run_folder):
+    folder, _, _ = run_folder
+    code, out = cli("show", folder)
+    assert code == 0
+    assert out.startswith("step 20: ")
+    assert "mesh: fsdp=4 x tp=2, 8 devices (cpu)" in out
+    assert f"jax {jax.__version__}" in out
+    row = next(line for line in out.splitlines() if line.startswith("params/layers/attn/q"))
+    assert row.split("  ")[-1].strip() == "P(None, 'fsdp', 'tp')"
+    assert "2x16x16" in row
+    _, out = cli("show", folder, "--step", 10, "--json")
+    assert out.encode() == (folder / "checkpoints" / "10" / "manifest.json").read_bytes()
+    _, again = cli("show", folder / "checkpoints" / "10", "--json")
+    assert again == out
+    with pytest.raises(CheckpointError, match=r"30 has no manifest.json"):
+        cli("show", folder, "--step", 30)
+
+
+def test_verify(cli, run_folder, lab):
+    folder, _, _ = run_folder
+    code, out = cli("verify", folder)
+    assert code == 0
+    assert [line.split(",")[0] for line in out.splitlines()] == [
+        "step 30: unfinished", "step 10: fine", "step 20: fine",
+    ]  # fmt: skip
+    path = lab.largest(folder / "checkpoints" / "20")
+    lab.flip(path, 99)
+    try:
+        code, out = cli("verify", folder)
+        assert code == 1
+        assert "step 20: DAMAGED" in out
+        assert f"  {path.relative_to(folder / 'checkpoints' / '20').as_posix()}: contents changed" in out
+        assert cli("verify", folder, "--step", 10)[0] == 0
+        assert cli("verify", folder / "checkpoints" / "20")[0] == 1
+    finally:
+        lab.flip(path, 99)
+    os.makedirs(folder / "empty")
+    with pytest.raises(CheckpointError, match="there is no finished step"):
+        cli("verify", folder / "empty")
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        cli("ls", folder / "nothing")
+
+
+def test_convert_to_a_llama_and_back(cli, run_folder, tmp_path):
+    folder, layout, state = run_folder
+    code, out = cli("convert", folder, tmp_path / "hf", "--step", 10, "--shard-bytes", 6000)
+    assert code == 0
+    assert out.splitlines()[-1] == str(tmp_path / "hf" / "config.json")
+    found = read_llama(tmp_path / "hf")
+    jax.tree.map(np.testing.assert_array_equal, found.params, state.params)
+    code, out = cli("convert", tmp_path / "hf", tmp_path / "back", "--step", 5)
+    assert code == 0
+    restored = Checkpoints(tmp_path / "back").restore(layout, part="params")
+    assert restored.step == 5
+    jax.tree.map(np.testing.assert_array_equal, restored.state, state.params)
+    assert restored.state["head"]["kernel"].sharding == state.params["head"]["kernel"].sharding
+    # What came from there says what it is, and goes there again.
+    cli("convert", tmp_path / "back", tmp_path / "again", "--dtype", "bfloat16")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(jnp.bfloat16)),
+        read_llama(tmp_path / "again").params,
+        state.params,
+    )
+    with pytest.raises(CheckpointError, match="has a step 5 already"):
+        cli("convert", tmp_path / "hf", tmp_path / "back", "--step", 5)
+
+
+def test_convert_needs_to_know_the_model(cli, lab, first, tmp_path):
+    lab.saved(tmp_path / "run", *first, 1)
+    with pytest.raises(CheckpointError, match="step 1 does not say which model it holds"):
+        cli("convert", tmp_path / "run", tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="the parameters and the model differ in"):
+        cli("convert", tmp_path / "run", tmp_path / "hf", "--model", "decoder-tiny")
+
+
+def test_convert_linen_trees(cli, tmp_path):
+    """What Orbax wrote of a seed model on four devices, boxes and all, becomes whole arrays."""
+    from orbax.checkpoint import v1 as ocp
+
+    rng = np.random.default_rng(0)
+    whole = {
+        name: {"kernel": rng.random((8, 16), np.float32), "bias": rng.random(16, np.float32)} for name in ("up", "down")
+    } | {"norm": {"scale": np.ones(8, np.float32)}}
+    forms = {
+        "up": DenseForm(tp_mode="gather", axis_size=4, axis_name="tp"),
+        "down": DenseForm(tp_mode="gather", axis_size=4, axis_name="tp", pieces=True),
+    }
+    ocp.save(tmp_path / "seed", {"params": jax.tree.map(jnp.asarray, from_global(whole, forms))})
+    code, _ = cli(
+        "convert", tmp_path / "seed", tmp_path / "ours", "--linen", "up=gather:4", "down=gather:4:pieces"
+    )  # fmt: skip
+    assert code == 0
+    manifest = read_manifest(tmp_path / "ours" / "0")
+    assert {leaf.name: leaf.shape for leaf in manifest.tree} == {
+        "params/up/kernel": (8, 16), "params/up/bias": (16,), "params/down/kernel": (8, 16),
+        "params/down/bias": (16,), "params/norm/scale": (8,),
+    }  # fmt: skip
+    layout = mw.make_layout([(".*", mw.P())], {"params": whole}, mw.create_mesh("dp:8"))
+    jax.tree.map(np.testing.assert_array_equal, Checkpoints(tmp_path / "ours").restore(layout).state["params"], whole)
+    with pytest.raises(CheckpointError, match="'up=sideways:4' does not say where a layer is"):
+        cli("convert", tmp_path / "seed", tmp_path / "other", "--linen", "up=sideways:4")
