@@ -1,0 +1,56 @@
+"""Pages to look at: charts, tables and pictures as strings, put together to one HTML file that works offline.
+
+The pieces take numbers and text, and know nothing of what they mean. They follow the reader's light or dark setting,
+can be printed, read without colour, and be used by keyboard and by screen readers.
+"""
+
+from meshwright.pages.bars import Bar, stacked_bars, stacked_columns
+from meshwright.pages.blocks import Figure, badge, command, fold, headline, prose, quote, side_by_side
+from meshwright.pages.grids import Tile, TileGrid, mesh_picture, tile_picture
+from meshwright.pages.lines import Mark, Series, line_chart
+from meshwright.pages.markup import Markup, join, tag, text
+from meshwright.pages.numbers import compact, duration, number, percent
+from meshwright.pages.page import Section, make_page
+from meshwright.pages.sampling import smooth, thin
+from meshwright.pages.table import pairs, table
+from meshwright.pages.timeline import Lane, Moment, Shape, Span, timeline
+
+__all__ = [
+    "make_page",
+    "Section",
+    "headline",
+    "Figure",
+    "prose",
+    "badge",
+    "command",
+    "quote",
+    "fold",
+    "side_by_side",
+    "table",
+    "pairs",
+    "line_chart",
+    "Series",
+    "Mark",
+    "stacked_bars",
+    "Bar",
+    "stacked_columns",
+    "timeline",
+    "Lane",
+    "Span",
+    "Moment",
+    "Shape",
+    "mesh_picture",
+    "tile_picture",
+    "TileGrid",
+    "Tile",
+    "smooth",
+    "thin",
+    "number",
+    "compact",
+    "percent",
+    "duration",
+    "Markup",
+    "tag",
+    "join",
+    "text",
+]

@@ -1,0 +1,223 @@
+"""Pictures of meshes and of tiles: which devices there are, and which of them hold which part of an array.
+
+Pointing at a device, in any picture of a page, shows it in all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.pages.figure import NUM_TONES, figure, legend
+from meshwright.pages.markup import Markup, join, tag
+
+NODE_WIDTH, NODE_HEIGHT = 40, 26
+# How far each layer stands away, to the right and up, by the number of layers.
+DEPTHS = {1: (0, 0), 2: (60, 46), 3: (46, 36)}
+MAX_PANELS = 8
+# Columns, rows and layers of a lattice, by how many axes it has.
+LIMITS = {1: (12, 1, 1), 2: (8, 8, 1), 3: (8, 4, 3)}
+MAX_TILE_COLUMNS, MAX_TILE_ROWS = 6, 8
+
+
+def shown(count: int, limit: int) -> list[int | None]:
+    """Returns which of many to draw; None stands for those between that are left out.
+
+    >>> shown(4, 4), shown(100, 4)
+    ([0, 1, 2, 3], [0, 1, None, 99])
+    """
+    if count <= limit:
+        return list(range(count))
+    first = limit // 2
+    return [*range(first), None, *range(count - (limit - first - 1), count)]
+
+
+def mesh_picture(title: str, axes: Mapping[str, int], *, names: Sequence[str] | None = None) -> Markup:
+    """Returns devices as a lattice: the last axis runs right, the one before it down, the one before that away.
+
+    Further axes give one lattice per place. Axes of size 1 are named but have no direction.
+
+    Args:
+        axes: sizes by name; the last axis is the one along which device numbers count first.
+        names: what each device is, for its tooltip, in the order of numbers.
+    """
+    long = [(axis, size) for axis, size in axes.items() if size > 1]
+    outer, inner = long[:-3], long[-3:]
+    inner_sizes = [size for _, size in inner]
+    places = list(itertools.product(*(range(size) for _, size in outer)))
+    block = math.prod(inner_sizes)
+    pictures = []
+    for index in shown(len(places), MAX_PANELS):
+        if index is None:
+            pictures.append(tag("p", f"… {len(places) - MAX_PANELS + 1:,} more", class_="note"))
+            continue
+        label = ", ".join(f"{axis} {place}" for (axis, _), place in zip(outer, places[index], strict=True))
+        svg = _lattice(inner, first=index * block, names=names, label=f"{title} {label}".strip())
+        pictures.append(tag("div", tag("p", label, class_="panel-name") if label else None, svg))
+    total = math.prod(axes.values())
+    entries = [(_axis_swatch(number), f"{axis}: {size}") for number, (axis, size) in enumerate(reversed(inner))]
+    entries += [(Markup(""), f"{axis}: {size}, one lattice each") for axis, size in outer]
+    entries += [(Markup(""), f"{axis}: 1") for axis, size in axes.items() if size == 1]
+    unit = "1 device" if total == 1 else f"{total:,} devices"
+    body = tag("div", *pictures, class_="panels")
+    return figure(title, unit=unit, keys=legend(entries), body=body, kind="mesh")
+
+
+def _axis_swatch(number: int) -> Markup:
+    line = tag("path", d="M1 7H25", class_=f"edge axis-{number}")
+    return tag("svg", line, class_="swatch", width=26, height=14, aria_hidden="true")
+
+
+def _lattice(axes: Sequence[tuple[str, int]], *, first: int, names: Sequence[str] | None, label: str) -> Markup:
+    padded = [("", 1)] * (3 - len(axes)) + list(axes)
+    (_, depth), (_, height), (_, width) = padded
+    limits = LIMITS[max(len(axes), 1)]
+    columns, rows, layers = (shown(size, limit) for size, limit in zip((width, height, depth), limits, strict=True))
+    step_x, step_y = DEPTHS[len(layers)]
+    if len(columns) > 5:  # closer together, or the picture grows wider than a page
+        step_x = step_x * 2 // 3
+    away_x, away_y = step_x * (len(layers) - 1), step_y * (len(layers) - 1)
+    # Nodes of far layers show between those of the nearest.
+    pitch_x, pitch_y = NODE_WIDTH + 28 + away_x, NODE_HEIGHT + 24 + away_y
+    left, top = 30 + 8 * len(padded[1][0]) if len(rows) > 1 else 8, 8 + away_y
+
+    def place(layer: int, row: int, column: int) -> tuple[int, int]:
+        return left + column * pitch_x + layer * step_x, top + row * pitch_y - layer * step_y
+
+    def left_out(layer: int, row: int, column: int) -> bool:
+        return layers[layer] is None or rows[row] is None or columns[column] is None
+
+    parts: list[Markup] = []
+    for layer in reversed(range(len(layers))):  # what is far is drawn first
+        for row, column in itertools.product(range(len(rows)), range(len(columns))):
+            x, y = place(layer, row, column)
+            ahead = ((layer + 1, row, column), (layer, row + 1, column), (layer, row, column + 1))
+            for number, other in enumerate(ahead):
+                if other[0] == len(layers) or other[1] == len(rows) or other[2] == len(columns):
+                    continue
+                # A line may end at what is left out, but not run along it.
+                if not (left_out(layer, row, column) and left_out(*other)):
+                    end_x, end_y = place(*other)
+                    line = f"M{_middle(x, y)}L{_middle(end_x, end_y)}"
+                    parts.append(tag("path", d=line, class_=f"edge axis-{2 - number}"))
+    for layer in reversed(range(len(layers))):
+        for row, column in itertools.product(range(len(rows)), range(len(columns))):
+            x, y = place(layer, row, column)
+            index = layers[layer], rows[row], columns[column]
+            if index[0] is None or index[1] is None or index[2] is None:
+                parts.append(tag("text", "…", x=x + NODE_WIDTH / 2, y=y + 17, class_="node-text elided"))
+                continue
+            device = first + (index[0] * height + index[1]) * width + index[2]
+            about = ", ".join(f"{axis} {at}" for (axis, _), at in zip(padded, index, strict=True) if axis)
+            kind = f", {names[device]}" if names is not None and device < len(names) else ""
+            parts.append(_node(device, x, y, f"device {device}: {about}{kind}" if about else f"device {device}{kind}"))
+    bottom = top + (len(rows) - 1) * pitch_y + NODE_HEIGHT
+    right = left + (len(columns) - 1) * pitch_x + NODE_WIDTH
+    parts.append(
+        _axis_names(padded, left=left, top=top, bottom=bottom, away=(right + away_x // 2, bottom - away_y // 2))
+    )
+    total_width = right + away_x + 12 + (8 * len(padded[0][0]) if away_x else 0)
+    return tag(
+        "svg",
+        tag("title", label),
+        *parts,
+        **_size(total_width, bottom + (24 if len(columns) > 1 else 8)),
+        role="group",
+        aria_label=f"{label}: {' x '.join(f'{axis} {size}' for axis, size in axes) or 'one device'}",
+        class_="lattice",
+    )
+
+
+def _size(width: int, height: int) -> dict[str, object]:
+    """Returns the size of a picture that paper may shrink."""
+    return {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
+
+
+def _middle(x: int, y: int) -> str:
+    return f"{x + NODE_WIDTH / 2} {y + NODE_HEIGHT / 2}"
+
+
+def _node(device: int, x: int, y: int, about: str) -> Markup:
+    box = tag("rect", x=x, y=y, width=NODE_WIDTH, height=NODE_HEIGHT, rx=6)
+    label = tag("text", device, x=x + NODE_WIDTH / 2, y=y + 17, class_="node-text")
+    return tag("g", tag("title", about), box, label, class_="node", data_devices=device, role="img", aria_label=about)
+
+
+def _axis_names(axes: Sequence[tuple[str, int]], *, left: int, top: int, bottom: int, away: tuple[int, int]) -> Markup:
+    (depth, _), (rows, _), (columns, _) = axes
+    parts = []
+    if columns:
+        parts.append(tag("text", f"{columns} →", x=left, y=bottom + 17, class_="axis-name ink-0"))
+    if rows:
+        parts.append(tag("text", f"{rows} ↓", x=left - 10, y=top + 17, class_="axis-name end ink-1"))
+    if depth:
+        parts.append(tag("text", f"{depth} ↗", x=away[0] + 2, y=away[1] + 8, class_="axis-name ink-2"))
+    return join(parts)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A part of an array: what is written on it, and the numbers of the devices that hold it."""
+
+    text: str
+    devices: Sequence[int]
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """Parts side by side; a single row or column needs no label, and `aspect` is width to height."""
+
+    title: str
+    row_labels: Sequence[str]
+    column_labels: Sequence[str]
+    tiles: Sequence[Sequence[Tile]]
+    aspect: float = 1.0
+
+
+def tile_picture(title: str, grids: Sequence[TileGrid], *, note: str = "") -> Markup:
+    """Returns an array cut into tiles, the devices that hold each written on it."""
+    pictures = []
+    for index in shown(len(grids), MAX_PANELS):
+        if index is None:
+            pictures.append(tag("p", f"… {len(grids) - MAX_PANELS + 1:,} more", class_="note"))
+            continue
+        name = tag("p", grids[index].title, class_="panel-name") if grids[index].title else None
+        pictures.append(tag("div", name, _tiles(grids[index], f"{title} {grids[index].title}".strip())))
+    after = tag("p", note, class_="note") if note else None
+    return figure(title, body=tag("div", *pictures, class_="panels"), after=after, kind="tiles")
+
+
+def _tiles(grid: TileGrid, label: str) -> Markup:
+    rows, columns = shown(len(grid.row_labels), MAX_TILE_ROWS), shown(len(grid.column_labels), MAX_TILE_COLUMNS)
+    longest = max(len(tile.text) for line in grid.tiles for tile in line)
+    side = max(len(text) for text in grid.row_labels)
+    above = max(len(text) for text in grid.column_labels)
+    shape = math.sqrt(min(max(grid.aspect, 0.4), 4.0))
+    width = max(34, 7 * longest + 14, 7 * above + 10, round(150 * shape) // len(columns))
+    height = max(26, round(150 / shape) // len(rows))
+    left, top = (7 * side + 12 if side else 2), (20 if above else 2)
+    parts = []
+    for j, column in enumerate(columns):
+        text = "…" if column is None else grid.column_labels[column]
+        parts.append(tag("text", text, x=left + (j + 0.5) * width, y=top - 7, class_="tile-label"))
+    for i, row in enumerate(rows):
+        y = top + i * height
+        text = "…" if row is None else grid.row_labels[row]
+        parts.append(tag("text", text, x=left - 8, y=y + height / 2 + 4, class_="tile-label end"))
+        for j, column in enumerate(columns):
+            x = left + j * width
+            box = {"x": x + 1, "y": y + 1, "width": width - 2, "height": height - 2, "rx": 4}
+            middle = {"x": x + width / 2, "y": y + height / 2 + 4}
+            if row is None or column is None:
+                parts.append(tag("g", tag("rect", **box), tag("text", "…", **middle), class_="tile elided"))
+                continue
+            tile = grid.tiles[row][column]
+            tone = (row * len(grid.column_labels) + column) % NUM_TONES
+            devices = " ".join(map(str, tile.devices))
+            name = tag("title", f"on device {devices}" if len(tile.devices) == 1 else f"on devices {devices}")
+            drawn = tag("rect", **box, class_=f"wash-{tone}"), tag("text", tile.text, **middle)
+            parts.append(tag("g", name, *drawn, class_="tile", data_devices=devices))
+    size = _size(left + width * len(columns) + 2, top + height * len(rows) + 2)
+    return tag("svg", tag("title", label), *parts, **size, role="img", aria_label=label)

@@ -1,0 +1,86 @@
+"""The page around the pieces: one HTML file that needs nothing else and can ask for nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from meshwright.pages.figure import patterns
+from meshwright.pages.markup import Markup, join, tag
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page, with an entry in its contents; `short` is its name there."""
+
+    title: str
+    body: Markup
+    short: str = ""
+
+    @property
+    def anchor(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", (self.short or self.title).lower()).strip("-")
+
+
+def make_page(title: str, *, head: Markup, sections: Sequence[Section], foot: object = "") -> str:
+    """Returns the whole page.
+
+    Its own policy forbids the browser every load from anywhere, and every script but the page's own.
+
+    Example:
+        >>> html = make_page("A run", head=tag("h1", "A run"), sections=[Section("Loss", tag("p", "1 < 2"))])
+        >>> "1 &lt; 2" in html, "default-src 'none'" in html
+        (True, True)
+    """
+    style, script = _resource("page.css"), _resource("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    contents = tag(
+        "nav",
+        tag("ul", *(tag("li", tag("a", one.short or one.title, href=f"#{one.anchor}")) for one in sections)),
+        aria_label="Contents",
+    )
+    main = [
+        tag(
+            "section",
+            tag("h2", one.title, id=f"{one.anchor}-title"),
+            one.body,
+            id=one.anchor,
+            aria_labelledby=f"{one.anchor}-title",
+        )
+        for one in sections
+    ]
+    document = tag(
+        "html",
+        tag(
+            "head",
+            tag("meta", charset="utf-8"),
+            Markup(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+            tag("meta", name="color-scheme", content="light dark"),
+            tag("title", title),
+            Markup(f"<style>\n{style}</style>"),
+        ),
+        tag(
+            "body",
+            tag("a", "Skip to the content", href="#content", class_="skip"),
+            patterns(),
+            tag("header", head),
+            contents,
+            tag("main", join(main, "\n"), id="content"),
+            tag("footer", foot) if foot else None,
+            Markup(f"<script>{script}</script>"),
+        ),
+        lang="en",
+    )
+    return f"<!doctype html>\n{document}\n"
+
+
+@cache
+def _resource(name: str) -> str:
+    return resources.files("meshwright.pages").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,147 @@
+"""Timelines: lanes of spans and marks over a common time, such as a run's events or what overlaps in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.pages.figure import NUM_TONES, figure, legend, nothing, swatch
+from meshwright.pages.markup import Markup, join, tag
+from meshwright.pages.numbers import Show, duration, time_ticks
+
+NAME_PIXELS, LANE_PIXELS, GAP_PIXELS = 18, 24, 10
+
+# Shapes differ so that kinds can be told apart without colour.
+Shape = Literal["diamond", "circle", "triangle", "square", "cross"]
+_SHAPES: dict[Shape, str] = {
+    "diamond": "M0 -7L7 0L0 7L-7 0Z",
+    "circle": "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0Z",
+    "triangle": "M0 -7L7 6H-7Z",
+    "square": "M-5 -5H5V5H-5Z",
+    "cross": "M-6 -3.5L-3.5 -6L0 -2.5L3.5 -6L6 -3.5L2.5 0L6 3.5L3.5 6L0 2.5L-3.5 6L-6 3.5L-2.5 0Z",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that takes from `start` to `end`; `tone` says what kind of thing it is."""
+
+    start: float
+    end: float
+    label: str
+    tone: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Something that happens at a point in time."""
+
+    at: float
+    label: str
+    shape: Shape = "diamond"
+    tone: int = 0
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A row of a timeline."""
+
+    name: str
+    spans: Sequence[Span] = ()
+    moments: Sequence[Moment] = ()
+
+
+def timeline(
+    title: str,
+    lanes: Sequence[Lane],
+    *,
+    unit: str = "",
+    keys: Sequence[str] = (),
+    show: Show = duration,
+) -> Markup:
+    """Returns lanes under each other; time starts at the first thing in any of them.
+
+    Args:
+        keys: the names of tones, from 0 on, for a legend.
+    """
+    starts = [span.start for lane in lanes for span in lane.spans] + [m.at for lane in lanes for m in lane.moments]
+    ends = [span.end for lane in lanes for span in lane.spans] + [m.at for lane in lanes for m in lane.moments]
+    if not starts:
+        return nothing(title, "Nothing was recorded.", unit=unit)
+    begin = min(starts)
+    length = (max(ends) - begin) or 1.0
+    pitch = NAME_PIXELS + LANE_PIXELS + GAP_PIXELS
+    height = pitch * len(lanes)
+    drawn = [_axis(length, height, show)]
+    for number, lane in enumerate(lanes):
+        drawn.append(_lane(lane, begin, length, top=number * pitch, show=show))
+    words = [_in_words(lane, begin, show) for lane in lanes]
+    svg = tag(
+        "svg",
+        tag("title", title),
+        *drawn,
+        width="100%",
+        height=height + 24,
+        role="img",
+        aria_label=f"{title}. {' '.join(words)}",
+    )
+    marks = legend([(swatch(tone), key) for tone, key in enumerate(keys)]) if keys else None
+    return figure(title, unit=unit, keys=marks, body=tag("div", svg, class_="lanes"), kind="timeline")
+
+
+def _axis(length: float, height: int, show: Show) -> Markup:
+    parts = []
+    for index, at in enumerate(time_ticks(length)):
+        x = f"{100 * at / length:.3f}%"
+        parts.append(tag("line", x1=x, x2=x, y1=0, y2=height, class_="grid"))
+        odd = " odd" if index % 2 else ""
+        # The first label starts at the edge instead of reaching over it.
+        parts.append(tag("text", show(at), x=x, y=height + 16, class_=f"tick x{odd}{' first' if index == 0 else ''}"))
+    return join(parts)
+
+
+def _lane(lane: Lane, begin: float, length: float, *, top: int, show: Show) -> Markup:
+    parts = [
+        tag("text", lane.name, x=0, y=top + 12, class_="lane-name"),
+        tag("rect", x=0, y=top + NAME_PIXELS, width="100%", height=LANE_PIXELS, rx=4, class_="lane"),
+    ]
+    for span in lane.spans:
+        width = 100 * (span.end - span.start) / length
+        x = 100 * (span.start - begin) / length
+        what = f"{span.label}: {show(span.end - span.start)}, from {show(span.start - begin)}"
+        title = tag("title", f"{what}. {span.detail}" if span.detail else what)
+        box = {"x": f"{x:.3f}%", "width": f"{width:.3f}%", "y": top + NAME_PIXELS, "height": LANE_PIXELS}
+        parts.append(tag("rect", title, **box, rx=3, fill=f"url(#tone-{span.tone % NUM_TONES})", class_="span"))
+        if width > 0.9 * len(span.label) + 1.5:
+            middle = f"{x + width / 2:.3f}%"
+            wide = " wide" if width < 2.6 * len(span.label) + 4 else ""
+            parts.append(
+                tag(
+                    "text",
+                    span.label,
+                    x=middle,
+                    y=top + NAME_PIXELS + 16,
+                    class_=f"part-label{wide} halo-{span.tone % NUM_TONES}",
+                )
+            )
+    for moment in lane.moments:
+        shape = tag(
+            "path",
+            tag("title", f"{moment.label}, at {show(moment.at - begin)}"),
+            d=_SHAPES[moment.shape],
+            class_=f"moment tone-{moment.tone % NUM_TONES}",
+        )
+        # A picture of its own at that place: the shape keeps its size however wide the page is.
+        place = f"{100 * (moment.at - begin) / length:.3f}%"
+        parts.append(tag("svg", shape, x=place, y=top + NAME_PIXELS + LANE_PIXELS // 2, overflow="visible"))
+    return join(parts)
+
+
+def _in_words(lane: Lane, begin: float, show: Show) -> str:
+    spans = [f"{span.label} from {show(span.start - begin)} to {show(span.end - begin)}" for span in lane.spans]
+    moments = [f"{moment.label} at {show(moment.at - begin)}" for moment in lane.moments]
+    said = [*spans, *moments]
+    more = f" and {len(said) - 12} more" if len(said) > 12 else ""
+    return f"{lane.name}: {'; '.join(said[:12])}{more}." if said else f"{lane.name}: nothing."

@@ -1,0 +1,68 @@
+import re
+
+import pytest
+
+from meshwright.pages import Tile, TileGrid, mesh_picture, tile_picture
+from meshwright.pages.grids import shown
+
+
+def devices(html):
+    return [int(number) for number in re.findall(r'class="node" data-devices="(\d+)"', html)]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"dp": 1}, {"fsdp": 8}, {"dp": 2, "tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}, {"pp": 2, "dp": 2, "fsdp": 2, "tp": 2}],
+)
+def test_every_device_of_a_small_mesh_is_drawn_once(axes):
+    total = 1
+    for size in axes.values():
+        total *= size
+    assert sorted(devices(mesh_picture("m", axes))) == list(range(total))
+
+
+def test_devices_stand_where_their_axes_say():
+    html = mesh_picture("m", {"dp": 2, "fsdp": 2, "tp": 2}, names=[f"chip {i}" for i in range(8)])
+    assert "device 5: dp 1, fsdp 0, tp 1, chip 5" in html
+    places = {
+        int(n): (int(x), int(y)) for n, x, y in re.findall(r'data-devices="(\d+)".*?<rect x="(\d+)" y="(\d+)"', html)
+    }
+    assert places[1][0] > places[0][0]  # tp runs right
+    assert places[1][1] == places[0][1]
+    assert places[2][1] > places[0][1]  # fsdp runs down
+    assert places[2][0] == places[0][0]
+    assert places[4][0] > places[0][0]  # dp runs away: right and up
+    assert places[4][1] < places[0][1]
+
+
+def test_axes_are_named_and_those_of_size_1_too():
+    html = mesh_picture("m", {"dp": 1, "fsdp": 4, "tp": 2})
+    assert "tp →" in html
+    assert "fsdp ↓" in html
+    assert "dp: 1" in html
+    assert "8 devices" in html
+
+
+def test_a_large_mesh_shows_its_ends():
+    html = mesh_picture("m", {"pp": 32, "dp": 16, "fsdp": 64, "tp": 8})
+    assert "262,144 devices" in html
+    assert min(devices(html)) == 0
+    assert max(devices(html)) == 262_143
+    assert len(html) < 300_000
+    assert "more" in html
+
+
+def test_tiles_name_the_devices_that_hold_them():
+    tiles = [[Tile("0,1", (0, 1)), Tile("2,3", (2, 3))]]
+    html = tile_picture("w", [TileGrid("", [""], ["0:4", "4:8"], tiles)], note="two tiles.")
+    assert html.count('class="tile"') == 2
+    assert 'data-devices="2 3"' in html
+    assert "on devices 2 3" in html
+    assert ">4:8</text>" in html
+
+
+@pytest.mark.parametrize(("count", "limit"), [(5, 8), (9, 8), (100, 3), (2, 1)])
+def test_shown_keeps_the_ends(count, limit):
+    found = shown(count, limit)
+    assert len(found) <= max(limit, 2)
+    assert found[-1] == count - 1 or limit == 1
