@@ -1,5 +1,7 @@
 """What every test sees, whether it is a test file, a docstring example or a code block in the docs."""
 
+import datetime
+import zlib
 from pathlib import Path
 
 import jax
@@ -24,3 +26,28 @@ pytest_collect_file = Sybil(
 ).pytest()
 
 collect_ignore = ["dev.py", "docs/conf.py", "docs/_build"]
+
+# All slow tests together take longer than a run of the whole suite should. Each is run every other day.
+SLOW = ("some", "all", "none")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--slow", choices=SLOW, default="some", help="which slow tests to run: those of today (some), all, or none"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    # Tests that are named on the command line are wanted, whatever day it is.
+    named = any("::" in argument for argument in config.invocation_params.args)
+    wanted = "all" if named else config.getoption("--slow")
+    today = datetime.date.today().toordinal() % 2
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("slow")
+        and (wanted == "none" or (wanted == "some" and zlib.crc32(item.nodeid.encode()) % 2 != today))
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]

@@ -3,11 +3,12 @@
 
 usage: python3 dev.py [--venv DIR] COMMAND [ARGUMENTS]
 
-  test [PYTEST ARGUMENTS]   run the tests, the docstring examples and the code in the docs
+  test [PYTEST ARGUMENTS]   run the tests, the docstring examples and the code in the docs; of the slow tests those
+                            of today, every other one (--slow all: all of them)
   check [NAME ...]          run ruff, format, mypy, imports and docs, or only those named
   docs                      build the documentation into docs/_build/html
   lock [UV ARGUMENTS]       rewrite constraints/ (add --upgrade to move to the newest versions)
-  anything else             is a meshwright command: `python3 dev.py doctor` runs `meshwright doctor`
+  anything else             is a meshwright command: `python3 dev.py train` runs `meshwright train`
 
 The first use creates a virtual environment, .venv/3.11 for Python 3.11 and so on, and installs the versions
 pinned in constraints/ into it. Another folder: --venv DIR, or the variable MESHWRIGHT_VENV.

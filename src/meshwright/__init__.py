@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
     JobError,
     LayoutError,
     MeshError,
@@ -105,13 +108,28 @@ __all__ = [
     "PlacementError",
     "RngError",
     "JobError",
+    "ConfigError",
+    "DataError",
+    "CheckpointError",
     "TrainingError",
     "MeshwrightWarning",
 ]
 
 
 # Reached as attributes (`mw.parallel.local_map`), imported when first used.
-_LATER_STAGES = ("parallel", "nn", "models", "train", "verify", "plan", "compat")
+_LATER_STAGES = (
+    "parallel",
+    "nn",
+    "models",
+    "train",
+    "data",
+    "checkpoint",
+    "loop",
+    "launch",
+    "verify",
+    "plan",
+    "compat",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,15 +16,29 @@ def main(args: Sequence[str] | None = None) -> None:
         print("error: the command line needs tyro.\nhint: pip install tyro rich", file=sys.stderr)
         sys.exit(1)
 
+    from meshwright.cli.checkpoint import checkpoint
     from meshwright.cli.doctor import doctor
+    from meshwright.cli.ledger import ledger
+    from meshwright.cli.report import report
     from meshwright.cli.rules import rules
+    from meshwright.cli.train import make_train
     from meshwright.cli.verify import verify
+
+    args = list(sys.argv[1:] if args is None else args)
 
     try:
         code = tyro.extras.subcommand_cli_from_dict(
-            {"doctor": doctor, "rules": rules, "verify": verify},
+            {
+                "train": make_train(args),
+                "report": report,
+                "checkpoint": checkpoint,
+                "ledger": ledger,
+                "verify": verify,
+                "rules": rules,
+                "doctor": doctor,
+            },
             prog="meshwright",
-            description="Place JAX models on any mesh.",
+            description="Place JAX models on any mesh, prove that they compute the same there, and train them.",
             args=args,
         )
     except MeshwrightError as error:

@@ -47,6 +47,7 @@ class Decoder(LanguageModel):
 
     SIZES: ClassVar[dict[str, dict[str, Any]]] = {
         "tiny": {"vocab_size": 256, "num_layers": 2, "d_model": 64, "num_heads": 8, "d_ff": 128},
+        "small": {"vocab_size": 256, "num_layers": 4, "d_model": 128, "num_heads": 8, "d_ff": 384},
         "125m": {"vocab_size": 32768, "num_layers": 12, "d_model": 768, "num_heads": 12, "d_ff": 2048},
         "956m": {"vocab_size": 32768, "num_layers": 16, "d_model": 2048, "num_heads": 16, "d_ff": 5632},
         "1b": {

@@ -46,6 +46,7 @@ class XLSTM(LanguageModel):
 
     SIZES: ClassVar[dict[str, dict[str, Any]]] = {
         "tiny": {"vocab_size": 256, "num_layers": 2, "d_model": 64, "num_heads": 8, "d_ff": 128, "chunk_size": 8},
+        "small": {"vocab_size": 256, "num_layers": 4, "d_model": 128, "num_heads": 8, "d_ff": 384, "chunk_size": 64},
         "125m": {"vocab_size": 50304, "num_layers": 12, "d_model": 768, "num_heads": 4, "d_ff": 2112},
         "1b": {"vocab_size": 50304, "num_layers": 24, "d_model": 2048, "num_heads": 4, "d_ff": 5504},
         "7b": {

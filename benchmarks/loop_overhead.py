@@ -1,0 +1,99 @@
+"""What the loop costs over the bare compiled step: logs, progress, guards, data read ahead, everything but saves.
+
+    python benchmarks/loop_overhead.py
+
+Both take the same steps on the same device, in turns. The bare one gets batches that are on the device already, and
+waits for its results once, at the end of a turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+from measure import machine, median, table, verdict, versions
+
+
+def main() -> None:
+    args = arguments()
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    import meshwright as mw
+    from meshwright.data import Batches, Rows, load_tokenizer, open_documents, prepare_tokens
+    from meshwright.loop import Loop, Preemption, Progress, RunLog, Watchdog, fit, make_model, make_optimizer
+    from meshwright.loop.config import OptimizerOptions
+    from meshwright.train import NonFiniteGuard, init_state, language_job, make_train_step, state_layout
+
+    model = make_model("decoder-small")
+    job = language_job(model, batch_size=args.rows, num_tokens=args.tokens, packed=True)
+    optimizer = make_optimizer(OptimizerOptions(), 10_000)
+    layout = state_layout(job, optimizer, mw.create_mesh(f"dp:{args.devices}"))
+    step = make_train_step(job, optimizer, layout)
+    state = init_state(job, optimizer, layout, jax.random.key(0))
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = prepare_tokens(open_documents(), load_tokenizer("bytes"), folder=Path(folder) / "tokens")
+        rows = Rows(tokens, args.tokens)
+
+        def batches(start: int = 0) -> Batches:
+            options = {"batch_size": args.rows, "shardings": step.batch_shardings, "seed": 0, "start_row": start}
+            return Batches(rows, **options)
+
+        with batches() as source:
+            ready = [next(source).arrays for _ in range(8)]
+        log = RunLog(Path(folder) / "run", tensorboard=True)
+        guard = NonFiniteGuard.for_layout(layout)
+        bare, looped = [], []
+        with Preemption() as preemption, Watchdog(600, tell=print, folder=folder) as watchdog:
+            for turn in range(args.turns + 1):
+                began = time.perf_counter()
+                for number in range(args.steps):
+                    state, metrics = step._jit(state, ready[number % len(ready)])
+                jax.block_until_ready(metrics)
+                bare.append((time.perf_counter() - began) / args.steps)
+                loop = Loop(
+                    step=step,
+                    num_steps=int(state.step) + args.steps,
+                    log=log,
+                    progress=Progress(10**6, stream=io.StringIO(), plain_seconds=1.0),
+                    guard=guard,
+                    preemption=preemption,
+                    watchdog=watchdog,
+                    flops_per_step=1e12,
+                    peak_flops=1e15,
+                )
+                source = batches(turn * args.steps * args.rows)
+                began = time.perf_counter()
+                state = fit(loop, state, source).state
+                jax.block_until_ready(state)
+                looped.append((time.perf_counter() - began) / args.steps)
+        log.close()
+    ratios = [ours / theirs for ours, theirs in zip(looped[1:], bare[1:], strict=True)]  # the first turn compiles
+    print(f"{machine()}; {jax.devices()[0].device_kind} x {args.devices}; {versions('jax', 'grain')}")
+    print(
+        table(
+            ["", "ms a step, median", "least", "most"],
+            [
+                [name, *(f"{1e3 * pick(values[1:]):.1f}" for pick in (median, min, max))]
+                for name, values in (("the bare step", bare), ("in the loop", looped))
+            ],
+        )
+    )
+    over = median(ratios)
+    print(verdict(f"the loop takes {over:.3f}x the bare step (below 1.02 wanted)", over < 1.02))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=4, help="rows of a batch; 4 take about 50 ms on two cores")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=40, help="steps of a turn")
+    parser.add_argument("--turns", type=int, default=9)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

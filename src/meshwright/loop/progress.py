@@ -1,0 +1,195 @@
+"""How a run shows itself: one live line on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from meshwright.layout import format_bytes
+
+
+class Progress:
+    """Shows step, loss, tokens per second, the time left, MFU and memory.
+
+    Args:
+        total_steps: the run's last step.
+        start_step: where it starts, or goes on.
+        tokens_per_step: for the speed, where `update` gets no `tokens_per_second`.
+        stream: where to; None shows nothing, which is what all processes but one want.
+        plain_seconds: where the stream is no terminal, how far apart lines are.
+
+    Example:
+        >>> progress = Progress(1000, tokens_per_step=4096, stream=sys.stdout)
+        >>> progress.update(1, {"loss": 5.5452, "mfu": 0.4123, "memory_bytes": 3 * 2**30})
+        step 1/1000  loss 5.545  MFU 41.2%  memory 3.0 GiB
+        >>> progress.say("saved step 1")
+        saved step 1
+        >>> progress.close()
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        start_step: int = 0,
+        tokens_per_step: int | None = None,
+        stream: TextIO | None = sys.stderr,
+        plain_seconds: float = 10.0,
+    ) -> None:
+        self.total_steps, self.tokens_per_step = total_steps, tokens_per_step
+        self._step, self._metrics = start_step, dict[str, Any]()
+        self._stream, self._plain_seconds = stream, plain_seconds
+        self._next_line = -math.inf
+        self._phase: str | None = "starting"
+        self._times: deque[tuple[float, int]] = deque(maxlen=64)
+        self._live: Any = None
+        if stream is not None and stream.isatty():
+            self._live = _start_live(self, stream)
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Shows that a step was taken. Numbers of jax must have been computed, or this waits for them."""
+        now = time.monotonic()
+        self._times.append((now, step))
+        self._step, self._metrics, self._phase = step, dict(metrics), None
+        if self._stream is None or self._live is not None:
+            return
+        if now >= self._next_line or step >= self.total_steps:
+            self._next_line = now + self._plain_seconds
+            self._print("  ".join([f"step {step}/{self.total_steps}", *self.figures()]))
+
+    def phase(self, text: str) -> None:
+        """Shows on the live line, until the next step, what the run is busy with: compiling, evaluating."""
+        self._phase = text
+
+    def say(self, text: str) -> None:
+        """Prints a line above the live one."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif self._stream is not None:
+            self._print(text)
+
+    def close(self) -> None:
+        """Leaves the last state on the screen, and gives the terminal back."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+            self._stream = None
+
+    def figures(self) -> list[str]:
+        """Returns the figures of the last step, as text."""
+        known = self._metrics
+        speed = known.get("tokens_per_second", self._speed())
+        left = self._seconds_left()
+        return [
+            text
+            for text in (
+                f"{self._phase} ..." if self._phase else "",
+                f"loss {float(known['loss']):.3f}" if "loss" in known else "",
+                f"{_short(speed)} tokens/s" if speed else "",
+                f"ETA {_clock(left)}" if left is not None else "",
+                f"MFU {float(known['mfu']):.1%}" if known.get("mfu") is not None else "",
+                f"memory {format_bytes(int(known['memory_bytes']))}" if known.get("memory_bytes") else "",
+            )
+            if text
+        ]
+
+    @property
+    def step(self) -> int:
+        """The last step that was taken."""
+        return self._step
+
+    def _rate(self) -> float | None:
+        """Steps per second over the last steps; from the second one on, since the first compiles."""
+        if len(self._times) < 2:
+            return None
+        (start, first), (end, last) = self._times[0], self._times[-1]
+        return (last - first) / (end - start) if end > start and last > first else None
+
+    def _speed(self) -> float | None:
+        rate = self._rate()
+        return rate * self.tokens_per_step if rate and self.tokens_per_step else None
+
+    def _seconds_left(self) -> float | None:
+        rate = self._rate()
+        return None if rate is None else max(0, self.total_steps - self._step) / rate
+
+    def _print(self, text: str) -> None:
+        assert self._stream is not None
+        print(text, file=self._stream, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _start_live(progress: Progress, stream: TextIO) -> Any:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.progress_bar import ProgressBar
+    from rich.spinner import Spinner
+    from rich.table import Table
+    from rich.text import Text
+
+    spinner = Spinner("dots", style="cyan")
+
+    class Line:
+        """One line, drawn anew a few times a second: what does not fit is left out, the last figure first."""
+
+        def __rich_console__(self, console: Any, options: Any) -> Any:
+            counter = f"step {progress.step}/{progress.total_steps}"
+            figures = progress.figures()
+
+            def room() -> int:
+                return int(options.max_width) - len(counter) - sum(map(len, figures)) - 2 * len(figures) - 6
+
+            while len(figures) > 1 and room() < 8:
+                figures.pop()
+            row = Table.grid(padding=(0, 2, 0, 0))
+            cells: list[Any] = [spinner if progress.step < progress.total_steps else Text("✓", style="green")]
+            if room() >= 8:
+                cells.append(ProgressBar(progress.total_steps, progress.step, width=min(room(), 40)))
+            cells += [Text(counter, style="bold"), *map(Text, figures)]
+            for _ in cells:
+                row.add_column(no_wrap=True)
+            row.add_row(*cells)
+            yield row
+
+    live = Live(Line(), console=Console(file=stream), refresh_per_second=4)
+    live.start()
+    return live
+
+
+def _short(number: float) -> str:
+    """Returns a number with three digits and a letter: 12.3k, 4.56M.
+
+    >>> [_short(number) for number in (7.0, 950.0, 12_345.0, 4_560_000.0)]
+    ['7', '950', '12.3k', '4.56M']
+    """
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            shown = number / size
+            return f"{shown:.{0 if shown >= 100 else 1 if shown >= 10 else 2}f}{letter}"
+    return f"{number:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    """Returns a duration as people write it.
+
+    >>> [_clock(seconds) for seconds in (5, 75, 3_725, 200_000)]
+    ['0:05', '1:15', '1:02:05', '2d 7:33:20']
+    """
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -1,0 +1,160 @@
+"""The charts of a report: loss, speed, and where the time went."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from meshwright.loop.report.record import Run, step_of
+from meshwright.loop.report.story import fall_sentences, part_seconds, speed_sentences, time_sentences
+from meshwright.pages import (
+    Bar,
+    Mark,
+    Markup,
+    Section,
+    Series,
+    compact,
+    duration,
+    join,
+    line_chart,
+    percent,
+    prose,
+    side_by_side,
+    smooth,
+    stacked_bars,
+    stacked_columns,
+    tag,
+    thin,
+)
+from meshwright.pages.blocks import fold
+
+MAX_COLUMNS, MAX_TICKS = 60, 400
+MAX_POINTS = 2000  # of a curve: about two per pixel
+# Drawn elsewhere, or not a curve that anybody reads.
+_TAKEN = ("loss", "time", "tokens", "tokens_per_second", "grad_norm", "learning_rate", "mfu", "memory_bytes", "skipped")
+
+
+def loss_section(run: Run) -> Section:
+    """Returns the loss in words and as curves, with learning rate and gradient norm."""
+    losses = run.steps["loss"]
+    roof = _roof(losses)
+    series, smoothed = _with_mean(run, "loss", roof=roof)
+    if run.evals.known("eval/loss"):
+        series.append(Series("held-out", *thin(run.evals.steps, run.evals["eval/loss"]), style="dots", tone=1))
+    chart = line_chart("Loss", series, unit=smoothed, height=320, high=roof, marks=_restarts(run))
+    rate = _small("Learning rate", run, "learning_rate", low=0.0)
+    norms = _small("Gradient norm", run, "grad_norm", log=_spans_decades(run.steps["grad_norm"]))
+    drawn = None
+    if len(run.steps.steps) > MAX_POINTS:
+        count = f"{len(run.steps.steps):,} steps"
+        said = (
+            f"Curves on this page are drawn with about {MAX_POINTS:,} of their {count}; highs and lows are all there."
+        )
+        drawn = tag("p", said, class_="note")
+    body = [prose(*fall_sentences(run)), chart, drawn, side_by_side(rate, norms), _others(run)]
+    return Section("Loss", join(body))
+
+
+def speed_section(run: Run) -> Section:
+    """Returns the throughput, with restarts and checkpoints marked."""
+    saves = [
+        Mark(at, "checkpoint", tall=False) for event in run.happened("checkpoint") if (at := step_of(event)) is not None
+    ]
+    saves = saves if len(saves) <= MAX_TICKS else []  # more would be a solid line
+    marks = [*_restarts(run), *saves]
+    series, smoothed = _with_mean(run, "tokens_per_second")
+    unit = ", ".join(filter(None, ["tokens per second", smoothed, "ticks at the bottom: checkpoints" if saves else ""]))
+    chart = line_chart("Throughput", series, unit=unit, height=220, low=0.0, marks=marks, show=compact)
+    more = []
+    if run.steps.known("mfu"):
+        more.append(_small("MFU", run, "mfu", low=0.0, show=percent))
+    if run.steps.known("memory_bytes"):
+        steps, counts = thin(run.steps.steps, run.steps["memory_bytes"])
+        memory = Series("memory", steps, [count / 2**30 for count in counts])
+        more.append(line_chart("Memory in use", [memory], unit="GiB", height=130, low=0.0))
+    return Section("Speed", join([prose(*speed_sentences(run)), chart, side_by_side(*more) if more else None]))
+
+
+def time_section(run: Run) -> Section:
+    """Returns what the time was spent on, in total and step by step."""
+    totals = part_seconds(run)
+    parts = list(totals)
+    total = stacked_bars("In total", parts, [Bar("", list(totals.values()))], show=duration)
+    columns = _columns(run, parts)
+    heights = [sum(values) for _, _, values in columns]
+    over_time = stacked_columns(
+        "Per step", parts, columns, unit="mean over the steps of a column", high=_roof(heights, factor=3.0),
+        show=duration,
+    )  # fmt: skip
+    body = [prose(*time_sentences(run))] + ([total, over_time] if sum(totals.values()) else [])
+    return Section("Where the time went", join(body), short="Time")
+
+
+def _with_mean(run: Run, name: str, *, roof: float | None = None) -> tuple[list[Series], str]:
+    """Returns a curve as it was measured and, of enough steps, smoothed; and how, in words."""
+    steps, values = run.steps.steps, run.steps[name]
+    if len(steps) < 30:
+        return [Series("training", *thin(steps, values))], ""
+    window = 2 * max(2, round(len(steps) / 80)) + 1
+    # A spike would lift the mean of all steps around it.
+    usual = values if roof is None else [value if value <= roof else math.nan for value in values]
+    curves = [
+        Series("each step", *thin(steps, values), style="faint"),
+        Series("smoothed", *thin(steps, smooth(usual, window=window))),
+    ]
+    return curves, f"smoothed over {window} steps" + ("" if roof is None else " without what lies above the frame")
+
+
+def _columns(run: Run, parts: Sequence[str]) -> list[tuple[float, float, list[float]]]:
+    """Returns equally many neighbouring steps together: where they start and end, and the means of their parts."""
+    steps = run.steps.steps
+    size = max(1, -(-len(steps) // MAX_COLUMNS))
+    found = []
+    for start in range(0, len(steps), size):
+        means = []
+        for part in parts:
+            values = [value for value in run.steps[f"seconds/{part}"][start : start + size] if math.isfinite(value)]
+            means.append(max(0.0, statistics.fmean(values)) if values else 0.0)
+        found.append((steps[start] - 0.5, steps[min(start + size, len(steps)) - 1] + 0.5, means))
+    return found
+
+
+def _restarts(run: Run) -> list[Mark]:
+    names = {"resume": "resumed", "rollback": "rolled back"}
+    return [Mark(at, names[event["kind"]]) for event in run.happened(*names) if (at := step_of(event)) is not None]
+
+
+def _small(title: str, run: Run, name: str, **options: object) -> Markup:
+    xs, ys = thin(run.steps.steps, run.steps[name])
+    return line_chart(title, [Series(title.lower(), xs, ys)], height=130, **options)  # type: ignore[arg-type]
+
+
+def _others(run: Run) -> Markup | None:
+    """Returns what else was measured, such as accuracy, under a fold."""
+    charts = []
+    names = [name for name in run.steps.values if not name.startswith("seconds/")]
+    names += [name.removeprefix("eval/") for name in run.evals.values if name.startswith("eval/")]
+    names = [name for name in dict.fromkeys(names) if name not in _TAKEN]
+    for name in names:
+        series = [Series("training", *thin(run.steps.steps, run.steps[name]), style="faint")]
+        series.append(Series("held-out", *thin(run.evals.steps, run.evals[f"eval/{name}"]), style="dots", tone=1))
+        charts.append(line_chart(name, series, height=130))
+    if not charts:
+        return None
+    what = "1 more measurement" if len(charts) == 1 else f"{len(charts)} more measurements"
+    return fold(f"{what}: {', '.join(names)}", side_by_side(*charts))
+
+
+def _roof(values: Sequence[float], *, factor: float = 2.0) -> float | None:
+    """Returns where to cut an axis such that a few spikes do not flatten the rest; None where there are none."""
+    known = sorted(value for value in values if math.isfinite(value))
+    if len(known) < 20:
+        return None
+    usual = known[-1 - len(known) // 50]  # all but the top two of a hundred
+    return 1.1 * usual if known[-1] > factor * usual > 0 else None
+
+
+def _spans_decades(values: Sequence[float]) -> bool:
+    known = [value for value in values if math.isfinite(value) and value > 0]
+    return bool(known) and max(known) > 30 * min(known)

@@ -1,0 +1,166 @@
+"""Where a run's batches come from: text, or the job itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.data import (
+    Batches,
+    BatchStream,
+    Ledger,
+    Rows,
+    eval_batches,
+    job_batches,
+    load_tokenizer,
+    open_documents,
+    prepare_tokens,
+)
+from meshwright.errors import DataError, JobError
+from meshwright.loop.config import DataOptions, TrainConfig
+from meshwright.train.step import Step
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the data to begin.
+
+    Args:
+        state: of the batches before, as a checkpoint holds it; None for the beginning.
+        first_step: the step that the first batch is for.
+    """
+
+    state: Mapping[str, Any] | None = None
+    first_step: int = 1
+    ledger: Ledger | None = None
+
+
+class TextSource:
+    """Text as packed rows of tokens, split into what is trained on and what is kept for evaluation."""
+
+    def __init__(self, options: DataOptions, *, tell: Tell) -> None:
+        self.options = options
+        self.tokenizer = load_tokenizer(options.tokenizer)
+        documents = open_documents(options.data, text_field=options.text_field)
+        folder = Path(options.data_cache) if options.data_cache else default_cache() / "tokens"
+        tokens = prepare_tokens(documents, self.tokenizer, folder=folder, tell=tell)
+        train, validation = tokens.split(options.validation)
+        self.fingerprint = tokens.fingerprint
+        self.rows = Rows(train, options.num_tokens)
+        self.eval_rows = Rows(validation, options.num_tokens) if options.validation else None
+        if len(self.rows) < options.batch_size:
+            raise DataError(
+                f"the data has {len(self.rows)} rows of {options.num_tokens} tokens to train on; a batch has "
+                f"{options.batch_size}.",
+                hint="more text, a smaller --batch-size, or fewer --num-tokens.",
+            )
+        tell(
+            f"data: {tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens; {len(self.rows):,} rows of "
+            f"{options.num_tokens} to train on, {len(self.eval_rows or ()):,} to evaluate on"
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.tokenizer.vocab_size)
+
+    def facts(self) -> dict[str, Any]:
+        """What all processes must agree on."""
+        return {"data": self.fingerprint, "rows": len(self.rows)}
+
+    def open(self, step: Step, place: Place, *, seed: int) -> BatchStream:
+        """Returns the batches from a place on, on the step's devices."""
+        options = self.options
+        return Batches(
+            self.rows,
+            batch_size=options.batch_size,
+            shardings=step.batch_shardings,
+            seed=seed,
+            epochs=options.epochs,
+            state=place.state,
+            first_step=place.first_step,
+            ledger=place.ledger,
+        )
+
+    def evaluation(self, step: Step, num_batches: int) -> Iterator[Any] | None:
+        """Returns the batches to evaluate on, the same each time; None where there are none."""
+        if not self.eval_rows:
+            return None
+        return iter(eval_batches(self.eval_rows, self.options.batch_size, step.batch_shardings, num_batches))
+
+
+class JobSource:
+    """Batches that a job makes itself, from seeds."""
+
+    def __init__(self, job: Any, options: DataOptions) -> None:
+        if getattr(job, "make_batch", None) is None:
+            raise JobError(
+                "the job makes no batches, and its example batch is not one of text.",
+                hint="give it make_batch(seed) -> batch, or a batch of `inputs` and `targets` and use --data.",
+            )
+        self.job = job
+        self.options = options
+        self.batch_size = rows_of(job)
+
+    def facts(self) -> dict[str, Any]:
+        """What all processes must agree on."""
+        return {"batch": jax.tree.leaves(self.job.batch)}
+
+    def open(self, step: Step, place: Place, *, seed: int) -> BatchStream:
+        """Returns the batches from a place on, on the step's devices."""
+        return job_batches(
+            self.job,
+            shardings=step.batch_shardings,
+            seed=seed,
+            batch_size=self.batch_size,
+            state=place.state,
+            first_step=place.first_step,
+            ledger=place.ledger,
+        )
+
+    def evaluation(self, step: Step, num_batches: int) -> Iterator[Any] | None:
+        """A job that makes its batches keeps none back."""
+        return None
+
+
+def is_text(job: Any) -> bool:
+    """Says whether a job's batches are tokens and targets, which text can be made into."""
+    batch = getattr(job, "batch", None)
+    return (
+        isinstance(batch, Mapping)
+        and {"inputs", "targets"} <= set(batch)
+        and all(np.ndim(leaf) == 2 for leaf in batch.values())
+    )
+
+
+def rows_of(job: Any) -> int:
+    """Returns how many rows a job's example batch has."""
+    leaves = jax.tree.leaves(getattr(job, "batch", None))
+    if not leaves:
+        raise JobError("the job has no example batch.", hint="Job(..., batch=...), of arrays or ShapeDtypeStruct.")
+    return int(leaves[0].shape[0])
+
+
+def default_cache() -> Path:
+    """Where what can be made again is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
+
+
+def make_source(config: TrainConfig, job: Any, *, tell: Tell) -> TextSource | JobSource:
+    """Returns where the batches of a run come from: text, unless a job makes its own and no data was named."""
+    if job is None:
+        return TextSource(config.data, tell=tell)
+    if is_text(job) and (config.data.data is not None or getattr(job, "make_batch", None) is None):
+        rows, tokens = job.batch["inputs"].shape
+        return TextSource(dataclasses.replace(config.data, batch_size=rows, num_tokens=tokens), tell=tell)
+    if config.data.data is not None:
+        raise JobError("the job's batches are not tokens, so --data cannot fill them.", hint="leave --data out.")
+    return JobSource(job, config.data)

@@ -1,0 +1,84 @@
+"""The command `meshwright train`: where its options come from, and its exit codes."""
+
+import pytest
+import yaml
+
+from meshwright.cli import main
+from meshwright.cli.train import base_config
+from meshwright.loop.config import PRESETS, TrainConfig, preset
+
+
+@pytest.fixture
+def cli(capsys):
+    def run(*args):
+        with pytest.raises(SystemExit) as ended:
+            main(list(args))
+        captured = capsys.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def test_print_config_prints_a_file_that_gives_the_same_run(cli, tmp_path):
+    code, out, _ = cli("train", "--preset", "smoke", "--print-config")
+    assert code == 0
+    assert TrainConfig().changed(yaml.safe_load(out)) == preset("smoke")
+
+
+def test_the_command_line_wins_over_the_file_over_the_preset(cli, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 7\nbatch_size: 32\n")
+    args = ("--preset", "smoke", f"--config={file}", "--steps", "9", "--mesh", "dp:2,fsdp:4", "--clip", "None")
+    code, out, _ = cli("train", *args, "--print-config")
+    found = yaml.safe_load(out)
+    assert code == 0
+    assert found["steps"] == 9
+    assert found["batch_size"] == 32
+    assert found["num_tokens"] == PRESETS["smoke"]["num_tokens"]
+    assert (found["mesh"], found["clip"]) == ("dp:2,fsdp:4", None)
+
+
+def test_every_option_is_a_flag(cli):
+    code, out, err = cli("train", "--help")
+    assert code == 0
+    for name in TrainConfig().flat():
+        assert f"--{name.replace('_', '-')}" in out + err, name
+
+
+def test_resuming_starts_from_the_options_of_the_run(tmp_path):
+    (tmp_path / "config.yaml").write_text(preset("smoke").to_yaml())
+    assert base_config(["train", "--run", str(tmp_path), "--resume"]) == preset("smoke")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--preset", "smok"), "did you mean 'smoke'"),
+        (("--config", "none.yaml"), "none.yaml cannot be read"),
+        (("--run", "nowhere", "--resume"), "nowhere holds no run to resume"),
+        (("--learning-rate", "nan"), "learning_rate is nan"),
+        (("--steps", "-3"), "steps is -3"),
+        (("--model", "decoder-tinny"), "did you mean 'decoder-tiny'"),
+        (("--data", "no/such/*.txt"), "no/such"),
+        (("--job", "no.such.module:job"), "there is no module"),
+        (("--mesh", "dp:3"), "3"),
+        (("--batch-size", "6", "--mesh", "dp:8"), "6 rows cannot be split over 8"),
+    ],
+)
+def test_wrong_options_end_in_an_error_and_leave_nothing_behind(cli, args, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    code, _, err = cli("train", *args)
+    assert code == 1
+    assert message in err
+    assert "hint:" in err or "cannot be read" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_exit_code_tells_a_stopped_run_from_a_finished_one(cli, monkeypatch):
+    from meshwright.loop import run as run_module
+    from meshwright.loop.loop import Result
+
+    for why, code in (("finished", 0), ("out of data", 0), ("preempted", 75)):
+        monkeypatch.setattr(run_module, "train", lambda config, why=why: Result(None, 1, why, {}))
+        assert cli("train")[0] == code

@@ -1,0 +1,76 @@
+"""A run's configuration: every option in files and on the command line, and nothing accepted that cannot be."""
+
+import math
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.loop.config import PRESETS, TrainConfig, preset, read_config
+
+
+def test_a_written_configuration_reads_back_equal(tmp_path):
+    config = preset("smoke").changed(
+        {"mesh": "dp:2,tp:2", "learning_rate": 1e-5, "model_options": ["num_layers=3"], "clip": None, "prompt": "é: #"}
+    )
+    (tmp_path / "c.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    assert read_config(tmp_path / "c.yaml") == config
+    assert config.flat()["model_options"] == ["num_layers=3"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_change_what_they_name_and_nothing_else(name):
+    changed, plain = preset(name).flat(), TrainConfig().flat()
+    assert {key: value for key, value in changed.items() if value != plain[key]} == {
+        key: value for key, value in PRESETS[name].items() if value != plain[key]
+    }
+
+
+def test_files_may_write_numbers_as_people_do(tmp_path):
+    (tmp_path / "c.yaml").write_text("learning_rate: 3e-4\nclip: null\nweight_decay: 0\n")
+    config = read_config(tmp_path / "c.yaml", base=preset("smoke"))
+    assert (config.optimizer.learning_rate, config.optimizer.clip, config.optimizer.weight_decay) == (3e-4, None, 0.0)
+    assert config.run.steps == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1", r"no option `learning_rat`.\nhint: did you mean 'learning_rate'"),
+        ("steps: 1.5", r"steps is 1.5.\nhint: give a whole number"),
+        ("steps: true", r"steps is True.\nhint: give a whole number"),
+        ("optimizer: adam", r"optimizer is 'adam'.\nhint: give one of adamw, adafactor, lion, sgd"),
+        ("learning_rate: fast", r"learning_rate is 'fast'.\nhint: give a number"),
+        ("- steps", r"holds a list"),
+        ("steps: [", r"is not YAML"),
+        ("!!python/object/apply:os.system [ls]", r"is not YAML"),
+    ],
+)
+def test_files_that_are_wrong_are_told_apart(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_config(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("steps", 0), ("steps", -5), ("learning_rate", math.nan), ("learning_rate", -1e-3), ("learning_rate", math.inf),
+        ("weight_decay", -0.1), ("beta2", 1.0), ("warmup", -1), ("clip", 0.0), ("clip", math.nan), ("batch_size", 0),
+        ("num_tokens", -1), ("validation", 1.0), ("validation", -0.1), ("minibatches", 0), ("devices", 0),
+        ("checkpoint_every", -1), ("keep_last", 0), ("rollback", 0.0), ("hang", -1.0), ("max_skipped", 0),
+        ("process_id", -1), ("epochs", 0), ("seed", -1),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be_are_refused_by_name(option, value):
+    with pytest.raises(ConfigError, match=f"{option} is"):
+        TrainConfig().changed({option: value})
+
+
+def test_a_missing_file_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_config(tmp_path / "none.yaml")
+
+
+def test_an_unknown_preset_gets_a_spelling_hint():
+    with pytest.raises(ConfigError, match="did you mean 'smoke'"):
+        preset("smok")

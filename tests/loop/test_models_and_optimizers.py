@@ -1,0 +1,81 @@
+"""Models and optimizers by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.loop.config import OptimizerOptions
+from meshwright.loop.models import make_model, model_names
+from meshwright.loop.optimizers import decayed, make_optimizer, make_schedule
+
+
+def test_options_change_fields_by_their_kind():
+    model = make_model("decoder-tiny", ("num_layers=3", "tied_embeddings=true", "dropout=0.5", "num_kv_heads=2"))
+    assert (model.num_layers, model.tied_embeddings, model.dropout, model.num_kv_heads) == (3, True, 0.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("decoder-tinny", (), "did you mean 'decoder-tiny'"),
+        ("decoder-tiny", ("layers=3",), "no option 'layers=3'"),
+        ("decoder-tiny", ("num_layers",), "no option 'num_layers'"),
+        ("decoder-tiny", ("num_layers=three",), "does not give a number"),
+        ("decoder-tiny", ("tied_embeddings=yes",), "neither true nor false"),
+    ],
+)
+def test_what_does_not_exist_is_told(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_model(name, options)
+
+
+def test_the_vocabulary_makes_room_for_the_tokenizer():
+    assert make_model("decoder-tiny", vocab_size=256).vocab_size == 256
+    assert make_model("decoder-tiny", vocab_size=300).vocab_size == 384
+    with pytest.raises(ConfigError, match="has room for 256"):
+        make_model("decoder-tiny", ("vocab_size=256",), vocab_size=300)
+
+
+def test_every_model_has_rules_for_every_parameter():
+    for name in model_names():
+        model = make_model(name)
+        shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+        assert set(jax.tree.leaves(decayed(shapes))) == {True, False}
+
+
+def test_norms_do_not_decay():
+    mask = decayed(jax.eval_shape(make_model("xlstm-tiny").init, jax.eval_shape(lambda: jax.random.key(0))))
+    flat = {jax.tree_util.keystr(path): value for path, value in jax.tree.leaves_with_path(mask)}
+    assert all(not value for name, value in flat.items() if "norm" in name or "bias" in name)
+    assert flat["['embed']['table']"]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_schedules_rise_and_end_where_they_should(schedule):
+    rate = make_schedule(OptimizerOptions(learning_rate=2.0, schedule=schedule, warmup=10), 100)
+    rates = np.asarray(jax.vmap(rate)(jnp.arange(101)))
+    assert 0 < rates[0] < rates[5] < rates[10] == rates.max() == 2.0
+    np.testing.assert_allclose(rates[100], 2.0 if schedule == "constant" else 0.2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd"])
+def test_every_optimizer_descends(name):
+    rate = 1.0 if name == "sgd" else 0.05
+    optimizer = make_optimizer(OptimizerOptions(optimizer=name, learning_rate=rate, warmup=0, weight_decay=0.0), 60)
+    params = {"w": jnp.ones((4, 4)) * 2.0}
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(lambda params: jnp.mean((params["w"] - 1.0) ** 2))(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    losses = []
+    for _ in range(60):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.3 * losses[0]

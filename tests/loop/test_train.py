@@ -1,0 +1,283 @@
+"""A whole run: it trains, stops when asked, goes on as if nothing had happened, also on another mesh."""
+
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, TrainingError
+from meshwright.loop import loop as loop_module
+from meshwright.loop.run import train
+
+QUIET = {"say": lambda text: None}
+
+
+def bits(state):
+    state = jax.tree.map(
+        lambda leaf: jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf,
+        state,
+    )
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+def values(steps):
+    return [(line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"]) for line in steps]
+
+
+class StopAt:
+    """Asks a run to stop at given steps, as SIGTERM does."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def requested(self, step):
+        return step in self.steps
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    def stop(*steps):
+        monkeypatch.setattr("meshwright.loop.run.Preemption", lambda: StopAt(*steps))
+
+    return stop
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The undisturbed run, once for all tests; made by the first that asks with its configuration."""
+    made = {}
+
+    def run(config, read_run):
+        if not made:
+            result = train(config, **QUIET)
+            made["it"] = (result, *read_run(fit_folder(config)))
+        return made["it"]
+
+    return run
+
+
+def fit_folder(config):
+    from pathlib import Path
+
+    return Path(config.run.run)
+
+
+def test_a_run_trains_and_writes_every_step_once(make_config, read_run, straight, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    result, steps, evaluations, events = straight(make_config(run=str(folder)), read_run)
+    assert (result.why, result.step, int(result.state.step)) == ("finished", 12, 12)
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert sorted(evaluations) == [6, 12]
+    assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
+    assert [event["step"] for event in events if event["kind"] == "checkpoint"] == [4, 8, 12]
+    assert events[0]["kind"] == "start"
+    assert events[-1]["kind"] == "finish"
+    for line in steps:
+        assert line["seconds"]["step"] > 0
+        assert line["tokens_per_second"] > 0
+
+
+def test_a_run_that_was_stopped_and_resumed_is_the_same_to_the_last_bit(
+    make_config, read_run, straight, stop_at, tmp_path_factory
+):
+    whole, steps, evaluations, _ = straight(make_config(run=str(tmp_path_factory.mktemp("straight") / "run")), read_run)
+    config = make_config()
+    for at, resume in ((3, False), (8, True), (9, True)):
+        stop_at(at)
+        result = train(config.changed({"resume": resume}), **QUIET)
+        assert (result.why, result.step) == ("preempted", at)
+    stop_at()
+    result = train(config.changed({"resume": True}), **QUIET)
+    again, again_evaluations, events = read_run(fit_folder(config))
+    assert bits(result.state) == bits(whole.state)
+    assert values(again) == values(steps)
+    assert again_evaluations == evaluations
+    assert [event["step"] for event in events if event["kind"] == "resume"] == [3, 8, 9]
+    assert [event["step"] for event in events if event["kind"] == "preempted"] == [3, 8, 9]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh": "dp:8"},
+        {"mesh": "fsdp:8", "view": "global"},
+        {"mesh": "fsdp:4,tp:2", "minibatches": 2, "zero_axis": None},
+    ],
+)
+def test_a_run_goes_on_elsewhere(make_config, read_run, straight, stop_at, tmp_path_factory, changes):
+    _, steps, _, _ = straight(make_config(run=str(tmp_path_factory.mktemp("straight") / "run")), read_run)
+    config = make_config()
+    stop_at(5)
+    before = train(config, **QUIET)
+    stop_at(6)
+    said = []
+    train(config.changed({"resume": True, **changes}), say=said.append)
+    again, _, _ = read_run(fit_folder(config))
+    np.testing.assert_allclose(again[5]["loss"], steps[5]["loss"], rtol=1e-5)
+    assert any("resharded" in line or "mesh" in line for line in said)
+    assert int(before.state.step) == 5
+
+
+def test_a_step_after_the_last_checkpoint_is_computed_again(make_config, read_run, stop_at, monkeypatch, tmp_path):
+    """As after a kill: the log is ahead of the last checkpoint."""
+    config = make_config()
+    stop_at(4)
+    train(config, **QUIET)
+    log = fit_folder(config) / "metrics.jsonl"
+    with log.open("a") as file:
+        file.write('{"step": 5, "loss": 99.0}\n{"step": 6, "lo')
+    stop_at(7)
+    train(config.changed({"resume": True}), **QUIET)
+    steps, _, _ = read_run(fit_folder(config))
+    assert [line["step"] for line in steps] == list(range(1, 8))
+    assert all(line["loss"] < 10 for line in steps)
+
+
+def test_a_run_without_a_checkpoint_starts_again(make_config, read_run, monkeypatch):
+    config = make_config()
+
+    def broken(self):
+        raise RuntimeError("the machine went away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module._Fit, "after_step", lambda self: broken(self) if self.number == 2 else False)
+        with pytest.raises(RuntimeError, match="went away"):
+            train(config, **QUIET)
+    result = train(config.changed({"resume": True, "steps": 4}), **QUIET)
+    steps, _, events = read_run(fit_folder(config))
+    assert result.step == 4
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert {"start", "error", "resume"} <= {event["kind"] for event in events}
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(make_config, stop_at):
+    config = make_config()
+    stop_at(10)
+    train(config, **QUIET)
+    folder = fit_folder(config) / "checkpoints" / "10"
+    largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    raw = bytearray(largest.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    largest.write_bytes(bytes(raw))
+    said = []
+    stop_at(9)
+    result = train(config.changed({"resume": True}), say=said.append)
+    assert result.step == 9
+    assert any(largest.name in line and "10" in line for line in said), said
+
+
+def test_epochs_end_a_run_everywhere_at_once(make_config, read_run):
+    result = train(make_config(epochs=1, steps=10_000, num_tokens=64, eval_every=0, checkpoint_every=0), **QUIET)
+    assert result.why == "out of data"
+    assert 2 < result.step < 30
+    _, _, events = read_run(fit_folder(make_config()))
+    assert any("the data ended" in event["text"] for event in events)
+
+
+def test_a_loss_that_rises_is_rolled_back(make_config, read_run, monkeypatch):
+    """The tenth step's loss is made to look terrible, once."""
+    config = make_config(rollback=8.0, steps=14, eval_every=0, checkpoint_every=4)
+    fetch = loop_module._Fit.describe
+    spoiled = []
+
+    class Guard:
+        def __init__(self, factor):
+            self.seen = 0
+
+        def check(self, loss):
+            self.seen += 1
+            if self.seen == 10 and not spoiled:
+                spoiled.append(loss)
+                return True
+            return False
+
+        def reset(self):
+            pass
+
+    monkeypatch.setattr("meshwright.loop.run.SpikeGuard", Guard)
+    result = train(config, **QUIET)
+    steps, _, events = read_run(fit_folder(config))
+    assert result.why == "finished"
+    assert [line["step"] for line in steps] == list(range(1, 15))
+    assert [event["kind"] for event in events if event["kind"] == "rollback"] == ["rollback"]
+    # The data of the steps that were undone is not used again: the last position is three batches further.
+    manifest = json.loads((fit_folder(config) / "checkpoints" / "14" / "manifest.json").read_text())
+    assert manifest["facts"]["data"]["next_row"] > 14 * 8
+    assert fetch is loop_module._Fit.describe
+
+
+def test_sigterm_saves_and_stops(make_config, monkeypatch):
+    config = make_config(steps=500, eval_every=0, checkpoint_every=0)
+    describe = loop_module._Fit.describe
+
+    def raise_at_five(self, number, *rest):
+        if number == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return describe(self, number, *rest)
+
+    monkeypatch.setattr(loop_module._Fit, "describe", raise_at_five)
+    result = train(config, **QUIET)
+    assert result.why == "preempted"
+    assert result.step == 6  # the one that was running when the signal came
+    assert (fit_folder(config) / "checkpoints" / "6" / "manifest.json").is_file()
+
+
+def test_steps_that_are_not_finite_stop_a_run_by_name(make_config, read_run):
+    config = make_config(learning_rate=1e30, warmup=0, clip=None, max_skipped=3, steps=50, eval_every=0)
+    with pytest.raises(TrainingError, match="3 steps in a row were skipped"):
+        train(config, **QUIET)
+    _, _, events = read_run(fit_folder(config))
+    skipped = [event["text"] for event in events if event["kind"] == "skipped"]
+    assert len(skipped) == 2
+    assert "of rows from" in skipped[0]
+    assert events[-1]["kind"] == "error"
+
+
+def test_wrong_folders_are_refused_and_nothing_is_lost(make_config, stop_at):
+    config = make_config()
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        train(config.changed({"resume": True}), **QUIET)
+    stop_at(2)
+    train(config, **QUIET)
+    with pytest.raises(ConfigError, match=r"already holds a run.\nhint: add --resume"):
+        train(config, **QUIET)
+    with pytest.raises(ConfigError, match="stands at step 2 of 1 already"):
+        train(config.changed({"resume": True, "steps": 1}), **QUIET)
+    with pytest.raises(DataError, match="seed"):
+        train(config.changed({"resume": True, "seed": 3}), **QUIET)
+    with pytest.raises(CheckpointError, match=r"missing|shape"):
+        train(config.changed({"resume": True, "model_options": ["num_layers=2", "d_model=16", "num_heads=2"]}), **QUIET)
+    stop_at()
+    assert train(config.changed({"resume": True, "steps": 3}), **QUIET).step == 3
+
+
+def test_a_batch_that_cannot_be_split_is_an_error_before_anything_is_written(make_config):
+    config = make_config(batch_size=6, mesh="dp:8")
+    with pytest.raises(MeshwrightError, match=r"6 rows cannot be split over 8 devices"):
+        train(config, **QUIET)
+    assert not fit_folder(config).exists()
+
+
+def test_only_one_process_trains_in_a_folder(make_config, run_python):
+    from meshwright.loop.folder import RunFolder
+
+    folder = RunFolder.open(make_config(), name="x")
+    done = run_python(
+        """
+        import sys
+        from meshwright.loop.config import TrainConfig
+        from meshwright.loop.folder import RunFolder
+        RunFolder.open(TrainConfig().changed({"run": sys.argv[1]}), name="x")
+        """,
+        str(folder.path),
+    )
+    folder.close()
+    assert "another process is training in" in done.stderr
