@@ -32,6 +32,13 @@ def main() -> None:
     if args.one:
         print(json.dumps(RUNS[args.one](args)), flush=True)
         return
+    if not args.only_curve:
+        compare(args)
+    if args.curve or args.only_curve:
+        compare_losses(args)
+
+
+def compare(args: argparse.Namespace) -> None:
     rows = []
     for length, batch in [(32, 4)] if args.tiny else SHAPES:
         results = {}
@@ -51,14 +58,16 @@ def main() -> None:
     print(f"{machine()}; {versions('jax', 'optax', 'torch')}")
     print(table(["shape", "program", "ms", "tokens/s", "TFLOP/s", "of torch", "peak GiB", "compile s"], rows))
     judge(rows)
-    if args.curve:
-        losses = {
-            name: child([*own(args, 2048 if not args.tiny else 32, 2), "--one", name], {})["losses"] for name in CURVES
-        }
-        worst = max(abs(a - b) / b for a, b in zip(losses["curve"], losses["curve_float32"], strict=True))
-        print(f"losses of {len(losses['curve'])} steps, bfloat16: {[round(x, 3) for x in losses['curve']]}")
-        print(f"losses of the same steps, float32: {[round(x, 3) for x in losses['curve_float32']]}")
-        print(verdict(f"largest relative difference {worst:.1e} (1e-2 allowed)", worst < 1e-2))
+
+
+def compare_losses(args: argparse.Namespace) -> None:
+    losses = {
+        name: child([*own(args, 2048 if not args.tiny else 32, 2), "--one", name], {})["losses"] for name in CURVES
+    }
+    worst = max(abs(a - b) / b for a, b in zip(losses["curve"], losses["curve_float32"], strict=True))
+    print(f"losses of {len(losses['curve'])} steps, bfloat16: {[round(x, 3) for x in losses['curve']]}")
+    print(f"losses of the same steps, float32: {[round(x, 3) for x in losses['curve_float32']]}")
+    print(verdict(f"largest relative difference {worst:.1e} (1e-2 allowed)", worst < 1e-2))
 
 
 def programs(args: argparse.Namespace, length: int, batch: int) -> list[tuple[str, list[str], dict[str, str]]]:
@@ -76,6 +85,7 @@ def programs(args: argparse.Namespace, length: int, batch: int) -> list[tuple[st
 
 def own(args: argparse.Namespace, length: int, batch: int) -> list[str]:
     shape = ["--seq", str(length), "--batch", str(batch), "--steps", str(args.steps)]
+    shape += ["--warmup", str(args.warmup)]
     return [sys.executable, __file__, *shape, *(["--tiny"] if args.tiny else [])]
 
 
@@ -161,7 +171,8 @@ def make_meshwright(args: argparse.Namespace, precision: str) -> tuple[Any, Any,
     from meshwright.train import init_state, language_job, make_train_step, state_layout
 
     job = language_job(Decoder(**sizes_of(args)), batch_size=args.batch, num_tokens=args.seq)
-    optimizer = optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
+    rate = optax.linear_schedule(0.0, 3e-4, args.warmup) if args.warmup else 3e-4
+    optimizer = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
     layout = state_layout(job, optimizer, mw.create_mesh("dp:1", devices=1))
     state = init_state(job, optimizer, layout, jax.random.key(0))
     return state, make_train_step(job, optimizer, layout, precision=precision), make_tokens(args)
@@ -218,6 +229,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peers", help="the folder of the peers' programs; without it, only ours run")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--curve", action="store_true", help="compare losses with those of float32 as well")
+    parser.add_argument("--warmup", type=int, default=0, help="steps in which our learning rate rises to 3e-4")
+    parser.add_argument("--only-curve", action="store_true", help="runs nothing but the comparison of losses")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--one", choices=RUNS, help=argparse.SUPPRESS)
     parser.add_argument("--seq", type=int, default=2048, help=argparse.SUPPRESS)
