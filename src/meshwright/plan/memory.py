@@ -1,0 +1,201 @@
+"""What a step holds on each device, by what it is: exact for the state, computed for the rest; or as compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.layout import Layout
+from meshwright.layout.leaf import format_bytes
+from meshwright.plan.compile import Compiled
+from meshwright.plan.profile import Profile
+from meshwright.plan.setup import Setup
+from meshwright.plan.target import Target
+from meshwright.plan.traffic import GATHER_AXIS, local_size, param_leaves
+from meshwright.specs import spec_axes
+
+Basis = Literal["compiled", "computed", "assumed"]
+# Logits of a chunk of rows, as they are and in float32: what the loss needs at a time.
+_LOSS_BYTES, _LOGIT_BYTES = 1.2 * 2**30, 8
+# A layer in its backward pass: what it computes again, and gradients of that beside it. Fitted to compiled programs.
+_LAYER_FACTOR = {"gpu": 1.35, "tpu": 1.0, "cpu": 1.35}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of what is in memory; `basis` says where the figure comes from."""
+
+    name: str
+    bytes: float
+    basis: Basis
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of one device at the peak of a step.
+
+    Args:
+        parts: what it holds, largest lifetime first.
+        total: the peak. Compiled, it is the compiler's own; then `parts` ends in what is left of it.
+        capacity: what a program can have; None for CPUs.
+    """
+
+    parts: tuple[Part, ...]
+    total: float
+    basis: Basis
+    capacity: int | None
+    refused: str | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None where the capacity is not known."""
+        if self.refused is not None:
+            return False
+        return None if self.capacity is None else self.total <= self.capacity
+
+    @property
+    def verdict(self) -> str:
+        """One sentence for people."""
+        if self.refused is not None:
+            return f"does not fit: {self.refused.splitlines()[0]}"
+        if self.capacity is None:
+            return f"needs {format_bytes(self.total)} on each device ({self.basis})."
+        share = self.total / self.capacity
+        largest = max(self.parts, key=lambda part: part.bytes)
+        if self.total <= self.capacity:
+            free = format_bytes(self.capacity - self.total)
+            return f"fits: {format_bytes(self.total)} of {format_bytes(self.capacity)} ({share:.0%}), {free} free."
+        over = format_bytes(self.total - self.capacity)
+        return (
+            f"does not fit: {format_bytes(self.total)} of {format_bytes(self.capacity)}, {over} too much; "
+            f"the largest part is {largest.name} ({format_bytes(largest.bytes)})."
+        )
+
+
+def plan_memory(
+    profile: Profile, layout: Layout, target: Target, setup: Setup, *, rows: int, compiled: Compiled | None = None
+) -> MemoryPlan:
+    """Returns what a device holds at the peak of a step; `rows` are those of the whole batch."""
+    sizes = dict(layout.mesh.shape)
+    parts = [*_state_parts(layout), *_weight_parts(profile, layout, setup, sizes)]
+    parts += _activation_parts(profile, setup, sizes, rows=rows, target=target)
+    parts = [part for part in parts if part.bytes]
+    if not _in_loop(profile, setup, sizes) and setup.num_minibatches == 1:
+        parts = _in_turn(parts)
+    total = sum(part.bytes for part in parts)
+    if compiled is None:
+        return MemoryPlan(tuple(parts), total, "computed", target.memory_bytes)
+    if compiled.does_not_fit is not None:
+        return MemoryPlan(tuple(parts), total, "computed", target.memory_bytes, compiled.does_not_fit)
+    rest = compiled.peak_bytes - sum(part.bytes for part in parts if part.name != "temporaries")
+    kept = [part for part in parts if part.name != "temporaries"]
+    if rest >= 0:
+        kept.append(Part("temporaries", rest, "compiled", "what is left of the compiler's peak"))
+    else:
+        kept = _shrunk(kept, -rest)
+    return MemoryPlan(tuple(kept), compiled.peak_bytes, "compiled", target.memory_bytes)
+
+
+def _state_parts(layout: Layout) -> list[Part]:
+    names = {"params": "parameters", "opt_state": "optimizer"}
+    found: dict[str, float] = {}
+    for leaf in layout.leaves:
+        name = names.get(leaf.name.partition("/")[0], "bookkeeping")
+        found[name] = found.get(name, 0) + leaf.bytes_per_device
+    return [Part(name, size, "computed", "exact, from the layout") for name, size in found.items()]
+
+
+def gradient_bytes(profile: Profile, layout: Layout, setup: Setup) -> float:
+    """Returns the bytes of all gradients of a device, as they wait for the optimizer.
+
+    Minibatches are added up in float32, and what is scattered arrives in the dtype that it travels in. Others wait in
+    the dtype that the loss computes in.
+    """
+    sizes, total = dict(layout.mesh.shape), 0
+    for leaf in param_leaves(layout):
+        width = profile.widths[leaf.name.removeprefix("params/")]
+        if setup.num_minibatches > 1:
+            width = int(profile.precision.accumulate.itemsize)
+        elif GATHER_AXIS in spec_axes(leaf.spec) and sizes.get(GATHER_AXIS, 1) > 1:
+            width = max(width, int(profile.precision.reduce.itemsize))
+        whole = local_size(leaf)
+        if setup.sync == "once" and setup.num_minibatches > 1 and GATHER_AXIS in spec_axes(leaf.spec):
+            whole *= sizes.get(GATHER_AXIS, 1)
+        total += whole * width
+    return float(total)
+
+
+def _weight_parts(profile: Profile, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> list[Part]:
+    fsdp = sizes.get(GATHER_AXIS, 1)
+    copies = layers = ends = 0.0
+    for leaf in param_leaves(layout):
+        width = profile.widths[leaf.name.removeprefix("params/")]
+        if GATHER_AXIS not in spec_axes(leaf.spec) or fsdp == 1:
+            copies += local_size(leaf) * width if width != int(leaf.dtype.itemsize) else 0
+        elif leaf.name.startswith(f"params/{profile.layer_prefix}") and profile.by_layer and setup.sync != "once":
+            layers += local_size(leaf) * fsdp * width / profile.num_layers
+        else:
+            ends += local_size(leaf) * fsdp * width
+    grads = Part("gradients", gradient_bytes(profile, layout, setup), "computed", "as they wait for the optimizer")
+    gathered = Part("gathered weights", 2 * layers + ends, "computed", "two layers, and what is not in layers")
+    narrow = Part("narrow weights", copies, "computed", "copies in the dtype of computing")
+    return [grads, gathered, narrow]
+
+
+def _activation_parts(
+    profile: Profile, setup: Setup, sizes: Mapping[str, int], *, rows: int, target: Target
+) -> list[Part]:
+    tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
+    here = rows / (sizes.get("dp", 1) * sizes.get(GATHER_AXIS, 1)) / setup.num_minibatches
+    needs = profile.needs[setup.remat]
+    split = "" if tp == pp == 1 else ", split over tp and pp"
+    looped = _in_loop(profile, setup, sizes)
+    most = profile.needs.get("none", needs)
+    each, whole = (n.looped_per_row if looped else n.kept_per_row for n in (needs, most))
+    kept = here * each / (tp * pp)
+    again = _LAYER_FACTOR[target.platform] * here * max(0.0, whole - each) / profile.num_layers / tp
+    logits = here * profile.tokens_per_row * (profile.vocab_size or 0) / tp * _LOGIT_BYTES
+    head = 4 * (profile.vocab_size or 0) * (profile.d_model or 0) / tp  # its gradient, added up in float32
+    working = max(min(_LOSS_BYTES, logits) + head, again)
+    note = "logits of a chunk and the head's gradient, or a layer that is computed again"
+    return [
+        Part("activations", kept + needs.kept_fixed / tp, "computed", f"kept for the backward pass{split}"),
+        Part("temporaries", working, "assumed", note),
+    ]
+
+
+def _in_loop(profile: Profile, setup: Setup, sizes: Mapping[str, int]) -> bool:
+    """Returns whether layers run in a loop: always where they are gathered one by one."""
+    gathers = sizes.get(GATHER_AXIS, 1) > 1 and profile.by_layer and setup.sync != "once"
+    return gathers or not profile.written_out
+
+
+def _in_turn(parts: list[Part]) -> list[Part]:
+    """Counts of activations only what is not there in turn with gradients: as a layer's go, its gradients come.
+
+    In a loop over layers, the gradients of all of them have their place from the start.
+    """
+    gradients = sum(part.bytes for part in parts if part.name == "gradients")
+    made = []
+    for part in parts:
+        if part.name == "activations":
+            took = min(gradients, part.bytes)
+            note = f"{part.note}; {format_bytes(took)} more before the backward pass, in the place of gradients"
+            part = Part(part.name, part.bytes - took, part.basis, note)
+        made.append(part)
+    return made
+
+
+def _shrunk(parts: list[Part], by: float) -> list[Part]:
+    """Takes what a compiler spared from the activations first, then from gradients, whose lifetimes do not overlap."""
+    left, made = by, []
+    for part in sorted(parts, key=lambda part: ("activations", "gradients", part.name).index(part.name)):
+        takes = min(left, part.bytes) if part.name in ("activations", "gradients", "gathered weights") else 0.0
+        left -= takes
+        basis: Basis = "compiled" if takes else part.basis
+        note = f"{part.note}; {format_bytes(takes)} less than computed, by the compiler's peak" if takes else part.note
+        made.append(Part(part.name, part.bytes - takes, basis, note))
+    order = [part.name for part in parts]
+    return sorted(made, key=lambda part: order.index(part.name))

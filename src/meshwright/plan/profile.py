@@ -1,0 +1,281 @@
+"""What a job needs, counted once from a few traces: operations, kept activations, bytes. The rest is arithmetic.
+
+Traced is the loss and its gradient for one device and a few rows, in shapes only. What a step needs for more rows is
+proportional to them, apart from what does not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.flops import Flops, count_jaxpr
+from meshwright.models.language import LanguageModel
+from meshwright.models.run import Run, remat_policy
+from meshwright.parallel.rows import count_rows
+from meshwright.plan.cudnn import assumed_cudnn
+from meshwright.plan.setup import batch_of, make_optimizer
+from meshwright.train.precision import Precision
+from meshwright.train.state import abstract_params, make_state, require_loss
+from meshwright.tree import named_leaves
+from meshwright.types import PyTree
+
+REMATS = ("none", "dots", "full")
+_ROWS = 2
+# What changes no value, and what is cheaper to compute again than to store.
+_RENAMES = ("reshape", "name", "squeeze", "expand_dims", "convert_element_type", "copy")
+_CHEAP = ("mul", "add", "sub", "neg", "convert_element_type")
+_KINDS = {"gpu": "NVIDIA H200", "tpu": "TPU v5", "cpu": "cpu"}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the gradient of a job's loss needs under one remat policy.
+
+    Args:
+        flops: of one row; `moved` without weights, which do not grow with the rows.
+        kept_per_row: bytes of activations that wait for the backward pass, for each row.
+        kept_fixed: the same for what does not depend on the rows.
+        looped_per_row: `kept_per_row` where layers are in a loop, which stores all that it hands over.
+    """
+
+    flops: Flops
+    kept_per_row: float
+    kept_fixed: float
+    looped_per_row: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a plan needs to know of a job; made by `profile_job`.
+
+    Args:
+        tokens_per_row: how many tokens (or examples) a row counts as.
+        num_layers: how many layers are stacked under `layer_prefix`; 1 where none are.
+        by_layer: whether the loss gathers its parameters layer by layer.
+        d_model: features of the arrays between layers; None where the model is not one of ours.
+        saves_gathered: whether rows gathered for a matmul are kept for its gradient (`Run.save_gathered`).
+        vocab_size: columns of the head; None where the model is not one of ours.
+        written_out: whether layers are written out one after the other where they are not gathered.
+        heads: numbers that tp must divide.
+        widths: bytes of each element of a parameter while the loss uses it, by the parameter's name.
+        needs: by remat policy.
+        state: the shapes of the whole state, for layouts.
+    """
+
+    num_params: int
+    tokens_per_row: int
+    num_layers: int
+    by_layer: bool
+    d_model: int | None
+    saves_gathered: bool
+    vocab_size: int | None
+    written_out: bool
+    heads: tuple[int, ...]
+    platform: str
+    precision: Precision
+    optimizer: str
+    widths: Mapping[str, int]
+    needs: Mapping[str, Needs]
+    state: Any = field(repr=False, compare=False)
+    layer_prefix: str = "layers/"
+    notes: tuple[str, ...] = ()
+
+
+def profile_job(
+    job: Any,
+    *,
+    precision: Precision | str | Mapping[str, str] = "mixed",
+    optimizer: str = "adamw",
+    platform: str = "tpu",
+    remats: tuple[str, ...] = REMATS,
+) -> Profile:
+    """Counts what a job needs; takes seconds, and no device.
+
+    Args:
+        platform: "tpu", "gpu" or "cpu": models may run differently there. For GPUs, cuDNN is taken to be there.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> profile = profile_job(job, remats=("none", "full"))
+        >>> profile.num_layers, profile.tokens_per_row, profile.needs["full"].flops.recomputed > 0
+        (2, 16, True)
+    """
+    require_loss(job, who="plan")
+    for remat in remats:
+        if remat not in REMATS:
+            hint = did_you_mean(remat, REMATS) or f"use one of: {', '.join(REMATS)}; what is offloaded is not counted."
+            raise MeshwrightError(f"remat={remat!r} cannot be planned.", hint=hint)
+    dtypes = Precision(**precision) if isinstance(precision, Mapping) else Precision.named(precision)
+    params = abstract_params(job, dtypes)
+    traced = {remat: _trace(job, params, dtypes, remat, _ROWS, platform) for remat in remats}
+    # What does not grow with the rows hardly depends on the policy: gradients that the loss already has, and weights
+    # that matmuls read. It is clearest where the least is kept.
+    least = traced[remats[-1]]
+    more = _trace(job, params, dtypes, remats[-1], 2 * _ROWS, platform)
+    fixed, weights = max(0.0, 2 * least.kept - more.kept), max(0, 2 * least.flops.moved - more.flops.moved)
+    needs = {
+        remat: Needs(
+            _over(replace(found.flops, moved=max(0, found.flops.moved - weights)), _ROWS),
+            max(0.0, found.kept - fixed) / _ROWS,
+            fixed,
+            max(0.0, found.looped - fixed) / _ROWS,
+        )
+        for remat, found in traced.items()
+    }
+    leaves = named_leaves(params)
+    prefix = "layers/"
+    layers = [leaf.value.shape[0] for leaf in leaves if leaf.name.startswith(prefix)]
+    tokens, notes = _tokens_per_row(job)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    rule = make_optimizer(optimizer)
+    state = jax.eval_shape(lambda key: make_state(job, rule, key, precision=dtypes), key)
+    parts = [*getattr(job.loss, "args", ()), None]
+    model = next((part for part in parts if isinstance(part, LanguageModel)), None)
+    run = next((part for part in parts if isinstance(part, Run)), Run())
+    if model is None:
+        notes += ("the model is not one of ours: what it sends along tp and pp is not known before it is compiled",)
+    return Profile(
+        num_params=sum(int(leaf.value.size) for leaf in leaves),
+        tokens_per_row=tokens,
+        num_layers=layers[0] if layers and len(set(layers)) == 1 else 1,
+        by_layer="gather" in inspect.signature(job.loss).parameters,
+        d_model=None if model is None else model.d_model,
+        saves_gathered=run.save_gathered,
+        vocab_size=None if model is None else model.vocab_size,
+        written_out=run.layers == "unroll" or (model is not None and run.layers == "auto" and platform == "gpu"),
+        heads=tuple(filter(None, (getattr(model, name, None) for name in ("num_heads", "num_kv_heads")))),
+        platform=platform,
+        precision=dtypes,
+        optimizer=optimizer,
+        widths={
+            leaf.name: int(dtype.itemsize)
+            for leaf, dtype in zip(leaves, jax.tree.leaves(dtypes.compute_dtypes(params)), strict=True)
+        },
+        needs=needs,
+        state=state,
+        notes=notes,
+    )
+
+
+@dataclass(frozen=True)
+class _Traced:
+    flops: Flops
+    kept: float
+    looped: float
+
+
+def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, platform: str) -> _Traced:
+    """Returns the operations of a gradient, and the bytes that wait for its backward pass."""
+    batch = batch_of(job, rows)
+    loss = _loss(job, remat)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    narrow = jax.tree.map(
+        lambda leaf, dtype: jax.ShapeDtypeStruct(leaf.shape, dtype), params, dtypes.compute_dtypes(params)
+    )
+    count: list[int] = []
+
+    def gradients(params: PyTree, batch: PyTree, key: Any) -> Any:
+        value, pull, metrics = jax.vjp(lambda params: loss(params, batch, key), params, has_aux=True)
+        waiting = list({id(leaf): leaf for leaf in jax.tree.leaves(pull) if hasattr(leaf, "aval")}.values())
+        count[:] = [len(waiting)]
+        ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), value)
+        return waiting, (value, metrics, pull(ones))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.sharding.use_abstract_mesh(_one_device(platform)))
+        if platform == "gpu":
+            stack.enter_context(assumed_cudnn())
+        jaxpr = jax.make_jaxpr(gradients)(narrow, batch, key).jaxpr
+    num_params = len(jax.tree.leaves(narrow))
+    kept, looped = _bytes_kept(jaxpr, jaxpr.outvars[: count[0]], num_params)
+    return _Traced(count_jaxpr(jaxpr), kept, looped)
+
+
+def _bytes_kept(jaxpr: Any, waiting: Sequence[Any], num_params: int) -> tuple[float, float]:
+    """Returns the bytes of what waits for the backward pass, as a compiler stores it, and as a loop would hand it over.
+
+    Left out is what depends on parameters alone, and what can be made on the way from something that waits already.
+    Widened values wait as they were before. A loop over layers leaves out only the first.
+    """
+    made = {id(var): equation for equation in jaxpr.eqns for var in equation.outvars}
+    of_batch = {id(var) for var in jaxpr.invars[num_params:]}
+    for equation in jaxpr.eqns:
+        if any(id(value) in of_batch for value in equation.invars):
+            of_batch.update(id(var) for var in equation.outvars)
+
+    def origin(var: Any) -> Any:
+        equation = made.get(id(var))
+        if equation is None or equation.primitive.name not in _RENAMES:
+            return var
+        source = equation.invars[0]
+        narrows = var.aval.dtype.itemsize < source.aval.dtype.itemsize
+        return var if narrows else origin(source)
+
+    roots = {id(root): root for root in map(origin, waiting) if id(root) in of_batch}
+    inputs = {id(var) for var in jaxpr.invars}
+
+    def is_free(var: Any) -> bool:
+        equation = made.get(id(var))
+        if equation is None or equation.primitive.name not in _CHEAP:
+            return id(var) in inputs
+        large = [
+            value for value in equation.invars if not hasattr(value, "val") and 8 * value.aval.size > var.aval.size
+        ]
+        return all(id(origin(value)) in roots and origin(value) is not var for value in large)
+
+    stored = [root for root in roots.values() if not is_free(root)]
+    handed = {id(var): var for var in waiting if id(var) in of_batch and id(var) not in inputs}
+    return _total_bytes(stored), _total_bytes(handed.values())
+
+
+def _total_bytes(variables: Iterable[Any]) -> float:
+    return float(sum(var.aval.size * var.aval.dtype.itemsize for var in variables))
+
+
+def _loss(job: Any, remat: str) -> Callable[..., Any]:
+    """Returns the loss as a train step calls it on one device."""
+    if "remat" in inspect.signature(job.loss).parameters:
+        return lambda params, batch, key: job.loss(params, batch, key, remat=remat)
+    policy = remat_policy(remat, by_name=False)  # type: ignore[arg-type]
+    if policy is None:
+        return lambda params, batch, key: job.loss(params, batch, key)
+    return jax.checkpoint(lambda params, batch, key: job.loss(params, batch, key), policy=policy)
+
+
+def _one_device(platform: str) -> AbstractMesh:
+    device: Any = jax.sharding.AbstractDevice
+    known = {"device_kind": _KINDS[platform], "num_cores": None, "platform": platform}
+    taken = {name: value for name, value in known.items() if name in inspect.signature(device).parameters}
+    return AbstractMesh((1,), ("dp",), axis_types=(AxisType.Auto,), abstract_device=device(**taken))
+
+
+def _over(flops: Flops, rows: int) -> Flops:
+    return Flops(
+        flops.total // rows,
+        flops.matmul // rows,
+        flops.recomputed // rows,
+        {dtype: count // rows for dtype, count in flops.by_dtype.items()},
+        flops.attention // rows,
+        flops.moved // rows,
+        flops.notes,
+    )
+
+
+def _tokens_per_row(job: Any) -> tuple[int, tuple[str, ...]]:
+    batch = batch_of(job, None)
+    targets = batch.get("targets") if isinstance(batch, Mapping) else None
+    if targets is not None and len(targets.shape) == 2:
+        return int(targets.shape[1]), ()
+    count_rows(batch, who="plan")
+    return 1, ("the batch has no [rows, tokens] of `targets`: a row is counted as one token",)

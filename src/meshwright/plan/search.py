@@ -1,0 +1,351 @@
+"""The best way to run a job on a machine: every mesh, remat policy, accumulation and sync mode, ranked by arithmetic.
+
+Each candidate takes a fraction of a millisecond, since what the job needs was counted before (`profile_job`). What is
+left out says why. The best few are worth compiling: `compile_best`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshwright.errors import LayoutError, MeshwrightError, did_you_mean
+from meshwright.job import load_job
+from meshwright.layout import Layout
+from meshwright.layout.leaf import format_bytes
+from meshwright.mesh_string import MeshSpec, parse_mesh
+from meshwright.parallel.rows import count_rows
+from meshwright.plan.compile import CompileError, compile_step
+from meshwright.plan.cost import Plan, assemble, lay_out, make_plan
+from meshwright.plan.profile import REMATS, Profile, profile_job
+from meshwright.plan.setup import Setup, batch_of
+from meshwright.plan.target import Target, parse_target
+
+AXES = ("dp", "fsdp", "pp", "tp")
+SYNCS = ("hybrid", "once")
+MINIBATCHES = (1, 2, 4, 8, 16, 32)
+_TERM = re.compile(r"(?P<name>[a-z_]+)\s*(?P<sign><=|>=|=|<|>)\s*(?P<value>[^,]+)")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20}
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What candidates must keep to; made by `parse_constraints`.
+
+    Args:
+        limits: for each of the axes and `minibatches`, (comparison, number) pairs.
+        choices: for `remat` and `sync`, what is allowed.
+        batch_tokens, rows: the size of the batch; the job's own where both are None.
+    """
+
+    limits: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    batch_tokens: int | None = None
+    rows: int | None = None
+
+    def allows(self, name: str, value: int) -> bool:
+        compare = {"<=": int.__le__, ">=": int.__ge__, "=": int.__eq__, "<": int.__lt__, ">": int.__gt__}
+        return all(compare[sign](value, number) for sign, number in self.limits.get(name, ()))
+
+
+def parse_constraints(text: str) -> Constraints:
+    """Parses constraints, separated by commas: `tp<=8`, `pp=1`, `batch=4M tokens`, `batch=512 rows`, `remat=full|dots`.
+
+    Example:
+        >>> parse_constraints("tp<=8, batch=4M tokens, remat=full|dots").batch_tokens
+        4000000
+        >>> parse_constraints("tpp<=8")
+        Traceback (most recent call last):
+        meshwright.errors.MeshwrightError: 'tpp<=8' constrains nothing that a search varies.
+        hint: did you mean 'tp'?
+    """
+    limits: dict[str, list[tuple[str, int]]] = {}
+    choices: dict[str, tuple[str, ...]] = {}
+    tokens = rows = None
+    known = (*AXES, "minibatches", "remat", "sync", "batch")
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = _TERM.fullmatch(part)
+        if match is None or match["name"] not in known:
+            wrong = match["name"] if match else part
+            hint = did_you_mean(wrong, known) or f"constrain one of: {', '.join(known)}; for example tp<=8."
+            raise MeshwrightError(f"{part!r} constrains nothing that a search varies.", hint=hint)
+        name, sign, value = match["name"], match["sign"], match["value"].strip()
+        if name in ("remat", "sync"):
+            allowed = REMATS if name == "remat" else (*SYNCS, "every")
+            chosen = tuple(word.strip() for word in value.split("|"))
+            bad = [word for word in chosen if word not in allowed]
+            if sign != "=" or bad:
+                raise MeshwrightError(f"{part!r} is not a choice.", hint=f"{name}={'|'.join(allowed)}")
+            choices[name] = chosen
+        elif name == "batch":
+            count, unit = _amount(part, value)
+            tokens, rows = (count, None) if unit == "tokens" else (None, count)
+            if sign != "=":
+                raise MeshwrightError(f"{part!r}: a batch has one size.", hint="batch=4M tokens, or batch=512 rows.")
+        else:
+            limits.setdefault(name, []).append((sign, _amount(part, value)[0]))
+    return Constraints({name: tuple(pairs) for name, pairs in limits.items()}, choices, tokens, rows)
+
+
+def _amount(part: str, value: str) -> tuple[int, str]:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]{0,2}?)\s*(tokens|rows)?", value.lower())
+    if match is None or match[2] not in _UNITS:
+        raise MeshwrightError(f"{part!r}: {value!r} is not a number.", hint="for example 8, 512 rows, 4M tokens.")
+    return round(float(match[1]) * _UNITS[match[2]]), match[3] or "tokens"
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A candidate that cannot be, and why: `reason` in a few words that many share, `detail` for this one."""
+
+    setup: Setup
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search found; `ranked` holds everything that fits, the fastest first."""
+
+    target: Target
+    ranked: tuple[Plan, ...]
+    rejected: tuple[Rejected, ...]
+    rows: int
+    tokens_per_row: int
+    seconds: float
+    constraints: Constraints
+    profile: Profile = field(repr=False)
+
+    @property
+    def considered(self) -> int:
+        return len(self.ranked) + len(self.rejected)
+
+    def reasons(self) -> Counter[str]:
+        """Returns how many candidates were rejected for what."""
+        return Counter(item.reason for item in self.rejected)
+
+    def __str__(self) -> str:
+        batch = f"{self.rows} rows of {self.tokens_per_row} tokens ({self.rows * self.tokens_per_row / 1e6:.2f}M)"
+        lines = [
+            f"{self.target.title}, {batch} a step",
+            f"{self.considered} candidates in {self.seconds:.1f} s; {len(self.ranked)} fit",
+        ]
+        for place, plan in enumerate(self.ranked[:10], 1):
+            assert plan.time is not None
+            assert plan.mfu is not None
+            memory = format_bytes(plan.memory.total)
+            lines.append(f"{place:>3}. {plan.time.step.value:8.3f} s  MFU {plan.mfu:5.1%}  {memory:>10}  {plan.setup}")
+        lines += [f"  not: {count} {reason}" for reason, count in self.reasons().most_common()]
+        return "\n".join(lines)
+
+
+def search(
+    job: Any,
+    target: str | Target,
+    *,
+    constraints: str | Constraints = "",
+    precision: str | Mapping[str, str] = "mixed",
+    optimizer: str = "adamw",
+    profile: Profile | None = None,
+    price: float | None = None,
+) -> Search:
+    """Ranks all ways to run a job on a target, by arithmetic; nothing is compiled.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("7b"), batch_size=256, num_tokens=4096)
+        >>> found = search(job, "v5p:4x4x4", constraints="tp<=8, pp=1, remat=full|dots")
+        >>> found.considered > 100, found.ranked[0].memory.fits
+        (True, True)
+    """
+    begin = time.perf_counter()
+    target = parse_target(target)
+    if target.chip is None:
+        raise MeshwrightError(
+            "there are no figures for the speed of CPUs to rank by.", hint="a target such as v5p:4x4x8."
+        )
+    if isinstance(constraints, str):
+        constraints = parse_constraints(constraints)
+    remats = constraints.choices.get("remat", REMATS)
+    if profile is None:
+        wanted = tuple(dict.fromkeys(("none", *remats)))
+        profile = profile_job(job, precision=precision, optimizer=optimizer, platform=target.platform, remats=wanted)
+    rows = _rows(job, profile, constraints, target)
+    ranked: list[Plan] = []
+    rejected: list[Rejected] = []
+    for mesh in _meshes(target, constraints):
+        spec = parse_mesh(mesh)
+        first = Setup(mesh=mesh, rows=rows, precision=precision, optimizer=optimizer)
+        problem = _mesh_problem(profile, spec)
+        layout = None
+        if problem is None:
+            try:
+                layout, _ = lay_out(job, profile, spec, first)
+            except LayoutError as error:
+                problem = ("do not divide the parameters", str(error).splitlines()[0])
+        for setup in _variants(first, constraints, remats):
+            if layout is None:
+                assert problem is not None
+                rejected.append(Rejected(setup, *problem))
+                continue
+            found = _judge(profile, layout, target, spec, setup, rows=rows, price=price)
+            if isinstance(found, Rejected):
+                rejected.append(found)
+            else:
+                ranked.append(found)
+    ranked.sort(key=_rank)
+    seconds = time.perf_counter() - begin
+    return Search(target, tuple(ranked), tuple(rejected), rows, profile.tokens_per_row, seconds, constraints, profile)
+
+
+def compile_best(
+    job: Any, found: Search, *, top: int = 3, tell: Any = None, **limits: Any
+) -> tuple[tuple[Plan, ...], tuple[Rejected, ...]]:
+    """Compiles the best candidates of a search and ranks them again, by what was compiled.
+
+    Args:
+        job: a job, or a reference to one.
+        tell: called with a line of text before each.
+        limits: of `compile_step`: `timeout_s`, `memory_limit`, `python`.
+
+    Returns those that fit, and those that do not or could not be compiled.
+    """
+    known = load_job(job) if isinstance(job, str) else job
+    done: list[Plan] = []
+    failed: list[Rejected] = []
+    for plan in found.ranked[:top]:
+        if tell is not None:
+            tell(f"compiling {plan.setup} for {found.target}")
+        try:
+            compiled = compile_step(job, found.target, plan.setup, **limits)
+        except CompileError as error:
+            failed.append(Rejected(plan.setup, f"not compiled: {error.reason}", str(error)))
+            continue
+        again = make_plan(known, plan.target, plan.setup, profile=found.profile, compiled=compiled, price=plan.price)
+        if again.memory.fits:
+            done.append(again)
+        else:
+            failed.append(Rejected(plan.setup, "do not fit once compiled", again.memory.verdict))
+    return tuple(sorted(done, key=_rank)), tuple(failed)
+
+
+def largest_batch(job: Any, target: str | Target, setup: Setup, *, profile: Profile | None = None) -> int:
+    """Returns the most rows that fit with a setup, by arithmetic; 0 where not even the fewest do."""
+    target = parse_target(target)
+    if profile is None:
+        profile = profile_job(
+            job,
+            precision=setup.precision,
+            optimizer=setup.optimizer,
+            platform=target.platform,
+            remats=tuple(dict.fromkeys(("none", setup.remat))),
+        )
+    spec = parse_mesh(setup.mesh).resolve(target.num_devices)
+    layout, _ = lay_out(job, profile, spec, setup)
+    sizes: dict[str, int] = dict(layout.mesh.shape)
+    unit = _row_parts(sizes, setup)
+
+    def fits(count: int) -> bool:
+        plan = assemble(profile, layout, target, spec, setup, rows=count * unit)
+        return plan.memory.fits is not False
+
+    if target.memory_bytes is None or not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * unit
+
+
+# --- Candidates ---
+
+
+def _rows(job: Any, profile: Profile, constraints: Constraints, target: Target) -> int:
+    """Returns the rows of a batch; a number of tokens is rounded to rows that devices can share."""
+    if constraints.rows is not None:
+        return constraints.rows
+    if constraints.batch_tokens is not None:
+        wanted = constraints.batch_tokens / profile.tokens_per_row
+        unit = target.num_devices
+        while unit > 1 and wanted < unit:
+            unit = max(size for size in range(1, unit) if unit % size == 0)
+        return max(1, round(wanted / unit)) * unit
+    return count_rows(batch_of(job, None), who="search")
+
+
+def _meshes(target: Target, constraints: Constraints) -> Iterator[str]:
+    """Yields all meshes of a target's devices, axes of size 1 left out; between slices only `dp` crosses."""
+    for sizes in _factors(target.num_devices, len(AXES)):
+        named = dict(zip(AXES, sizes, strict=True))
+        if named["dp"] % target.num_slices or not all(constraints.allows(axis, size) for axis, size in named.items()):
+            continue
+        crossing = "" if target.num_slices == 1 else f"@dcn={target.num_slices}"
+        parts = [f"{axis}:{size}{crossing if axis == 'dp' else ''}" for axis, size in named.items() if size > 1]
+        yield ",".join(parts) or "dp:1"
+
+
+def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factors(number // first, parts - 1):
+                yield (first, *rest)
+
+
+def _variants(first: Setup, constraints: Constraints, remats: Sequence[str]) -> Iterator[Setup]:
+    for remat in remats:
+        for count in MINIBATCHES:
+            if not constraints.allows("minibatches", count):
+                continue
+            for sync in constraints.choices.get("sync", SYNCS) if count > 1 else (None,):
+                yield replace(first, remat=remat, num_minibatches=count, sync=sync)
+
+
+def _mesh_problem(profile: Profile, spec: MeshSpec) -> tuple[str, str] | None:
+    sizes = {axis.name: axis.size for axis in spec.axes}
+    tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
+    for heads in profile.heads:
+        if heads % tp:
+            return "do not divide the heads", f"tp={tp} does not divide {heads} heads"
+    if profile.tokens_per_row % tp:
+        return "do not divide the tokens", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
+    if profile.num_layers % pp:
+        return "do not divide the layers", f"pp={pp} does not divide {profile.num_layers} layers"
+    if pp > 1 and not profile.by_layer:
+        return "have no stages", "the model is not one of ours, whose layers can be stages of a pipeline"
+    return None
+
+
+def _judge(
+    profile: Profile, layout: Layout, target: Target, spec: MeshSpec, setup: Setup, *, rows: int, price: float | None
+) -> Plan | Rejected:
+    sizes = dict(layout.mesh.shape)
+    parts = _row_parts(sizes, setup)
+    if rows % parts:
+        return Rejected(setup, "do not divide the rows", f"{rows} rows in {parts} parts")
+    plan = assemble(profile, layout, target, spec, setup, rows=rows, price=price)
+    if plan.memory.fits is False:
+        return Rejected(setup, "need too much memory", plan.memory.verdict)
+    return plan
+
+
+def _row_parts(sizes: Mapping[str, int], setup: Setup) -> int:
+    """Returns in how many parts rows are cut: for devices, minibatches, and microbatches of a pipeline."""
+    stages = sizes.get("pp", 1)
+    return sizes.get("dp", 1) * sizes.get("fsdp", 1) * setup.num_minibatches * (2 * stages if stages > 1 else 1)
+
+
+def _rank(plan: Plan) -> tuple[float, int, int]:
+    assert plan.time is not None
+    # Of equals, the simpler.
+    return plan.time.step.value, plan.setup.mesh.count(","), plan.setup.num_minibatches

@@ -1,0 +1,174 @@
+"""Machines by name: `v5p:4x4x8`, `h200:8x8`, `cpu:8`. Nothing here needs a device, or a compiler for it.
+
+Grammar: `KIND:SHAPE[*SLICES]`. KIND is `cpu` or a chip of `meshwright.chips`. SHAPE is a TPU's torus (`16x16`,
+`4x4x8`), hosts x GPUs per host (`8x8`), or a number of simulated CPU devices. `*4` is four slices of a TPU, joined by
+the network.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.chips import ALIASES, CHIPS, Chip, chip_of
+from meshwright.errors import MeshError, did_you_mean
+
+_FORM = re.compile(r"(?P<kind>[A-Za-z][\w.\-]*):(?P<shape>\d+(?:[xX]\d+)*)(?:\*(?P<slices>\d+))?")
+_EXAMPLES = "for example v5e:16x16, v5p:4x4x8, v5p:4x4x8*4 (four slices), h200:8x8 (hosts x GPUs per host), cpu:8."
+# Rings close only where the torus wraps around: on these chips, in dims of this length (or any multiple of it).
+_WRAP_LENGTH = {2: 16, 3: 4}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine that a program is planned for; made by `parse_target`.
+
+    Args:
+        kind: "cpu", or the chip's name.
+        shape: a TPU slice's torus, (hosts, GPUs per host), or (devices,).
+        num_slices: TPU slices, joined by the slower network.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    num_slices: int = 1
+
+    @property
+    def name(self) -> str:
+        shape = "x".join(map(str, self.shape))
+        return f"{self.kind}:{shape}" + (f"*{self.num_slices}" if self.num_slices > 1 else "")
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def chip(self) -> Chip | None:
+        """The chip's row in the table; None for CPUs."""
+        return chip_of(self.kind)
+
+    @property
+    def platform(self) -> Literal["cpu", "tpu", "gpu"]:
+        return "cpu" if self.chip is None else self.chip.platform
+
+    @property
+    def devices_per_slice(self) -> int:
+        return math.prod(self.shape) * (1 if self.chip is None else self.chip.devices_per_chip)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices as JAX counts them: two for each TPU7x chip."""
+        return self.devices_per_slice * self.num_slices
+
+    @property
+    def devices_per_host(self) -> int:
+        if self.chip is None:
+            return self.num_devices
+        return self.shape[1] if self.platform == "gpu" else min(self.chip.devices_per_host, self.devices_per_slice)
+
+    @property
+    def num_hosts(self) -> int:
+        return -(-self.num_devices // self.devices_per_host)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What a program can use on each device; None for CPUs, which share theirs."""
+        return None if self.chip is None else self.chip.memory_bytes
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Which dims of a TPU's torus close to a ring."""
+        if self.platform != "tpu":
+            return ()
+        return tuple(size % _WRAP_LENGTH[len(self.shape)] == 0 for size in self.shape)
+
+    @property
+    def title(self) -> str:
+        """The machine in words."""
+        if self.chip is None:
+            return f"{self.num_devices} simulated CPU devices"
+        if self.platform == "gpu":
+            return f"{self.num_devices} x {self.chip.title} ({self.shape[0]} hosts of {self.shape[1]})"
+        torus = "x".join(map(str, self.shape))
+        slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
+        return f"{slices}{self.devices_per_slice // self.chip.devices_per_chip} x {self.chip.title} (torus {torus})"
+
+
+def parse_target(text: str | Target) -> Target:
+    """Returns the machine that a name means, or raises with the nearest name that means one.
+
+    Example:
+        >>> parse_target("v5p:4x4x8*4").num_devices, parse_target("h200:8x8").memory_bytes // 2**30
+        (512, 139)
+        >>> parse_target("v5p:128")
+        Traceback (most recent call last):
+        meshwright.errors.MeshError: 'v5p:128' is not a target: the torus of a v5p has 3 dims, this has 1.
+        hint: v5p:4x4x8
+    """
+    if isinstance(text, Target):
+        return text
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
+        raise MeshError(f"{text!r} is not a target.", hint=_EXAMPLES)
+    written = match["kind"].lower()
+    kind = ALIASES.get(written, written)
+    shape = tuple(int(size) for size in match["shape"].lower().split("x"))
+    slices = int(match["slices"] or 1)
+    known = ("cpu", *(chip.name for chip in CHIPS))
+    if kind not in known:
+        hint = did_you_mean(kind, known) or f"kinds are: {', '.join(known)}."
+        raise MeshError(f"{text!r} is not a target.", hint=f"{hint} {_EXAMPLES}")
+    chip = chip_of(kind)
+    problem, nearest = _problem(kind, chip, shape, slices)
+    if problem:
+        raise MeshError(f"{text!r} is not a target: {problem}.", hint=nearest)
+    return Target(kind, shape, slices)
+
+
+def _problem(kind: str, chip: Chip | None, shape: tuple[int, ...], slices: int) -> tuple[str, str]:
+    """Returns what is wrong with a shape, and the nearest name that is right."""
+    count = math.prod(shape)
+    if count == 0 or slices == 0:
+        return "a size of 0 leaves no devices", _EXAMPLES
+    if slices > 1 and (chip is None or chip.platform != "tpu"):
+        return "only TPUs come in slices", f"{kind}:{'x'.join(map(str, (shape[0] * slices, *shape[1:])))}"
+    if chip is None:
+        return ("", "") if len(shape) == 1 else ("CPUs are simulated by their number", f"cpu:{count}")
+    if chip.platform == "gpu":
+        nearest = f"{kind}:{_hosts(count)}x{count // _hosts(count)}"
+        if len(shape) != 2:
+            return f"GPUs are written as hosts x GPUs per host, this has {len(shape)} sizes", nearest
+        if shape[1] > chip.devices_per_host:
+            return f"a host has at most {chip.devices_per_host} of them", nearest
+        return "", ""
+    dims = chip.links.torus_dims
+    nearest = f"{kind}:{'x'.join(map(str, _torus(count, dims)))}"
+    if len(shape) != dims:
+        return f"the torus of a {kind} has {dims} dims, this has {len(shape)}", nearest
+    fits = (1, 2, 4, 8, 16) if dims == 2 else (1, 2)
+    for size in shape:
+        if size not in fits and (dims == 2 or size % 4):
+            sizes = "1, 2, 4, 8 or 16" if dims == 2 else "1, 2 or a multiple of 4"
+            return f"a dim of a {kind}'s torus is {sizes}, not {size}", nearest
+    if count > chip.links.domain // chip.devices_per_chip:
+        largest = chip.links.domain // chip.devices_per_chip
+        return f"a slice has at most {largest} chips, this has {count}", f"{nearest}, or several slices: {kind}:..*2"
+    return "", ""
+
+
+def _hosts(count: int) -> int:
+    """Returns over how many hosts to spread GPUs: eight in each where that divides them."""
+    size = max(size for size in range(1, 9) if count % size == 0)
+    return count // size
+
+
+def _torus(count: int, dims: int) -> tuple[int, ...]:
+    """Returns the nearest torus of about this many chips, sizes as equal as they can be."""
+    limit = 16 if dims == 2 else 32
+    exponents = range(1, limit.bit_length())
+    sizes = [1, *(2**exponent for exponent in exponents)]
+    shapes = [(a, b) for a in sizes for b in sizes if a <= b]
+    if dims == 3:
+        shapes = [(a, *rest) for a in sizes for rest in shapes if a <= rest[0]]  # type: ignore[misc]
+    return min(shapes, key=lambda shape: (abs(math.prod(shape) - count), max(shape) / min(shape)))

@@ -1,0 +1,98 @@
+"""What a job needs, counted from traces, against counts by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.models import Decoder, Run
+from meshwright.plan.profile import profile_job
+from meshwright.train.language import language_job
+
+TOKENS, WIDTH, HIDDEN, VOCAB = 32, 64, 128, 256
+
+
+@functools.cache
+def profile(num_layers=2, platform="tpu", remats=("none", "dots", "full"), num_tokens=TOKENS, layers="scan"):
+    model = Decoder.named("tiny", num_layers=num_layers)
+    job = language_job(model, batch_size=8, num_tokens=num_tokens, run=Run(layers=layers))
+    return profile_job(job, platform=platform, remats=remats)
+
+
+def test_sizes():
+    found = profile()
+    assert found.num_params == Decoder.named("tiny").num_params
+    assert (found.num_layers, found.tokens_per_row, found.d_model, found.vocab_size) == (2, TOKENS, WIDTH, VOCAB)
+    assert (found.heads, found.by_layer, found.notes) == ((8,), True, ())
+    assert found.widths["layers/attn/q"] == 2
+    assert found.widths["layers/attn_norm"] == 4  # norms are kept in float32
+
+
+def test_operations_of_one_row():
+    layer = 4 * WIDTH**2 + 3 * WIDTH * HIDDEN
+    by_hand = TOKENS * (6 * (2 * layer + WIDTH * VOCAB) + 12 * 2 * TOKENS * WIDTH)
+    for remat, needs in profile().needs.items():
+        assert needs.flops.model == by_hand, remat
+    again = [profile().needs[remat].flops.recomputed for remat in ("none", "dots", "full")]
+    assert again[0] == 0 < again[1] < again[2]
+
+
+def test_recomputing_keeps_the_inputs_of_layers():
+    few, many = profile(2), profile(4)
+    each = TOKENS * WIDTH * 2
+    assert many.needs["full"].kept_per_row - few.needs["full"].kept_per_row == 2 * each
+    # Results of matmuls: four of attention's size, the attended values, two of the mlp's, and the input. Those of the
+    # last matmul are inputs of the next layer.
+    dots = TOKENS * 2 * (4 * WIDTH + WIDTH + 2 * HIDDEN + WIDTH + WIDTH)
+    found = (many.needs["dots"].kept_per_row - few.needs["dots"].kept_per_row) / 2
+    assert found == pytest.approx(dots, rel=0.15)
+    assert few.needs["none"].kept_per_row > few.needs["dots"].kept_per_row > few.needs["full"].kept_per_row
+
+
+def test_layers_written_out_keep_what_no_compiler_would_make_twice():
+    few, many = (profile(count, platform="gpu", remats=("none",), layers="unroll") for count in (2, 4))
+    # Inputs of both norms and their results, queries, keys, values and attended values, and three of the mlp: each as
+    # narrow as it was made. Float32 copies, what norms make on the way and renamed arrays are not kept.
+    wide = 2 * (2 * WIDTH + 2 * WIDTH + 4 * WIDTH + 3 * HIDDEN)
+    numbers = 4 * (8 + 2)  # float32: of every head for attention's softmax, and of both norms
+    found = (many.needs["none"].kept_per_row - few.needs["none"].kept_per_row) / 2
+    assert found == pytest.approx(TOKENS * (wide + numbers), rel=0.02)
+    assert (few.written_out, profile().written_out) == (True, False)
+
+
+def test_what_does_not_grow_with_the_rows_is_told_apart():
+    # The loss hands the head's gradient to the backward pass, whatever the batch.
+    assert profile().needs["full"].kept_fixed >= VOCAB * WIDTH * 2
+    longer = profile(num_tokens=2 * TOKENS)
+    assert longer.needs["full"].kept_fixed == profile().needs["full"].kept_fixed
+    assert longer.needs["full"].kept_per_row == pytest.approx(2 * profile().needs["full"].kept_per_row, rel=0.01)
+
+
+def test_on_gpus_attention_is_that_of_cudnn():
+    tpu, gpu = profile(remats=("none",)), profile(platform="gpu", remats=("none",))
+    assert tpu.needs["none"].flops.attention == 0
+    one = 2 * TOKENS * TOKENS * WIDTH // 2  # of two layers, half of it masked
+    assert gpu.needs["none"].flops.attention == 2 * one * (2 + 5)
+    # Its logits are never stored.
+    assert gpu.needs["none"].kept_per_row < tpu.needs["none"].kept_per_row
+
+
+def test_jobs_that_are_not_ours():
+    def loss(params, batch, rng):
+        return jnp.mean((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2), {}
+
+    shapes = {name: jax.ShapeDtypeStruct((4, 16), "float32") for name in ("x", "y")}
+    job = mw.Job(
+        init=lambda key: {"a": jnp.zeros((16, 32)), "b": jnp.zeros((32, 16))},
+        rules=[("a|b", P("fsdp"))],
+        loss=loss,
+        batch=shapes,
+    )
+    found = profile_job(job, precision="float32", optimizer="sgd")
+    assert (found.d_model, found.num_layers, found.by_layer, found.tokens_per_row) == (None, 1, False, 1)
+    assert found.needs["none"].flops.model == 5 * 2 * 16 * 32  # two forwards, three backwards: x needs no gradient
+    assert found.needs["full"].flops.recomputed == 2 * 2 * 16 * 32
+    assert "not one of ours" in found.notes[1]

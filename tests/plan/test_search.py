@@ -1,0 +1,162 @@
+"""The search: what it considers, ranks and rejects, and that its arithmetic is quick."""
+
+import functools
+
+import pytest
+
+from meshwright.errors import MeshwrightError
+from meshwright.models import Decoder
+from meshwright.plan import search as search_module
+from meshwright.plan.compile import Compiled, CompileError
+from meshwright.plan.cost import make_plan
+from meshwright.plan.profile import profile_job
+from meshwright.plan.search import compile_best, largest_batch, parse_constraints, search
+from meshwright.plan.setup import Setup
+from meshwright.train.language import language_job
+
+
+@functools.cache
+def seven():
+    job = language_job(Decoder.named("7b"), batch_size=256, num_tokens=4096)
+    return job, profile_job(job, platform="tpu")
+
+
+def found(target="v5p:4x4x4", constraints="", **options):
+    job, profile = seven()
+    return search(job, target, constraints=constraints, profile=profile, **options)
+
+
+def test_constraints():
+    parsed = parse_constraints("tp<=8, tp>=2, pp=1, minibatches<4, batch=4M tokens, remat=full|dots, sync=once")
+    assert parsed.limits == {"tp": (("<=", 8), (">=", 2)), "pp": (("=", 1),), "minibatches": (("<", 4),)}
+    assert parsed.choices == {"remat": ("full", "dots"), "sync": ("once",)}
+    assert (parsed.batch_tokens, parsed.rows) == (4_000_000, None)
+    assert parse_constraints("batch=512 rows").rows == 512
+    assert parse_constraints("batch=4Mi tokens").batch_tokens == 2**22
+    assert parse_constraints("batch=0.5M").batch_tokens == 500_000
+    assert parsed.allows("tp", 4)
+    assert not parsed.allows("tp", 16)
+    assert not parsed.allows("tp", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tpp<=8", "did you mean 'tp'"),
+        ("tp", "did you mean 'tp'"),
+        ("tp<=many", "'many' is not a number"),
+        ("remat=some", r"remat=none\|dots\|full"),
+        ("batch>4M tokens", "a batch has one size"),
+    ],
+)
+def test_constraints_that_mean_nothing(text, says):
+    with pytest.raises(MeshwrightError, match=says):
+        parse_constraints(text)
+
+
+def test_what_is_ranked_fits_and_keeps_to_the_constraints():
+    result = found(constraints="tp<=4, pp=1, remat=full|dots, batch=1M tokens")
+    assert result.rows == 256  # a million tokens, in rows that 64 devices share
+    assert result.ranked
+    times = [plan.time.step.value for plan in result.ranked]
+    assert times == sorted(times)
+    for plan in result.ranked:
+        sizes = dict(part.split(":") for part in plan.setup.mesh.split(","))
+        assert int(sizes.get("tp", 1)) <= 4
+        assert "pp" not in sizes
+        assert plan.setup.remat in ("full", "dots")
+        assert plan.memory.fits
+        assert plan.rows == 256
+
+
+def test_what_is_rejected_says_why():
+    result = found(constraints="remat=none, batch=256 rows")
+    assert set(result.reasons()) == {
+        "do not divide the rows",
+        "need too much memory",
+        "do not divide the heads",
+        "do not divide the layers",
+    }
+    memory = next(item for item in result.rejected if item.reason == "need too much memory")
+    assert "does not fit" in memory.detail
+    assert result.considered == len(result.ranked) + len(result.rejected)
+    assert "64 x TPU v5p (torus 4x4x4), 256 rows of 4096 tokens (1.05M) a step" in str(result)
+    assert f"not: {result.reasons()['need too much memory']} need too much memory" in str(result)
+
+
+def test_axes_that_do_not_divide_the_model():
+    model = Decoder.named("tiny", num_layers=6)  # 8 heads
+    job = language_job(model, batch_size=256, num_tokens=64)
+    result = search(job, "h200:2x8", constraints="dp=1, fsdp=1, minibatches=1")
+    reasons = {item.setup.mesh: item.reason for item in result.rejected}
+    assert reasons == {
+        "tp:16": "do not divide the heads",
+        "pp:4,tp:4": "do not divide the layers",
+        "pp:8,tp:2": "do not divide the layers",
+        "pp:16": "do not divide the layers",
+    }
+    assert {plan.setup.mesh for plan in result.ranked} == {"pp:2,tp:8"}
+
+
+def test_256_devices_in_seconds():
+    result = found("v5e:16x16")
+    assert result.considered >= 500
+    assert result.seconds < 30
+
+
+def test_slices_are_crossed_by_dp_alone():
+    result = found("v5p:4x4x4*2", constraints="pp=1, tp=1, minibatches=1")
+    meshes = {plan.setup.mesh for plan in result.ranked} | {item.setup.mesh for item in result.rejected}
+    assert all(mesh.startswith("dp:") and "@dcn=2" in mesh.split(",")[0] for mesh in meshes)
+
+
+def test_cpus_cannot_be_ranked():
+    with pytest.raises(MeshwrightError, match="no figures for the speed of CPUs"):
+        found("cpu:8")
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    job, profile = seven()
+    setup = Setup(mesh="fsdp:64", remat="dots")
+    rows = largest_batch(job, "v5p:4x4x4", setup, profile=profile)
+    assert rows % 64 == 0
+    assert rows >= 64
+
+    def fits(count):
+        changed = Setup(mesh="fsdp:64", remat="dots", rows=count)
+        return make_plan(job, "v5p:4x4x4", changed, profile=profile).memory.fits
+
+    assert fits(rows)
+    assert not fits(rows + 64)
+    assert largest_batch(job, "v5e:8x8", Setup(mesh="dp:64"), profile=profile) == 0
+
+
+def test_the_published_setup_of_a_7b_run_is_found_or_beaten():
+    # 256 H100, dp 32 x fsdp 8, recomputed by block, two rows of 8192 tokens on each GPU.
+    job = language_job(Decoder.named("7b"), batch_size=512, num_tokens=8192)
+    profile = profile_job(job, platform="tpu", remats=("none", "full"))
+    published = make_plan(job, "h100:32x8", Setup(mesh="dp:32,fsdp:8", remat="full"), profile=profile)
+    result = search(job, "h100:32x8", constraints="remat=full", profile=profile)
+    assert published.memory.fits
+    assert result.ranked[0].time.step.value <= published.time.step.value
+    assert "dp:32,fsdp:8" in {plan.setup.mesh for plan in result.ranked}
+
+
+def test_the_best_are_compiled_and_ranked_again(monkeypatch):
+    result = found(constraints="tp=1, pp=1, dp=1, batch=256 rows, minibatches<=2, remat=full")
+    told, asked = [], []
+
+    def compile_step(job, target, setup, **limits):
+        asked.append((setup, limits))
+        if len(asked) == 1:
+            raise CompileError("took longer than 1 s.", reason="timeout")
+        return Compiled(target.name, setup, peak_bytes=2**30 if len(asked) == 2 else 2**50)
+
+    monkeypatch.setattr(search_module, "compile_step", compile_step)
+    job, _ = seven()
+    done, failed = compile_best(job, result, top=3, tell=told.append, timeout_s=1)
+    assert [plan.setup for plan in done] == [result.ranked[1].setup]
+    assert [item.reason for item in failed] == ["not compiled: timeout", "do not fit once compiled"]
+    assert len(told) == 3
+    assert asked[0][1] == {"timeout_s": 1}
+    assert done[0].memory.basis == "compiled"

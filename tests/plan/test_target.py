@@ -1,0 +1,67 @@
+"""Names of machines: what they mean, and what the errors of the others say."""
+
+import pytest
+
+from meshwright.errors import MeshError
+from meshwright.plan.target import parse_target
+
+
+@pytest.mark.parametrize(
+    ("text", "platform", "devices", "hosts", "gib"),
+    [
+        ("cpu:8", "cpu", 8, 1, None),
+        ("v5e:16x16", "tpu", 256, 32, 15.75),
+        ("v5p:4x4x8", "tpu", 128, 32, 95.74),
+        ("v5p:16x16x16", "tpu", 4096, 1024, 95.74),
+        ("v6e:16x16", "tpu", 256, 32, 31.25),
+        ("tpu7x:4x4x4", "tpu", 128, 16, 94.75),  # two devices to a chip
+        ("v4:2x2x1", "tpu", 4, 1, 30.75),
+        ("v5p:4x4x8*4", "tpu", 512, 128, 95.74),
+        ("h200:8x8", "gpu", 64, 8, 139.8),
+        ("H100:32x8", "gpu", 256, 32, 79.1),
+        ("a100-80:1x4", "gpu", 4, 1, 79.25),
+        ("b200:9x8", "gpu", 72, 9, 178.4),
+    ],
+)
+def test_what_names_mean(text, platform, devices, hosts, gib):
+    target = parse_target(text)
+    assert (target.platform, target.num_devices, target.num_hosts) == (platform, devices, hosts)
+    assert target.memory_bytes is None if gib is None else target.memory_bytes / 2**30 == pytest.approx(gib, rel=2e-3)
+    assert parse_target(target.name) == target
+    assert parse_target(target) is target
+
+
+def test_aliases_have_one_name():
+    assert parse_target("a100-80:1x8").name == "a100:1x8"
+
+
+def test_which_dims_close_to_rings():
+    assert parse_target("v5e:16x8").wraps == (True, False)
+    assert parse_target("v5p:2x4x8").wraps == (False, True, True)
+    assert parse_target("h200:1x8").wraps == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "hint"),
+    [
+        ("v5p:128", "has 3 dims, this has 1", "v5p:4x4x8"),
+        ("v5e:256", "has 2 dims, this has 1", "v5e:16x16"),
+        ("v5e:4x4x4", "has 2 dims, this has 3", "v5e:8x8"),
+        ("v5e:3x5", "1, 2, 4, 8 or 16, not 3", "v5e:4x4"),
+        ("v5p:4x4x6", "1, 2 or a multiple of 4, not 6", "v5p:4x4x"),
+        ("v5p:32x32x32", "at most 8960 chips, this has 32768", "several slices"),
+        ("h200:64", "hosts x GPUs per host, this has 1 sizes", "h200:8x8"),
+        ("h200:4x16", "at most 8 of them", "h200:8x8"),
+        ("h200:2x8*2", "only TPUs come in slices", "h200:4x8"),
+        ("cpu:2x4", "simulated by their number", "cpu:8"),
+        ("v5e:0x4", "leaves no devices", "for example v5e:16x16"),
+        ("h20:8x8", "is not a target", "did you mean 'h200'"),
+        ("v5x:4x4", "is not a target", "did you mean 'v5"),
+        ("", "is not a target", "for example v5e:16x16"),
+        ("v5e:16by16", "is not a target", "for example v5e:16x16"),
+    ],
+)
+def test_errors_name_the_nearest_target(text, says, hint):
+    with pytest.raises(MeshError, match=says) as caught:
+        parse_target(text)
+    assert hint in caught.value.hint
