@@ -133,7 +133,7 @@ class PlacementOptions:
 class RunOptions:
     """How long it runs, and what is kept of it."""
 
-    steps: int = 250
+    steps: int = 300
     """How many steps to take in all."""
     run: str | None = None
     """The run's folder; the next free runs/MODEL-NUMBER by default."""

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from meshwright.checkpoint import Checkpoints, Keep
+from meshwright.checkpoint.arrays import load_ahead
 from meshwright.chips import chip_of
 from meshwright.data import Ledger
 from meshwright.errors import ConfigError
@@ -148,6 +149,7 @@ def _prepare(config: TrainConfig, tell: _Voice, stack: ExitStack) -> _Run:
 
 def _run(run: _Run, stack: ExitStack) -> Result:
     config, folder, options = run.config, run.folder, run.config.run
+    preemption = stack.enter_context(Preemption())
     log = stack.enter_context(
         RunLog(
             folder.path,
@@ -166,6 +168,7 @@ def _run(run: _Run, stack: ExitStack) -> Result:
     keep = Keep(last=options.keep_last, every=options.keep_every)
     checkpoints = Checkpoints(folder.checkpoints, keep=keep, tell=told)
     stack.callback(checkpoints.close)
+    load_ahead()
     state, data_state = _first_state(run, checkpoints, log)
     start = int(state.step)
     if start >= options.steps:
@@ -200,7 +203,6 @@ def _run(run: _Run, stack: ExitStack) -> Result:
     )
     stack.callback(progress.close)
     run.tell.progress = progress
-    preemption = stack.enter_context(Preemption())
     watchdog = None
     if config.safety.hang:
         watchdog = stack.enter_context(

@@ -1,0 +1,19 @@
+"""Runs that are killed without warning and resumed; `benchmarks/kill.py` does the same two hundred times."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill.py"
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not():
+    command = [sys.executable, str(SCRIPT), "--kills", "3", "--steps", "18", "--every", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^3 kills", done.stdout, re.MULTILINE)
+    assert done.stdout.count("met:") == 4
