@@ -80,5 +80,5 @@ def test_the_exit_code_tells_a_stopped_run_from_a_finished_one(cli, monkeypatch)
     from meshwright.loop.loop import Result
 
     for why, code in (("finished", 0), ("out of data", 0), ("preempted", 75)):
-        monkeypatch.setattr(run_module, "train", lambda config, why=why: Result(None, 1, why, {}))
+        monkeypatch.setattr(run_module, "train", lambda config, why=why: Result(None, 1, why, {}, saved=True))
         assert cli("train")[0] == code

@@ -90,7 +90,7 @@ def test_a_run_that_was_stopped_and_resumed_is_the_same_to_the_last_bit(
 ):
     whole, steps, evaluations, _ = straight(make_config(run=str(tmp_path_factory.mktemp("straight") / "run")), read_run)
     config = make_config()
-    for at, resume in ((3, False), (8, True), (9, True)):
+    for at, resume in ((3, False), (6, True), (9, True)):  # at 6 an evaluation was due
         stop_at(at)
         result = train(config.changed({"resume": resume}), **QUIET)
         assert (result.why, result.step) == ("preempted", at)
@@ -100,8 +100,8 @@ def test_a_run_that_was_stopped_and_resumed_is_the_same_to_the_last_bit(
     assert bits(result.state) == bits(whole.state)
     assert values(again) == values(steps)
     assert again_evaluations == evaluations
-    assert [event["step"] for event in events if event["kind"] == "resume"] == [3, 8, 9]
-    assert [event["step"] for event in events if event["kind"] == "preempted"] == [3, 8, 9]
+    assert [event["step"] for event in events if event["kind"] == "resume"] == [3, 6, 9]
+    assert [event["step"] for event in events if event["kind"] == "preempted"] == [3, 6, 9]
 
 
 @pytest.mark.parametrize(
@@ -249,14 +249,25 @@ def test_wrong_folders_are_refused_and_nothing_is_lost(make_config, stop_at):
     train(config, **QUIET)
     with pytest.raises(ConfigError, match=r"already holds a run.\nhint: add --resume"):
         train(config, **QUIET)
+    before = (fit_folder(config) / "config.yaml").read_text()
     with pytest.raises(ConfigError, match="stands at step 2 of 1 already"):
         train(config.changed({"resume": True, "steps": 1}), **QUIET)
+    other = ["num_layers=1", "d_model=16", "d_ff=16", "num_heads=4", "dropout=0.1"]  # of the same shapes
+    with pytest.raises(ConfigError, match=r"holds another model.\n  there: .*num_heads=2.*\n  here: .*num_heads=4"):
+        train(config.changed({"resume": True, "model_options": other}), **QUIET)
     with pytest.raises(DataError, match="seed"):
         train(config.changed({"resume": True, "seed": 3}), **QUIET)
     with pytest.raises(CheckpointError, match=r"missing|shape"):
         train(config.changed({"resume": True, "model_options": ["num_layers=2", "d_model=16", "num_heads=2"]}), **QUIET)
+    assert (fit_folder(config) / "config.yaml").read_text() == before
     stop_at()
-    assert train(config.changed({"resume": True, "steps": 3}), **QUIET).step == 3
+    said = []
+    assert train(config.changed({"resume": True, "steps": 3, "clip": None}), say=said.append).step == 3
+    assert any("changed since the checkpoint: clip from 1.0 to None; steps from 12 to 3" in line for line in said), said
+    assert any("the schedule now ends at step 3: the rate here is" in line for line in said)
+    # A run that is complete only writes its end again.
+    result = train(config.changed({"resume": True, "steps": 3}), **QUIET)
+    assert (result.why, result.step, result.saved) == ("finished", 3, True)
 
 
 def test_a_batch_that_cannot_be_split_is_an_error_before_anything_is_written(make_config):
@@ -281,3 +292,101 @@ def test_only_one_process_trains_in_a_folder(make_config, run_python):
     )
     folder.close()
     assert "another process is training in" in done.stderr
+
+
+def test_asked_to_stop_in_the_last_step_it_is_finished_and_saved(make_config, stop_at):
+    config = make_config(steps=2, checkpoint_every=0, eval_every=0)
+    stop_at(2)
+    result = train(config, **QUIET)
+    assert (result.why, result.step, result.saved) == ("finished", 2, True)
+    assert (fit_folder(config) / "checkpoints" / "2" / "manifest.json").is_file()
+
+
+def test_a_save_that_fails_is_not_called_written(make_config, stop_at, monkeypatch):
+    config = make_config(steps=9, checkpoint_every=0, eval_every=0)
+    stop_at(2)
+    monkeypatch.setattr("meshwright.checkpoint.store.Checkpoints.save", lambda self, state, **_: False)
+    said = []
+    result = train(config, say=said.append)
+    assert (result.why, result.saved) == ("preempted", False)
+    assert any("COULD NOT BE SAVED" in line for line in said)
+
+
+def test_a_rising_loss_without_a_checkpoint_goes_on_and_loses_no_line(make_config, read_run, monkeypatch):
+    class Guard:
+        def __init__(self, factor):
+            self.seen = 0
+
+        def check(self, loss):
+            self.seen += 1
+            return self.seen == 3
+
+        def reset(self):
+            pass
+
+    monkeypatch.setattr("meshwright.loop.run.SpikeGuard", Guard)
+    config = make_config(rollback=8.0, steps=5, eval_every=4, checkpoint_every=4)
+    said = []
+    train(config, say=said.append)
+    steps, evaluations, _ = read_run(fit_folder(config))
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert sorted(evaluations) == [4, 5]
+    assert any("there is no checkpoint yet" in line for line in said)
+    assert any("evaluation loss" in line for line in said)
+
+
+def test_skipped_steps_do_not_move_the_schedule(make_config):
+    fitting = loop_module._Fit.__new__(loop_module._Fit)
+    fitting.loop = loop_module.Loop(step=None, num_steps=9, log=None, learning_rates=np.arange(9) / 10)
+    told = fitting.describe(5, {"loss": 1.0, "skipped": 2}, 1.0, {})
+    assert told["learning_rate"] == 0.2
+
+
+JOBS = """
+import jax, jax.numpy as jnp, numpy as np
+import meshwright as mw
+
+def init(key):
+    return {"w": jax.random.normal(key, (8, 4))}
+
+def loss(params, batch, rng):
+    keep = 1.0 if rng is None else jax.random.bernoulli(rng, 0.5, ())  # needs a key when it trains
+    return jnp.mean((batch["x"] @ params["w"] * keep) ** 2) * batch["a"], {}
+
+def make_batch(seed):
+    return {"a": np.float32(1.0), "x": np.random.default_rng(seed).normal(size=(16, 8)).astype(np.float32)}
+
+rules = mw.Rules([("w", mw.P("fsdp"))], optional_axes=("fsdp",))
+job = mw.Job(init=init, rules=rules, loss=loss, batch=make_batch(0), make_batch=make_batch)
+alone = mw.Job(init=init, rules=rules, loss=loss, batch=make_batch(0))
+"""
+
+
+def test_a_job_of_ones_own_is_trained_and_resumed(make_config, read_run, stop_at, tmp_path):
+    (tmp_path / "jobs.py").write_text(JOBS)
+    plain = {"model_options": [], "data": None, "batch_size": 16, "num_tokens": 128, "job": f"{tmp_path}/jobs.py:job"}
+    config = make_config(**plain, steps=4, eval_every=0, view="global", learning_rate=0.1, weight_decay=0.0)
+    whole = train(config, **QUIET)
+    straight, _, _ = read_run(fit_folder(config))
+    again = config.changed({"run": str(tmp_path / "again")})
+    stop_at(2)
+    train(again, **QUIET)
+    stop_at()
+    result = train(again.changed({"resume": True}), **QUIET)
+    steps, _, _ = read_run(fit_folder(again))
+    assert bits(result.state) == bits(whole.state)
+    assert [line["loss"] for line in steps] == [line["loss"] for line in straight]
+    assert "tokens_per_second" not in steps[0]
+    with pytest.raises(ConfigError, match="epochs is 1, and would do nothing: the job makes its own batches"):
+        train(again.changed({"epochs": 1, "run": str(tmp_path / "x")}), **QUIET)
+    with pytest.raises(ConfigError, match="batch_size is 64, and would do nothing"):
+        train(again.changed({"batch_size": 64, "run": str(tmp_path / "x")}), **QUIET)
+    with pytest.raises(MeshwrightError, match="the job makes no batches"):
+        train(again.changed({"job": f"{tmp_path}/jobs.py:alone", "run": str(tmp_path / "x")}), **QUIET)
+
+
+def test_minibatches_need_rows_for_every_device(make_config):
+    config = make_config(batch_size=8, minibatches=2, mesh="dp:8")
+    with pytest.raises(ConfigError, match=r"cannot be cut into 2 minibatches for 8 devices.\nhint: --batch-size 16"):
+        train(config, **QUIET)
+    assert not fit_folder(config).exists()

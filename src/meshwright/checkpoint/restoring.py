@@ -128,7 +128,7 @@ def _dtype_notes(manifest: Manifest, layout: Layout, *, cast: bool) -> list[str]
         table = text_table(("leaf", "checkpoint", "asked for"), rows)
         raise CheckpointError(
             f"step {manifest.step} holds other dtypes than asked for.\n{table}",
-            hint="restore(..., cast=True) casts them; precision that is not stored does not come back.",
+            hint="cast=True (--cast) casts them; precision that is not stored does not come back.",
         )
     return [f"{count_leaves(len(names))} cast from {old} to {new}" for (old, new), names in changes.items()]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +13,7 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.loop.config import TrainConfig, preset, read_config
 
 
@@ -78,18 +80,29 @@ def run(config: TrainConfig) -> int:
         jax.config.update("jax_num_cpu_devices", config.placement.devices or max(1, 8 // count))
     joined = join(together.coordinator, together.num_processes, together.process_id)
     from meshwright.job import load_job
-    from meshwright.loop.folder import NOT_OF_THE_RUN
     from meshwright.loop.preemption import EXIT_PREEMPTED
+    from meshwright.loop.prepared import shared_options
     from meshwright.loop.run import train
 
     if joined is not None:
         if jax.process_index() == 0:
             print(joined, file=sys.stderr)
-        shared = {name: value for name, value in config.flat().items() if name not in NOT_OF_THE_RUN}
         job = load_job(config.model.job) if config.model.job is not None else None
-        agree({"seed": config.run.seed, "config": shared}, job=job)
-    result = train(config)
-    return EXIT_PREEMPTED if result.why == "preempted" else 0
+        agree({"seed": config.run.seed, "config": shared_options(config)}, job=job)
+    try:
+        result = train(config)
+    except Exception as error:
+        if joined is None:
+            raise
+        # With others, an ordinary end would wait for them at JAX's barrier, and they may be waiting for this one.
+        if isinstance(error, MeshwrightError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        os._exit(1)
+    if result.why != "preempted":
+        return 0
+    return EXIT_PREEMPTED if result.saved else 1
 
 
 def _value(args: Sequence[str], name: str) -> Any:

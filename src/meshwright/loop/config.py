@@ -139,6 +139,8 @@ class RunOptions:
     """The run's folder; the next free runs/MODEL-NUMBER by default."""
     resume: bool = False
     """Go on with the run in that folder, from its last good checkpoint."""
+    cast: bool = False
+    """Resume from a checkpoint of other dtypes than the precision asks for."""
     seed: int = 0
     """For parameters, dropout and the order of the data."""
     checkpoint_every: int = 100
@@ -172,6 +174,14 @@ class RunOptions:
         """Raises where an option has a value that it cannot have."""
         _positive(self, "steps", "keep_last", "keep_every", "eval_batches")
         _not_negative(self, "checkpoint_every", "eval_every", "sample_tokens", "seed")
+        if self.seed >= 1 << 32:
+            raise ConfigError(f"seed is {self.seed}.", hint="a whole number below 2**32.")
+        if self.sample_tokens and not self.prompt:
+            raise ConfigError("prompt is empty.", hint="some text, or sample_tokens of 0 for no samples.")
+        if self.profile is not None:
+            from meshwright.loop.profile import parse_steps
+
+            parse_steps(self.profile)
         if not 0 <= self.log_seconds < math.inf:
             raise ConfigError(f"log_seconds is {self.log_seconds}.", hint="a number of seconds.")
 

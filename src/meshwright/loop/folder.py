@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import jax
-import numpy as np
 
 from meshwright.errors import ConfigError
 from meshwright.loop.config import TrainConfig
+from meshwright.loop.together import as_first, together
 
 CONFIG, FACTS = "config.yaml", "run.json"
 # How a process takes part, not what the run is.
@@ -45,11 +45,13 @@ class RunFolder:
         if jax.process_index() == 0:
             try:
                 folder.path = _choose(config, name)
+                if jax.process_count() > 1:  # the others may have been started elsewhere
+                    folder.path = folder.path.absolute()
                 folder.path.mkdir(parents=True, exist_ok=True)
                 folder._take_lock()
             except (ConfigError, OSError) as error:
                 problem = error
-        said = _from_first_process(f"problem {problem}" if problem is not None else f"folder {folder.path}")
+        said = as_first(f"problem {problem}" if problem is not None else f"folder {folder.path}")
         kind, _, text = said.partition(" ")
         if problem is not None:
             folder.close()
@@ -57,6 +59,8 @@ class RunFolder:
         if kind == "problem":
             raise ConfigError(text)
         folder.path = Path(text)
+        if jax.process_count() > 1:
+            together("looking for the run's folder", folder._require_shared)
         return folder
 
     @property
@@ -84,6 +88,16 @@ class RunFolder:
         """Lets other processes write here."""
         if self._lock is not None:
             self._lock.close()
+
+    def _require_shared(self) -> None:
+        for _ in range(50):  # network file systems may take a while to show what another machine made
+            if self.path.is_dir():
+                return
+            time.sleep(0.2)
+        raise ConfigError(
+            f"{self.path} was made by rank 0, and is not to be seen here.",
+            hint="--run on a file system that all share.",
+        )
 
     def _write(self, name: str, text: str) -> None:
         if jax.process_index() == 0:
@@ -129,16 +143,3 @@ def _next_free(parent: Path, name: str) -> Path:
     taken = [pattern.fullmatch(path.name) for path in parent.glob(f"{name}-*")]
     number = 1 + max((int(match[1]) for match in taken if match), default=0)
     return parent / f"{name}-{number:03d}"
-
-
-def _from_first_process(text: str) -> str:
-    """Returns what process 0 has, on every process."""
-    if jax.process_count() == 1:
-        return text
-    from jax.experimental import multihost_utils
-
-    encoded = np.zeros(4096, np.uint8)
-    raw = text.encode()[:4096]
-    encoded[: len(raw)] = np.frombuffer(raw, np.uint8)
-    same = np.asarray(multihost_utils.broadcast_one_to_all(encoded))
-    return bytes(same).rstrip(b"\0").decode()

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from meshwright.checkpoint import Checkpoints
+from meshwright.checkpoint.processes import from_first
 from meshwright.errors import TrainingError
 from meshwright.loop.log import RunLog
 from meshwright.loop.memory import read_memory
@@ -43,9 +44,12 @@ class Loop:
     Args:
         facts: what is written beside each checkpoint, apart from the position in the data.
         evaluate: from a state to metrics, which are logged under `eval/`.
+        evaluated_at: a step whose evaluation is in the log already.
         learning_rates: of each step, for the logs.
+        tell: where to say what happens; above the progress by default.
         reopen: `reopen(undone, after, first_step)`, batches that go on after the second state of the data; a rollback
             needs it. What lies between the first and the second is not used again.
+        counts_tokens: whether what the loss counts are tokens, whose number per second is told.
         flops_per_step: what the model needs, over all devices; with `peak_flops` of them it gives MFU.
     """
 
@@ -64,19 +68,23 @@ class Loop:
     watchdog: Watchdog | None = None
     profile: Profile | None = None
     spikes: SpikeGuard | None = None
+    tell: Callable[[str], None] | None = None
+    evaluated_at: int | None = None
     reopen: Callable[[Mapping[str, Any], Mapping[str, Any], int], Any] | None = None
+    counts_tokens: bool = True
     flops_per_step: float | None = None
     peak_flops: float | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: its last state, the step it stands at, and its last metrics."""
+    """How a run ended: its last state, the step it stands at, its last metrics, and whether that step is saved."""
 
     state: State
     step: int
     why: Literal["finished", "preempted", "out of data"]
     metrics: Mapping[str, float]
+    saved: bool = False
 
 
 def fit(loop: Loop, state: State, batches: Any) -> Result:
@@ -107,15 +115,20 @@ class _Fit:
     def run(self) -> Result:
         why: Literal["finished", "preempted", "out of data"] = "finished"
         try:
+            if self.number and self.is_evaluation_due():  # the run was stopped right before it
+                self.run_evaluation()
             while why == "finished" and self.number < self.loop.num_steps:
                 if not self.start_step():
                     why = "out of data"
-                elif not self.spiked and self.after_step():
-                    why = "preempted"
-                if self.number == self.loop.num_steps or why != "finished":
                     self.catch_up()
-                if self.spiked:
-                    self.roll_back()
+                # Asked at every step: several processes agree on a step by asking.
+                elif self.is_asked_to_stop():
+                    why = "preempted" if self.number < self.loop.num_steps else "finished"
+                    self.catch_up()
+                else:
+                    self.after_step()
+                    if self.spiked and self.roll_back():
+                        continue
             self.finish(why)
         except BaseException as error:
             self.loop.log.event("error", self.number, f"{type(error).__name__}: {error}")
@@ -124,7 +137,7 @@ class _Fit:
             if self.loop.profile is not None and (told := self.loop.profile.close()) is not None:
                 self.tell("profile", self.number, told)
             self.batches.close()
-        return Result(self.state, self.number, why, self.last_metrics)
+        return Result(self.state, self.number, why, self.last_metrics, self.is_saved())
 
     # --- One step ---
 
@@ -179,9 +192,11 @@ class _Fit:
         for name in ("bad_leaf", "skipped_in_a_row"):
             told.pop(name, None)
         if self.loop.learning_rates is not None:
-            told["learning_rate"] = float(self.loop.learning_rates[number - 1])
+            # A skipped step does not count for the schedule.
+            taken = max(0, number - 1 - int(metrics.get("skipped", 0)))
+            told["learning_rate"] = float(self.loop.learning_rates[taken])
         training = total - spent.get("eval", 0.0)
-        if "tokens" in metrics:
+        if "tokens" in metrics and self.loop.counts_tokens:
             told["tokens_per_second"] = metrics["tokens"] / training
         if self.loop.flops_per_step and self.loop.peak_flops:
             told["mfu"] = self.loop.flops_per_step / training / self.loop.peak_flops
@@ -192,21 +207,26 @@ class _Fit:
 
     # --- Between steps ---
 
-    def after_step(self) -> bool:
-        """Evaluates and saves where it is time to; True where the run should end here."""
-        loop, number = self.loop, self.number
-        preempted = loop.preemption is not None and loop.preemption.requested(self.ticks)
-        evaluates = loop.evaluate is not None and loop.eval_every and number % loop.eval_every == 0
-        saves = preempted or (loop.checkpoint_every and number % loop.checkpoint_every == 0)
-        if evaluates or saves:
+    def is_asked_to_stop(self) -> bool:
+        return self.loop.preemption is not None and self.loop.preemption.requested(self.ticks)
+
+    def is_evaluation_due(self) -> bool:
+        every = self.loop.eval_every
+        due = self.loop.evaluate is not None and bool(every) and self.number % every == 0
+        return due and self.loop.evaluated_at != self.number
+
+    def after_step(self) -> None:
+        """Evaluates and saves where it is time to."""
+        loop, ends = self.loop, self.number == self.loop.num_steps
+        saves = bool(loop.checkpoint_every) and self.number % loop.checkpoint_every == 0
+        if self.is_evaluation_due() or saves or ends or self.spiked:
             self.catch_up()
-            if self.spiked:  # the step just fetched: its state is not one to keep
-                return False
-        if evaluates and not preempted:
+        if self.spiked:  # a state that is not one to keep, unless there is nothing to go back to
+            return
+        if self.is_evaluation_due():
             self.run_evaluation()
-        if saves and number < loop.num_steps:
+        if saves and not ends:
             self.save()
-        return preempted
 
     def run_evaluation(self) -> None:
         assert self.loop.evaluate is not None
@@ -216,6 +236,7 @@ class _Fit:
             self.loop.watchdog.beat(self.number, allowance=COMPILES)  # the first one compiles
         began = time.perf_counter()
         found = {f"eval/{name}": float(value) for name, value in self.loop.evaluate(self.state).items()}
+        self.loop.evaluated_at = self.number
         self.spend("eval", began)
         self.loop.log.metrics(self.number, {"time": time.time(), **found})
         loss = found.get("eval/loss")
@@ -234,15 +255,19 @@ class _Fit:
         checkpoints.save(self.state, step=self.number, layout=self.loop.step.layout, facts=facts)
         self.spend("checkpoint", began)
 
-    def roll_back(self) -> None:
-        """Returns to the last good checkpoint and goes on behind the data that was used since."""
+    def roll_back(self) -> bool:
+        """Returns to the last good checkpoint, to go on behind the data used since; False where there is none."""
         checkpoints, reopen = self.loop.checkpoints, self.loop.reopen
-        self.pending.clear()
         self.spiked = False
-        if checkpoints is None or reopen is None or checkpoints.latest() is None:
-            self.tell("rollback", self.number, f"step {self.number}: the loss rose, and there is no checkpoint yet")
-            return
-        checkpoints.wait()
+        assert self.loop.spikes is not None
+        self.loop.spikes.reset()
+        if checkpoints is not None:
+            checkpoints.wait()  # one that is being written counts
+        has_one = checkpoints is not None and bool(from_first(int(checkpoints.latest() is not None)))
+        if checkpoints is None or reopen is None or not has_one:
+            self.tell("rollback", self.number, f"the loss rose at step {self.number}, and there is no checkpoint yet")
+            self.after_step()
+            return False
         restored = checkpoints.restore(self.loop.step.layout)
         again = self.rollbacks[restored.step] = self.rollbacks.get(restored.step, 0) + 1
         if again > MAX_ROLLBACKS:
@@ -253,32 +278,35 @@ class _Fit:
         after = dict(self.batches.state)
         self.batches.close()
         self.batches = reopen(restored.facts["data"], after, restored.step + 1)
-        self.tell(
-            "rollback", self.number,
-            f"the loss rose at step {self.number}: back to step {restored.step}, with the data that comes next",
-        )  # fmt: skip
+        text = f"the loss rose at step {self.number}: back to step {restored.step}, with the data that comes next"
+        self.tell("rollback", self.number, "; ".join([text, *restored.notes]), to=restored.step, data=after)
         self.loop.log.rewind(restored.step)
+        self.loop.evaluated_at = restored.step
         self.state, self.number = restored.state, restored.step
-        assert self.loop.spikes is not None
-        self.loop.spikes.reset()
+        return True
 
     def finish(self, why: str) -> None:
         """Saves the end, and waits until that is done."""
-        checkpoints = self.loop.checkpoints
-        if why == "out of data" and self.number < self.loop.num_steps:
+        if why == "out of data":
             self.tell("finish", self.number, f"the data ended after {self.number} of {self.loop.num_steps} steps")
-        if why != "preempted":
-            if self.loop.evaluate is not None and self.loop.eval_every and "eval/loss" not in self.last_metrics:
-                self.run_evaluation()
-            self.save()
-        if checkpoints is not None:
-            checkpoints.wait()
+        evaluates = self.loop.evaluate is not None and bool(self.loop.eval_every) and why != "preempted"
+        if evaluates and self.loop.evaluated_at != self.number:
+            self.run_evaluation()
+        self.save()
+        if self.loop.checkpoints is not None:
+            self.loop.checkpoints.wait()
+
+    def is_saved(self) -> bool:
+        checkpoints = self.loop.checkpoints
+        return checkpoints is not None and bool(from_first(int(self.number in checkpoints.steps())))
 
     # --- Telling ---
 
     def tell(self, kind: str, step: int, text: str, **facts: Any) -> None:
         self.loop.log.event(kind, step, text, **facts)
-        if self.loop.progress is not None:
+        if self.loop.tell is not None:
+            self.loop.tell(text)
+        elif self.loop.progress is not None:
             self.loop.progress.say(text)
 
     def spend(self, what: str, began: float) -> None:

@@ -32,6 +32,7 @@ def choose_mesh(
     memory: int | None,
     precision: Any = "float32",
     heads: int | None = None,
+    minibatches: int = 1,
 ) -> MeshChoice:
     """Returns the mesh with the least communication on which the state fits and the batch can be split.
 
@@ -41,6 +42,7 @@ def choose_mesh(
     Args:
         memory: bytes of one device; None where nobody knows, and then the state is split.
         heads: how many attention heads a model has, which a tensor axis must divide.
+        minibatches: parts of a batch, each of which must have rows for all devices.
 
     Example:
         >>> import optax
@@ -55,7 +57,7 @@ def choose_mesh(
     if num_devices == 1:
         return MeshChoice("dp:1", "there is one device.")
     tried = []
-    for mesh, how in _candidates(num_devices, batch_size, heads):
+    for mesh, how in _candidates(num_devices, batch_size // minibatches if batch_size % minibatches == 0 else 0, heads):
         try:
             layout = state_layout(job, optimizer, create_abstract_mesh(mesh), precision=precision)
         except LayoutError:
@@ -72,22 +74,25 @@ def choose_mesh(
         before = f" ({'; '.join(tried)})" if tried else ""
         return MeshChoice(mesh, f"{how}; the state takes {format_bytes(need)}{room} on each device{before}.")
     raise MeshError(
-        f"no mesh of {num_devices} devices was found for a batch of {batch_size} rows: {'; '.join(tried)}.",
+        f"no mesh of {num_devices} devices was found for a batch of {batch_size} rows"
+        f"{f' in {minibatches} parts' if minibatches > 1 else ''}{': ' if tried else ''}{'; '.join(tried)}.",
         hint="name one with --mesh, use more devices, or more rows per batch.",
     )
 
 
-def _candidates(num_devices: int, batch_size: int, heads: int | None) -> Iterator[tuple[str, str]]:
+def _candidates(num_devices: int, rows: int, heads: int | None) -> Iterator[tuple[str, str]]:
     """Yields meshes in the order of how much they communicate: data, then parameters, then activations."""
-    if batch_size % num_devices == 0:
+    if not rows:
+        return
+    if rows % num_devices == 0:
         yield f"dp:{num_devices}", "every device has its rows, and only gradients travel"
         yield f"fsdp:{num_devices}", "every device has its rows and a slice of the state"
     for tensor in range(2, num_devices + 1):
         ways = num_devices // tensor
-        if num_devices % tensor or batch_size % ways or (heads is not None and heads % tensor):
+        if num_devices % tensor or rows % ways or (heads is not None and heads % tensor):
             continue
         if ways > 1:
-            yield f"dp:{ways},tp:{tensor}", f"{batch_size} rows over {ways}, features over {tensor} devices"
-            yield f"fsdp:{ways},tp:{tensor}", f"{batch_size} rows and the state over {ways}, features over {tensor}"
+            yield f"dp:{ways},tp:{tensor}", f"{rows} rows over {ways}, features over {tensor} devices"
+            yield f"fsdp:{ways},tp:{tensor}", f"{rows} rows and the state over {ways}, features over {tensor}"
         else:
-            yield f"tp:{tensor}", f"features over all devices, since {batch_size} rows cannot be split over them"
+            yield f"tp:{tensor}", f"features over all devices, since {rows} rows cannot be split over them"

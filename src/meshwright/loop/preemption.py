@@ -1,7 +1,7 @@
 """Asks a run to end soon: SIGTERM from a scheduler, Ctrl-C from a person; at the same step on all processes.
 
 The loop then finishes its step, saves, and exits with `EXIT_PREEMPTED`. Whoever started it knows by this code that the
-run is not done, that nothing is lost, and that the same command goes on.
+run is not done, that nothing is lost, and that it goes on with `--resume`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Profile:
     """
 
     def __init__(self, steps: str | None, folder: Path | str) -> None:
-        self.first, self.stop = _parse(steps)
+        self.first, self.stop = parse_steps(steps)
         self.folder = Path(folder)
         self.is_tracing = False
 
@@ -72,7 +72,8 @@ class Profile:
         self.is_tracing = True
 
 
-def _parse(steps: str | None) -> tuple[int, int]:
+def parse_steps(steps: str | None) -> tuple[int, int]:
+    """Returns the first step of a range and the one after its last."""
     if steps is None:
         return 0, 0
     found = re.fullmatch(r"(\d+):(\d+)", steps.strip())

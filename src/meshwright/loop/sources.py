@@ -23,8 +23,9 @@ from meshwright.data import (
     open_documents,
     prepare_tokens,
 )
-from meshwright.errors import DataError, JobError
+from meshwright.errors import ConfigError, DataError, JobError
 from meshwright.loop.config import DataOptions, TrainConfig
+from meshwright.parallel.rows import count_rows
 from meshwright.train.step import Step
 
 Tell = Callable[[str], None]
@@ -96,6 +97,9 @@ class TextSource:
             return None
         return iter(eval_batches(self.eval_rows, self.options.batch_size, step.batch_shardings, num_batches))
 
+    why_no_evaluation = "no rows were kept back for it"
+    counts_tokens = True
+
 
 class JobSource:
     """Batches that a job makes itself, from seeds."""
@@ -109,6 +113,8 @@ class JobSource:
         self.job = job
         self.options = options
         self.batch_size = rows_of(job)
+        _require_default(options, ("text_field", "tokenizer", "epochs", "num_tokens"), "the job makes its own batches")
+        _require_default(options, ("batch_size",), "the job's batch decides", but=self.batch_size)
 
     def facts(self) -> dict[str, Any]:
         """What all processes must agree on."""
@@ -130,6 +136,9 @@ class JobSource:
         """A job that makes its batches keeps none back."""
         return None
 
+    why_no_evaluation = "the job makes its own batches and keeps none back"
+    counts_tokens = False
+
 
 def is_text(job: Any) -> bool:
     """Says whether a job's batches are tokens and targets, which text can be made into."""
@@ -143,10 +152,18 @@ def is_text(job: Any) -> bool:
 
 def rows_of(job: Any) -> int:
     """Returns how many rows a job's example batch has."""
-    leaves = jax.tree.leaves(getattr(job, "batch", None))
-    if not leaves:
+    if not jax.tree.leaves(getattr(job, "batch", None)):
         raise JobError("the job has no example batch.", hint="Job(..., batch=...), of arrays or ShapeDtypeStruct.")
-    return int(leaves[0].shape[0])
+    return count_rows(job.batch, who="train")
+
+
+def _require_default(options: DataOptions, names: tuple[str, ...], why: str, *, but: Any = None) -> None:
+    """Raises for an option that was set and would do nothing."""
+    plain = DataOptions()
+    for name in names:
+        value = getattr(options, name)
+        if value not in (getattr(plain, name), but):
+            raise ConfigError(f"{name} is {value}, and would do nothing: {why}.", hint=f"leave {name} out.")
 
 
 def default_cache() -> Path:
@@ -160,6 +177,8 @@ def make_source(config: TrainConfig, job: Any, *, tell: Tell) -> TextSource | Jo
         return TextSource(config.data, tell=tell)
     if is_text(job) and (config.data.data is not None or getattr(job, "make_batch", None) is None):
         rows, tokens = job.batch["inputs"].shape
+        _require_default(config.data, ("batch_size",), "the job's batch decides", but=rows)
+        _require_default(config.data, ("num_tokens",), "the job's batch decides", but=tokens)
         return TextSource(dataclasses.replace(config.data, batch_size=rows, num_tokens=tokens), tell=tell)
     if config.data.data is not None:
         raise JobError("the job's batches are not tokens, so --data cannot fill them.", hint="leave --data out.")

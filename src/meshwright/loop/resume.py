@@ -1,0 +1,101 @@
+"""Where a run begins: at its first state, or at its last good checkpoint, and what has changed since."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshwright.checkpoint import Checkpoints
+from meshwright.errors import ConfigError
+from meshwright.loop.config import TrainConfig
+from meshwright.loop.figures import checkpoint_facts
+from meshwright.loop.folder import NOT_OF_THE_RUN
+from meshwright.loop.json_lines import read_lines
+from meshwright.loop.log import EVENTS, RunLog
+from meshwright.loop.optimizers import make_schedule
+from meshwright.loop.prepared import Prepared
+from meshwright.train import (
+    State,
+    init_state,
+)
+
+
+def first_state(run: Prepared, checkpoints: Checkpoints, log: RunLog) -> tuple[State, Mapping[str, Any] | None]:
+    """Returns the state to begin with, and that of the data."""
+    config = run.config
+    if not run.folder.resumed:
+        log.event("start", 0, f"started on {run.choice.mesh}")
+        key = jax.random.key(config.run.seed)
+        return init_state(run.job, run.optimizer, run.layout, key, precision=run.precision), None
+    if checkpoints.latest() is None:
+        log.rewind(0)
+        run.tell("the run ended before its first checkpoint: it starts again")
+        log.event("resume", 0, "no checkpoint was there: started again")
+        key = jax.random.key(config.run.seed)
+        return init_state(run.job, run.optimizer, run.layout, key, precision=run.precision), None
+    restored = checkpoints.restore(run.layout, cast=config.run.cast)
+    _require_same_model(run, restored.facts)
+    for note in [*restored.notes, *_changes(run, restored.facts, restored.step)]:
+        run.tell(note)
+    log.rewind(restored.step)
+    text = f"resumed from the checkpoint of step {restored.step} on {run.choice.mesh}"
+    log.event("resume", restored.step, text, notes=restored.notes)
+    run.tell(text)
+    data = restored.facts.get("data")
+    undone = _rolled_back(run.folder.path / EVENTS, restored.step)
+    return restored.state, undone if undone is not None else data
+
+
+def _require_same_model(run: Prepared, facts: Mapping[str, Any]) -> None:
+    """Raises where the model computes something else with parameters of the same shapes; dropout may change."""
+    saved, now = facts.get("model"), checkpoint_facts(run)["model"]
+    if saved is None or now is None or _without_dropout(saved) == _without_dropout(now):
+        return
+    raise ConfigError(
+        f"{run.folder.path} holds another model.\n  there: {saved}\n  here:  {now}",
+        hint="leave --model and --model-options as they were, or start a new run.",
+    )
+
+
+def _without_dropout(model: str) -> str:
+    return re.sub(r"dropout=[^,)]*", "dropout", model)
+
+
+def _changes(run: Prepared, facts: Mapping[str, Any], step: int) -> list[str]:
+    """Returns in words what is not as it was when the checkpoint was written."""
+    before, now = facts.get("config", {}), run.config.flat()
+    changed = [
+        f"{name} from {before[name]} to {value}"
+        for name, value in now.items()
+        if name in before and name not in NOT_OF_THE_RUN and before[name] != value
+    ]
+    if facts.get("precision") not in (None, run.precision):
+        changed.append(f"what it computes in, from {facts['precision']} to {run.precision}")
+    told = [f"changed since the checkpoint: {'; '.join(changed)}"] if changed else []
+    if before.get("steps") != now["steps"] and before.get("schedule") == now["schedule"] != "constant":
+        old = TrainConfig().changed({name: value for name, value in before.items() if name in now})
+        last, after = (float(make_schedule(config.optimizer, config.run.steps)(step)) for config in (old, run.config))
+        told.append(f"the schedule now ends at step {now['steps']}: the rate here is {after:.2e} instead of {last:.2e}")
+    return told
+
+
+def _rolled_back(events: Path, step: int) -> dict[str, Any] | None:
+    """Returns where the data goes on where a run was rolled back to this checkpoint, and stopped before the next."""
+    if not events.is_file():
+        return None
+    found = None
+    for event in read_lines(events):
+        if event.get("kind") == "rollback" and event.get("to") == step:
+            found = event.get("data")
+    return found
+
+
+def was_evaluated(metrics: Path, step: int) -> bool:
+    """Says whether the log holds an evaluation of a step."""
+    if jax.process_index() != 0 or not step or not metrics.is_file():
+        return False
+    return any(line.get("step") == step and "eval/loss" in line for line in read_lines(metrics))
