@@ -19,6 +19,7 @@ def main(args: Sequence[str] | None = None) -> None:
     from meshwright.cli.checkpoint import checkpoint
     from meshwright.cli.doctor import doctor
     from meshwright.cli.ledger import ledger
+    from meshwright.cli.plan import plan
     from meshwright.cli.report import report
     from meshwright.cli.rules import rules
     from meshwright.cli.train import make_train
@@ -30,6 +31,7 @@ def main(args: Sequence[str] | None = None) -> None:
         code = tyro.extras.subcommand_cli_from_dict(
             {
                 "train": make_train(args),
+                "plan": plan,
                 "report": report,
                 "checkpoint": checkpoint,
                 "ledger": ledger,

@@ -1,0 +1,277 @@
+"""`meshwright plan`: memory, communication and time of a step on a machine that need not be here."""
+
+from __future__ import annotations
+
+import json as json_lib
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from meshwright.cli.output import show
+from meshwright.errors import ConfigError, JobError
+from meshwright.job import load_job
+from meshwright.mesh_string import parse_mesh
+from meshwright.plan.commands import Subject, plan_command, train_command
+from meshwright.plan.compile import Compiled, CompileError, compile_step
+from meshwright.plan.cost import Plan, make_plan
+from meshwright.plan.diff import PlanData, diff_plans, parse_setup, read_plan
+from meshwright.plan.search import Rejected, compile_best
+from meshwright.plan.search import search as search_plans
+from meshwright.plan.setup import Setup
+from meshwright.plan.summary import plan_summary, search_summary
+from meshwright.plan.target import Target, parse_target
+from meshwright.plan.topology import can_compile_for
+
+DEFAULT_TOKENS = 4096
+
+
+def plan(
+    job: Annotated[str, tyro.conf.Positional] = "",
+    /,
+    target: str = "",
+    mesh: str = "",
+    search: bool = False,
+    model: str | None = None,
+    model_options: tuple[str, ...] = (),
+    batch_size: int | None = None,
+    num_tokens: int | None = None,
+    remat: Literal["none", "dots", "full", "offload"] | None = None,
+    precision: Literal["float32", "mixed", "bfloat16"] = "mixed",
+    minibatches: int | None = None,
+    sync: Literal["every", "hybrid", "once"] | None = None,
+    view: Literal["local", "global"] = "local",
+    zero_axis: str | None = None,
+    optimizer: str = "adamw",
+    constraints: str = "",
+    top: int = 3,
+    compile: bool = True,
+    python: str | None = None,
+    timeout: float = 180.0,
+    price: float | None = None,
+    diff: tuple[str, str] | None = None,
+    json: bool = False,
+    html: Path | None = None,
+) -> int:
+    """Plan a training step for a machine that need not be here: does it fit, what is sent, how long does it take?
+
+    Without a compiler for that machine everything is computed, and stderr says how to get one. Exits with 1 where
+    nothing fits.
+
+    Args:
+        job: module:attribute, or file.py:attribute; or else --model.
+        target: the machine: v5p:4x4x8, v5e:16x16, v5p:4x4x8*4 (slices), h200:8x8 (hosts x GPUs), cpu:8.
+        mesh: such as "fsdp:32,tp:4"; the job's own when left out.
+        search: rank all meshes, remat policies, minibatches and sync modes, and compile the best.
+        model: a model of ours by name, such as decoder-7b.
+        model_options: fields of it to change, such as num_layers=4.
+        batch_size: rows per step, over all devices. The job's own by default; for a model, one for each device.
+        num_tokens: tokens per row of a model; 4096 by default.
+        remat: what the backward pass computes again; none by default, and all are tried by a search.
+        precision: what the step computes in.
+        minibatches: parts in which a batch is computed, one after the other; 1 by default.
+        sync: how often the devices exchange the gradients of minibatches; hybrid by default.
+        view: who communicates: our layers (local), or XLA (global).
+        zero_axis: splits the optimizer's statistics along this axis too (ZeRO-1).
+        optimizer: one of optax, by name.
+        constraints: what a search keeps to: "tp<=8, pp=1, batch=4M tokens, remat=full|dots".
+        top: how many plans a search shows and compiles.
+        compile: whether to ask the machine's compiler.
+        python: an interpreter that has that compiler; this one by default.
+        timeout: seconds for each compilation.
+        price: dollars per hour of one device.
+        diff: two plans to compare: files that --json wrote, or configurations such as "fsdp:32,tp:4 remat=full".
+        json: print JSON.
+        html: write a page about it to this file.
+    """
+    if diff is not None and all(map(_is_file, diff)):
+        return _show_diff(read_plan(diff[0]), read_plan(diff[1]), json=json)
+    if not target:
+        raise ConfigError("a plan needs a machine.", hint="--target v5p:4x4x8, h200:8x8 or cpu:8.")
+    machine = parse_target(target)
+    subject = _subject(job, model, model_options, num_tokens)
+    known = _load(subject, rows=batch_size or machine.num_devices)
+    ask = _Ask(known, subject, machine, compile=compile, python=python, timeout=timeout, price=price)
+    # A model's rows are in its batch already.
+    rows = batch_size if subject.model is None else None
+    base = Setup(
+        mesh=mesh or getattr(known, "mesh", None) or "",
+        rows=rows,
+        remat=remat or "none",
+        precision=precision,
+        num_minibatches=minibatches or 1,
+        sync=sync,
+        view=view,
+        zero_axis=zero_axis,
+        optimizer=optimizer,
+    )
+    if diff is not None:
+        sides = [read_plan(one) if _is_file(one) else ask.plan(parse_setup(one, base)).to_json() for one in diff]
+        return _show_diff(*sides, json=json)
+    if search:
+        if mesh or view != "local" or zero_axis is not None:
+            wrong = "--mesh" if mesh else "--view" if view != "local" else "--zero-axis"
+            raise ConfigError(f"a search does not take {wrong}.", hint='--constraints "tp<=8, fsdp>=16" narrows it.')
+        given = {"remat": remat, "minibatches": minibatches, "sync": sync, "batch": rows and f"{rows} rows"}
+        narrowed = [constraints, *(f"{name}={value}" for name, value in given.items() if value)]
+        limits = ", ".join(filter(None, narrowed))
+        return _search(ask, limits, base, top=top, json=json, html=html)
+    if not base.mesh:
+        raise JobError("no mesh was given, and the job names none.", hint='add --mesh "fsdp:8,tp:4", or --search.')
+    made = ask.plan(base)
+    if json:
+        print(json_lib.dumps(_plan_json(made, subject), indent=1))
+    else:
+        show(plan_summary(made, subject))
+    _page(ask, [made], html)
+    return 1 if made.memory.fits is False else 0
+
+
+class _Ask:
+    """What is planned, for what, and how; remembers why something was not compiled."""
+
+    def __init__(
+        self,
+        job: Any,
+        subject: Subject,
+        target: Target,
+        *,
+        compile: bool,
+        python: str | None,
+        timeout: float,
+        price: float | None,
+    ) -> None:
+        self.job, self.subject, self.target, self.price = job, subject, target, price
+        self.limits = {"python": python, "timeout_s": timeout}
+        self.notes: list[str] = []
+        self.compiles = compile and (python is not None or can_compile_for(target))
+        if compile and not self.compiles:
+            self.note(
+                f"memory and communication are computed: the compiler for {target.kind} is not installed here.\n"
+                f'hint: pip install "meshwright[{target.platform}]" for compiled figures.'
+            )
+
+    def note(self, text: str) -> None:
+        """Says something now, and on the page."""
+        _tell(f"note: {text}")
+        self.notes.append(text)
+
+    @property
+    def compiled_from(self) -> Any:
+        """What another process can load: the reference to a job where there is one."""
+        return self.subject.job or self.job
+
+    def plan(self, setup: Setup) -> Plan:
+        """Returns one plan, compiled if that is possible."""
+        mesh = str(parse_mesh(setup.mesh).resolve(self.target.num_devices))
+        setup = replace(setup, mesh=mesh)
+        # Computed first: it checks the setup in a second, before minutes of compiling.
+        made = make_plan(self.job, self.target, setup, price=self.price)
+        compiled = self._compile(setup) if self.compiles else None
+        if compiled is None:
+            return made
+        return make_plan(self.job, self.target, setup, compiled=compiled, price=self.price)
+
+    def _compile(self, setup: Setup) -> Compiled | None:
+        _tell(f"compiling {setup} for {self.target}")
+        try:
+            return compile_step(self.compiled_from, self.target, setup, **self.limits)  # type: ignore[arg-type]
+        except CompileError as error:
+            self.note(f"memory and communication are computed, as it could not be compiled ({error.reason}): {error}")
+            return None
+
+
+def _search(ask: _Ask, constraints: str, base: Setup, *, top: int, json: bool, html: Path | None) -> int:
+    found = search_plans(
+        ask.job,
+        ask.target,
+        constraints=constraints,
+        precision=base.precision,
+        optimizer=base.optimizer,
+        price=ask.price,
+    )
+    best: Sequence[Plan] = found.ranked[:top]
+    failed: Sequence[Rejected] = ()
+    if ask.compiles and best:
+        done, failed = compile_best(ask.compiled_from, found, top=top, tell=_tell, **ask.limits)
+        if done:
+            best = done
+        else:
+            ask.note("none of the best could be compiled; what is shown is computed.")
+    if json:
+        data = {
+            "subject": ask.subject.name,
+            "target": ask.target.name,
+            "considered": found.considered,
+            "fit": len(found.ranked),
+            "seconds": found.seconds,
+            "rejected": dict(found.reasons()),
+            "not_kept": [{"setup": item.setup.to_json(), "reason": item.reason} for item in failed],
+            "plans": [_plan_json(plan, ask.subject) for plan in best],
+        }
+        print(json_lib.dumps(data, indent=1))
+    else:
+        show(search_summary(found, best, ask.subject, failed=failed, top=top))
+    _page(ask, best, html, found=found)
+    return 0 if best else 1
+
+
+def _show_diff(before: PlanData, after: PlanData, *, json: bool) -> int:
+    changed = diff_plans(before, after)
+    if json:
+        print(json_lib.dumps(changed.to_json(), indent=1))
+    else:
+        show(changed)
+    return 0
+
+
+def _page(ask: _Ask, plans: Sequence[Plan], path: Path | None, *, found: Any = None) -> None:
+    if path is None:
+        return
+    if not plans:
+        _tell("note: nothing fits, so there is no page.")
+        return
+    from meshwright.plan.report import build_plan_page
+
+    first, *others = plans
+    place = build_plan_page(first, path, job=ask.job, subject=ask.subject, others=others, found=found, notes=ask.notes)
+    _tell(f"wrote {place}")
+
+
+def _subject(job: str, model: str | None, model_options: tuple[str, ...], num_tokens: int | None) -> Subject:
+    if bool(job) == (model is not None):
+        raise ConfigError("a plan is of a job or of a model.", hint="my_pkg.train:job, or --model decoder-7b.")
+    if job:
+        if num_tokens is not None or model_options:
+            raise ConfigError("a job brings its own model and tokens.", hint="leave the options of models out.")
+        return Subject(job=job)
+    return Subject(model=model, model_options=model_options, num_tokens=num_tokens or DEFAULT_TOKENS)
+
+
+def _load(subject: Subject, *, rows: int) -> Any:
+    if subject.job is not None:
+        return load_job(subject.job)
+    from meshwright.loop.models import make_model
+    from meshwright.train.language import language_job
+
+    assert subject.model is not None
+    assert subject.num_tokens is not None
+    model = make_model(subject.model, subject.model_options)
+    # Packed, as `meshwright train` has its batches.
+    return language_job(model, batch_size=rows, num_tokens=subject.num_tokens, packed=True)
+
+
+def _plan_json(plan: Plan, subject: Subject) -> dict[str, Any]:
+    commands = {"command": train_command(plan, subject), "plan_command": plan_command(plan, subject)}
+    return {"subject": subject.name, **plan.to_json(), **commands}
+
+
+def _is_file(text: str) -> bool:
+    return Path(text).is_file()
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,153 @@
+"""Limits on a plan, for tests: a step keeps its memory and its communication, or the test says what grew."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.job import load_job
+from meshwright.layout.leaf import format_bytes
+from meshwright.plan.compile import Compiled, CompiledCollective, compile_step
+from meshwright.plan.cost import Plan, make_plan
+from meshwright.plan.profile import Profile
+from meshwright.plan.setup import Setup
+from meshwright.plan.target import parse_target
+
+
+class PlanError(MeshwrightError, AssertionError):
+    """A plan goes beyond what was allowed; `plan` is that plan, `problems` what it breaks."""
+
+    def __init__(self, message: str, *, plan: Plan, problems: tuple[str, ...]) -> None:
+        self.plan, self.problems = plan, problems
+        super().__init__(message)
+
+
+def assert_plan(
+    job: Any,
+    target: str,
+    *,
+    setup: Setup | None = None,
+    mesh: str | None = None,
+    rows: int | None = None,
+    max_bytes: float | None = None,
+    max_wire_bytes: float | None = None,
+    exposed: int | None = None,
+    ignore_bytes: float = 2**20,
+    max_seconds: float | None = None,
+    min_mfu: float | None = None,
+    compile: bool | Compiled = False,
+    profile: Profile | None = None,
+    **limits: Any,
+) -> Plan:
+    """Plans a job and raises a `PlanError` where it does not fit the machine or goes beyond a limit.
+
+    Without `compile` everything is computed, in a second or two. With it the step is compiled for the target, which
+    needs its compiler (`cpu:8` needs none), and memory and communication are the compiler's.
+
+    Args:
+        job: a job, or a reference to one (`module:attribute`).
+        setup: how it runs; or only its `mesh` and `rows`, and the defaults of a `Setup`.
+        max_bytes: of memory on each device, at the peak of a step.
+        max_wire_bytes: that each device sends in a step.
+        exposed: how many collectives may be exposed, of those that send more than `ignore_bytes` in a step.
+        max_seconds, min_mfu: of a step; both rest on assumptions, and are not known for CPUs.
+        compile: whether to compile, or what `compile_step` gave before.
+        limits: of `compile_step`: `timeout_s`, `memory_limit`, `python`.
+
+    Returns the plan, for further checks.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> plan = assert_plan(job, "v5p:2x2x1", mesh="fsdp:4", max_bytes=64 * 2**20)
+        >>> plan.memory.fits
+        True
+    """
+    if (setup is None) == (mesh is None):
+        raise MeshwrightError("a plan needs a setup, or a mesh for one, and not both.", hint='mesh="fsdp:8".')
+    if setup is None:
+        assert mesh is not None
+        setup = Setup(mesh=mesh, rows=rows)
+    elif rows is not None:
+        setup = dataclasses.replace(setup, rows=rows)
+    if exposed is not None and compile is False:
+        raise MeshwrightError(
+            "what is exposed is decided by the compiler, and nothing was compiled.", hint="assert_plan(compile=True)."
+        )
+    made: Compiled | None = None
+    if isinstance(compile, Compiled):
+        made = compile
+    elif compile:
+        made = compile_step(job, target, setup, **limits)
+    known = load_job(job) if isinstance(job, str) else job
+    plan = make_plan(known, parse_target(target), setup, profile=profile, compiled=made)
+    problems = [
+        *_memory_problems(plan, max_bytes),
+        *_sent_problems(plan, max_wire_bytes),
+        *_exposed_problems(plan, exposed, ignore_bytes),
+        *_time_problems(plan, max_seconds, min_mfu),
+    ]
+    if problems:
+        lines = "\n".join(f"- {problem}" for problem in problems)
+        message = f"the plan of {setup} on {plan.target.title} goes beyond its limits:\n{lines}"
+        raise PlanError(message, plan=plan, problems=tuple(problems))
+    return plan
+
+
+def _memory_problems(plan: Plan, most: float | None) -> list[str]:
+    memory = plan.memory
+    if memory.fits is False:
+        return [f"memory: it {memory.verdict}"]
+    if most is None or memory.total <= most:
+        return []
+    largest = sorted(memory.parts, key=lambda part: -part.bytes)[:4]
+    parts = ", ".join(f"{part.name} {format_bytes(part.bytes)}" for part in largest)
+    return [_beyond("memory", memory.total, most, f"on each device ({memory.basis}); the largest parts are {parts}")]
+
+
+def _sent_problems(plan: Plan, most: float | None) -> list[str]:
+    total = sum(item.wire_bytes for item in plan.sent)
+    if most is None or total <= most:
+        return []
+    largest = sorted(plan.sent, key=lambda item: -item.wire_bytes)[:4]
+    parts = ", ".join(f"{item.kind} over {item.axis} {format_bytes(item.wire_bytes)}" for item in largest)
+    return [_beyond("sent", total, most, f"by each device in a step ({plan.sent[0].basis}); the largest are {parts}")]
+
+
+def _exposed_problems(plan: Plan, most: int | None, ignored: float) -> list[str]:
+    if most is None or plan.compiled is None:
+        return []
+
+    def size(collective: CompiledCollective) -> float:
+        return collective.trips * collective.wire_bytes
+
+    found = [c for c in plan.compiled.collectives if not c.hidden and size(c) > ignored]
+    if len(found) <= most:
+        return []
+    lines = [
+        f"{c.kind} over {'+'.join(c.axes)}, {format_bytes(size(c))} a step, {c.verdict} ({c.source})"
+        for c in sorted(found, key=size, reverse=True)[:8]
+    ]
+    said = (
+        f"exposed: {len(found)} of the collectives that send more than {format_bytes(ignored)} a step; allowed: {most}"
+    )
+    return ["\n    ".join([said, *lines])]
+
+
+def _time_problems(plan: Plan, most: float | None, least: float | None) -> list[str]:
+    if most is None and least is None:
+        return []
+    if plan.time is None or plan.mfu is None:
+        raise MeshwrightError(f"there are no figures for the speed of {plan.target}.", hint="leave time limits out.")
+    found = []
+    if most is not None and plan.time.step.value > most:
+        found.append(f"time: {plan.time.step.value:.4g} s a step ({plan.time.step.basis}); allowed: {most:.4g} s")
+    if least is not None and plan.mfu < least:
+        found.append(f"MFU: {plan.mfu:.1%} ({plan.time.step.basis}); wanted: {least:.1%}")
+    return found
+
+
+def _beyond(what: str, value: float, most: float, where: str) -> str:
+    return f"{what}: {format_bytes(value)}, {format_bytes(value - most)} more than {format_bytes(most)}, {where}"

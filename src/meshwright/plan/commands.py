@@ -1,0 +1,79 @@
+"""The commands that run a plan, or make it again, to be copied."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.plan.cost import Plan
+from meshwright.plan.setup import Setup
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned, as a command line names it: a model of ours and its shape of a batch, or a job.
+
+    Example:
+        >>> Subject(model="decoder-7b", num_tokens=4096).name
+        'decoder-7b'
+    """
+
+    model: str | None = None
+    model_options: tuple[str, ...] = ()
+    num_tokens: int | None = None
+    job: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.model or self.job or "a job"
+
+    def arguments(self) -> list[str]:
+        """Returns what `meshwright train` calls it."""
+        if self.model is None:
+            return [] if self.job is None else ["--job", self.job]
+        options = ["--model-options", *self.model_options] if self.model_options else []
+        tokens = [] if self.num_tokens is None else ["--num-tokens", str(self.num_tokens)]
+        return ["--model", self.model, *options, *tokens]
+
+
+def train_command(plan: Plan, subject: Subject) -> str:
+    """Returns the command that trains as planned, to be given on every host of the machine.
+
+    A job brings its own batch, of which the command line cannot change the rows.
+    """
+    rows = [] if subject.model is None else ["--batch-size", str(plan.rows)]
+    return shlex.join(["meshwright", "train", *subject.arguments(), *rows, *setup_arguments(plan.setup)])
+
+
+def plan_command(plan: Plan, subject: Subject, extra: Sequence[str] = ()) -> str:
+    """Returns the command that makes this plan."""
+    named = subject.arguments()
+    if subject.job is not None:
+        named = [subject.job]
+    target = ["--target", plan.target.name, "--batch-size", str(plan.rows)]
+    price = [] if plan.price is None else ["--price", f"{plan.price:g}"]
+    return shlex.join(["meshwright", "plan", *named, *target, *setup_arguments(plan.setup), *price, *extra])
+
+
+def setup_arguments(setup: Setup) -> list[str]:
+    """Returns a setup as options, those that have their defaults left out.
+
+    Example:
+        >>> setup_arguments(Setup(mesh="fsdp:8,tp:4", remat="full", num_minibatches=2))
+        ['--mesh', 'fsdp:8,tp:4', '--remat', 'full', '--precision', 'mixed', '--minibatches', '2']
+    """
+    # `train` takes float32 on CPUs unless it is told.
+    precision = setup.precision if isinstance(setup.precision, str) else ""
+    found = ["--mesh", setup.mesh, "--remat", setup.remat, *(["--precision", precision] if precision else [])]
+    if setup.num_minibatches > 1:
+        found += ["--minibatches", str(setup.num_minibatches)]
+    if setup.sync is not None:
+        found += ["--sync", setup.sync]
+    if setup.view != "local":
+        found += ["--view", setup.view]
+    if setup.zero_axis is not None:
+        found += ["--zero-axis", setup.zero_axis]
+    if setup.optimizer != "adamw":
+        found += ["--optimizer", setup.optimizer]
+    return found

@@ -1,0 +1,52 @@
+"""The best plans beside each other, each with its command, and what a search left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.pages import Bar, Markup, Section, command, duration, fold, join, prose, stacked_bars, table, tag
+from meshwright.plan.commands import Subject, train_command
+from meshwright.plan.cost import Plan
+from meshwright.plan.search import Search
+from meshwright.plan.summary import PART_NAMES, PARTS, ranking_table, rejected_table
+
+MAX_PLANS = 10
+_NOTHING = 1e-9  # seconds: what is left of rounding
+
+
+def compare_section(plans: Sequence[Plan], subject: Subject, found: Search | None) -> Section | None:
+    """Returns bars of time and a table; None where there is only one plan and no search."""
+    timed = [plan for plan in plans if plan.time is not None][:MAX_PLANS]
+    if found is None and len(timed) < 2:
+        return None
+    made: list[Markup] = []
+    if found is not None:
+        made.append(
+            prose(
+                f"{found.considered:,} ways to run it were considered in {found.seconds:.1f} s; {len(found.ranked):,} "
+                "fit.",
+                f"The best {len(timed)} are shown." if timed else "None of them fits.",
+            )
+        )
+    if timed:
+        shown = ranking_table(timed)
+        made += [_bars(timed), table(shown.headings, shown.rows, right=shown.right)]
+        made.append(tag("h3", "Their commands"))
+        for place, plan in enumerate(timed, 1):
+            label = f"{place}. {plan.setup.mesh}"
+            made.append(fold(label, command(train_command(plan, subject), label=label), opened=place == 1))
+    if found is not None and found.rejected:
+        why = rejected_table(found)
+        made += [tag("h3", "Why others were not taken"), table(why.headings, why.rows, right=why.right)]
+    return Section("Other plans", join(made))
+
+
+def _bars(plans: Sequence[Plan]) -> Markup:
+    """Returns a bar for each plan; parts that none of them has are left out."""
+    times = [plan.time for plan in plans if plan.time is not None]
+    parts = [part for part in PARTS if any(getattr(time, part).value > _NOTHING for time in times)]
+    bars = [
+        Bar(f"{place}. {plan.setup.mesh}", [max(0.0, getattr(time, part).value) for part in parts])
+        for place, (plan, time) in enumerate(zip(plans, times, strict=True), 1)
+    ]
+    return stacked_bars("Time of a step", [PART_NAMES[part] for part in parts], bars, unit="assumed", show=duration)
