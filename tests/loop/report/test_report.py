@@ -53,7 +53,7 @@ def test_the_page_tells_the_run(fake_run):
         "There was 1 restart, 3 checkpoints.",
         "resumed from the checkpoint of step 100",
         "learning_rate 0.001 default 0.003",
-        "4 options differ from their defaults",
+        "3 options differ from their defaults",
         "params/layers/mlp/down",
         "meshwright 0.1.0",
     ):
