@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import importlib
 import json
@@ -86,7 +87,7 @@ class TensorBoard:
         return self._file
 
 
-class _OnlineRun:
+class _OnlineRun(abc.ABC):
     """What wandb and trackio have in common: a project, and an identity kept in the run's folder."""
 
     name: str
@@ -103,8 +104,9 @@ class _OnlineRun:
         self._write()
         self._run = self._start(folder.resolve().name, self._identity["id"])
 
+    @abc.abstractmethod
     def _start(self, name: str, identity: str) -> Any:
-        raise NotImplementedError
+        """Starts or continues the run there."""
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         # Their steps only go forward; what they have seen they keep.
@@ -112,7 +114,7 @@ class _OnlineRun:
             self._run.log(dict(numbers(values)), step=step)
 
     def event(self, kind: str, step: int, text: str) -> None:
-        pass  # events are told in the run's own files and its report
+        del kind, step, text  # events are told in the run's own files and its report
 
     def rewind(self, step: int, seen: int) -> None:
         # The larger one: a run that is killed twice may not have come as far the second time.

@@ -80,7 +80,7 @@ def layout_section(run: Run) -> Section:
             f"{len(rows) - MAX_ROWS:,} more rows", table(HEADINGS, rows[MAX_ROWS:], right=(5,), code=(0, 1, 2, 3, 4))
         )
     folded = f", in {len(rows):,} rows" if len(rows) < len(layout.leaves) else ""
-    pictures = [_picture(leaf, layout) for leaf in _largest(layout)]
+    pictures = [leaf_picture(leaf, layout) for leaf in _largest(layout)]
     return Section(
         "Layout",
         join(
@@ -106,7 +106,8 @@ def _largest(layout: Layout) -> list[LeafLayout]:
     return list(found.values())[:MAX_PICTURES]
 
 
-def _picture(leaf: LeafLayout, layout: Layout) -> Markup:
+def leaf_picture(leaf: LeafLayout, layout: Layout) -> Markup:
+    """Returns which device holds which tile of a leaf."""
     grids = [
         TileGrid(
             panel.title,

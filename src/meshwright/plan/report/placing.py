@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.layout import Layout, LeafLayout, format_bytes
-from meshwright.layout.picture import device_list, heading, tile_panels
 from meshwright.layout.table import HEADINGS, leaf_rows
-from meshwright.pages import Markup, Section, Tile, TileGrid, fold, join, prose, side_by_side, table, tile_picture
+from meshwright.loop.report.placing import leaf_picture
+from meshwright.pages import Section, fold, join, prose, side_by_side, table
 
 MAX_ROWS, MAX_PICTURES = 60, 4
 # Copies of smaller parameters are not worth a word.
@@ -28,7 +28,7 @@ def layout_section(layout: Layout) -> Section:
     )
     rows = leaf_rows(params)
     options: dict[str, Any] = {"right": (5,), "code": (0, 1, 2, 3, 4)}
-    pictures = side_by_side(*(_picture(leaf, layout) for leaf in _largest(params)))
+    pictures = side_by_side(*(leaf_picture(leaf, layout) for leaf in _largest(params)))
     made = [said, pictures, table(HEADINGS, rows[:MAX_ROWS], **options)]
     if len(rows) > MAX_ROWS:
         made.append(fold(f"{len(rows) - MAX_ROWS:,} more rows", table(HEADINGS, rows[MAX_ROWS:], **options)))
@@ -52,25 +52,3 @@ def _largest(params: Sequence[LeafLayout]) -> list[LeafLayout]:
     for leaf in sorted(params, key=lambda leaf: -leaf.bytes_total):
         found.setdefault(None if leaf.is_replicated else (leaf.stored_shape, leaf.spec), leaf)
     return list(found.values())[:MAX_PICTURES]
-
-
-def _picture(leaf: LeafLayout, layout: Layout) -> Markup:
-    grids = [
-        TileGrid(
-            panel.title,
-            panel.row_labels,
-            panel.column_labels,
-            [[Tile(device_list(devices), devices) for devices in row] for row in panel.cells],
-            aspect=_extent(panel.column_labels, leaf, -1) / max(_extent(panel.row_labels, leaf, -2), 1),
-        )
-        for panel in tile_panels(leaf, layout.mesh)
-    ]
-    what, _, tiles = heading(leaf, layout.mesh).partition(": ")
-    return tile_picture(leaf.name, grids, note=f"{what.removeprefix(leaf.name).partition(' on ')[0].strip()}: {tiles}.")
-
-
-def _extent(labels: Sequence[str], leaf: LeafLayout, dim: int) -> int:
-    """Returns the size that a side of the picture stands for; a side that is not cut is the leaf's own dim."""
-    if labels[-1]:
-        return int(labels[-1].partition(":")[2])
-    return leaf.stored_shape[dim] if len(leaf.stored_shape) >= -dim else 1
