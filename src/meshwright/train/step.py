@@ -191,6 +191,7 @@ class Step:
         self.layout = layout
         self.row_axes = row_axes
         self.donates = donate
+        self._shardings: dict[Any, PyTree] = {}
 
         @functools.wraps(function)
         def under_mesh(state: State, batch: PyTree) -> Any:
@@ -207,13 +208,35 @@ class Step:
         )
 
     def __call__(self, state: State, batch: PyTree) -> Any:
-        require_live_state(state, donates=self.donates)
-        require_same_state(state, self.layout)
+        if not self._is_expected(state):  # then find out what is wrong with it; names take a while to make
+            require_live_state(state, donates=self.donates)
+            require_same_state(state, self.layout)
         return self._jit(state, self.place(batch))
 
+    def _is_expected(self, state: State) -> bool:
+        leaves, structure = jax.tree.flatten(state)
+        return structure == self.layout.structure and all(
+            isinstance(leaf, jax.Array)
+            and not isinstance(leaf, jax.core.Tracer)
+            and not leaf.is_deleted()
+            and leaf.shape == known.stored_shape
+            and leaf.dtype == known.dtype
+            for leaf, known in zip(leaves, self.layout.leaves, strict=True)
+        )
+
     def place(self, batch: PyTree) -> PyTree:
-        """Returns a batch on the mesh, rows split over the axes that split data."""
-        return jax.device_put(batch, self.batch_shardings(batch))
+        """Returns a batch on the mesh, rows split over the axes that split data; one that is there stays as it is."""
+        leaves, structure = jax.tree.flatten(batch)
+        shapes = (structure, *(np.shape(leaf) for leaf in leaves))
+        if shapes not in self._shardings:
+            self._shardings[shapes] = self.batch_shardings(batch)
+        shardings = self._shardings[shapes]
+        if all(
+            isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
+            for leaf, sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
+        ):
+            return batch
+        return jax.device_put(batch, shardings)
 
     def batch_shardings(self, batch: PyTree) -> PyTree:
         """Returns how each array of a batch is split: by rows, scalars not at all."""
