@@ -27,6 +27,7 @@ class Job:
         batch: an example batch, of arrays or `jax.ShapeDtypeStruct`.
         mesh: the mesh it is usually run on, as a string.
         make_batch: from a seed to a batch of the example's shapes, for comparing steps (`meshwright verify`).
+        vocab_size: how many tokens the model knows. Text with others is refused: JAX would look them up as the last.
 
     Any object with these attributes is a job; only `init` and `rules` are always needed.
     """
@@ -37,6 +38,7 @@ class Job:
     batch: PyTree = None
     mesh: str | None = None
     make_batch: Callable[[int], PyTree] | None = None
+    vocab_size: int | None = None
 
 
 def abstract_init(init: Callable[[Any], PyTree]) -> PyTree:

@@ -1,6 +1,5 @@
 """A whole run: it trains, stops when asked, goes on as if nothing had happened, also on another mesh."""
 
-import json
 import signal
 
 import jax
@@ -182,38 +181,6 @@ def test_epochs_end_a_run_everywhere_at_once(make_config, read_run):
     assert any("the data ended" in event["text"] for event in events)
 
 
-def test_a_loss_that_rises_is_rolled_back(make_config, read_run, monkeypatch):
-    """The tenth step's loss is made to look terrible, once."""
-    config = make_config(rollback=8.0, steps=14, eval_every=0, checkpoint_every=4)
-    fetch = loop_module._Fit.describe
-    spoiled = []
-
-    class Guard:
-        def __init__(self, factor):
-            self.seen = 0
-
-        def check(self, loss):
-            self.seen += 1
-            if self.seen == 10 and not spoiled:
-                spoiled.append(loss)
-                return True
-            return False
-
-        def reset(self):
-            pass
-
-    monkeypatch.setattr("meshwright.loop.run.SpikeGuard", Guard)
-    result = train(config, **QUIET)
-    steps, _, events = read_run(fit_folder(config))
-    assert result.why == "finished"
-    assert [line["step"] for line in steps] == list(range(1, 15))
-    assert [event["kind"] for event in events if event["kind"] == "rollback"] == ["rollback"]
-    # The data of the steps that were undone is not used again: the last position is three batches further.
-    manifest = json.loads((fit_folder(config) / "checkpoints" / "14" / "manifest.json").read_text())
-    assert manifest["facts"]["data"]["next_row"] > 14 * 8
-    assert fetch is loop_module._Fit.describe
-
-
 def test_sigterm_saves_and_stops(make_config, monkeypatch):
     config = make_config(steps=500, eval_every=0, checkpoint_every=0)
     describe = loop_module._Fit.describe
@@ -270,6 +237,21 @@ def test_wrong_folders_are_refused_and_nothing_is_lost(make_config, stop_at):
     assert (result.why, result.step, result.saved) == ("finished", 3, True)
 
 
+def test_one_command_starts_a_run_and_goes_on_with_it(make_config, read_run, stop_at):
+    config = make_config(steps=4, eval_every=0, resume=True, or_start=True)
+    stop_at(2)
+    assert train(config, **QUIET).step == 2
+    stop_at()
+    assert train(config, **QUIET).why == "finished"
+    steps, _, events = read_run(fit_folder(config))
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [event["kind"] for event in events if event["kind"] in ("start", "resume")] == ["start", "resume"]
+    assert events[-1]["go_on"].endswith("--resume --steps 8")
+    assert "or_start: false" in (fit_folder(config) / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match="or_start belongs to --resume"):
+        train(make_config(or_start=True), **QUIET)
+
+
 def test_a_batch_that_cannot_be_split_is_an_error_before_anything_is_written(make_config):
     config = make_config(batch_size=6, mesh="dp:8")
     with pytest.raises(MeshwrightError, match=r"6 rows cannot be split over 8 devices"):
@@ -310,29 +292,6 @@ def test_a_save_that_fails_is_not_called_written(make_config, stop_at, monkeypat
     result = train(config, say=said.append)
     assert (result.why, result.saved) == ("preempted", False)
     assert any("COULD NOT BE SAVED" in line for line in said)
-
-
-def test_a_rising_loss_without_a_checkpoint_goes_on_and_loses_no_line(make_config, read_run, monkeypatch):
-    class Guard:
-        def __init__(self, factor):
-            self.seen = 0
-
-        def check(self, loss):
-            self.seen += 1
-            return self.seen == 3
-
-        def reset(self):
-            pass
-
-    monkeypatch.setattr("meshwright.loop.run.SpikeGuard", Guard)
-    config = make_config(rollback=8.0, steps=5, eval_every=4, checkpoint_every=4)
-    said = []
-    train(config, say=said.append)
-    steps, evaluations, _ = read_run(fit_folder(config))
-    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
-    assert sorted(evaluations) == [4, 5]
-    assert any("there is no checkpoint yet" in line for line in said)
-    assert any("evaluation loss" in line for line in said)
 
 
 def test_skipped_steps_do_not_move_the_schedule(make_config):
@@ -383,6 +342,25 @@ def test_a_job_of_ones_own_is_trained_and_resumed(make_config, read_run, stop_at
         train(again.changed({"batch_size": 64, "run": str(tmp_path / "x")}), **QUIET)
     with pytest.raises(MeshwrightError, match="the job makes no batches"):
         train(again.changed({"job": f"{tmp_path}/jobs.py:alone", "run": str(tmp_path / "x")}), **QUIET)
+
+
+def test_text_beyond_the_vocabulary_of_a_job_is_refused(make_config, tmp_path):
+    """JAX would look such tokens up as the last one, and nobody would know."""
+    (tmp_path / "jobs.py").write_text(
+        "import dataclasses\n"
+        "from meshwright.models import Decoder\n"
+        "from meshwright.train import language_job\n"
+        "model = Decoder(vocab_size=100, num_layers=1, d_model=16, num_heads=2, d_ff=16)\n"
+        "job = language_job(model, batch_size=8, num_tokens=16, packed=True)\n"
+        "silent = dataclasses.replace(job, vocab_size=None)\n"
+    )
+    config = make_config(job=f"{tmp_path}/jobs.py:job", model_options=[], steps=1)
+    with pytest.raises(DataError, match=r"the data has token 120; the model's vocabulary has 100 tokens"):
+        train(config, **QUIET)
+    assert not fit_folder(config).exists()
+    said = []
+    train(config.changed({"job": f"{tmp_path}/jobs.py:silent", "eval_every": 0}), say=said.append)
+    assert any("does not say how many tokens it knows" in line for line in said)
 
 
 def test_minibatches_need_rows_for_every_device(make_config):

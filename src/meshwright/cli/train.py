@@ -55,13 +55,14 @@ def make_train(args: Sequence[str]) -> Callable[..., int]:
 
 def base_config(args: Sequence[str]) -> TrainConfig:
     """Returns the options before those of the command line: of the run to resume, a preset, a file."""
-    run_folder, resume = _value(args, "run"), any(arg == "--resume" for arg in args)
+    run_folder, resume, or_start = _value(args, "run"), "--resume" in args, "--or-start" in args
     base = TrainConfig()
     if resume and run_folder is not None:
         path = Path(run_folder) / "config.yaml"
-        if not path.is_file():
+        if path.is_file():
+            base = read_config(path)
+        elif not or_start:
             raise ConfigError(f"{run_folder} holds no run to resume.", hint="the folder with config.yaml in it.")
-        base = read_config(path)
     name, file = _value(args, "preset"), _value(args, "config")
     if name is not None:
         base = preset(name)

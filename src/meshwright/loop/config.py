@@ -139,6 +139,8 @@ class RunOptions:
     """The run's folder; the next free runs/MODEL-NUMBER by default."""
     resume: bool = False
     """Go on with the run in that folder, from its last good checkpoint."""
+    or_start: bool = False
+    """With --resume: start the run where the folder holds none yet, so that one command does for a scheduler."""
     cast: bool = False
     """Resume from a checkpoint of other dtypes than the precision asks for."""
     seed: int = 0
@@ -174,6 +176,8 @@ class RunOptions:
         """Raises where an option has a value that it cannot have."""
         _positive(self, "steps", "keep_last", "keep_every", "eval_batches")
         _not_negative(self, "checkpoint_every", "eval_every", "sample_tokens", "seed")
+        if self.or_start and not (self.resume and self.run):
+            raise ConfigError("or_start belongs to --resume.", hint="--run FOLDER --resume --or-start.")
         if self.seed >= 1 << 32:
             raise ConfigError(f"seed is {self.seed}.", hint="a whole number below 2**32.")
         if self.sample_tokens and not self.prompt:

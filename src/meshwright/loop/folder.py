@@ -19,7 +19,7 @@ from meshwright.loop.together import as_first, together
 
 CONFIG, FACTS = "config.yaml", "run.json"
 # How a process takes part, not what the run is.
-NOT_OF_THE_RUN = ("resume", "run", "coordinator", "num_processes", "process_id")
+NOT_OF_THE_RUN = ("resume", "or_start", "run", "coordinator", "num_processes", "process_id")
 
 
 class RunFolder:
@@ -41,24 +41,26 @@ class RunFolder:
 
         Process 0 decides, and what it meets, all processes are told: one that went on alone would wait for the others.
         """
-        folder, problem = cls(Path(), resumed=config.run.resume), None
+        folder, problem = cls(Path(), resumed=False), None
         if jax.process_index() == 0:
             try:
                 folder.path = _choose(config, name)
+                folder.resumed = (folder.path / CONFIG).is_file()
                 if jax.process_count() > 1:  # the others may have been started elsewhere
                     folder.path = folder.path.absolute()
                 folder.path.mkdir(parents=True, exist_ok=True)
                 folder._take_lock()
             except (ConfigError, OSError) as error:
                 problem = error
-        said = as_first(f"problem {problem}" if problem is not None else f"folder {folder.path}")
+        kind = "resumed" if folder.resumed else "new"
+        said = as_first(f"problem {problem}" if problem is not None else f"{kind} {folder.path}")
         kind, _, text = said.partition(" ")
         if problem is not None:
             folder.close()
             raise problem if isinstance(problem, ConfigError) else ConfigError(f"the run's folder: {problem}.")
         if kind == "problem":
             raise ConfigError(text)
-        folder.path = Path(text)
+        folder.path, folder.resumed = Path(text), kind == "resumed"
         if jax.process_count() > 1:
             together("looking for the run's folder", folder._require_shared)
         return folder
@@ -129,7 +131,7 @@ def _choose(config: TrainConfig, name: str) -> Path:
     if config.run.resume:
         if wanted is None:
             raise ConfigError("--resume needs the folder of a run.", hint="--run runs/NAME --resume.")
-        if not (Path(wanted) / CONFIG).is_file():
+        if not config.run.or_start and not (Path(wanted) / CONFIG).is_file():
             raise ConfigError(f"{wanted} holds no run to resume.", hint="the folder with config.yaml in it.")
         return Path(wanted)
     path = Path(wanted) if wanted is not None else _next_free(Path("runs"), name)

@@ -252,6 +252,8 @@ class _Fit:
         # First the log: what comes before a checkpoint is never computed again.
         self.loop.log.flush(durable=True)
         facts = {**self.loop.facts, "data": dict(self.batches.state)}
+        if self.loop.spikes is not None:
+            facts["spikes"] = self.loop.spikes.state
         checkpoints.save(self.state, step=self.number, layout=self.loop.step.layout, facts=facts)
         self.spend("checkpoint", began)
 
@@ -259,8 +261,9 @@ class _Fit:
         """Returns to the last good checkpoint, to go on behind the data used since; False where there is none."""
         checkpoints, reopen = self.loop.checkpoints, self.loop.reopen
         self.spiked = False
-        assert self.loop.spikes is not None
-        self.loop.spikes.reset()
+        spikes = self.loop.spikes
+        assert spikes is not None
+        spikes.reset()
         if checkpoints is not None:
             checkpoints.wait()  # one that is being written counts
         has_one = checkpoints is not None and bool(from_first(int(checkpoints.latest() is not None)))
@@ -281,6 +284,8 @@ class _Fit:
         text = f"the loss rose at step {self.number}: back to step {restored.step}, with the data that comes next"
         self.tell("rollback", self.number, "; ".join([text, *restored.notes]), to=restored.step, data=after)
         self.loop.log.rewind(restored.step)
+        if restored.facts.get("spikes") is not None:  # as a run has it that is resumed from there
+            spikes.state = restored.facts["spikes"]
         self.loop.evaluated_at = restored.step
         self.state, self.number = restored.state, restored.step
         return True

@@ -89,7 +89,7 @@ def prepare(config: TrainConfig, tell: Voice, stack: ExitStack) -> Prepared:
     if precision == "auto":
         precision = "float32" if jax.devices()[0].platform == "cpu" else "mixed"
     optimizer = make_optimizer(config.optimizer, config.run.steps)
-    choice = _choose_mesh(config, model, job, optimizer, precision)
+    choice = together("choosing a mesh", lambda: _choose_mesh(config, model, job, optimizer, precision))
     choice = MeshChoice(as_first(choice.mesh), as_first(choice.reason))
     tell(f"mesh: {choice.mesh} ({_devices()}); {choice.reason}")
     layout = state_layout(

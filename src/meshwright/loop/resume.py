@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,32 @@ from meshwright.train import (
 )
 
 
-def first_state(run: Prepared, checkpoints: Checkpoints, log: RunLog) -> tuple[State, Mapping[str, Any] | None]:
-    """Returns the state to begin with, and that of the data."""
+@dataclass(frozen=True)
+class Start:
+    """What a run begins with.
+
+    Args:
+        data: where the data stands; None at its beginning.
+        spikes: the losses that a guard against jumps remembers; None where there was no such guard.
+    """
+
+    state: State
+    data: Mapping[str, Any] | None = None
+    spikes: Mapping[str, Any] | None = None
+
+
+def find_start(run: Prepared, checkpoints: Checkpoints, log: RunLog) -> Start:
+    """Returns the first state, or that of the last good checkpoint."""
     config = run.config
-    if not run.folder.resumed:
-        log.event("start", 0, f"started on {run.choice.mesh}")
+    if not run.folder.resumed or checkpoints.latest() is None:
+        if run.folder.resumed:
+            log.rewind(0)
+            run.tell("the run ended before its first checkpoint: it starts again")
+            log.event("resume", 0, "no checkpoint was there: started again")
+        else:
+            log.event("start", 0, f"started on {run.choice.mesh}")
         key = jax.random.key(config.run.seed)
-        return init_state(run.job, run.optimizer, run.layout, key, precision=run.precision), None
-    if checkpoints.latest() is None:
-        log.rewind(0)
-        run.tell("the run ended before its first checkpoint: it starts again")
-        log.event("resume", 0, "no checkpoint was there: started again")
-        key = jax.random.key(config.run.seed)
-        return init_state(run.job, run.optimizer, run.layout, key, precision=run.precision), None
+        return Start(init_state(run.job, run.optimizer, run.layout, key, precision=run.precision))
     restored = checkpoints.restore(run.layout, cast=config.run.cast)
     _require_same_model(run, restored.facts)
     for note in [*restored.notes, *_changes(run, restored.facts, restored.step)]:
@@ -45,9 +59,9 @@ def first_state(run: Prepared, checkpoints: Checkpoints, log: RunLog) -> tuple[S
     text = f"resumed from the checkpoint of step {restored.step} on {run.choice.mesh}"
     log.event("resume", restored.step, text, notes=restored.notes)
     run.tell(text)
-    data = restored.facts.get("data")
     undone = _rolled_back(run.folder.path / EVENTS, restored.step)
-    return restored.state, undone if undone is not None else data
+    data = undone if undone is not None else restored.facts.get("data")
+    return Start(restored.state, data, restored.facts.get("spikes"))
 
 
 def _require_same_model(run: Prepared, facts: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ from meshwright.loop.preemption import Preemption
 from meshwright.loop.prepared import Prepared, Voice, prepare
 from meshwright.loop.profile import Profile
 from meshwright.loop.progress import Progress
-from meshwright.loop.resume import first_state, was_evaluated
+from meshwright.loop.resume import find_start, was_evaluated
 from meshwright.loop.sample import make_sampler
 from meshwright.loop.sources import Place, TextSource
 from meshwright.loop.spike import SpikeGuard
@@ -89,14 +89,17 @@ def _run(run: Prepared, stack: ExitStack) -> Result:
     checkpoints = Checkpoints(folder.checkpoints, keep=keep, tell=told)
     stack.callback(checkpoints.close)
     load_ahead()
-    state, data_state = first_state(run, checkpoints, log)
-    start = int(state.step)
+    begin = find_start(run, checkpoints, log)
+    start = int(begin.state.step)
     if start > options.steps:
         raise ConfigError(
             f"{folder.path} stands at step {start} of {options.steps} already.", hint="ask for more with --steps."
         )
 
-    ledger = Ledger(folder.path / "ledger", tell=run.tell) if config.data.ledger else None
+    ledger = None
+    if config.data.ledger:
+        ledger = Ledger(folder.path / "ledger", tell=run.tell)
+        stack.callback(ledger.close)
 
     def open_batches(data: Mapping[str, Any] | None, first_step: int) -> Any:
         return run.source.open(run.step, Place(data, first_step, ledger), seed=options.seed)
@@ -107,7 +110,7 @@ def _run(run: Prepared, stack: ExitStack) -> Result:
             ledger.skip(row, int(after["next_row"]) - row, why="the loss rose, and the run was rolled back")
         return open_batches(after, first_step)
 
-    batches = open_batches(data_state, start + 1)  # checks the data's state, so it comes before anything is changed
+    batches = open_batches(begin.data, start + 1)  # checks the data's state, so it comes before anything is changed
     stack.callback(batches.close)
     flops, peak = flops_per_step(run), peak_flops(run)
 
@@ -117,7 +120,7 @@ def _run(run: Prepared, stack: ExitStack) -> Result:
 
     together("writing its configuration", write)
     if sampler is not None and start == 0:
-        sampler.show(state, log, "before")
+        sampler.show(begin.state, log, "before")
 
     progress = Progress(
         options.steps,
@@ -139,6 +142,11 @@ def _run(run: Prepared, stack: ExitStack) -> Result:
             )
         )
     run.tell(f"training from step {start} to {options.steps} in {folder.path}; the first step compiles")
+    spikes = None
+    if config.safety.rollback:
+        spikes = SpikeGuard(factor=config.safety.rollback)
+        if begin.spikes is not None:
+            spikes.state = begin.spikes
     loop = Loop(
         step=run.step,
         num_steps=options.steps,
@@ -154,7 +162,7 @@ def _run(run: Prepared, stack: ExitStack) -> Result:
         preemption=preemption,
         watchdog=watchdog,
         profile=profile,
-        spikes=SpikeGuard(factor=config.safety.rollback) if config.safety.rollback else None,
+        spikes=spikes,
         reopen=reopen,
         counts_tokens=run.source.counts_tokens,
         tell=run.tell,
@@ -162,7 +170,7 @@ def _run(run: Prepared, stack: ExitStack) -> Result:
         flops_per_step=flops,
         peak_flops=peak,
     )
-    result = fit(loop, state, batches)
+    result = fit(loop, begin.state, batches)
     progress.close()
     run.tell.progress = None
     if sampler is not None and result.why != "preempted":
@@ -231,19 +239,20 @@ def _end(run: Prepared, log: RunLog, result: Result) -> None:
         "out of data": f"the data ended at step {result.step}",
     }[result.why]
     text += f"; evaluation loss {loss:.4f}" if loss is not None and result.why != "preempted" else ""
-    log.event("preempted" if result.why == "preempted" else "finish", result.step, text)
+    more = {
+        "preempted": "",
+        "finished": f" --steps {2 * run.config.run.steps}",
+        "out of data": f" --epochs {2 * (run.config.data.epochs or 1)}",
+    }[result.why]
+    go_on = f"{run.folder.resume_command}{more}"
+    log.event("preempted" if result.why == "preempted" else "finish", result.step, text, go_on=go_on)
     run.tell(text)
     if run.config.run.report:
         from meshwright.loop.report import build_report
 
         log.flush()
         run.tell(f"report: {build_report(run.folder.path)}")
-    more = {
-        "preempted": "",
-        "finished": f" --steps {2 * run.config.run.steps}",
-        "out of data": f" --epochs {2 * (run.config.data.epochs or 1)}",
-    }[result.why]
-    run.tell(f"to go on: {run.folder.resume_command}{more}")
+    run.tell(f"to go on: {go_on}")
 
 
 def _indented(text: str) -> str:

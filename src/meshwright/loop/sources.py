@@ -46,9 +46,13 @@ class Place:
 
 
 class TextSource:
-    """Text as packed rows of tokens, split into what is trained on and what is kept for evaluation."""
+    """Text as packed rows of tokens, split into what is trained on and what is kept for evaluation.
 
-    def __init__(self, options: DataOptions, *, tell: Tell) -> None:
+    Args:
+        vocab_size: of a model that is there already; ids beyond it are refused.
+    """
+
+    def __init__(self, options: DataOptions, *, tell: Tell, vocab_size: int | None = None) -> None:
         self.options = options
         self.tokenizer = load_tokenizer(options.tokenizer)
         documents = open_documents(options.data, text_field=options.text_field)
@@ -56,8 +60,10 @@ class TextSource:
         tokens = prepare_tokens(documents, self.tokenizer, folder=folder, tell=tell)
         train, validation = tokens.split(options.validation)
         self.fingerprint = tokens.fingerprint
-        self.rows = Rows(train, options.num_tokens)
-        self.eval_rows = Rows(validation, options.num_tokens) if options.validation else None
+        self.rows = Rows(train, options.num_tokens, vocab_size=vocab_size)
+        self.eval_rows = None
+        if options.validation:
+            self.eval_rows = Rows(validation, options.num_tokens, vocab_size=vocab_size)
         if len(self.rows) < options.batch_size:
             raise DataError(
                 f"the data has {len(self.rows)} rows of {options.num_tokens} tokens to train on; a batch has "
@@ -179,7 +185,11 @@ def make_source(config: TrainConfig, job: Any, *, tell: Tell) -> TextSource | Jo
         rows, tokens = job.batch["inputs"].shape
         _require_default(config.data, ("batch_size",), "the job's batch decides", but=rows)
         _require_default(config.data, ("num_tokens",), "the job's batch decides", but=tokens)
-        return TextSource(dataclasses.replace(config.data, batch_size=rows, num_tokens=tokens), tell=tell)
+        vocab_size = getattr(job, "vocab_size", None)
+        if vocab_size is None:
+            tell("the job does not say how many tokens it knows (vocab_size), so ids beyond them are not noticed")
+        options = dataclasses.replace(config.data, batch_size=rows, num_tokens=tokens)
+        return TextSource(options, tell=tell, vocab_size=vocab_size)
     if config.data.data is not None:
         raise JobError("the job's batches are not tokens, so --data cannot fill them.", hint="leave --data out.")
     return JobSource(job, config.data)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 from meshwright.errors import MeshwrightError
 
@@ -57,6 +59,17 @@ class SpikeGuard:
         median = statistics.median(self._losses)
         distance = 1.48 * statistics.median(abs(loss - median) for loss in self._losses)
         return median + max(self.factor * distance, 0.02 * abs(median))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What it remembers, as plain data; may be set."""
+        return {"losses": list(self._losses), "in_a_row": self._in_a_row}
+
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
+        self.reset()
+        self._losses.extend(float(loss) for loss in state["losses"])
+        self._in_a_row = int(state["in_a_row"])
 
     def reset(self) -> None:
         """Forgets all losses: a run that went back starts anew."""

@@ -53,7 +53,15 @@ def language_job(
         }
     loss = functools.partial(_loss, model, run or Run(), loss_options)
     draw = functools.partial(_random_batch, batch, model.vocab_size)
-    return Job(init=model.init, rules=model.rules, loss=loss, batch=batch, mesh=mesh, make_batch=draw)
+    return Job(
+        init=model.init,
+        rules=model.rules,
+        loss=loss,
+        batch=batch,
+        mesh=mesh,
+        make_batch=draw,
+        vocab_size=model.vocab_size,
+    )
 
 
 def _random_batch(shapes: dict[str, Any], vocab_size: int, seed: int) -> dict[str, Any]:

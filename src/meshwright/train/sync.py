@@ -27,7 +27,7 @@ from meshwright.axes import axis_size, is_manual, place_on, summing_dtype, vary,
 from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import MeshwrightError, PlacementError, TreeError, did_you_mean
 from meshwright.mesh import current_mesh, require_axes
-from meshwright.parallel.gather import gather_array
+from meshwright.parallel.gather import gather_array, leaf_scope
 from meshwright.specs import canonical, check_spec_type, dim_axes, format_spec, spec_axes
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
@@ -53,6 +53,8 @@ class SyncPlan:
     dtypes: tuple[Any, ...]
     """For each parameter, the dtype that the loss gets it in."""
     reduce_dtype: Any
+    names: tuple[str, ...]
+    """Of each parameter, for the names of what is sent."""
 
     def own(self, params: PyTree) -> PyTree:
         """Returns, for each parameter, the part whose gradient this device is to have: all of it, or a slice."""
@@ -80,7 +82,11 @@ class SyncPlan:
         return self._gather(self._mark(prepared, params) if self.sync == "every" else prepared)
 
     def _mark(self, own: PyTree, params: PyTree) -> PyTree:
-        def mark(own: Any, whole: Any, scatter: tuple[int, str] | None) -> Any:
+        def mark(own: Any, whole: Any, leaf: tuple[str, tuple[int, str] | None]) -> Any:
+            with leaf_scope(leaf[0]):
+                return mark_leaf(own, whole, leaf[1])
+
+        def mark_leaf(own: Any, whole: Any, scatter: tuple[int, str] | None) -> Any:
             if scatter is None:
                 return _mark_for_sum(own, self.axes, self.reduce_dtype)
             dim, axis = scatter
@@ -90,7 +96,7 @@ class SyncPlan:
                 _mark_for_sum(own, others, self.reduce_dtype), vary(whole, self.axes), dim, axis, self.reduce_dtype
             )
 
-        return _map(mark, own, params, by_leaf=self.scatters)
+        return _map(mark, own, params, by_leaf=list(zip(self.names, self.scatters, strict=True)))
 
     def narrow(self, params: PyTree) -> PyTree:
         """Returns parameters in the dtypes that the loss is to have them in."""
@@ -122,10 +128,13 @@ class SyncPlan:
         structure: Any
         leaves, structure = jax.tree.flatten(params)
         whole = []
-        for leaf, steps, dtype in zip(leaves, self.gathers, self.dtypes, strict=True):
-            for dim, axis in steps:
-                # Parameters travel in the dtype they are used in, gradients in that of the sums.
-                leaf = gather_array(leaf, dim=dim, axis=axis, gather_dtype=dtype, grad_scatter_dtype=self.reduce_dtype)
+        for leaf, steps, dtype, name in zip(leaves, self.gathers, self.dtypes, self.names, strict=True):
+            with leaf_scope(name):
+                for dim, axis in steps:
+                    # Parameters travel in the dtype they are used in, gradients in that of the sums.
+                    leaf = gather_array(
+                        leaf, dim=dim, axis=axis, gather_dtype=dtype, grad_scatter_dtype=self.reduce_dtype
+                    )
             whole.append(leaf)
         return structure.unflatten(whole)
 
@@ -184,7 +193,8 @@ def make_sync_plan(
     )
     own = [leaf.value.dtype for leaf in leaves]
     wanted = own if dtypes is None else [as_dtype(dtype) for dtype in jax.tree.leaves(dtypes)]
-    return SyncPlan(sync, tuple(summed), tuple(rows), gathers, scatters, tuple(wanted), reduce_dtype)
+    names = tuple(leaf.name for leaf in leaves)
+    return SyncPlan(sync, tuple(summed), tuple(rows), gathers, scatters, tuple(wanted), reduce_dtype, names)
 
 
 def _scatter(

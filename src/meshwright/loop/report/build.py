@@ -62,7 +62,11 @@ def _head(run: Run, *, now: float) -> Markup:
     resume = run.facts.get("resume_command")
     go_on = None
     if resume:
-        label = "Go on from the last checkpoint" if end.kind != "good" else "Train it further from the last checkpoint"
+        label = "Go on from the last checkpoint"
+        if end.kind == "good":  # all of its steps are taken, or all of its data: that command asks for more
+            label = "Train it further from the last checkpoint"
+            told = [event.get("go_on") for event in run.events if event["kind"] == "finish"]
+            resume = told[-1] if told and isinstance(told[-1], str) else resume
         go_on = join([tag("h3", label), command(resume, label="the command that resumes this run")])
     notes = tag("p", " ".join(run.notes), class_="note") if run.notes else None
     return join(
