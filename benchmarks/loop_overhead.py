@@ -76,7 +76,9 @@ def main() -> None:
                 looped.append((time.perf_counter() - began) / args.steps)
         log.close()
     ratios = [ours / theirs for ours, theirs in zip(looped[1:], bare[1:], strict=True)]  # the first turn compiles
-    print(f"{machine()}; {jax.devices()[0].device_kind} x {args.devices}; {versions('jax') if args.random else versions('jax', 'grain')}")
+    print(
+        f"{machine()}; {jax.devices()[0].device_kind} x {args.devices}; {versions('jax') if args.random else versions('jax', 'grain')}"
+    )
     print(
         table(
             ["", "ms a step, median", "least", "most"],

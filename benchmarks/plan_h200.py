@@ -4,7 +4,7 @@
     python benchmarks/plan_h200.py --measured measured.json      # anywhere with the CUDA plugin; no GPU is needed
 
 Three numbers of rows and three remat policies, 2048 tokens a row. Every case runs alone, in a process of its own: 3
-steps to warm up, then the median of 10, each waited for.
+steps to warm up, then the median of 10, each waited for. One more case: --one 8,offload [--layers scan].
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def main() -> None:
         compare(args, json.loads(Path(args.measured).read_text()))
 
 
-def job_of(size: str, rows: int, tokens: int) -> Any:
-    from meshwright.models import Decoder
+def job_of(size: str, rows: int, tokens: int, layers: Any = "auto") -> Any:
+    from meshwright.models import Decoder, Run
     from meshwright.train import language_job
 
-    return language_job(Decoder.named(size), batch_size=rows, num_tokens=tokens)
+    return language_job(Decoder.named(size), batch_size=rows, num_tokens=tokens, run=Run(layers=layers))
 
 
 def measure(args: argparse.Namespace, rows: int, remat: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def measure(args: argparse.Namespace, rows: int, remat: str) -> dict[str, Any]:
     import meshwright as mw
     from meshwright.train import init_state, make_train_step, state_layout
 
-    job, optimizer = job_of(args.size, rows, args.tokens), optax.adamw(1e-4)
+    job, optimizer = job_of(args.size, rows, args.tokens, args.layers), optax.adamw(1e-4)
     layout = state_layout(job, optimizer, mw.create_mesh("dp:1", devices=1))
     state = init_state(job, optimizer, layout, jax.random.key(0))
     step = make_train_step(job, optimizer, layout, precision="mixed", remat=remat, clip=1.0)
@@ -132,7 +132,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", default="956m")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--one", help="measure one case here: its rows and remat policy, such as 8,offload")
+    parser.add_argument("--layers", default="auto", choices=("auto", "scan", "unroll"), help="of the one case")
     return parser.parse_args()
 
 

@@ -116,6 +116,15 @@ def test_a_step_can_take_over_parameters_that_were_sampled_from():
     jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, 4 * old), jax.device_get(placed), params)
 
 
+def test_only_tokens_that_the_tokenizer_knows_are_drawn():
+    """A model may have room for more: all of its tokens are equally likely here."""
+    model = Decoder(**SIZES)
+    params = jax.tree.map(jnp.zeros_like, model.init(jax.random.key(0)))
+    drawn = make_sampler(model, window=24, vocab_size=10)(params, [1], 23, temperature=1.0)
+    assert drawn.max() < 10
+    assert make_sampler(model, window=24)(params, [1], 23, temperature=1.0).max() >= 10
+
+
 def test_precision_is_that_of_the_step():
     model = Decoder(**SIZES)
     params = model.init(jax.random.key(0))

@@ -363,6 +363,14 @@ def test_text_beyond_the_vocabulary_of_a_job_is_refused(make_config, tmp_path):
     assert any("does not say how many tokens it knows" in line for line in said)
 
 
+def test_samples_of_a_model_that_has_room_for_more_tokens_than_the_tokenizer(make_config, read_run):
+    sizes = ["num_layers=1", "d_model=16", "d_ff=16", "num_heads=2", "vocab_size=5000"]
+    config = make_config(model_options=sizes, steps=1, sample_tokens=30, eval_every=0)
+    train(config, **QUIET)
+    _, _, events = read_run(fit_folder(config))
+    assert [event["when"] for event in events if event["kind"] == "sample"] == ["before", "after"]
+
+
 def test_minibatches_need_rows_for_every_device(make_config):
     config = make_config(batch_size=8, minibatches=2, mesh="dp:8")
     with pytest.raises(ConfigError, match=r"cannot be cut into 2 minibatches for 8 devices.\nhint: --batch-size 16"):

@@ -215,7 +215,10 @@ class _Sampler:
         self.options = run.config.run
         self.prompt = self.tokenizer.encode(self.options.prompt)
         self.generate = make_sampler(
-            run.model, window=len(self.prompt) + self.options.sample_tokens, precision=run.precision
+            run.model,
+            window=len(self.prompt) + self.options.sample_tokens,
+            precision=run.precision,
+            vocab_size=self.tokenizer.vocab_size,
         )
 
     def show(self, state: State, log: RunLog, when: str) -> None:

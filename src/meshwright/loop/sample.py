@@ -29,12 +29,15 @@ from meshwright.types import PyTree
 _RUN = Run(tensor_axis=None, data_axes=(), pipeline_axis=None, sequence_parallel=False, attention="xla")
 
 
-def make_sampler(model: LanguageModel, *, window: int, precision: Precision | str = "float32") -> Sampler:
+def make_sampler(
+    model: LanguageModel, *, window: int, precision: Precision | str = "float32", vocab_size: int | None = None
+) -> Sampler:
     """Returns `generate(params, prompt, num_tokens, seed=0, temperature=0.0)`, which is compiled once per mesh.
 
     Args:
         window: the most tokens, those of the prompt included.
         precision: what it computes in, as for a step.
+        vocab_size: only tokens below it are drawn: a model may have room for more than its tokenizer knows.
 
     Example:
         >>> from meshwright.models import Decoder
@@ -45,15 +48,15 @@ def make_sampler(model: LanguageModel, *, window: int, precision: Precision | st
     """
     if window < 2:
         raise MeshwrightError(f"a window of {window} tokens has no room for a prompt and an answer.", hint="2 or more.")
-    return Sampler(model, window, Precision.named(precision))
+    return Sampler(model, window, Precision.named(precision), vocab_size or model.vocab_size)
 
 
 class Sampler:
     """What `make_sampler` returns."""
 
-    def __init__(self, model: LanguageModel, window: int, precision: Precision) -> None:
+    def __init__(self, model: LanguageModel, window: int, precision: Precision, vocab_size: int) -> None:
         self.model, self.window, self.precision = model, window, precision
-        self._generate = jax.jit(functools.partial(_generate, model, precision), static_argnames="mesh")
+        self._generate = jax.jit(functools.partial(_generate, model, precision, vocab_size), static_argnames="mesh")
 
     def __call__(
         self,
@@ -107,6 +110,7 @@ class Sampler:
 def _generate(
     model: LanguageModel,
     precision: Precision,
+    vocab_size: int,
     params: PyTree,
     tokens: Any,
     start: Any,
@@ -131,7 +135,7 @@ def _generate(
             return everywhere(found if cap is None else cap * jnp.tanh(found / cap))
 
         # What stands behind `place` is not seen: every layer is causal.
-        found = model.apply(params, tokens[None], run=_RUN, finish=logits)
+        found = model.apply(params, tokens[None], run=_RUN, finish=logits)[:vocab_size]
         drawn = jax.random.categorical(jax.random.fold_in(key, place), found / jnp.maximum(temperature, 1e-6))
         token = jnp.where(temperature > 0, drawn, jnp.argmax(found))
         return everywhere(tokens.at[place].set(token.astype(tokens.dtype)))
