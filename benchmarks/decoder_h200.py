@@ -257,9 +257,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--curve", action="store_true", help="compare losses with those of float32 as well")
     parser.add_argument("--warmup", type=int, default=0, help="steps in which our learning rate rises to 3e-4")
     parser.add_argument("--only-curve", action="store_true", help="runs nothing but the comparison of losses")
-    parser.add_argument(
-        "--random", action="store_true", help="losses of three batches of random tokens, in turns"
-    )
+    parser.add_argument("--random", action="store_true", help="losses of three batches of random tokens, in turns")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--one", choices=RUNS, help=argparse.SUPPRESS)
     parser.add_argument("--seq", type=int, default=2048, help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
 """What the loop costs over the bare compiled step: logs, progress, guards, data read ahead, everything but saves.
 
     python benchmarks/loop_overhead.py
-    python benchmarks/loop_overhead.py --model decoder-125m --random --rows 32 --tokens 1024   # on a GPU
+    python benchmarks/loop_overhead.py --model decoder-125m --rows 16 --tokens 1024   # on a GPU
 
 Both take the same steps on the same device, in turns. The bare one gets batches that are on the device already, and
 waits for its results once, at the end of a turn.
@@ -14,7 +14,6 @@ import io
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 from measure import machine, median, table, verdict, versions
@@ -24,7 +23,7 @@ def main() -> None:
     args = arguments()
     jax.config.update("jax_num_cpu_devices", args.devices)
     import meshwright as mw
-    from meshwright.data import job_batches
+    from meshwright.data import Batches, Rows, load_tokenizer, open_documents, prepare_tokens
     from meshwright.loop import Loop, Preemption, Progress, RunLog, Watchdog, fit, make_model, make_optimizer
     from meshwright.loop.config import OptimizerOptions
     from meshwright.train import NonFiniteGuard, init_state, language_job, make_train_step, state_layout
@@ -36,19 +35,16 @@ def main() -> None:
     step = make_train_step(job, optimizer, layout)
     state = init_state(job, optimizer, layout, jax.random.key(0))
     with tempfile.TemporaryDirectory() as folder:
-        rows = None if args.random else text_rows(Path(folder) / "tokens", args.tokens)
+        tokens = prepare_tokens(open_documents(), load_tokenizer("bytes"), folder=Path(folder) / "tokens")
+        rows = Rows(tokens, args.tokens)
 
-        def batches(start: int = 0) -> Any:
-            options = {"batch_size": args.rows, "shardings": step.batch_shardings, "seed": 0}
-            if rows is None:
-                return job_batches(job, **options)
-            from meshwright.data import Batches
-
-            return Batches(rows, **options, start_row=start)
+        def batches(start: int = 0) -> Batches:
+            options = {"batch_size": args.rows, "shardings": step.batch_shardings, "seed": 0, "start_row": start}
+            return Batches(rows, **options)
 
         with batches() as source:
             ready = [next(source).arrays for _ in range(8)]
-        log = RunLog(Path(folder) / "run", tensorboard=not args.random)
+        log = RunLog(Path(folder) / "run", tensorboard=True)
         guard = NonFiniteGuard.for_layout(layout)
         bare, looped = [], []
         with Preemption() as preemption, Watchdog(600, tell=print, folder=folder) as watchdog:
@@ -76,9 +72,7 @@ def main() -> None:
                 looped.append((time.perf_counter() - began) / args.steps)
         log.close()
     ratios = [ours / theirs for ours, theirs in zip(looped[1:], bare[1:], strict=True)]  # the first turn compiles
-    print(
-        f"{machine()}; {jax.devices()[0].device_kind} x {args.devices}; {versions('jax') if args.random else versions('jax', 'grain')}"
-    )
+    print(f"{machine()}; {jax.devices()[0].device_kind} x {args.devices}; {versions('jax', 'grain')}")
     print(
         table(
             ["", "ms a step, median", "least", "most"],
@@ -92,17 +86,10 @@ def main() -> None:
     print(verdict(f"the loop takes {over:.3f}x the bare step (below 1.02 wanted)", over < 1.02))
 
 
-def text_rows(folder: Path, num_tokens: int) -> Any:
-    from meshwright.data import Rows, load_tokenizer, open_documents, prepare_tokens
-
-    return Rows(prepare_tokens(open_documents(), load_tokenizer("bytes"), folder=folder), num_tokens)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--model", default="decoder-small")
-    parser.add_argument("--random", action="store_true", help="batches of random tokens; needs JAX and optax only")
     parser.add_argument("--rows", type=int, default=4, help="rows of a batch; 4 take about 50 ms on two cores")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=40, help="steps of a turn")

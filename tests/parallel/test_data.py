@@ -327,6 +327,25 @@ def test_gather_tree_has_summed_gradients(check, mesh):
     assert_close(jax.jit(run)(params, X), expected)
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_the_form_of_a_v5p_scatters_the_same_gradients(dim, monkeypatch):
+    """There, pieces are scattered along a dim of their own."""
+    spec = P(*("fsdp" if place == dim else None for place in range(dim + 1)))
+    weights = jax.random.normal(jax.random.key(0), (8, 16, 24, 40))
+
+    def local(x, weight):
+        return jax.grad(lambda x: (gather_array(x, dim=dim, axis="fsdp") * weight[0]).sum())(x)
+
+    def grads():
+        run = local_map(local, mesh=mesh_of("fsdp:8"), in_specs=(spec, P("fsdp")), out_specs=spec)
+        return run(jnp.ones((16, 24, 40)), weights)
+
+    plain = grads()
+    monkeypatch.setattr("meshwright.parallel.gather.chip_family", lambda: "v5p")
+    assert_close(grads(), plain)
+    assert_close(plain, weights.sum(0))
+
+
 def test_gradients_that_travel_in_bfloat16_can_be_added_in_float32():
     """Against the float64 sum of what was sent: exact to float32, where a bfloat16 reduce-scatter loses digits."""
     weights = 1 + jax.random.uniform(jax.random.key(1), (8, 64))

@@ -1,5 +1,6 @@
 """Compiling in a process of its own: what comes back, and that whatever happens there is a message here."""
 
+import json
 import sys
 import time
 
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError
-from meshwright.plan.compile import CompileError, compile_step
+from meshwright.plan.compile import Compiled, CompileError, compile_step
 from meshwright.plan.setup import Setup
 from meshwright.plan.topology import can_compile_for
 
@@ -52,6 +53,14 @@ def test_what_comes_back(reference, tmp_path):
     gathered = [c for c in found.collectives if c.kind == "all-gather"]
     assert [(c.axes, c.bytes_moved, c.wire_bytes) for c in gathered] == [(("fsdp",), 16 * 32 * 4, 16 * 32 * 4 / 2)]
     assert gathered[0].verdict == "exposed: synchronous, the device waits for it"
+    assert {(c.kind, c.serves) for c in found.collectives if c.bytes_moved > 1024} == {
+        ("all-gather", "params/w"),
+        ("reduce-scatter", "gradient of params/w"),
+    }
+    assert all(c.line.startswith("meshwright/") for c in found.collectives)
+    # There are no figures for CPUs.
+    assert [(c.share, c.transfer_s, c.state) for c in gathered] == [(None, None, "exposed")]
+    assert Compiled.from_json(json.loads(json.dumps(found.to_json()))) == found
     # Half of the weights and of the batch, and numbers.
     assert 0 < found.memory["argument"] - (16 * 32 * 4 // 2 + 8 * 16 * 4 // 2) < 64
     assert found.peak_bytes >= found.memory["argument"]
@@ -126,3 +135,6 @@ def test_real_compilers(target):
     found = compile_step(job, target, Setup(mesh="fsdp:4", remat="full"), timeout_s=600)
     assert found.peak_bytes > 0
     assert {c.kind for c in found.collectives} >= {"all-gather"}
+    assert found.is_judged
+    assert all(0 <= c.share <= 1 and c.transfer_s > 0 for c in found.collectives if c.wire_bytes)
+    assert any(c.serves == "params/layers/attn/q" or " more" in c.serves for c in found.collectives)

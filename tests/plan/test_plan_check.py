@@ -97,7 +97,7 @@ def test_exposed_collectives_are_named(on_cpu):
     with pytest.raises(PlanError, match="exposed: ") as caught:
         assert_plan(job, "cpu:8", setup=SPLIT, compile=compiled, exposed=0, ignore_bytes=1024)
     assert "all-gather over fsdp, " in str(caught.value)
-    assert "exposed: synchronous, the device waits for it (jit(step)/" in str(caught.value)
+    assert "exposed: synchronous, the device waits for it (gradient of params/up)" in str(caught.value)
 
 
 def test_hidden_and_small_collectives_are_not_counted():
@@ -116,6 +116,10 @@ def test_hidden_and_small_collectives_are_not_counted():
     check(waits, most=1)
     with pytest.raises(PlanError, match=r"exposed: 1 of the .*allowed: 0\n.*no matmul between its start"):
         check(collective(), waits)
+    # Of 12 MiB a step, an eighth is more than is ignored, and a twentieth is not.
+    check(collective(share=0.95))
+    with pytest.raises(PlanError, match=r"partly hidden \(87.5%\): the compute beside it is shorter"):
+        check(collective(share=0.875))
     # Small ones add up over the trips of their loop.
     with pytest.raises(PlanError, match=r"4.0 MiB a step"):
         check(collective(is_async=False, wire_bytes=4096.0, trips=1024))

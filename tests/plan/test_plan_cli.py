@@ -217,9 +217,38 @@ def test_two_files_or_two_configurations_are_compared(cli, tmp_path):
     assert "no figure differs" in cli("--diff", paths[0], paths[0])[1]
 
 
+def test_a_difference_is_explained_in_text_and_on_a_page(cli, tmp_path):
+    page = tmp_path / "diff.html"
+    code, out, err = cli(*ON_TPU, "--diff", "dp:4 remat=full", "fsdp:4", "--html", page)
+    assert code == 0
+    assert f"wrote {page}" in err
+    assert "\na step: " in out
+    assert "all-reduce over dp: devices wait for nothing in B" in out
+    assert "MiB optimizer: " in out.replace("KiB", "MiB")
+    html = page.read_text()
+    for words in ("Why they differ", "Memory of a device at the peak", "devices wait for", "A: dp:4 and B: fsdp:4"):
+        assert words in html
+    assert "http://" not in html.replace("http://www.w3.org", "")
+
+
+def test_a_search_explains_its_best_against_another(cli, tmp_path):
+    search = (*ON_TPU, "--batch-size", 16, "--search", "--constraints", "fsdp=4", "--top", 1)
+    code, out, _ = cli(*search, "--against", "dp:4 remat=full", "--html", tmp_path / "plan.html")
+    assert code == 0
+    assert "Best plans" in out
+    assert "A: dp:4 remat=full, 16 rows on" in out.replace(" rows=16", "")
+    assert "memory of a device: " in out
+    assert "Why they differ" in (tmp_path / "plan.html").read_text()
+    data = json.loads(cli(*search, "--against", "dp:4 remat=full", "--json")[1])
+    time = data["against"]["explanations"][0]
+    assert time["after"] == data["plans"][0]["time"]["step"]["value"]
+    assert sum(cause["more"] for cause in time["causes"]) == pytest.approx(time["more"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
+        ([*ON_TPU, "--mesh", "fsdp:4", "--against", "dp:4"], ConfigError, "--against is for a search"),
         ([], ConfigError, "a plan needs a machine"),
         (["--target", "v5p:2x2x1"], ConfigError, "a job or of a model"),
         (["--target", "v5p:2x2x1", "planned_job:job", "--model", "decoder-7b"], ConfigError, "a job or of a model"),

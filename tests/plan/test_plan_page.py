@@ -16,10 +16,13 @@ from meshwright.models import Decoder
 from meshwright.plan.commands import Subject
 from meshwright.plan.compile import Compiled, CompiledCollective
 from meshwright.plan.cost import make_plan
+from meshwright.plan.diff import diff_plans
 from meshwright.plan.memory import Part
 from meshwright.plan.profile import profile_job
 from meshwright.plan.report import build_plan_page, render_plan
+from meshwright.plan.report.difference import build_diff_page
 from meshwright.plan.report.memory import _bar_parts
+from meshwright.plan.report.timing import EXPOSED, HIDDEN, _lanes
 from meshwright.plan.search import search
 from meshwright.plan.setup import Setup
 from meshwright.train import language_job
@@ -63,7 +66,20 @@ def compiled(setup):
     kinds += [("all-reduce", "fsdp", False, 0), ("all-reduce", "tp", False, 0)]
     collectives = tuple(
         CompiledCollective(
-            kind, (axis,), 2**25, 2.0**24, 4, is_async, between, 32, f"jit(step)/while/body/<layer {number}>/{kind}"
+            kind,
+            (axis,),
+            2**25,
+            2.0**24,
+            4,
+            is_async,
+            between,
+            32,
+            f"jit(step)/while/body/{kind}",
+            flops_between=between * 1e9,
+            serves=f"params/layers/{number}",
+            line=f"models/<layer {number}>.py:7",
+            transfer_s=1e-4,
+            share=0.4 * between,
         )
         for number in range(20)
         for kind, axis, is_async, between in kinds
@@ -181,9 +197,37 @@ def test_a_whole_copy_on_every_device_is_called_out():
     assert "Every device holds a whole copy of params/table (8.0 MiB)." in text
 
 
+def test_every_collective_says_what_it_serves_how_much_is_hidden_and_where_it_comes_from():
+    text = words(render_plan(big_plan(), job=big_job(), subject=SUBJECT))
+    row = "all-gather fsdp params/layers/0 512.0 MiB 32 32.0 MiB 1 40.0% partly hidden: the compute beside it"
+    assert row in text
+    assert "models/&lt;layer 0&gt;.py:7" in text
+    assert "exposed: no matmul between its start and its end" in text
+    # Each of five kinds sends 10 GiB: 60% of the first are exposed, 20% of the second, and all of the others.
+    assert "Exposed are 38.0 GiB of it (compiled)." in text
+
+
+def test_judged_transfers_of_different_axes_are_drawn_beside_each_other():
+    plan = big_plan()
+    lanes = {lane.name: lane.spans for lane in _lanes(plan, plan.time)}
+    hidden = {name: [span for span in spans if span.tone == HIDDEN] for name, spans in lanes.items()}
+    assert [hidden[f"links of {axis}"][0].start for axis in ("fsdp", "tp")] == [0.0, 0.0]
+    exposed = sum(span.end - span.start for spans in lanes.values() for span in spans if span.tone == EXPOSED)
+    assert exposed == pytest.approx(plan.time.exposed.value, rel=1e-6)
+
+
 def test_a_page_that_cannot_be_written(tmp_path):
     plan = make_plan(tiny_job(), "cpu:8", Setup(mesh="fsdp:8"))
     (tmp_path / "folder").mkdir()
     with pytest.raises(MeshwrightError, match="cannot be written"):
         build_plan_page(plan, tmp_path / "folder", job=tiny_job(), subject=SUBJECT)
     assert [one.name for one in tmp_path.iterdir()] == ["folder"]
+
+
+def test_the_page_of_a_difference(browse, tmp_path):
+    plans = [big_plan(), big_plan(mesh="fsdp:128", remat="full")]
+    seen = browse(build_diff_page(diff_plans(*plans), tmp_path / "diff.html"))
+    assert seen.console == []
+    assert seen.found["problems"] == []
+    assert seen.found["network"] == []
+    assert seen.found["pictures"] == 4  # time and memory, a bar for each plan

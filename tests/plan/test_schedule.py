@@ -69,6 +69,43 @@ def test_async_forms_loops_and_groups():
     assert (schedule.num_matmuls, schedule.estimated_cycles) == (6, 500)
 
 
+def test_the_compute_between_start_and_end():
+    schedule = read_schedule(ASYNC)
+    scatter, gather, reduce, permute = schedule.collectives
+    one = 2 * 8 * 16 * 4
+    assert (permute.matmuls_between, permute.flops_between, permute.cycles_between) == (1, one, 100)
+    # The library's call does not say what it contracts with: that has one operand here.
+    assert (gather.matmuls_between, gather.flops_between) == (1, 0)
+    assert scatter.flops_between == reduce.flops_between == 0
+    assert [(s.in_flight, s.flops, s.cycles) for s in schedule.stretches] == [((1,), 0, 0), ((3,), one, 100)]
+    # Of those whose cycles are estimated: that of the loop, five times.
+    assert (schedule.matmul_flops, schedule.matmul_cycles) == (5 * one, 500)
+
+
+def test_compute_that_several_share_is_one_stretch_with_all_of_them():
+    second = """  %collective-permute-start.2 = (bf16[8,16]{1,0}, bf16[8,16]{1,0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
+  %fusion.7 ="""
+    done = """  %collective-permute-done.2 = bf16[8,16]{1,0} collective-permute-done(%collective-permute-start.2)
+  %i ="""
+    schedule = read_schedule(ASYNC.replace("  %fusion.7 =", second).replace("  %i =", done))
+    assert schedule.stretches[-1].in_flight == (3, 4)
+    assert [one.flops_between for one in schedule.collectives[3:]] == [2 * 8 * 16 * 4] * 2
+    # Of one axis alone, they are the first.
+    along = schedule.along("tp", {"fsdp": 4, "tp": 2})
+    assert [(one.kind, one.trips) for one in along.collectives] == [("collective-permute", 5)] * 2
+    assert [stretch.in_flight for stretch in along.stretches] == [(0, 1)]
+
+
+def test_a_start_that_the_compiler_calls_synchronous_is():
+    """As GPUs write it."""
+    text = ASYNC.replace(
+        "{'dp'}, dimensions={0}",
+        """{'dp'}, dimensions={0}, backend_config={"collective_backend_config":{"is_sync":true}}""",
+    )
+    gather = read_schedule(text).collectives[1]
+    assert (gather.kind, gather.is_async, gather.matmuls_between, gather.hidden) == ("all-gather", False, 0, False)
+
+
 def test_known_trip_counts_win():
     noted = ASYNC.replace("body=%body\n", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}\n')
     assert read_schedule(noted).count("collective-permute") == 3
@@ -156,3 +193,17 @@ def test_fused_and_combined_forms_and_the_axes_they_run_along():
     assert (combined.axes(sizes), permute.axes(sizes)) == (("tp",), ("tp",))
     assert (schedule.along("fsdp", sizes).count(), schedule.along("tp", sizes).count()) == (1, 2)
     assert schedule.hidden_bytes == gather.wire_bytes == 48
+
+
+@pytest.mark.parametrize("result", ["f32[8,4]{1,0}", "((f32[8,4]{1,0}), f32[8,4]{1,0})"])
+def test_operands_that_a_start_lists_are_not_sent_twice(result):
+    text = f"""HloModule step
+
+ENTRY %main (a: f32[8,4]) -> f32[8,4] {{
+  %a = f32[8,4]{{1,0}} parameter(0)
+  %all-reduce-start = {result} all-reduce-start(%a), replica_groups={{{{0,1}}}}, to_apply=%add
+  ROOT %all-reduce-done = f32[8,4]{{1,0}} all-reduce-done(%all-reduce-start)
+}}
+"""
+    (found,) = read_schedule(text).collectives
+    assert (found.bytes_moved, found.wire_bytes) == (128, 128)

@@ -35,6 +35,11 @@ def test_aliases_have_one_name():
     assert parse_target("a100-80:1x8").name == "a100:1x8"
 
 
+def test_titles_count_hosts():
+    titles = [parse_target(text).title for text in ("h200:1x8", "h200:2x8")]
+    assert [title.partition("(")[2] for title in titles] == ["1 host of 8)", "2 hosts of 8)"]
+
+
 def test_which_dims_close_to_rings():
     assert parse_target("v5e:16x8").wraps == (True, False)
     assert parse_target("v5p:2x4x8").wraps == (False, True, True)

@@ -18,11 +18,11 @@ from meshwright.mesh_string import parse_mesh
 from meshwright.plan.commands import Subject, plan_command, train_command
 from meshwright.plan.compile import Compiled, CompileError, compile_step
 from meshwright.plan.cost import Plan, make_plan
-from meshwright.plan.diff import PlanData, diff_plans, parse_setup, read_plan
+from meshwright.plan.diff import PlanData, PlanDiff, diff_plans, parse_setup, read_plan
 from meshwright.plan.search import Rejected, compile_best
 from meshwright.plan.search import search as search_plans
 from meshwright.plan.setup import Setup
-from meshwright.plan.summary import plan_summary, search_summary
+from meshwright.plan.summary import Summary, plan_summary, search_summary
 from meshwright.plan.target import Target, parse_target
 from meshwright.plan.topology import can_compile_for
 
@@ -53,6 +53,7 @@ def plan(
     timeout: float = 180.0,
     price: float | None = None,
     diff: tuple[str, str] | None = None,
+    against: str | None = None,
     json: bool = False,
     html: Path | None = None,
 ) -> int:
@@ -84,11 +85,14 @@ def plan(
         timeout: seconds for each compilation.
         price: dollars per hour of one device.
         diff: two plans to compare: files that --json wrote, or configurations such as "fsdp:32,tp:4 remat=full".
+        against: with --search, a file or configuration that the best is compared with, cause by cause.
         json: print JSON.
         html: write a page about it to this file.
     """
     if diff is not None and all(map(_is_file, diff)):
-        return _show_diff(read_plan(diff[0]), read_plan(diff[1]), json=json)
+        return _show_diff(read_plan(diff[0]), read_plan(diff[1]), json=json, html=html)
+    if against is not None and not search:
+        raise ConfigError("--against is for a search.", hint='--search --against "dp:32,fsdp:8", or --diff A B.')
     if not target:
         raise ConfigError("a plan needs a machine.", hint="--target v5p:4x4x8, h200:8x8 or cpu:8.")
     machine = parse_target(target)
@@ -110,7 +114,7 @@ def plan(
     )
     if diff is not None:
         sides = [read_plan(one) if _is_file(one) else ask.plan(parse_setup(one, base)).to_json() for one in diff]
-        return _show_diff(*sides, json=json)
+        return _show_diff(*sides, json=json, html=html)
     if search:
         if mesh or view != "local" or zero_axis is not None:
             wrong = "--mesh" if mesh else "--view" if view != "local" else "--zero-axis"
@@ -118,7 +122,7 @@ def plan(
         given = {"remat": remat, "minibatches": minibatches, "sync": sync, "batch": rows and f"{rows} rows"}
         narrowed = [constraints, *(f"{name}={value}" for name, value in given.items() if value)]
         limits = ", ".join(filter(None, narrowed))
-        return _search(ask, limits, base, top=top, json=json, html=html)
+        return _search(ask, limits, base, top=top, json=json, html=html, against=against)
     if not base.mesh:
         raise JobError("no mesh was given, and the job names none.", hint='add --mesh "fsdp:8,tp:4", or --search.')
     made = ask.plan(base)
@@ -184,7 +188,9 @@ class _Ask:
             return None
 
 
-def _search(ask: _Ask, constraints: str, base: Setup, *, top: int, json: bool, html: Path | None) -> int:
+def _search(
+    ask: _Ask, constraints: str, base: Setup, *, top: int, json: bool, html: Path | None, against: str | None
+) -> int:
     found = search_plans(
         ask.job,
         ask.target,
@@ -201,6 +207,11 @@ def _search(ask: _Ask, constraints: str, base: Setup, *, top: int, json: bool, h
             best = done
         else:
             ask.note("none of the best could be compiled; what is shown is computed.")
+    compared = None
+    if against is not None and best:
+        rows = replace(base, rows=found.rows)
+        given = read_plan(against) if _is_file(against) else ask.plan(parse_setup(against, rows)).to_json()
+        compared = diff_plans(given, best[0])
     if json:
         data = {
             "subject": ask.subject.name,
@@ -211,24 +222,32 @@ def _search(ask: _Ask, constraints: str, base: Setup, *, top: int, json: bool, h
             "rejected": dict(found.reasons()),
             "not_kept": [{"setup": item.setup.to_json(), "reason": item.reason} for item in failed],
             "plans": [_plan_json(plan, ask.subject) for plan in best],
+            **({} if compared is None else {"against": compared.to_json()}),
         }
         print(json_lib.dumps(data, indent=1))
     else:
-        show(search_summary(found, best, ask.subject, failed=failed, top=top))
-    _page(ask, best, html, found=found)
+        said = search_summary(found, best, ask.subject, failed=failed, top=top)
+        show(said if compared is None else Summary((*said.parts, *compared.why().parts)))
+    _page(ask, best, html, found=found, compared=compared)
     return 0 if best else 1
 
 
-def _show_diff(before: PlanData, after: PlanData, *, json: bool) -> int:
+def _show_diff(before: PlanData, after: PlanData, *, json: bool, html: Path | None) -> int:
     changed = diff_plans(before, after)
     if json:
         print(json_lib.dumps(changed.to_json(), indent=1))
     else:
         show(changed)
+    if html is not None:
+        from meshwright.plan.report.difference import build_diff_page
+
+        _tell(f"wrote {build_diff_page(changed, html)}")
     return 0
 
 
-def _page(ask: _Ask, plans: Sequence[Plan], path: Path | None, *, found: Any = None) -> None:
+def _page(
+    ask: _Ask, plans: Sequence[Plan], path: Path | None, *, found: Any = None, compared: PlanDiff | None = None
+) -> None:
     if path is None:
         return
     if not plans:
@@ -237,7 +256,16 @@ def _page(ask: _Ask, plans: Sequence[Plan], path: Path | None, *, found: Any = N
     from meshwright.plan.report import build_plan_page
 
     first, *others = plans
-    place = build_plan_page(first, path, job=ask.job, subject=ask.subject, others=others, found=found, notes=ask.notes)
+    place = build_plan_page(
+        first,
+        path,
+        job=ask.job,
+        subject=ask.subject,
+        others=others,
+        found=found,
+        notes=ask.notes,
+        compared=compared,
+    )
     _tell(f"wrote {place}")
 
 

@@ -21,7 +21,7 @@ from meshwright.axes import axis_size, vary, varying_axes
 from meshwright.dtypes import is_float
 from meshwright.errors import MeshwrightWarning, PlacementError
 from meshwright.mesh import current_mesh
-from meshwright.parallel.gather import dim_split_last_by, gather_array_with_mean_grads
+from meshwright.parallel.gather import dim_split_last_by, gather_array_with_mean_grads, leaf_scope
 from meshwright.parallel.stacking import close_box, is_box, open_box, split_array_over_mesh
 from meshwright.specs import dim_axes
 from meshwright.tree import tree_path_to_string
@@ -97,7 +97,11 @@ def gather_params(params: PyTree, axis_name: str, gather_dtype: Any = None, grad
     """
     axis_size(axis_name, who="gather_params")
 
-    def gather(leaf: Any) -> Any:
+    def gather(path: Any, leaf: Any) -> Any:
+        with leaf_scope(path):
+            return gather_leaf(leaf)
+
+    def gather_leaf(leaf: Any) -> Any:
         value, names = open_box(leaf)
         dim = dim_split_last_by(names, axis_name, who="gather_params")
         if dim is None:
@@ -106,7 +110,7 @@ def gather_params(params: PyTree, axis_name: str, gather_dtype: Any = None, grad
         whole = gather_array_with_mean_grads(value, dim, axis_name, gather_dtype, grad_scatter_dtype)
         return close_box(leaf, whole, (*names[:dim], _without(names[dim], axis_name), *names[dim + 1 :]))
 
-    return jax.tree.map(gather, params, is_leaf=is_box)
+    return jax.tree_util.tree_map_with_path(gather, params, is_leaf=is_box)
 
 
 def shard_module_params(

@@ -20,6 +20,7 @@ from meshwright.dtypes import as_dtype, cast_target, is_float
 from meshwright.errors import PlacementError, TreeError
 from meshwright.parallel.overlap_forms import chip_family
 from meshwright.specs import check_spec_type, dim_axes, format_spec
+from meshwright.tree import tree_path_to_string
 from meshwright.types import PyTree
 
 
@@ -48,27 +49,37 @@ def gather_tree(
     """
     axis_size(axis, who="gather_tree")
     structure: Any  # jax's treedef has no type of its own to name
-    leaves, structure = jax.tree.flatten(params)
+    leaves, structure = jax.tree.flatten_with_path(params)
     try:
         leaf_specs = structure.flatten_up_to(specs)
     except (ValueError, TypeError) as error:
         raise TreeError(f"gather_tree: params and specs differ in structure: {error}") from None
 
-    def gather(leaf: Any, spec: Any) -> Any:
+    def gather(path: Any, leaf: Any, spec: Any) -> Any:
         spec = check_spec_type(spec, where="gather_tree")
         dim = dim_split_last_by(tuple(spec), axis, who=f"gather_tree: {format_spec(spec)}")
         if dim is None:
             return leaf
-        return gather_array(
-            leaf,
-            dim=dim,
-            axis=axis,
-            gather_dtype=gather_dtype,
-            grad_scatter_dtype=grad_scatter_dtype,
-            grad_sum_dtype=grad_sum_dtype,
-        )
+        with leaf_scope(path):
+            return gather_array(
+                leaf,
+                dim=dim,
+                axis=axis,
+                gather_dtype=gather_dtype,
+                grad_scatter_dtype=grad_scatter_dtype,
+                grad_sum_dtype=grad_sum_dtype,
+            )
 
-    return structure.unflatten([gather(leaf, spec) for leaf, spec in zip(leaves, leaf_specs, strict=True)])
+    return structure.unflatten([gather(*leaf, spec) for leaf, spec in zip(leaves, leaf_specs, strict=True)])
+
+
+def leaf_scope(path: Any, prefix: str = "") -> Any:
+    """Returns a scope that names a parameter in compiled programs, for what is sent on its behalf, both ways.
+
+    `meshwright.plan.origin` reads it back, and profilers show it. It changes nothing that is computed.
+    """
+    name = path if isinstance(path, str) else tree_path_to_string(path, sep="/")
+    return jax.named_scope(f"params[{prefix}{name}]")
 
 
 def gather_array(
@@ -103,7 +114,7 @@ def gather_array(
     def scatter(_: None, grad: Any) -> tuple[Any]:
         wire = grad.astype(cast_target(grad.dtype, _dtype(grad_scatter_dtype)))
         if grad_sum_dtype is None:
-            total = _sum_scattered(wire, axis=axis, dim=dim)
+            total = _sum_scattered(wire, axis=axis, ways=ways, dim=dim)
         else:
             total = _sum_after_arrival(wire, axis=axis, ways=ways, dim=dim, dtype=_dtype(grad_sum_dtype))
         total = total.astype(jnp.promote_types(total.dtype, dtype))
@@ -142,20 +153,15 @@ def _all_gather(x: Any, *, axis: str, dim: int, dtype: Any) -> Any:
     return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True).astype(x.dtype)
 
 
-# A v5p's SparseCores scatter no rows that they cannot cut evenly: 11008 = 2 * 43 * 128 features become an all-reduce,
-# of twice the bytes, where 10752, 11264 and 11520 are scattered.
-_WIDE, _MULTIPLE = 8192, 1024
-
-
-def _sum_scattered(x: Any, *, axis: str, dim: int) -> Any:
-    pads = [
-        (0, -size % _MULTIPLE) if place != dim and size > _WIDE and chip_family() == "v5p" else (0, 0)
-        for place, size in enumerate(x.shape)
-    ]
-    if not any(after for _, after in pads):
+def _sum_scattered(x: Any, *, axis: str, ways: int, dim: int) -> Any:
+    if chip_family() != "v5p":
         return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
-    total = lax.psum_scatter(jnp.pad(x, pads), axis, scatter_dimension=dim, tiled=True)
-    return total[tuple(slice(None) if place == dim else slice(size) for place, size in enumerate(x.shape))]
+    # Compiled for v5p (libtpu 0.0.42), a scatter of rows becomes an all-reduce of twice the bytes for some widths:
+    # 11008 features on 64 chips; 11264 and 28672 too on 256. Why is not known. Scattered as pieces along a dim of their
+    # own, all shapes that were tried stay scatters (benchmarks/scatter_forms.py).
+    first = jnp.moveaxis(x, dim, 0)
+    pieces = first.reshape(ways, first.shape[0] // ways, *first.shape[1:])
+    return jnp.moveaxis(lax.psum_scatter(pieces, axis, scatter_dimension=0), 0, dim)
 
 
 def _sum_after_arrival(x: Any, *, axis: str, ways: int, dim: int, dtype: Any) -> Any:
@@ -193,6 +199,7 @@ class Gather:
         dtypes: for each leaf, the dtype it travels in and arrives in; its own by default. Gradients come back in that
             of the slices: of float32 slices that travel in bfloat16, sums are float32.
         grad_scatter_dtype, grad_sum_dtype: see `gather_array`.
+        name: where in the tree of parameters this part is, for the names of what is sent.
     """
 
     specs: PyTree
@@ -200,9 +207,11 @@ class Gather:
     dtypes: PyTree = None
     grad_scatter_dtype: Any = None
     grad_sum_dtype: Any = None
+    name: str = ""
 
     def __getitem__(self, name: Any) -> Gather:
-        return replace(self, specs=self.specs[name], dtypes=None if self.dtypes is None else self.dtypes[name])
+        dtypes = None if self.dtypes is None else self.dtypes[name]
+        return replace(self, specs=self.specs[name], dtypes=dtypes, name=f"{self.name}{name}/")
 
     def layer(self) -> Gather:
         """Returns the same for one layer of leaves that are stacked along their leading dim."""
@@ -211,10 +220,15 @@ class Gather:
 
     def __call__(self, params: PyTree) -> PyTree:
         structure: Any
-        leaves, structure = jax.tree.flatten(params)
+        found, structure = jax.tree.flatten_with_path(params)
+        paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
         specs = structure.flatten_up_to(self.specs)
         dtypes = [leaf.dtype for leaf in leaves] if self.dtypes is None else structure.flatten_up_to(self.dtypes)
-        return structure.unflatten(list(map(self._whole, leaves, specs, dtypes)))
+        return structure.unflatten(list(map(self._named_whole, paths, leaves, specs, dtypes)))
+
+    def _named_whole(self, path: Any, leaf: Any, spec: P, dtype: Any) -> Any:
+        with leaf_scope(path, self.name):
+            return self._whole(leaf, spec, dtype)
 
     def _whole(self, leaf: Any, spec: P, dtype: Any) -> Any:
         for axis in reversed(self.axes):  # the last axis of a spec splits a dim last, and is gathered first

@@ -50,7 +50,8 @@ def assert_plan(
         setup: how it runs; or only its `mesh` and `rows`, and the defaults of a `Setup`.
         max_bytes: of memory on each device, at the peak of a step.
         max_wire_bytes: that each device sends in a step.
-        exposed: how many collectives may be exposed, of those that send more than `ignore_bytes` in a step.
+        exposed: how many collectives may send more than `ignore_bytes` in a step that nothing hides. On chips, what
+            hides is found from their rates, which are assumed.
         max_seconds, min_mfu: of a step; both rest on assumptions, and are not known for CPUs.
         compile: whether to compile, or what `compile_step` gave before.
         limits: of `compile_step`: `timeout_s`, `memory_limit`, `python`.
@@ -123,15 +124,16 @@ def _exposed_problems(plan: Plan, most: int | None, ignored: float) -> list[str]
     def size(collective: CompiledCollective) -> float:
         return collective.trips * collective.wire_bytes
 
-    found = [c for c in plan.compiled.collectives if not c.hidden and size(c) > ignored]
+    found = [c for c in plan.compiled.collectives if size(c) * (1 - c.hidden_share) > ignored]
     if len(found) <= most:
         return []
     lines = [
-        f"{c.kind} over {'+'.join(c.axes)}, {format_bytes(size(c))} a step, {c.verdict} ({c.source})"
+        f"{c.kind} over {'+'.join(c.axes)}, {format_bytes(size(c))} a step, {c.verdict} ({c.serves or c.source})"
         for c in sorted(found, key=size, reverse=True)[:8]
     ]
     said = (
-        f"exposed: {len(found)} of the collectives that send more than {format_bytes(ignored)} a step; allowed: {most}"
+        f"exposed: {len(found)} of the collectives, each with more than {format_bytes(ignored)} a step that nothing "
+        f"hides; allowed: {most}"
     )
     return ["\n    ".join([said, *lines])]
 

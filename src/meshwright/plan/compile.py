@@ -24,6 +24,7 @@ from meshwright.layout.leaf import format_bytes
 from meshwright.plan.setup import Setup
 from meshwright.plan.target import Target, parse_target
 from meshwright.plan.topology import TPU_ENVIRONMENT, require_compiler
+from meshwright.plan.verdict import State, Verdict, explain, state_of
 
 TIMEOUT_S = 180.0
 MEMORY_LIMIT = 8 * 2**30
@@ -50,8 +51,14 @@ class CompiledCollective:
         axes: the mesh axes along which its devices lie.
         bytes_moved: of the larger side: the gathered, reduced or permuted arrays.
         wire_bytes: what each device sends each time, with the algorithm that sends the fewest.
-        matmuls_between: between its start and its end.
-        source: the operation of the program it came from.
+        matmuls_between: between its start and its end; so are `flops_between` and `cycles_between`, as `Collective` has
+            them.
+        source: the operation of the program it came from; `line` is the file and line of that.
+        serves: the parameter, gradient or activation that it sends.
+        merged: how many matmuls of its ring were made one.
+        transfer_s: how long it takes each time; None where no link is known.
+        share: of that time, what compute hides, as `judge` finds it; None where no chip is known.
+        why: what keeps it from hiding, and what would change that.
     """
 
     kind: str
@@ -63,21 +70,38 @@ class CompiledCollective:
     matmuls_between: int
     trips: int
     source: str
+    flops_between: float = 0.0
+    cycles_between: int = 0
+    serves: str = ""
+    line: str = ""
+    merged: int = 0
+    transfer_s: float | None = None
+    share: float | None = None
+    why: str = ""
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of it that is hidden: all or nothing where no chip is known."""
+        return float(self.is_async and self.matmuls_between > 0) if self.share is None else self.share
+
+    @property
+    def state(self) -> State:
+        """Whether it is hidden, partly hidden or exposed."""
+        return state_of(self.hidden_share)
 
     @property
     def hidden(self) -> bool:
-        return self.is_async and self.matmuls_between > 0
+        return self.state == "hidden"
+
+    @property
+    def reason(self) -> str:
+        """Why it is not hidden, or what else is wrong with it; "" where all is well."""
+        return self.why or explain(self, self.hidden_share)
 
     @property
     def verdict(self) -> str:
-        """Whether it is hidden behind a matmul, and if not, why."""
-        if self.hidden:
-            return "hidden"
-        if self.kind == "all-reduce" and any(name in self.source for name in ("reduce_scatter", "psum_scatter")):
-            return "exposed: a reduce-scatter was asked for, and an all-reduce sends twice the bytes"
-        if self.is_async:
-            return "exposed: no matmul between its start and its end"
-        return "exposed: synchronous, the device waits for it"
+        """How much of it is hidden behind compute, and if not all of it, why."""
+        return str(Verdict(self.hidden_share, self.transfer_s, self.reason))
 
 
 @dataclass(frozen=True)
@@ -113,18 +137,24 @@ class Compiled:
 
     @property
     def hidden_share(self) -> float:
-        """The share of these bytes that is sent beside a matmul; 1 where nothing is sent."""
-        hidden = sum(c.trips * c.wire_bytes for c in self.collectives if c.hidden)
+        """The share of these bytes that is sent beside compute; 1 where nothing is sent."""
+        hidden = sum(c.trips * c.wire_bytes * c.hidden_share for c in self.collectives)
         return hidden / self.wire_bytes if self.wire_bytes else 1.0
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether the share of every transfer that is hidden was found from its chip's rates."""
+        return all(c.share is not None for c in self.collectives if c.wire_bytes)
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "setup": self.setup.to_json()}
+        collectives = [{**asdict(c), "state": c.state} for c in self.collectives]
+        return {**asdict(self), "collectives": collectives, "setup": self.setup.to_json()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Compiled:
         collectives = tuple(
-            CompiledCollective(**{**collective, "axes": tuple(collective["axes"])})
-            for collective in data["collectives"]
+            CompiledCollective(**{**one, "axes": tuple(one["axes"])})
+            for one in ({key: value for key, value in found.items() if key != "state"} for found in data["collectives"])
         )
         changed = {"setup": Setup.from_json(data["setup"]), "collectives": collectives, "notes": tuple(data["notes"])}
         return cls(**{**data, **changed})

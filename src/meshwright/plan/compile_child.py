@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
 from meshwright.job import load_job
 from meshwright.plan.compile import Compiled, CompiledCollective, over_limit
 from meshwright.plan.cudnn import assumed_cudnn, stand_in_for_cudnn
-from meshwright.plan.schedule import read_schedule
-from meshwright.plan.setup import Setup, build_step
+from meshwright.plan.schedule import Schedule, read_schedule
+from meshwright.plan.setup import Setup, build_step, step_options
 from meshwright.plan.target import Target, parse_target
 from meshwright.plan.topology import mesh_on_target, require_compiler
+from meshwright.plan.verdict import judge
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
@@ -51,6 +53,8 @@ def main(asked: str, answered: str) -> None:
 def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
     setup = Setup.from_json(request["setup"])
     notes: list[str] = []
+    # A program from a cache would have the names of the one that was stored, which may have been another.
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     if target.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", target.num_devices)
     mesh = mesh_on_target(target, setup.mesh)
@@ -80,14 +84,7 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
     if request["text_path"] is not None:
         Path(request["text_path"]).write_text(text)
     schedule = read_schedule(text)
-    sizes = dict(mesh.shape)
-    collectives = tuple(
-        CompiledCollective(
-            c.kind, c.axes(sizes), c.bytes_moved, c.wire_bytes, c.group_size, c.is_async, c.matmuls_between, c.trips,
-            c.source,
-        )
-        for c in schedule.collectives
-    )  # fmt: skip
+    collectives = _judged(schedule, target, setup, mesh)
     memory, peak = _memory(compiled.memory_analysis(), target)
     return Compiled(
         **made,
@@ -100,6 +97,19 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
         peak_rss_bytes=peak_rss(),
         notes=tuple(notes),
     ).to_json()
+
+
+def _judged(schedule: Schedule, target: Target, setup: Setup, mesh: Mesh) -> tuple[CompiledCollective, ...]:
+    sizes, dtype = dict(mesh.shape), setup.dtypes.compute.name
+    verdicts = judge(schedule, target, setup.mesh, dtype=dtype, options=step_options(mesh, setup))
+    return tuple(
+        CompiledCollective(
+            c.kind, c.axes(sizes), c.bytes_moved, c.wire_bytes, c.group_size, c.is_async, c.matmuls_between, c.trips,
+            c.source, c.flops_between, c.cycles_between, c.serves, c.line, c.merged,
+            transfer_s=found.transfer_s, share=None if found.transfer_s is None else found.share, why=found.why,
+        )
+        for c, found in zip(schedule.collectives, verdicts, strict=True)
+    )  # fmt: skip
 
 
 def _memory(found: Any, target: Target) -> tuple[dict[str, int], int]:

@@ -8,7 +8,7 @@ of the memory that is read and written between them, and of communication that n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,27 +19,41 @@ from meshwright.layout import Layout, make_layout
 from meshwright.mesh import create_abstract_mesh
 from meshwright.mesh_string import MeshSpec, parse_mesh
 from meshwright.parallel.rows import count_rows
-from meshwright.plan.compile import Compiled
-from meshwright.plan.links import Link, axis_links
-from meshwright.plan.memory import Basis, MemoryPlan, plan_memory
+from meshwright.plan.compile import Compiled, CompiledCollective
+from meshwright.plan.links import Link, axis_links, host_link
+from meshwright.plan.memory import Basis, MemoryPlan, in_loop, plan_memory
 from meshwright.plan.profile import Profile, profile_job
+from meshwright.plan.rates import MATMUL_SHARE, matmul_rate
 from meshwright.plan.setup import Setup, batch_of, make_optimizer
+from meshwright.plan.stages import Stages, stages_of
 from meshwright.plan.target import Target, parse_target
 from meshwright.plan.traffic import TENSOR_AXIS, Traffic, step_traffic
+from meshwright.plan.verdict import slowest_link, transfer_seconds
 from meshwright.train.state import state_layout
 
-# Shares of what is printed that programs reach. Measured on one H200 (benchmarks/RESULTS.md): matmuls hold 682 of 989
-# TFLOP/s, attention of cuDNN 385, copies 4.3 of 4.8 TB/s; rings of tensor parallelism make matmuls 1.3 times slower.
-# On other chips they are assumed to be the same, but for rings on TPUs, whose compiler says 1.05.
-MATMUL_SHARE, ATTENTION_SHARE, MEMORY_SHARE = 0.69, 0.39, 0.89
+# Shares of what is printed that programs reach, beside MATMUL_SHARE. Measured on one H200 (benchmarks/RESULTS.md):
+# attention of cuDNN holds 385 of 989 TFLOP/s, copies 4.3 of 4.8 TB/s; rings of tensor parallelism make matmuls 1.3
+# times slower. On other chips they are assumed to be the same, but for rings on TPUs, whose compiler says 1.05.
+ATTENTION_SHARE, MEMORY_SHARE = 0.39, 0.89
 RING_FACTOR = {"gpu": 1.3, "tpu": 1.05}
 # Of bytes that could hide, what does, where nothing was compiled. Read off compiled steps of a 7B decoder: rings of
 # tensor parallelism nearly all; whole gathers and scatters by chip, as their compilers make them asynchronous or not.
 RING_HIDDEN = 0.9
 WHOLE_HIDDEN = {"v5p": 0.9, "gpu": 0.9, "v5e": 0.2}
 WHOLE_HIDDEN_ELSEWHERE = 0.2
+# Over some of a torus's dims a transfer takes longer than the matmul beside it: with libtpu 0.0.42 and everything
+# recomputed, 91% were hidden with fsdp:128 over all of 4x4x8, and 79% with dp:16,fsdp:256 over 16x16 of 16x16x16. That
+# is one program of each.
+PART_HIDDEN = {"v5p": 0.8}
 # There, a scatter over all chips of a slice is compiled to an all-reduce, of twice the bytes.
 SCATTERS_AS_SUMS = ("v5e", "v6e")
+# What is sent to the host's memory and back. Fitted to four steps of one H200 (benchmarks/RESULTS.md): nothing of it
+# hides where layers are in a loop, and a third where they are written out. For TPUs it is a guess: their programs start
+# and end these copies apart.
+HOST_HIDDEN = {"tpu": 0.9, "gpu": 0.0}
+HOST_HIDDEN_WRITTEN_OUT = 0.33
+# libtpu 0.0.42 died with SIGFPE on a 7B decoder with fsdp:4096, and compiled dp:16,fsdp:256 for the same chips.
+CRASHES_FROM = 4096
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Sent:
-    """What is sent along an axis in a step, and how long that takes; `hidden` is the share beside compute."""
+    """What is sent along an axis in a step, and how long that takes; `hidden` is the share beside compute.
+
+    `is_judged`: that share is what the compute beside each transfer hides, as `meshwright.plan.verdict` finds it.
+    """
 
     axis: str
     kind: str
@@ -65,6 +82,7 @@ class Sent:
     seconds: float | None
     hidden: float
     basis: Basis
+    is_judged: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,18 +201,23 @@ def make_plan(
     """
     target = parse_target(target)
     if profile is None:
-        profile = profile_job(
-            job,
-            precision=setup.precision,
-            optimizer=setup.optimizer,
-            platform=target.platform,
-            remats=("none",) if setup.remat == "none" else ("none", setup.remat),
-        )
+        profile = profile_of(job, target, setup)
     spec = parse_mesh(setup.mesh).resolve(target.num_devices)
     layout, notes = lay_out(job, profile, spec, setup)
     rows = count_rows(batch_of(job, setup.rows), who="plan")
     return assemble(
         profile, layout, target, spec, setup, rows=rows, compiled=compiled, price=price, notes=notes + profile.notes
+    )
+
+
+def profile_of(job: Any, target: Target, setup: Setup) -> Profile:
+    """Returns what `profile_job` counts for one setup: its own remat policy, and none to compare it with."""
+    return profile_job(
+        job,
+        precision=setup.precision,
+        optimizer=setup.optimizer,
+        platform=target.platform,
+        remats=tuple(dict.fromkeys(("none", setup.remat))),
     )
 
 
@@ -224,7 +247,9 @@ def assemble(
     notes: tuple[str, ...] = (),
 ) -> Plan:
     """Puts a plan together from what is known already: arithmetic only."""
-    check_rows(dict(layout.mesh.shape), setup, rows)
+    sizes = dict(layout.mesh.shape)
+    stages = stages_of(profile, sizes)
+    check_rows(sizes, setup, rows, stages)
     if setup.remat not in profile.needs:
         raise MeshwrightError(
             f"what remat={setup.remat!r} keeps on a device was not counted.",
@@ -232,6 +257,8 @@ def assemble(
         )
     needs = profile.needs[setup.remat]
     flops = _times(needs.flops, rows)
+    if stages.count > 1:
+        flops = _with_forward(flops, _times(profile.forward, rows))
     memory = plan_memory(profile, layout, target, setup, rows=rows, compiled=compiled)
     links = axis_links(target, spec)
     traffic = step_traffic(profile, layout, setup, rows=rows)
@@ -243,13 +270,15 @@ def assemble(
         if setup.view == "global":
             sent = tuple(replace(item, basis="assumed") for item in sent)
             notes += ("in the global view XLA decides what is sent; assumed is what our own layers would send",)
-        if layout.mesh.shape.get("pp", 1) > 1:
-            notes += ("what a pipeline sends is counted without its idle ticks",)
+    if needs.hosted_per_row and target.chip is not None:
+        sent += (_host_copies(profile, target.chip, setup, sizes, rows),)
+    notes += _known_to_fail(target, sizes)
     dtype = profile.precision.compute.name
     peak = None if target.chip is None else target.chip.peak(dtype)
     time = None
     if target.chip is not None and peak is not None:
-        time = _time(profile, layout, target.chip, setup, flops, sent, peak, spec, ran is not None)
+        tokens = rows * profile.tokens_per_row
+        time = _time(profile, layout, target.chip, flops, sent, peak, ran is not None, tokens=tokens)
     return Plan(
         target=target,
         setup=setup,
@@ -266,15 +295,39 @@ def assemble(
     )
 
 
-def check_rows(sizes: Mapping[str, int], setup: Setup, rows: int) -> None:
-    """Raises where rows cannot be split over devices and minibatches."""
-    ways = sizes.get("dp", 1) * sizes.get("fsdp", 1) * setup.num_minibatches
+def check_rows(sizes: Mapping[str, int], setup: Setup, rows: int, stages: Stages) -> None:
+    """Raises where rows cannot be split over devices, minibatches, and microbatches of a pipeline."""
+    devices = sizes.get("dp", 1) * sizes.get("fsdp", 1)
+    ways = devices * setup.num_minibatches * stages.microbatches
     if rows % ways:
+        parts = f"{devices} devices and {setup.num_minibatches} minibatches"
+        parts += f" of {stages.microbatches} microbatches" if stages.count > 1 else ""
         raise PlacementError(
-            f"{rows} rows cannot be split over {ways // setup.num_minibatches} devices and {setup.num_minibatches} "
-            "minibatches.",
+            f"{rows} rows cannot be split over {parts}.",
             hint=f"use {max(1, rows // ways) * ways} rows, or another number of minibatches.",
         )
+
+
+def _known_to_fail(target: Target, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns a note where the machine's compiler is known to crash on such a mesh."""
+    ways = sizes.get("fsdp", 1)
+    if target.platform != "tpu" or ways < CRASHES_FROM:
+        return ()
+    other = f"dp:{ways // 256},fsdp:256"
+    return (f"libtpu 0.0.42 crashes (SIGFPE) on fsdp:{CRASHES_FROM}, so this may not compile; {other} does",)
+
+
+def _host_copies(profile: Profile, chip: Chip, setup: Setup, sizes: Mapping[str, int], rows: int) -> Sent:
+    """Returns what offloaded activations send to the host and back."""
+    here = rows / (sizes.get("dp", 1) * sizes.get("fsdp", 1))
+    split = sizes.get(TENSOR_AXIS, 1) * sizes.get("pp", 1)
+    out = profile.needs[setup.remat].hosted_per_row * here / split
+    link = host_link(chip)
+    count = 2 * profile.num_layers * setup.num_minibatches
+    seconds = link.seconds(2 * out, 0)
+    words = f"{link.name} ({link.words})"
+    hidden = HOST_HIDDEN_WRITTEN_OUT if not in_loop(profile, setup, sizes) else HOST_HIDDEN[chip.platform]
+    return Sent("host", "copy", "activations that wait there", 2 * out, count, words, seconds, hidden, "assumed")
 
 
 def _computed_sent(
@@ -282,22 +335,26 @@ def _computed_sent(
 ) -> tuple[Sent, ...]:
     found = []
     whole = WHOLE_HIDDEN.get(target.kind, WHOLE_HIDDEN.get(target.platform, WHOLE_HIDDEN_ELSEWHERE))
+    sizes = dict(zip(spec.names, spec.sizes, strict=True))
     for item in traffic:
-        link = links.get(item.axis)
+        axes = [axis for axis in item.axis.split("+") if axis in links]
+        link = min((links[axis] for axis in axes), key=lambda link: link.speed, default=None)
         kind, wire_bytes = item.kind, item.wire_bytes
-        spans = dict(zip(spec.names, spec.sizes, strict=True))[item.axis] == target.devices_per_slice
+        spans = sizes.get(item.axis) == target.devices_per_slice
         if kind == "reduce-scatter" and target.kind in SCATTERS_AS_SUMS and spans and item.axis != TENSOR_AXIS:
             kind, wire_bytes = "all-reduce", 2 * wire_bytes
         seconds = None if link is None else link.seconds(wire_bytes, item.count)
         name = "not known" if link is None else f"{link.name} ({link.words})"
         hidden = 0.0 if not item.hides else RING_HIDDEN if item.axis == TENSOR_AXIS else whole
+        if item.hides and item.axis != TENSOR_AXIS and not spans:
+            hidden = PART_HIDDEN.get(target.kind, hidden)
         found.append(Sent(item.axis, kind, item.what, wire_bytes, item.count, name, seconds, hidden, "computed"))
     return tuple(found)
 
 
 def _compiled_sent(compiled: Compiled, links: Mapping[str, Link]) -> tuple[Sent, ...]:
     """Adds the collectives of a program up by axis and kind."""
-    groups: dict[tuple[tuple[str, ...], str], list[Any]] = {}
+    groups: dict[tuple[tuple[str, ...], str], list[CompiledCollective]] = {}
     for collective in compiled.collectives:
         groups.setdefault((collective.axes, collective.kind), []).append(collective)
     found = []
@@ -305,33 +362,44 @@ def _compiled_sent(compiled: Compiled, links: Mapping[str, Link]) -> tuple[Sent,
         total = sum(c.trips * c.wire_bytes for c in members)
         if not total:
             continue
-        hidden = sum(c.trips * c.wire_bytes for c in members if c.hidden) / total
-        slowest = min((links[axis] for axis in axes if axis in links), key=lambda link: link.speed, default=None)
         count = sum(c.trips for c in members)
-        # A hop of a ring that we wrote is a collective of its own.
-        hops = 0 if kind == "collective-permute" else count
-        seconds = None if slowest is None else slowest.seconds(total, hops)
-        name = "not known" if slowest is None else f"{slowest.name} ({slowest.words})"
-        found.append(Sent("+".join(axes), kind, members[0].source, total, count, name, seconds, hidden, "compiled"))
+        link = slowest_link(axes, links)
+        name = "not known" if link is None else f"{link.name} ({link.words})"
+        seconds = transfer_seconds(kind, total, count, axes, links)
+        is_judged = all(c.share is not None and c.transfer_s is not None for c in members if c.wire_bytes)
+        # By time where it is known: small transfers take longer than their bytes say.
+        parts = [(c.trips * ((c.transfer_s or 0.0) if is_judged else c.wire_bytes), c.hidden_share) for c in members]
+        hidden = sum(part * share for part, share in parts) / sum(part for part, _ in parts)
+        what = _served(members)
+        found.append(Sent("+".join(axes), kind, what, total, count, name, seconds, hidden, "compiled", is_judged))
     return tuple(sorted(found, key=lambda item: -item.wire_bytes))
+
+
+def _served(members: Sequence[CompiledCollective]) -> str:
+    """Returns what collectives serve: that which sends most by name."""
+    sent: dict[str, float] = {}
+    for one in members:
+        name = one.serves or one.source
+        sent[name] = sent.get(name, 0.0) + one.trips * one.wire_bytes
+    largest = max(sent, key=lambda name: sent[name])
+    return largest if len(sent) == 1 else f"{largest}, and others"
 
 
 def _time(
     profile: Profile,
     layout: Layout,
     chip: Chip,
-    setup: Setup,
     flops: Flops,
     sent: tuple[Sent, ...],
     peak: float,
-    spec: MeshSpec,
     is_compiled: bool,
+    *,
+    tokens: int,
 ) -> TimePlan:
     sizes = dict(layout.mesh.shape)
     devices = layout.mesh.size
-    rate = peak * MATMUL_SHARE
-    if chip.matmul_flops is not None and profile.precision.compute.name == "bfloat16":
-        rate = chip.matmul_flops
+    rate = matmul_rate(chip, profile.precision.compute.name)
+    assert rate is not None  # as there is a peak
     ring = RING_FACTOR[chip.platform] if sizes.get("tp", 1) > 1 else 1.0
     plain = (flops.matmul - flops.attention) / devices / rate * ring
     attention = flops.attention / devices / (peak * ATTENTION_SHARE)
@@ -343,11 +411,18 @@ def _time(
     compute = plain + attention + between
     total = sum(item.seconds or 0.0 for item in sent)
     waiting = sum((item.seconds or 0.0) * (1 - item.hidden) for item in sent)
-    exposed = waiting + max(0.0, total - waiting - compute)
-    stages = sizes.get("pp", 1)
-    parts = setup.num_minibatches * 2 * stages  # microbatches of a pipeline: twice the stages by default
-    bubble = (stages - 1) / (parts + stages - 1) if stages > 1 else 0.0
-    step = (compute + exposed) / (1 - bubble) + update
+    # What was judged fits beside compute already; of the rest, no more can hide than there is compute.
+    hidden = sum((item.seconds or 0.0) * item.hidden for item in sent if not item.is_judged)
+    exposed = waiting + max(0.0, hidden - compute)
+    stages = stages_of(profile, sizes)
+    bubble, words = 0.0, "no pipeline"
+    if stages.count > 1:
+        # All stages keep the pace of the last, which has the head too: its product twice, and two for gradients.
+        head = 4 * 2 * (profile.vocab_size or 0) * (profile.d_model or 0) * tokens / devices / rate * ring
+        slowest = compute + (stages.count - 1) * head + exposed
+        bubble = slowest / (1 - stages.idle) - compute - exposed
+        words = f"{stages.count - 1} of {stages.ticks} ticks idle, and the last stage has the head as well"
+    step = compute + exposed + bubble + update
     basis: Basis = "compiled" if is_compiled else "computed"
     shares = "at the rate measured on one H200" if chip.matmul_flops else f"at {MATMUL_SHARE:.0%} of the peak, assumed"
     return TimePlan(
@@ -356,8 +431,22 @@ def _time(
         communication=Figure(total, "s", basis, "if nothing of it were hidden"),
         exposed=Figure(exposed, "s", basis if is_compiled else "assumed", "what nothing hides"),
         optimizer=Figure(update, "s", "computed", "the state read and written once"),
-        bubble=Figure((compute + exposed) / (1 - bubble) - compute - exposed, "s", "computed", f"{stages} stages"),
+        bubble=Figure(bubble, "s", "computed", words),
         step=Figure(step, "s", "assumed", "all of it together"),
+    )
+
+
+def _with_forward(flops: Flops, forward: Flops) -> Flops:
+    """Adds a forward pass that is computed again: a pipeline does so with every tick."""
+    dtypes = dict.fromkeys([*flops.by_dtype, *forward.by_dtype])
+    return Flops(
+        flops.total + forward.total,
+        flops.matmul + forward.matmul,
+        flops.recomputed + forward.matmul,
+        {dtype: flops.by_dtype.get(dtype, 0) + forward.by_dtype.get(dtype, 0) for dtype in dtypes},
+        flops.attention + forward.attention,
+        flops.moved + forward.moved,
+        flops.notes,
     )
 
 

@@ -14,6 +14,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.layout.leaf import format_bytes
 from meshwright.pages.numbers import compact, duration, percent
 from meshwright.plan.cost import Plan
+from meshwright.plan.explain import Explanation, explain
 from meshwright.plan.setup import Setup
 from meshwright.plan.summary import PART_NAMES, PARTS, Summary, Table
 
@@ -37,7 +38,7 @@ class Change:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """What changed between two plans; `str(diff)` is a table."""
+    """What changed between two plans, and why; `str(diff)` is a few sentences and tables."""
 
     before: PlanData
     after: PlanData
@@ -47,23 +48,39 @@ class PlanDiff:
     def differs(self) -> bool:
         return any(change.differs for change in self.changes)
 
+    @property
+    def titles(self) -> tuple[str, str]:
+        """Both plans in words."""
+        return _title(self.before), _title(self.after)
+
+    @property
+    def explanations(self) -> tuple[Explanation, ...]:
+        """Why time and memory differ, cause by cause."""
+        return explain(self.before, self.after)
+
+    def why(self) -> Summary:
+        """Returns the two plans and the sentences on why they differ, for a terminal."""
+        head = "\n".join(f"{letter}: {title}" for letter, title in zip("AB", self.titles, strict=True))
+        return Summary((head, *map(str, self.explanations)))
+
     def summary(self) -> Summary:
         """Returns it for a terminal."""
-        head = "\n".join(f"{letter}: {_title(plan)}" for letter, plan in (("A", self.before), ("B", self.after)))
+        why = self.why()
         if not self.differs:
-            return Summary((head, "no figure differs"))
+            return Summary((why.parts[0], "no figure differs"))
         groups = dict.fromkeys(change.group for change in self.changes)
         tables: list[str | Table] = []
         for group in groups:
             rows = tuple(_row(change) for change in self.changes if change.group == group)
             tables.append(Table(group, ("", "A", "B", "B - A", ""), rows, (1, 2, 3, 4)))
-        return Summary((head, *tables))
+        return Summary((*why.parts, *tables))
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
         return {
-            "before": _title(self.before),
-            "after": _title(self.after),
+            "before": self.titles[0],
+            "after": self.titles[1],
+            "explanations": [one.to_json() for one in self.explanations],
             "changes": [
                 {"group": c.group, "name": c.name, "before": c.before, "after": c.after, "unit": c.unit}
                 for c in self.changes

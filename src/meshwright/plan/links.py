@@ -21,7 +21,13 @@ NETWORK_ASSUMED = 200e9 / 8 / 8
 # What collectives reach of the speed that is printed, and seconds that each hop of a ring takes however little it
 # sends: assumed, as both depend on libraries and sizes.
 LINK_SHARE = 0.8
-HOP_SECONDS = {"ici": 1e-6, "nvlink": 2e-6, "network": 10e-6}
+# Fitted to one H200 (benchmarks/RESULTS.md): what offloading added to a step is 60 of 64 GB/s, if nothing of it hides.
+HOST_SHARE = 0.94
+HOP_SECONDS = {"ici": 1e-6, "nvlink": 2e-6, "network": 10e-6, "host": 10e-6}
+# To the host's memory, each way. GPUs: NVIDIA's data sheets, PCIe of generation 4 (A100) and 5, half of the printed sum
+# of both directions. TPUs: nothing is published per chip; taken to be what four chips have on a card of generation 4.
+HOST_SPEED = {"a100": 32e9, "a100-40": 32e9, "h100": 64e9, "h200": 64e9, "b200": 64e9}
+HOST_ASSUMED = 16e9
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Link:
     """What an axis sends over.
 
     Args:
-        name: "ici", "nvlink" or "network".
+        name: "ici", "nvlink", "network" or "host".
         speed: bytes per second that each device can send, in gathers and scatters along the axis.
         hops: of the slowest kind, one after the other, in a ring.
         words: how the axis lies on the machine.
@@ -42,7 +48,8 @@ class Link:
 
     def seconds(self, wire_bytes: float, count: int = 1) -> float:
         """Returns how long so many transfers take, of which each device sends these bytes in all."""
-        return wire_bytes / (self.speed * LINK_SHARE) + count * self.hops * HOP_SECONDS[self.name]
+        share = HOST_SHARE if self.name == "host" else LINK_SHARE
+        return wire_bytes / (self.speed * share) + count * self.hops * HOP_SECONDS[self.name]
 
 
 def axis_links(target: Target, spec: MeshSpec) -> Mapping[str, Link]:
@@ -74,6 +81,18 @@ def axis_links(target: Target, spec: MeshSpec) -> Mapping[str, Link]:
         else:
             links[axis.name] = inside[axis.name]
     return links
+
+
+def host_link(chip: Chip) -> Link:
+    """Returns the link of a device to its host's memory.
+
+    Example:
+        >>> from meshwright.chips import chip_of
+        >>> host_link(chip_of("h200")).speed / 1e9
+        64.0
+    """
+    known = HOST_SPEED.get(chip.name)
+    return Link("host", known or HOST_ASSUMED, 1, "PCIe" if known else "speed assumed")
 
 
 def _on_hosts(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:

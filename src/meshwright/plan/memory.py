@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.layout import Layout
@@ -11,6 +11,7 @@ from meshwright.layout.leaf import format_bytes
 from meshwright.plan.compile import Compiled
 from meshwright.plan.profile import Profile
 from meshwright.plan.setup import Setup
+from meshwright.plan.stages import Stages, stages_of
 from meshwright.plan.target import Target
 from meshwright.plan.traffic import GATHER_AXIS, local_size, param_leaves
 from meshwright.specs import spec_axes
@@ -82,7 +83,7 @@ def plan_memory(
     parts = [*_state_parts(layout), *_weight_parts(profile, layout, setup, sizes)]
     parts += _activation_parts(profile, setup, sizes, rows=rows, target=target)
     parts = [part for part in parts if part.bytes]
-    if not _in_loop(profile, setup, sizes) and setup.num_minibatches == 1:
+    if not in_loop(profile, setup, sizes) and setup.num_minibatches == 1:
         parts = _in_turn(parts)
     total = sum(part.bytes for part in parts)
     if compiled is None:
@@ -111,18 +112,19 @@ def gradient_bytes(profile: Profile, layout: Layout, setup: Setup) -> float:
     """Returns the bytes of all gradients of a device, as they wait for the optimizer.
 
     Minibatches are added up in float32, and what is scattered arrives in the dtype that it travels in. Others wait in
-    the dtype that the loss computes in.
+    the dtype that the loss computes in, and so do whole ones that are scattered once.
     """
     sizes, total = dict(layout.mesh.shape), 0
     for leaf in param_leaves(layout):
         width = profile.widths[leaf.name.removeprefix("params/")]
+        gathered = GATHER_AXIS in spec_axes(leaf.spec) and sizes.get(GATHER_AXIS, 1) > 1
         if setup.num_minibatches > 1:
             width = int(profile.precision.accumulate.itemsize)
-        elif GATHER_AXIS in spec_axes(leaf.spec) and sizes.get(GATHER_AXIS, 1) > 1:
+        elif gathered and setup.sync != "once":
             width = max(width, int(profile.precision.reduce.itemsize))
         whole = local_size(leaf)
-        if setup.sync == "once" and setup.num_minibatches > 1 and GATHER_AXIS in spec_axes(leaf.spec):
-            whole *= sizes.get(GATHER_AXIS, 1)
+        if setup.sync == "once" and gathered:
+            whole *= sizes[GATHER_AXIS]
         total += whole * width
     return float(total)
 
@@ -139,34 +141,67 @@ def _weight_parts(profile: Profile, layout: Layout, setup: Setup, sizes: Mapping
         else:
             ends += local_size(leaf) * fsdp * width
     grads = Part("gradients", gradient_bytes(profile, layout, setup), "computed", "as they wait for the optimizer")
-    gathered = Part("gathered weights", 2 * layers + ends, "computed", "two layers, and what is not in layers")
+    if setup.sync == "once":
+        gathered = Part("gathered weights", ends, "computed", "all of them, from the first minibatch to the last")
+    elif stages_of(profile, sizes).count > 1:
+        gathered = Part(
+            "gathered weights", layers + ends, "computed", "a layer of the stage, and what is not in layers"
+        )
+    else:
+        gathered = Part("gathered weights", 2 * layers + ends, "computed", "two layers, and what is not in layers")
     narrow = Part("narrow weights", copies, "computed", "copies in the dtype of computing")
-    return [grads, gathered, narrow]
+    return [grads, _tick_gradients(profile, layout, setup, sizes), gathered, narrow]
+
+
+def _tick_gradients(profile: Profile, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> Part:
+    """Returns the gradients that a pipeline holds beside those it adds up: a tick's own, and what it adds them to."""
+    if stages_of(profile, sizes).count == 1:
+        return Part("gradients of a tick", 0.0, "computed")
+    own = gradient_bytes(profile, layout, replace(setup, num_minibatches=1))
+    return Part("gradients of a tick", 2 * own, "assumed", "a tick's own, and a copy: fitted to programs for CPUs")
 
 
 def _activation_parts(
     profile: Profile, setup: Setup, sizes: Mapping[str, int], *, rows: int, target: Target
 ) -> list[Part]:
-    tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
-    here = rows / (sizes.get("dp", 1) * sizes.get(GATHER_AXIS, 1)) / setup.num_minibatches
+    tp, stages = sizes.get("tp", 1), stages_of(profile, sizes)
+    pp = stages.count
+    here = rows / (sizes.get("dp", 1) * sizes.get(GATHER_AXIS, 1)) / setup.num_minibatches / stages.microbatches
     needs = profile.needs[setup.remat]
-    split = "" if tp == pp == 1 else ", split over tp and pp"
-    looped = _in_loop(profile, setup, sizes)
+    split = "" if tp == pp == 1 else ", split over tp" if pp == 1 else ", of one microbatch in one stage"
+    looped = in_loop(profile, setup, sizes)
     most = profile.needs.get("none", needs)
     each, whole = (n.looped_per_row if looped else n.kept_per_row for n in (needs, most))
+    if not looped and needs.hosted_per_row:
+        # Measured on one H200: where layers are written out, the peak is as if nothing had left the device.
+        each += needs.hosted_per_row
+        split += "; written out, what goes to the host comes back before it is used"
     kept = here * each / (tp * pp)
-    again = _LAYER_FACTOR[target.platform] * here * max(0.0, whole - each) / profile.num_layers / tp
+    layer = here * whole / profile.num_layers / tp
+    again = _LAYER_FACTOR[target.platform] * (layer - here * each / profile.num_layers / tp)
+    if target.platform == "cpu":
+        again = max(again, layer)  # what is kept is not written over by its gradients there
     logits = here * profile.tokens_per_row * (profile.vocab_size or 0) / tp * _LOGIT_BYTES
     head = 4 * (profile.vocab_size or 0) * (profile.d_model or 0) / tp  # its gradient, added up in float32
     working = max(min(_LOSS_BYTES, logits) + head, again)
     note = "logits of a chunk and the head's gradient, or a layer that is computed again"
     return [
         Part("activations", kept + needs.kept_fixed / tp, "computed", f"kept for the backward pass{split}"),
+        _ticks_part(profile, stages, here / tp),
         Part("temporaries", working, "assumed", note),
     ]
 
 
-def _in_loop(profile: Profile, setup: Setup, sizes: Mapping[str, int]) -> bool:
+def _ticks_part(profile: Profile, stages: Stages, rows: float) -> Part:
+    """Returns what a pipeline keeps of each tick, the rest of which is computed again: what went into it."""
+    if stages.count == 1:
+        return Part("ticks", 0.0, "computed")
+    one = rows * profile.tokens_per_row * (profile.d_model or 0) * int(profile.precision.compute.itemsize)
+    note = f"what {stages.ticks} ticks of the pipeline began with, {format_bytes(one)} each"
+    return Part("ticks", stages.ticks * one, "computed", note)
+
+
+def in_loop(profile: Profile, setup: Setup, sizes: Mapping[str, int]) -> bool:
     """Returns whether layers run in a loop: always where they are gathered one by one."""
     gathers = sizes.get(GATHER_AXIS, 1) > 1 and profile.by_layer and setup.sync != "once"
     return gathers or not profile.written_out
@@ -191,8 +226,9 @@ def _in_turn(parts: list[Part]) -> list[Part]:
 def _shrunk(parts: list[Part], by: float) -> list[Part]:
     """Takes what a compiler spared from the activations first, then from gradients, whose lifetimes do not overlap."""
     left, made = by, []
-    for part in sorted(parts, key=lambda part: ("activations", "gradients", part.name).index(part.name)):
-        takes = min(left, part.bytes) if part.name in ("activations", "gradients", "gathered weights") else 0.0
+    spared = ("gradients of a tick", "activations", "gradients", "gathered weights", "ticks")
+    for part in sorted(parts, key=lambda part: (*spared, part.name).index(part.name)):
+        takes = min(left, part.bytes) if part.name in spared else 0.0
         left -= takes
         basis: Basis = "compiled" if takes else part.basis
         note = f"{part.note}; {format_bytes(takes)} less than computed, by the compiler's peak" if takes else part.note

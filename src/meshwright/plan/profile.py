@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
 REMATS = ("none", "dots", "full")
+"""What a search tries."""
+_PLANNED = (*REMATS, "offload")
 _ROWS = 2
 # What changes no value, and what is cheaper to compute again than to store.
 _RENAMES = ("reshape", "name", "squeeze", "expand_dims", "convert_element_type", "copy")
@@ -45,12 +47,14 @@ class Needs:
         kept_per_row: bytes of activations that wait for the backward pass, for each row.
         kept_fixed: the same for what does not depend on the rows.
         looped_per_row: `kept_per_row` where layers are in a loop, which stores all that it hands over.
+        hosted_per_row: bytes that wait in the host's memory instead, for each row.
     """
 
     flops: Flops
     kept_per_row: float
     kept_fixed: float
     looped_per_row: float
+    hosted_per_row: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,12 @@ class Profile:
         saves_gathered: whether rows gathered for a matmul are kept for its gradient (`Run.save_gathered`).
         vocab_size: columns of the head; None where the model is not one of ours.
         written_out: whether layers are written out one after the other where they are not gathered.
+        tied: whether the head is the embedding.
         heads: numbers that tp must divide.
+        num_microbatches: parts in which a minibatch passes a pipeline, as the job says; None for the default.
         widths: bytes of each element of a parameter while the loss uses it, by the parameter's name.
         needs: by remat policy.
+        forward: operations of one row's loss alone, without a gradient.
         state: the shapes of the whole state, for layouts.
     """
 
@@ -79,12 +86,15 @@ class Profile:
     saves_gathered: bool
     vocab_size: int | None
     written_out: bool
+    tied: bool
     heads: tuple[int, ...]
+    num_microbatches: int | None
     platform: str
     precision: Precision
     optimizer: str
     widths: Mapping[str, int]
     needs: Mapping[str, Needs]
+    forward: Flops
     state: Any = field(repr=False, compare=False)
     layer_prefix: str = "layers/"
     notes: tuple[str, ...] = ()
@@ -113,8 +123,8 @@ def profile_job(
     """
     require_loss(job, who="plan")
     for remat in remats:
-        if remat not in REMATS:
-            hint = did_you_mean(remat, REMATS) or f"use one of: {', '.join(REMATS)}; what is offloaded is not counted."
+        if remat not in _PLANNED:
+            hint = did_you_mean(remat, _PLANNED) or f"use one of: {', '.join(_PLANNED)}."
             raise MeshwrightError(f"remat={remat!r} cannot be planned.", hint=hint)
     dtypes = Precision(**precision) if isinstance(precision, Mapping) else Precision.named(precision)
     params = abstract_params(job, dtypes)
@@ -130,6 +140,7 @@ def profile_job(
             max(0.0, found.kept - fixed) / _ROWS,
             fixed,
             max(0.0, found.looped - fixed) / _ROWS,
+            found.hosted / _ROWS,
         )
         for remat, found in traced.items()
     }
@@ -154,7 +165,9 @@ def profile_job(
         saves_gathered=run.save_gathered,
         vocab_size=None if model is None else model.vocab_size,
         written_out=run.layers == "unroll" or (model is not None and run.layers == "auto" and platform == "gpu"),
+        tied=model is not None and model.tied_embeddings,
         heads=tuple(filter(None, (getattr(model, name, None) for name in ("num_heads", "num_kv_heads")))),
+        num_microbatches=run.num_microbatches,
         platform=platform,
         precision=dtypes,
         optimizer=optimizer,
@@ -163,6 +176,7 @@ def profile_job(
             for leaf, dtype in zip(leaves, jax.tree.leaves(dtypes.compute_dtypes(params)), strict=True)
         },
         needs=needs,
+        forward=_forward(job, params, dtypes, platform),
         state=state,
         notes=notes,
     )
@@ -173,6 +187,7 @@ class _Traced:
     flops: Flops
     kept: float
     looped: float
+    hosted: float
 
 
 def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, platform: str) -> _Traced:
@@ -180,9 +195,7 @@ def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, p
     batch = batch_of(job, rows)
     loss = _loss(job, remat)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    narrow = jax.tree.map(
-        lambda leaf, dtype: jax.ShapeDtypeStruct(leaf.shape, dtype), params, dtypes.compute_dtypes(params)
-    )
+    narrow = _narrow(params, dtypes)
     count: list[int] = []
 
     def gradients(params: PyTree, batch: PyTree, key: Any) -> Any:
@@ -192,14 +205,40 @@ def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, p
         ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), value)
         return waiting, (value, metrics, pull(ones))
 
+    with _traced_for(platform):
+        jaxpr = jax.make_jaxpr(gradients)(narrow, batch, key).jaxpr
+    num_params = len(jax.tree.leaves(narrow))
+    waiting = jaxpr.outvars[: count[0]]
+    hosted = [var for var in waiting if _is_on_host(var)]
+    kept, looped = _bytes_kept(jaxpr, [var for var in waiting if not _is_on_host(var)], num_params)
+    return _Traced(count_jaxpr(jaxpr), kept, looped, _total_bytes(hosted))
+
+
+def _is_on_host(var: Any) -> bool:
+    return bool(getattr(var.aval, "memory_space", None) == jax.memory.Space.Host)
+
+
+def _forward(job: Any, params: PyTree, dtypes: Precision, platform: str) -> Flops:
+    """Returns the operations of one row's loss, which a pipeline computes once more."""
+    loss, key = _loss(job, "none"), jax.eval_shape(lambda: jax.random.key(0))
+    with _traced_for(platform):
+        jaxpr = jax.make_jaxpr(loss)(_narrow(params, dtypes), batch_of(job, _ROWS), key).jaxpr
+    return _over(count_jaxpr(jaxpr), _ROWS)
+
+
+def _narrow(params: PyTree, dtypes: Precision) -> PyTree:
+    return jax.tree.map(
+        lambda leaf, dtype: jax.ShapeDtypeStruct(leaf.shape, dtype), params, dtypes.compute_dtypes(params)
+    )
+
+
+@contextlib.contextmanager
+def _traced_for(platform: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.sharding.use_abstract_mesh(_one_device(platform)))
         if platform == "gpu":
             stack.enter_context(assumed_cudnn())
-        jaxpr = jax.make_jaxpr(gradients)(narrow, batch, key).jaxpr
-    num_params = len(jax.tree.leaves(narrow))
-    kept, looped = _bytes_kept(jaxpr, jaxpr.outvars[: count[0]], num_params)
-    return _Traced(count_jaxpr(jaxpr), kept, looped)
+        yield
 
 
 def _bytes_kept(jaxpr: Any, waiting: Sequence[Any], num_params: int) -> tuple[float, float]:

@@ -20,9 +20,10 @@ from meshwright.layout.leaf import format_bytes
 from meshwright.mesh_string import MeshSpec, parse_mesh
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compile import CompileError, compile_step
-from meshwright.plan.cost import Plan, assemble, lay_out, make_plan
+from meshwright.plan.cost import Plan, assemble, lay_out, make_plan, profile_of
 from meshwright.plan.profile import REMATS, Profile, profile_job
 from meshwright.plan.setup import Setup, batch_of
+from meshwright.plan.stages import stages_of
 from meshwright.plan.target import Target, parse_target
 
 AXES = ("dp", "fsdp", "pp", "tp")
@@ -238,17 +239,11 @@ def largest_batch(job: Any, target: str | Target, setup: Setup, *, profile: Prof
     """Returns the most rows that fit with a setup, by arithmetic; 0 where not even the fewest do."""
     target = parse_target(target)
     if profile is None:
-        profile = profile_job(
-            job,
-            precision=setup.precision,
-            optimizer=setup.optimizer,
-            platform=target.platform,
-            remats=tuple(dict.fromkeys(("none", setup.remat))),
-        )
+        profile = profile_of(job, target, setup)
     spec = parse_mesh(setup.mesh).resolve(target.num_devices)
     layout, _ = lay_out(job, profile, spec, setup)
     sizes: dict[str, int] = dict(layout.mesh.shape)
-    unit = _row_parts(sizes, setup)
+    unit = _row_parts(profile, sizes, setup)
 
     def fits(count: int) -> bool:
         plan = assemble(profile, layout, target, spec, setup, rows=count * unit)
@@ -330,7 +325,7 @@ def _judge(
     profile: Profile, layout: Layout, target: Target, spec: MeshSpec, setup: Setup, *, rows: int, price: float | None
 ) -> Plan | Rejected:
     sizes = dict(layout.mesh.shape)
-    parts = _row_parts(sizes, setup)
+    parts = _row_parts(profile, sizes, setup)
     if rows % parts:
         return Rejected(setup, "do not divide the rows", f"{rows} rows in {parts} parts")
     plan = assemble(profile, layout, target, spec, setup, rows=rows, price=price)
@@ -339,10 +334,10 @@ def _judge(
     return plan
 
 
-def _row_parts(sizes: Mapping[str, int], setup: Setup) -> int:
+def _row_parts(profile: Profile, sizes: Mapping[str, int], setup: Setup) -> int:
     """Returns in how many parts rows are cut: for devices, minibatches, and microbatches of a pipeline."""
-    stages = sizes.get("pp", 1)
-    return sizes.get("dp", 1) * sizes.get("fsdp", 1) * setup.num_minibatches * (2 * stages if stages > 1 else 1)
+    parts = setup.num_minibatches * stages_of(profile, sizes).microbatches
+    return sizes.get("dp", 1) * sizes.get("fsdp", 1) * parts
 
 
 def _rank(plan: Plan) -> tuple[float, int, int]:

@@ -118,7 +118,6 @@ def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
     require_loss(job, who="plan")
     optimizer = make_optimizer(setup.optimizer)
     layout = state_layout(job, optimizer, mesh, zero_axis=setup.zero_axis, precision=setup.dtypes)
-    options = overlap_options(mesh) if setup.overlap and setup.view == "local" else {}
     step = make_train_step(
         job,
         optimizer,
@@ -129,9 +128,15 @@ def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
         precision=setup.dtypes,
         remat=setup.remat,  # type: ignore[arg-type]
         clip=setup.clip,
-        compiler_options={**options, **setup.compiler_options} or None,
+        compiler_options=step_options(mesh, setup) or None,
     )
     return step, batch_of(job, setup.rows)
+
+
+def step_options(mesh: AnyMesh, setup: Setup) -> dict[str, Any]:
+    """Returns the options for XLA that a setup's step is compiled with, beside those of every step."""
+    options = overlap_options(mesh) if setup.overlap and setup.view == "local" else {}
+    return {**options, **setup.compiler_options}
 
 
 def _default(field: Any) -> Any:

@@ -117,13 +117,13 @@ def memory_table(plan: Plan) -> Table:
     return Table("Memory of a device", ("part", "bytes", "share", "basis", "note"), tuple(rows), (1, 2))
 
 
-def sent_table(plan: Plan) -> Table:
-    """Returns what a device sends in a step."""
+def sent_table(plan: Plan, *, width: int = 48) -> Table:
+    """Returns what a device sends in a step; `width` is that of what it is."""
     rows = tuple(
         (
             item.axis,
             item.kind,
-            short_source(item.what),
+            short_source(item.what, width),
             format_bytes(item.wire_bytes),
             f"{item.count:,}",
             "not known" if item.seconds is None else duration(item.seconds),

@@ -89,7 +89,8 @@ class Target:
         if self.chip is None:
             return f"{self.num_devices} simulated CPU devices"
         if self.platform == "gpu":
-            return f"{self.num_devices} x {self.chip.title} ({self.shape[0]} hosts of {self.shape[1]})"
+            hosts = "1 host" if self.shape[0] == 1 else f"{self.shape[0]} hosts"
+            return f"{self.num_devices} x {self.chip.title} ({hosts} of {self.shape[1]})"
         torus = "x".join(map(str, self.shape))
         slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
         return f"{slices}{self.devices_per_slice // self.chip.devices_per_chip} x {self.chip.title} (torus {torus})"

@@ -30,7 +30,8 @@ from meshwright.pages import (
 )
 from meshwright.plan.commands import Subject, plan_command, train_command
 from meshwright.plan.cost import Plan
-from meshwright.plan.report.compare import compare_section
+from meshwright.plan.diff import PlanDiff
+from meshwright.plan.report.compare import compare_section, why_section
 from meshwright.plan.report.grounds import grounds_section
 from meshwright.plan.report.machine import machine_section
 from meshwright.plan.report.memory import memory_section
@@ -52,6 +53,7 @@ def build_plan_page(
     others: Sequence[Plan] = (),
     found: Search | None = None,
     notes: Sequence[str] = (),
+    compared: PlanDiff | None = None,
 ) -> Path:
     """Writes the page about a plan and returns where it is; the page is one file that needs no network.
 
@@ -60,14 +62,20 @@ def build_plan_page(
         others: further plans to compare it with, as a search ranked them.
         found: that search, for what it left out.
         notes: to be said beside those of the plan, such as why nothing was compiled.
+        compared: its difference from another plan, to be explained.
     """
+    text = render_plan(plan, job=job, subject=subject, others=others, found=found, notes=notes, compared=compared)
+    return write_page(text, path)
+
+
+def write_page(text: str, path: str | Path) -> Path:
+    """Writes a page, whole or not at all, and returns where it is."""
     place = Path(path)
-    text = render_plan(plan, job=job, subject=subject, others=others, found=found, notes=notes)
     temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(place)  # whole or not at all
+        temporary.replace(place)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -83,6 +91,7 @@ def render_plan(
     others: Sequence[Plan] = (),
     found: Search | None = None,
     notes: Sequence[str] = (),
+    compared: PlanDiff | None = None,
 ) -> str:
     """Returns the page about a plan; `build_plan_page` has the arguments."""
     layout = plan_layout(plan, job)
@@ -94,6 +103,7 @@ def render_plan(
         machine_section(plan),
         layout_section(layout),
         compare_section([plan, *others], subject, found),
+        None if compared is None else why_section(compared),
         grounds_section(plan, notes),
     ]
     made = time.strftime("%Y-%m-%d", time.gmtime())

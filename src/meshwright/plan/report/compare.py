@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from meshwright.pages import Bar, Markup, Section, command, duration, fold, join, prose, stacked_bars, table, tag
 from meshwright.plan.commands import Subject, train_command
 from meshwright.plan.cost import Plan
+from meshwright.plan.diff import PlanDiff
+from meshwright.plan.explain import signed
 from meshwright.plan.search import Search
 from meshwright.plan.summary import PART_NAMES, PARTS, ranking_table, rejected_table
 
@@ -39,6 +41,17 @@ def compare_section(plans: Sequence[Plan], subject: Subject, found: Search | Non
         why = rejected_table(found)
         made += [tag("h3", "Why others were not taken"), table(why.headings, why.rows, right=why.right)]
     return Section("Other plans", join(made))
+
+
+def why_section(compared: PlanDiff) -> Section:
+    """Returns why one plan takes more or less than another: a sentence for each cause, the largest first."""
+    named = [f"{letter}: {title}" for letter, title in zip("AB", compared.titles, strict=True)]
+    made: list[Markup] = [tag("p", line) for line in named]
+    for one in compared.explanations:
+        rows = [(signed(cause.more, cause.unit), cause.what, cause.why) for cause in one.causes]
+        made += [tag("h3", one.about.capitalize()), prose(one.headline)]
+        made.append(table(("B - A", "cause", "why"), rows, right=(0,), sortable=False) if rows else join([]))
+    return Section("Why they differ", join(made))
 
 
 def _bars(plans: Sequence[Plan]) -> Markup:

@@ -11,8 +11,8 @@ from meshwright.plan.summary import PART_NAMES, PARTS
 MATMUL, MEMORY, OPTIMIZER, HIDDEN, EXPOSED, BUBBLE = range(6)
 KEYS = ("matmuls", "memory between them", "optimizer", "sent beside compute", "sent while compute waits", "bubble")
 MAX_STAGES = 16
-# What a backward pass takes, in forward ones.
-BACKWARD = 2
+# What a backward pass takes, in forward ones: its tick is computed again first.
+BACKWARD = 3
 _SMALL = 2e-4  # of a step: too short to be seen
 
 
@@ -55,17 +55,20 @@ def _lanes(plan: Plan, time: TimePlan) -> list[Lane]:
     lanes = [Lane("compute", [span for span in spans if span.end > span.start + 1e-9])]
     by_axis: dict[str, list[Span]] = {}
     known = _drawn(plan, time)
-    cursor = 0.0
+    # What was judged is beside compute whatever other axes send; the rest is taken to go one after the other.
+    cursors: dict[str, float] = {}
     for item in known:
         left = (item.seconds or 0.0) * item.hidden
         here = by_axis.setdefault(item.axis, [])
+        lane = item.axis if item.is_judged else ""
+        cursor = cursors.get(lane, 0.0)
         inside = min(left, max(0.0, compute - cursor))
         if inside:
             here.append(Span(cursor, cursor + inside, item.kind, HIDDEN, f"{item.what}, {item.basis}"))
         if left > inside:  # more than there is compute to hide it
             here.append(Span(cursor + inside, cursor + left, item.kind, EXPOSED, "more than compute can hide"))
-        cursor += left
-    cursor = max(cursor, compute)
+        cursors[lane] = cursor + left
+    cursor = max(compute, *cursors.values(), 0.0)
     for item in known:
         left = (item.seconds or 0.0) * (1 - item.hidden)
         if left:
@@ -112,7 +115,8 @@ def pipeline_section(plan: Plan) -> Section | None:
     said = prose(
         f"{stages} stages work on {schedule.num_microbatches} microbatches; each idles {schedule.bubble_fraction:.1%} "
         f"of the time (computed).{again}{rest}",
-        "A backward pass is drawn twice as long as a forward one (assumed). Numbers are microbatches.",
+        "A backward pass computes its tick again, and is drawn three times as long as a forward one (assumed). Numbers "
+        "are microbatches.",
     )
     # Without a time for the step, only the order is known.
     show = duration if plan.time is not None else "{:g} ticks".format

@@ -1,0 +1,202 @@
+"""The text of a compiled program as instructions: XLA's HLO, whose lines stand in the order in which they will run."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_BITS = {
+    "pred": 8,
+    "s4": 4,
+    "u4": 4,
+    "s2": 2,
+    "u2": 2,
+    "bf16": 16,
+    "f16": 16,
+    "f32": 32,
+    "f64": 64,
+    "c64": 64,
+    "c128": 128,
+    "token": 0,
+}
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
+# A result is one array, whose layout has no spaces, or a tuple of them; no tuple holds `) word(`.
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+_ARRAY = re.compile(r"\b(?P<type>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
+_CALLED = re.compile(r"\b(?:calls|body|to_apply|branch_computations)=\{?(?P<names>%?[\w.\-]+(?:, ?%?[\w.\-]+)*)\}?")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_INDEX = re.compile(r"\bindex=(\d+)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    result: str
+    operands: str
+    attributes: str
+    is_root: bool = False
+
+    @functools.cached_property
+    def called(self) -> list[str]:
+        """The computations that it runs: fusions, loops, calls, branches."""
+        return [
+            name.strip().lstrip("%")
+            for match in _CALLED.finditer(self.attributes)
+            for name in match["names"].split(",")
+        ]
+
+    @functools.cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of its operands."""
+        return tuple(_NAME.findall(self.operands))
+
+    @property
+    def op_name(self) -> str:
+        """The operation of the user's program that it came from, as its metadata has it."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1].replace("\\'", "'") if found else ""
+
+    @property
+    def index(self) -> int:
+        """Which part of a tuple it takes, if it takes one."""
+        found = _INDEX.search(self.attributes)
+        return int(found[1]) if found else 0
+
+
+@dataclass
+class Program:
+    """The computations of a program by name, and the one that runs first; `header` is all before them."""
+
+    computations: dict[str, list[Instruction]] = field(default_factory=dict)
+    entry: str = ""
+    header: str = ""
+
+    def instruction(self, computation: str, name: str) -> Instruction | None:
+        """Returns the instruction of that name in a computation."""
+        return self._by_name(computation).get(name)
+
+    def root(self, computation: str) -> Instruction | None:
+        """Returns the instruction whose value a computation returns."""
+        instructions = self.computations.get(computation, [])
+        return next((one for one in reversed(instructions) if one.is_root), instructions[-1] if instructions else None)
+
+    def callers(self, computation: str) -> list[tuple[str, Instruction]]:
+        """Returns what runs a computation, with the computation that it stands in."""
+        return self._callers.get(computation, [])
+
+    def _by_name(self, computation: str) -> dict[str, Instruction]:
+        if computation not in self._names:
+            self._names[computation] = {one.name: one for one in self.computations.get(computation, [])}
+        return self._names[computation]
+
+    @functools.cached_property
+    def _names(self) -> dict[str, dict[str, Instruction]]:
+        return {}
+
+    @functools.cached_property
+    def _callers(self) -> dict[str, list[tuple[str, Instruction]]]:
+        found: dict[str, list[tuple[str, Instruction]]] = {}
+        for name, instructions in self.computations.items():
+            for one in instructions:
+                for called in one.called:
+                    found.setdefault(called, []).append((name, one))
+        return found
+
+
+def parse_program(text: str) -> Program:
+    """Reads the text of a compiled program (`compiled.as_text()`)."""
+    program = Program()
+    current: list[Instruction] | None = None
+    header: list[str] = []
+    for line in text.splitlines():
+        if line and not line[0].isspace():
+            found = _COMPUTATION.match(line) if line.endswith("{") and "->" in line else None
+            current = None
+            if found:
+                current = program.computations.setdefault(found["name"], [])
+                if found["entry"]:
+                    program.entry = found["name"]
+            elif not program.computations:
+                header.append(line)
+        elif current is not None:
+            one = _instruction(line)
+            if one is not None:
+                current.append(one)
+    program.header = "\n".join(header)
+    return program
+
+
+def trip_count(program: Program, loop: Instruction) -> int:
+    """Returns how often a loop runs: as the compiler notes it, or the bound that its counter is compared with."""
+    noted = _TRIPS.search(loop.attributes)
+    if noted:
+        return int(noted[1])
+    condition = re.search(r"\bcondition=%?([\w.\-]+)", loop.attributes)
+    instructions = program.computations.get(condition[1], []) if condition else []
+    constants = {one.name: one.operands for one in instructions if one.opcode == "constant" and one.operands.isdigit()}
+    compares = [one for one in instructions if one.opcode == "compare" and "direction=LT" in one.attributes]
+    bounds = [int(constants[name]) for one in compares for name in one.inputs if name in constants]
+    return bounds[0] if len(bounds) == 1 else 1
+
+
+def array_dims(shape: str) -> tuple[int, ...]:
+    """Returns the dims of an array, or of a tuple's first.
+
+    Example:
+        >>> array_dims("bf16[8,16]{1,0:T(8,128)(2,1)}")
+        (8, 16)
+    """
+    found = _ARRAY.search(shape)
+    return tuple(int(dim) for dim in found["dims"].split(",") if dim) if found else ()
+
+
+def array_bytes(shape: str) -> Iterator[int]:
+    """Yields the bytes of every array of a shape."""
+    for match in _ARRAY.finditer(shape):
+        kind = match["type"]
+        bits = _BITS[kind] if kind in _BITS else int((re.findall(r"\d+", kind) or ["0"])[0])
+        elements = math.prod(int(dim) for dim in match["dims"].split(",") if dim)
+        yield -(-elements * bits // 8)
+
+
+def tuple_parts(shape: str) -> list[str]:
+    """Returns the parts of a tuple's shape, which may be tuples themselves."""
+    parts, depth = [""], 0
+    for letter in shape[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _instruction(line: str) -> Instruction | None:
+    found = _INSTRUCTION.match(line)
+    if found is None:
+        return None
+    begin = found.end()
+    close = line.find(")", begin)
+    if "(" in line[begin:close]:
+        close = _closing(line, begin)
+    return Instruction(found[2], found[4], found[3], line[begin:close], line[close + 1 :], bool(found[1]))
+
+
+def _closing(text: str, begin: int) -> int:
+    depth = 1
+    for index in range(begin, len(text)):
+        if text[index] == "(":
+            depth += 1
+        elif text[index] == ")":
+            depth -= 1
+            if depth == 0:
+                return index
+    return len(text) - 1
