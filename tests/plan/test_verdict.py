@@ -12,10 +12,10 @@ from meshwright.models import Decoder
 from meshwright.plan.compile import Compiled, CompiledCollective
 from meshwright.plan.cost import make_plan
 from meshwright.plan.links import axis_links
+from meshwright.plan.program.sync_options import sync_advice
 from meshwright.plan.rates import matmul_rate
 from meshwright.plan.schedule import Collective, Schedule, Stretch
 from meshwright.plan.setup import Setup
-from meshwright.plan.sync_options import sync_advice
 from meshwright.plan.target import parse_target
 from meshwright.plan.verdict import hidden_seconds, judge, link_names
 from meshwright.train import language_job

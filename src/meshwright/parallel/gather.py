@@ -76,7 +76,7 @@ def gather_tree(
 def leaf_scope(path: Any, prefix: str = "") -> Any:
     """Returns a scope that names a parameter in compiled programs, for what is sent on its behalf, both ways.
 
-    `meshwright.plan.origin` reads it back, and profilers show it. It changes nothing that is computed.
+    `meshwright.plan.program.origin` reads it back, and profilers show it. It changes nothing that is computed.
     """
     name = path if isinstance(path, str) else tree_path_to_string(path, sep="/")
     return jax.named_scope(f"params[{prefix}{name}]")

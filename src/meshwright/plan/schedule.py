@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.plan.groups import group_size, partners
-from meshwright.plan.hlo import Instruction, Program, array_bytes, parse_program, trip_count, tuple_parts
-from meshwright.plan.matmuls import Matmuls, estimated_cycles
-from meshwright.plan.merged import merged_hops
-from meshwright.plan.origin import Origins
+from meshwright.plan.program.groups import group_size, partners
+from meshwright.plan.program.hlo import Instruction, Program, array_bytes, parse_program, trip_count, tuple_parts
+from meshwright.plan.program.matmuls import Matmuls, estimated_cycles
+from meshwright.plan.program.merged import merged_hops
+from meshwright.plan.program.origin import Origins
 
 COLLECTIVES = (
     "all-gather",

@@ -17,9 +17,9 @@ from typing import Any, Literal, Protocol
 from meshwright.mesh_string import MeshSpec, parse_mesh
 from meshwright.pages.numbers import percent
 from meshwright.plan.links import Link, axis_links
+from meshwright.plan.program.sync_options import sync_advice
 from meshwright.plan.rates import matmul_rate
 from meshwright.plan.schedule import Schedule
-from meshwright.plan.sync_options import sync_advice
 from meshwright.plan.target import Target, parse_target
 
 State = Literal["hidden", "partly hidden", "exposed"]

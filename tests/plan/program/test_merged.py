@@ -8,8 +8,8 @@ from meshwright.plan.schedule import read_schedule
 from meshwright.plan.topology import can_compile_for
 from meshwright.plan.verdict import judge
 
-PROGRAMS = Path(__file__).parent / "programs"
-PROGRAM = PROGRAMS / "h200_ring_without_barrier.txt"
+TEXTS = Path(__file__).parent / "texts"
+PROGRAM = TEXTS / "h200_ring_without_barrier.txt"
 MERGED = "8 matmuls of its ring were merged into one, so that none is left to hide it behind"
 
 
@@ -32,7 +32,7 @@ def test_the_ring_without_a_barrier_is_merged_and_synchronous():
 
 
 def test_a_ring_that_sends_sums_is_merged_into_a_matmul_before_it():
-    schedule = read_schedule((PROGRAMS / "h200_scatter_ring_without_barrier.txt").read_text())
+    schedule = read_schedule((TEXTS / "h200_scatter_ring_without_barrier.txt").read_text())
     check_merged(schedule)
 
 

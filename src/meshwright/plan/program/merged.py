@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshwright.plan.hlo import Instruction, Program
-from meshwright.plan.matmuls import Matmuls
+from meshwright.plan.program.hlo import Instruction, Program
+from meshwright.plan.program.matmuls import Matmuls
 
 _PASSES = ("bitcast", "copy", "convert", "get-tuple-element", "reshape", "transpose")
 

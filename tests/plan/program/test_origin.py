@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.parallel.gather import gather_tree
-from meshwright.plan.origin import last_scope
+from meshwright.plan.program.origin import last_scope
+from meshwright.plan.program.source_lines import short_path
 from meshwright.plan.schedule import read_schedule
 from meshwright.plan.setup import Setup, build_step
-from meshwright.plan.source_lines import short_path
 
 SPECS = {"layers": {"wq": P(None, None, "fsdp")}, "head": P("fsdp")}
 PARAMS = {"layers": {"wq": jnp.ones((4, 16, 16))}, "head": jnp.ones((16, 8))}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshwright.plan.hlo import Instruction, Program, array_dims, trip_count
+from meshwright.plan.program.hlo import Instruction, Program, array_dims, trip_count
 
 _LIBRARY = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|dot)[^"]*"', re.IGNORECASE)
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')

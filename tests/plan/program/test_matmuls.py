@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from meshwright.plan.hlo import parse_program
-from meshwright.plan.matmuls import Matmuls
+from meshwright.plan.program.hlo import parse_program
+from meshwright.plan.program.matmuls import Matmuls
 
 FORMS = {
     "dot": ("bf16[8,16]", "bf16[16,4]", "bf16[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}", 2 * 8 * 16 * 4),

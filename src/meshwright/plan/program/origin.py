@@ -11,8 +11,8 @@ import functools
 import re
 from dataclasses import dataclass
 
-from meshwright.plan.hlo import Instruction, Program, array_bytes
-from meshwright.plan.source_lines import SourceLines
+from meshwright.plan.program.hlo import Instruction, Program, array_bytes
+from meshwright.plan.program.source_lines import SourceLines
 
 # What hands a value on: as it is, in another dtype or layout, a part of it, or from another device.
 _PASSES = frozenset((

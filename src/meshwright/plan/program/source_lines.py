@@ -6,7 +6,7 @@ import functools
 import re
 from dataclasses import dataclass
 
-from meshwright.plan.hlo import Instruction
+from meshwright.plan.program.hlo import Instruction
 
 _FIELDS = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
