@@ -41,7 +41,7 @@ def serving(f):
     found = {}
     for one in read_schedule(mapped.lower({"params": PARAMS}, jnp.ones((64, 16))).compile().as_text()).collectives:
         found.setdefault(one.kind, set()).add((one.serves, one.trips))
-        assert one.line.startswith("plan/test_origin.py:"), one.line
+        assert one.line.startswith("program/test_origin.py:"), one.line
     return found
 
 
