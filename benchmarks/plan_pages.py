@@ -1,0 +1,109 @@
+"""Pages of plans for machines that are not here: 7B and 70B decoders on four machines, with how long each took.
+
+    PYTHONPATH=src python benchmarks/plan_pages.py --out docs/plans --tpu PYTHON --gpu PYTHON
+
+PYTHON names interpreters that have the compilers for TPUs and for GPUs. Every plan is one call of `meshwright plan
+--search`, in a process of its own: thousands of candidates by arithmetic, the best of them compiled. Seconds are those of
+the whole call, memory is the most that it and the compiler's process held together, as sampled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import machine, table, verdict, versions
+
+MACHINES = {"v5p:4x4x8": "1M", "v5e:16x16": "1M", "h200:8x8": "1M", "v5p:16x16x16": "16M"}
+# On 4096 chips in one axis libtpu 0.0.42 divides by zero; the same work over two axes compiles.
+LIMITS = {"v5p:16x16x16": ", fsdp<=512"}
+MODELS = ("7b", "70b")
+LIMIT_S, LIMIT_BYTES, GIB = 180, 8 * 2**30, 2**30
+
+
+def main() -> None:
+    args = arguments()
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    rows, slow, large = [], [], []
+    for model in args.models:
+        for target, tokens in MACHINES.items():
+            if args.only and target not in args.only:
+                continue
+            name = f"decoder-{model}-{target.replace(':', '-')}"
+            command = [sys.executable, "-m", "meshwright", "plan", "--model", f"decoder-{model}", "--target", target]
+            command += ["--search", "--top", "1", "--constraints", f"batch={tokens} tokens{LIMITS.get(target, '')}"]
+            command += ["--python", args.gpu if target.startswith("h") else args.tpu, "--timeout", "600"]
+            command += ["--html", str(out / f"{name}.html"), "--json"]
+            began = time.monotonic()
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            peak = watch(process)
+            said, errors = process.communicate()
+            seconds = time.monotonic() - began
+            if process.returncode:
+                print(f"{name}: {errors.strip()[-500:]}", file=sys.stderr, flush=True)
+            best = json.loads(said)["plans"][0]
+            slow += [name] if seconds > LIMIT_S else []
+            large += [name] if peak > LIMIT_BYTES else []
+            rows.append(row(name, best, seconds, peak))
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    print(f"{machine()}; {versions('jax')}")
+    print(table(["page", "plan", "memory", "step", "MFU", "hidden", "rests on", "took", "held"], rows))
+    print(verdict(f"over {LIMIT_S} s: {', '.join(slow) or 'none'}", not slow))
+    print(verdict(f"over 8 GiB: {', '.join(large) or 'none'}", not large))
+
+
+def row(name: str, plan: dict[str, Any], seconds: float, peak: int) -> list[str]:
+    setup = " ".join(f"{key}={value}" for key, value in plan["setup"].items() if value is not None and key != "rows")
+    sent = sum(item["wire_bytes"] for item in plan["sent"])
+    hidden = sum(item["wire_bytes"] * item["hidden"] for item in plan["sent"]) / sent
+    memory = f"{plan['memory']['total'] / GIB:.1f} of {plan['memory']['capacity'] / GIB:.0f} GiB"
+    step = f"{plan['time']['step']['value']:.3g} s"
+    basis = "compiled" if plan["compiled"] is not None else "computed"
+    shares = [f"{plan['mfu']:.1%}", f"{hidden:.0%}"]
+    return [name, setup, memory, step, *shares, basis, f"{seconds:.0f} s", f"{peak / GIB:.1f} GiB"]
+
+
+def watch(process: subprocess.Popen[str]) -> int:
+    """Returns the most bytes that a process and its children held together while it ran."""
+    most = 0
+    while process.poll() is None:
+        most = max(most, sum(held(pid) for pid in family(process.pid)))
+        time.sleep(0.5)
+    return most
+
+
+def family(pid: int) -> list[int]:
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [inner for child in task.read_text().split() for inner in family(int(child))]
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def held(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+    except OSError:
+        return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="docs/plans")
+    parser.add_argument("--tpu", default=sys.executable, help="an interpreter that has libtpu")
+    parser.add_argument("--gpu", default=sys.executable, help="an interpreter that has JAX's CUDA plugin")
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--only", nargs="*", choices=MACHINES)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
