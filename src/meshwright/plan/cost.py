@@ -1,101 +1,36 @@
 """What a step costs on a machine: memory, time, tokens per second, MFU, dollars. Every figure says what it rests on.
 
 "compiled" was read off the compiled program, "computed" follows from shapes and the table of chips, "assumed" holds a
-number that was measured elsewhere, or a guess. The time of a step is that of its matmuls at the rate that chips hold,
-of the memory that is read and written between them, and of communication that nothing hides.
+number that was measured elsewhere, or a guess.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from meshwright.chips import Chip
 from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
 from meshwright.flops import Flops
 from meshwright.layout import Layout, make_layout
 from meshwright.mesh import create_abstract_mesh
 from meshwright.mesh_string import MeshSpec, parse_mesh
 from meshwright.parallel.rows import count_rows
-from meshwright.plan.compile import Compiled, CompiledCollective
-from meshwright.plan.links import Link, axis_links, host_link
-from meshwright.plan.memory import Basis, MemoryPlan, in_loop, plan_memory
+from meshwright.plan.compile import Compiled
+from meshwright.plan.links import axis_links
+from meshwright.plan.memory import MemoryPlan, plan_memory
 from meshwright.plan.profile import Profile, profile_job
-from meshwright.plan.rates import MATMUL_SHARE, matmul_rate
+from meshwright.plan.sent import Sent, compiled_sent, computed_sent, host_copies
 from meshwright.plan.setup import Setup, batch_of, make_optimizer
 from meshwright.plan.stages import Stages, stages_of
+from meshwright.plan.step_time import TimePlan, step_time
 from meshwright.plan.target import Target, parse_target
-from meshwright.plan.traffic import TENSOR_AXIS, Traffic, step_traffic
-from meshwright.plan.verdict import slowest_link, transfer_seconds
+from meshwright.plan.traffic import step_traffic
 from meshwright.train.state import state_layout
 
-# Shares of what is printed that programs reach, beside MATMUL_SHARE. Measured on one H200 (benchmarks/RESULTS.md):
-# attention of cuDNN holds 385 of 989 TFLOP/s, copies 4.3 of 4.8 TB/s; rings of tensor parallelism make matmuls 1.3
-# times slower. On other chips they are assumed to be the same, but for rings on TPUs, whose compiler says 1.05.
-ATTENTION_SHARE, MEMORY_SHARE = 0.39, 0.89
-RING_FACTOR = {"gpu": 1.3, "tpu": 1.05}
-# Of bytes that could hide, what does, where nothing was compiled. Read off compiled steps of a 7B decoder: rings of
-# tensor parallelism nearly all; whole gathers and scatters by chip, as their compilers make them asynchronous or not.
-RING_HIDDEN = 0.9
-WHOLE_HIDDEN = {"v5p": 0.9, "gpu": 0.9, "v5e": 0.2}
-WHOLE_HIDDEN_ELSEWHERE = 0.2
-# Over some of a torus's dims a transfer takes longer than the matmul beside it: with libtpu 0.0.42 and everything
-# recomputed, 91% were hidden with fsdp:128 over all of 4x4x8, and 79% with dp:16,fsdp:256 over 16x16 of 16x16x16. That
-# is one program of each.
-PART_HIDDEN = {"v5p": 0.8}
-# There, a scatter over all chips of a slice is compiled to an all-reduce, of twice the bytes.
-SCATTERS_AS_SUMS = ("v5e", "v6e")
-# What is sent to the host's memory and back. Fitted to four steps of one H200 (benchmarks/RESULTS.md): nothing of it
-# hides where layers are in a loop, and a third where they are written out. For TPUs it is a guess: their programs start
-# and end these copies apart.
-HOST_HIDDEN = {"tpu": 0.9, "gpu": 0.0}
-HOST_HIDDEN_WRITTEN_OUT = 0.33
 # libtpu 0.0.42 died with SIGFPE on a 7B decoder with fsdp:4096, and compiled dp:16,fsdp:256 for the same chips.
 CRASHES_FROM = 4096
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number with its unit, and what it rests on."""
-
-    value: float
-    unit: str
-    basis: Basis
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What is sent along an axis in a step, and how long that takes; `hidden` is the share beside compute.
-
-    `is_judged`: that share is what the compute beside each transfer hides, as `meshwright.plan.verdict` finds it.
-    """
-
-    axis: str
-    kind: str
-    what: str
-    wire_bytes: float
-    count: int
-    link: str
-    seconds: float | None
-    hidden: float
-    basis: Basis
-    is_judged: bool = False
-
-
-@dataclass(frozen=True)
-class TimePlan:
-    """Seconds of a step: `step` is compute, what is exposed, the bubble of a pipeline, and the optimizer."""
-
-    matmul: Figure
-    memory: Figure
-    communication: Figure
-    exposed: Figure
-    optimizer: Figure
-    bubble: Figure
-    step: Figure
 
 
 @dataclass(frozen=True)
@@ -264,21 +199,21 @@ def assemble(
     traffic = step_traffic(profile, layout, setup, rows=rows)
     ran = compiled if compiled is not None and compiled.does_not_fit is None else None
     if ran is not None:
-        sent = _compiled_sent(ran, links)
+        sent = compiled_sent(ran, links)
     else:
-        sent = _computed_sent(traffic, links, target, spec)
+        sent = computed_sent(traffic, links, target, spec)
         if setup.view == "global":
             sent = tuple(replace(item, basis="assumed") for item in sent)
             notes += ("in the global view XLA decides what is sent; assumed is what our own layers would send",)
     if needs.hosted_per_row and target.chip is not None:
-        sent += (_host_copies(profile, target.chip, setup, sizes, rows),)
+        sent += (host_copies(profile, target.chip, setup, sizes, rows),)
     notes += _known_to_fail(target, sizes)
     dtype = profile.precision.compute.name
     peak = None if target.chip is None else target.chip.peak(dtype)
     time = None
     if target.chip is not None and peak is not None:
         tokens = rows * profile.tokens_per_row
-        time = _time(profile, layout, target.chip, flops, sent, peak, ran is not None, tokens=tokens)
+        time = step_time(profile, layout, target.chip, flops, sent, peak, ran is not None, tokens=tokens)
     return Plan(
         target=target,
         setup=setup,
@@ -315,125 +250,6 @@ def _known_to_fail(target: Target, sizes: Mapping[str, int]) -> tuple[str, ...]:
         return ()
     other = f"dp:{ways // 256},fsdp:256"
     return (f"libtpu 0.0.42 crashes (SIGFPE) on fsdp:{CRASHES_FROM}, so this may not compile; {other} does",)
-
-
-def _host_copies(profile: Profile, chip: Chip, setup: Setup, sizes: Mapping[str, int], rows: int) -> Sent:
-    """Returns what offloaded activations send to the host and back."""
-    here = rows / (sizes.get("dp", 1) * sizes.get("fsdp", 1))
-    split = sizes.get(TENSOR_AXIS, 1) * sizes.get("pp", 1)
-    out = profile.needs[setup.remat].hosted_per_row * here / split
-    link = host_link(chip)
-    count = 2 * profile.num_layers * setup.num_minibatches
-    seconds = link.seconds(2 * out, 0)
-    words = f"{link.name} ({link.words})"
-    hidden = HOST_HIDDEN_WRITTEN_OUT if not in_loop(profile, setup, sizes) else HOST_HIDDEN[chip.platform]
-    return Sent("host", "copy", "activations that wait there", 2 * out, count, words, seconds, hidden, "assumed")
-
-
-def _computed_sent(
-    traffic: tuple[Traffic, ...], links: Mapping[str, Link], target: Target, spec: MeshSpec
-) -> tuple[Sent, ...]:
-    found = []
-    whole = WHOLE_HIDDEN.get(target.kind, WHOLE_HIDDEN.get(target.platform, WHOLE_HIDDEN_ELSEWHERE))
-    sizes = dict(zip(spec.names, spec.sizes, strict=True))
-    for item in traffic:
-        axes = [axis for axis in item.axis.split("+") if axis in links]
-        link = min((links[axis] for axis in axes), key=lambda link: link.speed, default=None)
-        kind, wire_bytes = item.kind, item.wire_bytes
-        spans = sizes.get(item.axis) == target.devices_per_slice
-        if kind == "reduce-scatter" and target.kind in SCATTERS_AS_SUMS and spans and item.axis != TENSOR_AXIS:
-            kind, wire_bytes = "all-reduce", 2 * wire_bytes
-        seconds = None if link is None else link.seconds(wire_bytes, item.count)
-        name = "not known" if link is None else f"{link.name} ({link.words})"
-        hidden = 0.0 if not item.hides else RING_HIDDEN if item.axis == TENSOR_AXIS else whole
-        if item.hides and item.axis != TENSOR_AXIS and not spans:
-            hidden = PART_HIDDEN.get(target.kind, hidden)
-        found.append(Sent(item.axis, kind, item.what, wire_bytes, item.count, name, seconds, hidden, "computed"))
-    return tuple(found)
-
-
-def _compiled_sent(compiled: Compiled, links: Mapping[str, Link]) -> tuple[Sent, ...]:
-    """Adds the collectives of a program up by axis and kind."""
-    groups: dict[tuple[tuple[str, ...], str], list[CompiledCollective]] = {}
-    for collective in compiled.collectives:
-        groups.setdefault((collective.axes, collective.kind), []).append(collective)
-    found = []
-    for (axes, kind), members in groups.items():
-        total = sum(c.trips * c.wire_bytes for c in members)
-        if not total:
-            continue
-        count = sum(c.trips for c in members)
-        link = slowest_link(axes, links)
-        name = "not known" if link is None else f"{link.name} ({link.words})"
-        seconds = transfer_seconds(kind, total, count, axes, links)
-        is_judged = all(c.share is not None and c.transfer_s is not None for c in members if c.wire_bytes)
-        # By time where it is known: small transfers take longer than their bytes say.
-        parts = [(c.trips * ((c.transfer_s or 0.0) if is_judged else c.wire_bytes), c.hidden_share) for c in members]
-        hidden = sum(part * share for part, share in parts) / sum(part for part, _ in parts)
-        what = _served(members)
-        found.append(Sent("+".join(axes), kind, what, total, count, name, seconds, hidden, "compiled", is_judged))
-    return tuple(sorted(found, key=lambda item: -item.wire_bytes))
-
-
-def _served(members: Sequence[CompiledCollective]) -> str:
-    """Returns what collectives serve: that which sends most by name."""
-    sent: dict[str, float] = {}
-    for one in members:
-        name = one.serves or one.source
-        sent[name] = sent.get(name, 0.0) + one.trips * one.wire_bytes
-    largest = max(sent, key=lambda name: sent[name])
-    return largest if len(sent) == 1 else f"{largest}, and others"
-
-
-def _time(
-    profile: Profile,
-    layout: Layout,
-    chip: Chip,
-    flops: Flops,
-    sent: tuple[Sent, ...],
-    peak: float,
-    is_compiled: bool,
-    *,
-    tokens: int,
-) -> TimePlan:
-    sizes = dict(layout.mesh.shape)
-    devices = layout.mesh.size
-    rate = matmul_rate(chip, profile.precision.compute.name)
-    assert rate is not None  # as there is a peak
-    ring = RING_FACTOR[chip.platform] if sizes.get("tp", 1) > 1 else 1.0
-    plain = (flops.matmul - flops.attention) / devices / rate * ring
-    attention = flops.attention / devices / (peak * ATTENTION_SHARE)
-    bandwidth = chip.memory_bandwidth * MEMORY_SHARE
-    between = flops.moved / devices / bandwidth
-    state = sum(leaf.bytes_per_device for leaf in layout.leaves)
-    weights = sum(leaf.bytes_per_device for leaf in layout.leaves if leaf.name.startswith("params/"))
-    update = (2 * state + 2 * weights) / bandwidth  # all of it read and written, gradients and narrow copies beside
-    compute = plain + attention + between
-    total = sum(item.seconds or 0.0 for item in sent)
-    waiting = sum((item.seconds or 0.0) * (1 - item.hidden) for item in sent)
-    # What was judged fits beside compute already; of the rest, no more can hide than there is compute.
-    hidden = sum((item.seconds or 0.0) * item.hidden for item in sent if not item.is_judged)
-    exposed = waiting + max(0.0, hidden - compute)
-    stages = stages_of(profile, sizes)
-    bubble, words = 0.0, "no pipeline"
-    if stages.count > 1:
-        # All stages keep the pace of the last, which has the head too: its product twice, and two for gradients.
-        head = 4 * 2 * (profile.vocab_size or 0) * (profile.d_model or 0) * tokens / devices / rate * ring
-        slowest = compute + (stages.count - 1) * head + exposed
-        bubble = slowest / (1 - stages.idle) - compute - exposed
-        words = f"{stages.count - 1} of {stages.ticks} ticks idle, and the last stage has the head as well"
-    step = compute + exposed + bubble + update
-    basis: Basis = "compiled" if is_compiled else "computed"
-    shares = "at the rate measured on one H200" if chip.matmul_flops else f"at {MATMUL_SHARE:.0%} of the peak, assumed"
-    return TimePlan(
-        matmul=Figure(plain + attention, "s", "assumed", shares),
-        memory=Figure(between, "s", "assumed", f"operands and results of matmuls once more, at {MEMORY_SHARE:.0%}"),
-        communication=Figure(total, "s", basis, "if nothing of it were hidden"),
-        exposed=Figure(exposed, "s", basis if is_compiled else "assumed", "what nothing hides"),
-        optimizer=Figure(update, "s", "computed", "the state read and written once"),
-        bubble=Figure(bubble, "s", "computed", words),
-        step=Figure(step, "s", "assumed", "all of it together"),
-    )
 
 
 def _with_forward(flops: Flops, forward: Flops) -> Flops:

@@ -10,8 +10,9 @@ from meshwright.layout.leaf import format_bytes
 from meshwright.layout.table import rich_table, text_table
 from meshwright.pages.numbers import compact, duration, percent
 from meshwright.plan.commands import Subject, train_command
-from meshwright.plan.cost import Plan, Sent
+from meshwright.plan.cost import Plan
 from meshwright.plan.search import Rejected, Search
+from meshwright.plan.sent import Sent
 
 PARTS = ("matmul", "memory", "exposed", "bubble", "optimizer")
 PART_NAMES = {

@@ -5,7 +5,9 @@ from __future__ import annotations
 from meshwright.mesh_string import parse_mesh
 from meshwright.pages import Lane, Section, Span, duration, join, percent, prose, table, timeline
 from meshwright.parallel.schedule import IDLE, gpipe_schedule
-from meshwright.plan.cost import Plan, Sent, TimePlan
+from meshwright.plan.cost import Plan
+from meshwright.plan.sent import Sent
+from meshwright.plan.step_time import TimePlan
 from meshwright.plan.summary import PART_NAMES, PARTS
 
 MATMUL, MEMORY, OPTIMIZER, HIDDEN, EXPOSED, BUBBLE = range(6)
