@@ -2,23 +2,19 @@
 
 import faulthandler
 import functools
-import operator
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.nn.linen import ModelParallelismWrapper
 from meshwright.parallel.dropout import dropout
 from meshwright.parallel.local import local_map
 from meshwright.parallel.pipeline import pipeline
-from meshwright.parallel.pipeline_module import PipelineModule, execute_pipeline, execute_pipeline_step
 from meshwright.parallel.rows import row_key
 from meshwright.parallel.schedule import Schedule, circular_schedule, gpipe_schedule
 from meshwright.parallel.stages import stage_layers, unstage_layers
@@ -319,38 +315,6 @@ def test_weights_are_not_retained_per_microbatch(schedule, num_rounds):
 # --- Schedules as data ---
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4, 7, 8, 16])
-def test_schedules_are_valid_and_their_bubbles_as_computed(num_stages, num_microbatches):
-    gpipe = gpipe_schedule(num_stages, num_microbatches)
-    assert gpipe.num_ticks == num_microbatches + num_stages - 1
-    assert gpipe.bubble_fraction == pytest.approx((num_stages - 1) / gpipe.num_ticks)
-    for num_rounds in (1, 2, 3):
-        table = circular_schedule(num_stages, num_rounds, num_microbatches)
-        assert (table.num_stages, table.num_rounds, table.num_microbatches) == (
-            num_stages, num_rounds, num_microbatches,
-        )  # fmt: skip
-        if num_microbatches % num_stages == 0:
-            assert table.num_ticks == num_microbatches * num_rounds + num_stages - 1
-
-
-@pytest.mark.parametrize(
-    ("stages", "microbatches", "message"),
-    [
-        ([[0, -1], [-1, 1]], [[0, -1], [-1, -1]], "holds a stage and a microbatch, or -1 in both"),
-        ([[1, 0]], [[0, 0]], "tick 0, device 0: stage 1 of microbatch 0 runs on the wrong device; it lives on 1"),
-        ([[0, -1], [0, 1]], [[0, -1], [0, 0]], "was already run at tick 0"),
-        ([[0, -1], [-1, -1], [-1, 1]], [[0, -1], [-1, -1], [-1, 0]], "made at tick 1, but that ran at tick 0"),
-        ([[0, -1], [0, 1]], [[0, -1], [1, 0]], "leaves out 1 cells, first stage 1 of microbatch 1"),
-        ([[0, -1, -1], [-1, 1, -1]], [[0, -1, -1], [-1, 0, -1]], "2 virtual stages on 3 devices"),
-        ([0, 1], [0, 0], "two tables of ticks x devices"),
-    ],
-)
-def test_wrong_tables_are_named(stages, microbatches, message):
-    with pytest.raises(mw.MeshwrightError, match=message):
-        Schedule(np.array(stages), np.array(microbatches))
-
-
 def test_a_table_of_ones_own_runs():
     # GPipe with a pause between the two microbatches.
     table = Schedule(np.array([[0, -1], [-1, 1], [0, -1], [-1, 1]]), np.array([[0, -1], [-1, 0], [1, -1], [-1, 1]]))
@@ -428,137 +392,3 @@ def test_a_closure_that_would_hang_is_an_error():
     run = local_map(local, mesh=mesh_of("pp:2"), in_specs=(P("pp"), P(), P()), out_specs=P())
     with pytest.raises(mw.PlacementError, match=r"stage_fn closes over a float32 array of shape \(1,\)(.|\n)*vary"):
         jax.grad(run, argnums=1)(jnp.ones(2), jnp.ones(1), jnp.ones((2, 1)))
-
-
-# --- The seed's form, for linen ---
-
-
-class Block(nn.Module):
-    width: int = WIDTH
-    rate: float = 0.0
-
-    @nn.compact
-    def __call__(self, x, gain=1.0, train=False, *, shift=0.0):
-        y = nn.Dense(self.width, name="dense")(x * gain) + shift
-        y = nn.Dropout(self.rate, deterministic=not train)(y)
-        return y / jnp.sqrt((y**2).sum(-1, keepdims=True))
-
-
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(4, 4), (1, 2)])
-def test_pipeline_module_equals_its_stages_in_order(num_stages, num_microbatches):
-    module = PipelineModule(model_axis_name="pp", num_microbatches=num_microbatches, module_fn=Block)
-    mesh = mesh_of(f"pp:{num_stages}")
-    x = jax.random.normal(jax.random.key(0), (8, WIDTH))
-    gain = jnp.linspace(0.5, 1.5, 8).reshape(8, 1)
-
-    def init(key, x, gain):
-        key = mw.fold_rng_over_axis(key, "pp")
-        return jax.tree.map(lambda leaf: leaf[None], module.init(key, x, gain))
-
-    params = local_map(init, mesh=mesh, in_specs=P(), out_specs=P("pp"))(jax.random.key(1), x, gain)
-    assert list(params["params"]) == ["Block_0"]
-    kernel = params["params"]["Block_0"]["dense"]["kernel"]
-    assert kernel.shape == (num_stages, WIDTH, WIDTH)
-    assert num_stages == 1 or not np.allclose(kernel[0], kernel[1])
-
-    def piped(params, x, gain):
-        out = module.apply(jax.tree.map(lambda leaf: leaf[0], params), x, gain, False, shift=0.25)
-        return lax.psum(out, "pp") if num_stages > 1 else out
-
-    def in_order(params, x, gain):
-        for stage in range(num_stages):
-            mine = jax.tree.map(operator.itemgetter(stage), params["params"]["Block_0"])
-            x = Block().apply({"params": mine}, x, gain, False, shift=0.25)
-        return x
-
-    def with_grads(f):
-        weight = jnp.arange(8.0).reshape(8, 1)
-        loss = lambda params, x, gain: ((f(params, x, gain) + 1) ** 2 * weight).sum()  # noqa: E731
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)), compiler_options=QUICKLY)(params, x, gain)
-
-    piped = local_map(piped, mesh=mesh, in_specs=(P("pp"), P(), P()), out_specs=P())
-    assert_close(with_grads(piped), with_grads(in_order))
-
-
-def test_pipeline_module_in_the_wrapper_that_gives_each_stage_its_parameters():
-    module = ModelParallelismWrapper(
-        "pp", functools.partial(PipelineModule, model_axis_name="pp", num_microbatches=4, module_fn=Block)
-    )
-    mesh, x = mesh_of("dp:2,pp:2"), jax.random.normal(jax.random.key(0), (16, WIDTH))
-
-    def loss_of(out):
-        return ((out + 1) ** 2 * jnp.arange(WIDTH)).sum()
-
-    def step(params, x):
-        loss, grads = jax.value_and_grad(lambda params: loss_of(lax.psum(module.apply(params, x), "pp")))(params)
-        return lax.psum(loss, "dp"), grads
-
-    init = local_map(module.init, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P("pp"))
-    step = local_map(step, mesh=mesh, in_specs=(P("pp"), P("dp")), out_specs=(P(), P("pp")))
-    params = jax.jit(init, compiler_options=QUICKLY)(jax.random.key(1), x)
-    loss, grads = jax.jit(step, compiler_options=QUICKLY)(params, x)
-    params, grads = nn.meta.unbox(params), nn.meta.unbox(grads)
-    stages, grads = (tree["params"]["sharded"]["Block_0"] for tree in (params, grads))
-    assert stages["dense"]["kernel"].shape == (2, WIDTH, WIDTH)
-
-    def in_order(stages):
-        h = x
-        for stage in range(2):
-            h = Block().apply({"params": jax.tree.map(operator.itemgetter(stage), stages)}, h)
-        return loss_of(h)
-
-    assert_close((loss, grads), jax.value_and_grad(in_order)(stages))
-
-
-def test_pipeline_module_drops_out_by_stage_and_row_not_by_microbatch():
-    x = jnp.ones((8, WIDTH))
-    outs = []
-    for num_microbatches in (2, 4):
-        module = PipelineModule("pp", num_microbatches, functools.partial(Block, rate=0.5))
-
-        def run(key, x, module=module):
-            params = module.init(jax.random.key(0), x)
-            out = module.apply(params, x, 1.0, True, rngs={"dropout": key})
-            return lax.psum(out, "pp")
-
-        run = local_map(run, mesh=mesh_of("pp:2"), in_specs=P(), out_specs=P())
-        outs.append(jax.jit(run, compiler_options=QUICKLY)(jax.random.key(3), x))
-    np.testing.assert_array_equal(outs[0] == 0, outs[1] == 0)
-    assert len(np.unique(np.asarray(outs[0] == 0), axis=0)) > 1  # rows differ
-
-
-def test_execute_pipeline_takes_plain_functions_and_needs_its_axis():
-    def local(w, x, mask):
-        return execute_pipeline(
-            lambda h, mask, flag: h * w * mask if flag else h, x, mask, True, num_microbatches=2, model_axis_name="pp"
-        )[None]
-
-    mask = jnp.array([[1.0], [0.0], [1.0], [1.0]])
-    run = local_map(local, mesh=mesh_of("pp:2"), in_specs=(P("pp"), P(), P()), out_specs=P("pp"))
-    out = run(jnp.array([2.0, 5.0]), jnp.ones((4, 1)), mask)
-    np.testing.assert_array_equal(out[1], 10 * mask)
-    np.testing.assert_array_equal(out[0], jnp.zeros((4, 1)))
-    with pytest.raises(mw.MeshError, match="did you mean 'pp'"):
-        local_map(
-            lambda x: execute_pipeline(lambda h: h, x, num_microbatches=1, model_axis_name="p"),
-            mesh=mesh_of("pp:2"), in_specs=P(), out_specs=P(),
-        )(jnp.ones((2, 1)))  # fmt: skip
-    with pytest.raises(mw.PlacementError, match="differ in their leading dim"):
-        run(jnp.array([2.0, 5.0]), jnp.ones((4, 1)), mask[:3])
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_execute_pipeline_step_moves_by_one_stage(num_stages):
-    def local(w, state, x):
-        step = functools.partial(execute_pipeline_step, lambda h, shift: h * w[0] + shift, model_axis_name="pp")
-        state, output = step(state, x, shift=1.0)
-        return state[None], output[None]
-
-    mesh = mesh_of(f"pp:{num_stages}")
-    run = local_map(local, mesh=mesh, in_specs=(P("pp"), P(), P()), out_specs=(P("pp"), P("pp")))
-    state, output = run(jnp.arange(2.0, 2.0 + num_stages), jnp.full((1,), 7.0), jnp.full((1,), 5.0))
-    # The first stage makes 5 * 2 + 1, the second, of the 7 it was sent, 7 * 3 + 1.
-    assert output[-1].item() == (22.0 if num_stages == 2 else 11.0)
-    if num_stages == 2:
-        assert state.ravel().tolist() == [0.0, 11.0]
-        assert output[0].item() == 0.0
