@@ -173,6 +173,24 @@ def test_what_cannot_be_done_is_said(lab):
         make_train_step(job, optimizer, layout, num_minibatches=4).lower(lab.make_batch())
 
 
+def test_a_batch_that_is_placed_stays_and_others_are_placed_by_rows():
+    def loss(params, batch, rng):
+        return jnp.mean(batch["x"] * params["w"]) * batch["scale"], {}
+
+    job = mw.Job(init=lambda key: {"w": jnp.ones(4)}, rules=[("w", P())], loss=loss)
+    mesh = mw.create_mesh("dp:4,fsdp:2")
+    step = make_train_step(job, optax.sgd(0.1), state_layout(job, optax.sgd(0.1), mesh))
+    batch = {"x": np.arange(32, dtype=np.float32).reshape(8, 4), "scale": np.float32(2)}
+    placed = step.place(batch)
+    assert (placed["x"].sharding.spec, placed["scale"].sharding.spec) == (P(("dp", "fsdp")), P())
+    assert step.place(placed) is placed
+    whole = jax.device_put(batch, jax.sharding.NamedSharding(mesh, P()))  # on the mesh, and not as the step wants it
+    assert step.place(whole)["x"].sharding == placed["x"].sharding
+    np.testing.assert_array_equal(step.place({**batch, "x": batch["x"][:, :2]})["x"], batch["x"][:, :2])
+    with pytest.raises(mw.PlacementError, match="a batch of 6 rows cannot be split over 8 devices"):
+        step.place({**batch, "x": batch["x"][:6]})
+
+
 def test_a_loss_that_splits_without_reducing_is_refused():
     def loss(params, batch, rng):
         return jnp.mean(batch["x"] @ params["w"]), {}
