@@ -31,6 +31,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = f"Meshwright {release}"
 html_show_sourcelink = False
 html_static_path = ["_static"]
+html_extra_path = ["_extra"]  # pages that are whole already: plans/
 html_css_files = ["tables.css"]
 html_theme_options = {
     "show_toc_level": 2,

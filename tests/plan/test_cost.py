@@ -167,6 +167,26 @@ def test_over_a_part_of_a_torus_less_is_hidden():
     assert shares == [{0.9}, {0.8}]
 
 
+def test_rings_hide_no_more_than_their_matmuls_can():
+    """Sixteen ways, hops take longer than the products beside them; four ways, they do not."""
+    job = big_job()
+    profile = profile_job(job, platform="tpu", remats=("none",))
+
+    def rings(mesh, target, peak):
+        plan = make_plan(job, target, Setup(mesh=mesh, rows=64), profile=profile)
+        hidden = [(item.seconds * item.hidden, item.hidden) for item in plan.sent if item.axis == "tp"]
+        matmuls = (plan.flops.matmul - plan.flops.attention) / plan.target.num_devices / (peak * 0.69)
+        return sum(seconds for seconds, _ in hidden) / matmuls, {round(share, 6) for _, share in hidden if share}
+
+    full, shares = rings("dp:16,tp:16", "v5e:16x16", 197e12)
+    assert full == pytest.approx(1)
+    assert max(shares) < 0.9
+    less, shares = rings("dp:16,tp:4", "v5p:4x4x4", 459e12)
+    assert less < 1
+    assert shares == {0.9}
+    assert rings("dp:64,tp:4", "v5e:16x16", 197e12) == (0, set())  # no closed ring there: its hops wait
+
+
 def test_a_pipeline_has_a_bubble():
     plan = plan_of("dp:4,pp:2")
     # Two stages, four microbatches: one of five ticks is idle. The head's four products are the last stage's alone.

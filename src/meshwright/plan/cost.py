@@ -21,7 +21,8 @@ from meshwright.plan.compile import Compiled
 from meshwright.plan.links import axis_links
 from meshwright.plan.memory import MemoryPlan, plan_memory
 from meshwright.plan.profile import Profile, profile_job
-from meshwright.plan.sent import Sent, compiled_sent, computed_sent, host_copies
+from meshwright.plan.rates import matmul_rate
+from meshwright.plan.sent import Sent, beside_matmuls, compiled_sent, computed_sent, host_copies
 from meshwright.plan.setup import Setup, batch_of, make_optimizer
 from meshwright.plan.stages import Stages, stages_of
 from meshwright.plan.step_time import TimePlan, step_time
@@ -202,6 +203,9 @@ def assemble(
         sent = compiled_sent(ran, links)
     else:
         sent = computed_sent(traffic, links, target, spec)
+        rate = None if target.chip is None else matmul_rate(target.chip, profile.precision.compute.name)
+        if rate is not None:
+            sent = beside_matmuls(sent, (flops.matmul - flops.attention) / layout.mesh.size / rate)
         if setup.view == "global":
             sent = tuple(replace(item, basis="assumed") for item in sent)
             notes += ("in the global view XLA decides what is sent; assumed is what our own layers would send",)

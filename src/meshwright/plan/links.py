@@ -39,12 +39,14 @@ class Link:
         speed: bytes per second that each device can send, in gathers and scatters along the axis.
         hops: of the slowest kind, one after the other, in a ring.
         words: how the axis lies on the machine.
+        is_closed: its devices lie on closed rings, where every hop goes to a neighbour.
     """
 
     name: str
     speed: float
     hops: int
     words: str
+    is_closed: bool = True
 
     def seconds(self, wire_bytes: float, count: int = 1) -> float:
         """Returns how long so many transfers take, of which each device sends these bytes in all."""
@@ -130,11 +132,12 @@ def _on_torus(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
                 free.remove(dim)
             lanes = sum(2 if wraps else 1 for _, wraps in taken) or 1
             words = "x".join(str(length) for length, _ in taken) or "inside a chip"
-            words += " of the torus" + ("" if all(wraps for _, wraps in taken) else ", not closed to rings")
+            is_closed = all(wraps for _, wraps in taken)
+            words += " of the torus" + ("" if is_closed else ", not closed to rings")
         else:
             free, lanes = _shared_dims(free, ways)
-            words = "shares dims of the torus"
-        links[axis.name] = Link("ici", chip.links.per_direction * lanes, max(1, size // 2), words)
+            is_closed, words = False, "shares dims of the torus"
+        links[axis.name] = Link("ici", chip.links.per_direction * lanes, max(1, size // 2), words, is_closed)
     return links
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.chips import Chip
 from meshwright.mesh_string import MeshSpec
@@ -27,6 +27,9 @@ WHOLE_HIDDEN_ELSEWHERE = 0.2
 PART_HIDDEN = {"v5p": 0.8}
 # There, a scatter over all chips of a slice is compiled to an all-reduce, of twice the bytes.
 SCATTERS_AS_SUMS = ("v5e", "v6e")
+# There, hops of a ring whose ends are no neighbours are synchronous: seen with libtpu 0.0.42 for tp:4 and tp:8 on a
+# v5e:16x16, where those of tp:16 are not. v6e is assumed to be alike.
+OPEN_RINGS_WAIT = ("v5e", "v6e")
 # What is sent to the host's memory and back. Fitted to four steps of one H200 (benchmarks/RESULTS.md): nothing of it
 # hides where layers are in a loop, and a third where they are written out. For TPUs it is a guess: their programs start
 # and end these copies apart.
@@ -72,8 +75,23 @@ def computed_sent(
         hidden = 0.0 if not item.hides else RING_HIDDEN if item.axis == TENSOR_AXIS else whole
         if item.hides and item.axis != TENSOR_AXIS and not spans:
             hidden = PART_HIDDEN.get(target.kind, hidden)
+        if item.axis == TENSOR_AXIS and target.kind in OPEN_RINGS_WAIT and link is not None and not link.is_closed:
+            hidden = 0.0
         found.append(Sent(item.axis, kind, item.what, wire_bytes, item.count, name, seconds, hidden, "computed"))
     return tuple(found)
+
+
+def beside_matmuls(sent: tuple[Sent, ...], seconds: float) -> tuple[Sent, ...]:
+    """Returns what is sent with no more of the rings hidden than their matmuls, which take `seconds`, can hide.
+
+    A hop of tensor parallelism goes on beside one product and no longer: many small hops take longer than theirs.
+    """
+    hidden = sum((item.seconds or 0.0) * item.hidden for item in sent if item.axis == TENSOR_AXIS)
+    if hidden <= seconds:
+        return sent
+    return tuple(
+        replace(item, hidden=item.hidden * seconds / hidden) if item.axis == TENSOR_AXIS else item for item in sent
+    )
 
 
 def compiled_sent(compiled: Compiled, links: Mapping[str, Link]) -> tuple[Sent, ...]:
