@@ -38,7 +38,8 @@ def main() -> None:
                 continue
             name = f"decoder-{model}-{target.replace(':', '-')}"
             command = [sys.executable, "-m", "meshwright", "plan", "--model", f"decoder-{model}", "--target", target]
-            command += ["--search", "--top", str(args.top), "--constraints", f"batch={tokens} tokens{LIMITS.get(target, '')}"]
+            limits = f"batch={tokens} tokens{LIMITS.get(target, '')}"
+            command += ["--search", "--top", str(args.top), "--constraints", limits]
             command += ["--python", args.gpu if target.startswith("h") else args.tpu, "--timeout", "600"]
             command += ["--html", str(out / f"{name}.html"), "--json"]
             began = time.monotonic()
@@ -100,7 +101,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", default="docs/plans")
     parser.add_argument("--tpu", default=sys.executable, help="an interpreter that has libtpu")
     parser.add_argument("--gpu", default=sys.executable, help="an interpreter that has JAX's CUDA plugin")
-    parser.add_argument("--top", type=int, default=3, help="how many plans of each are compiled")
+    parser.add_argument("--top", type=int, default=2, help="how many plans of each are compiled")
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--only", nargs="*", choices=MACHINES)
     return parser.parse_args()
