@@ -22,6 +22,7 @@ def test_the_fullest_of_this_process_counts():
     ]
     memory = read_memory(devices)
     assert (memory.bytes, memory.peak_bytes, memory.where, memory.limit) == (5 * gib, 9 * gib, "device", 80 * gib)
+    assert memory.of_a_step == 9 * gib  # when it is asked, the step is over and its temporaries are gone
 
 
 def test_on_cpus_it_is_the_process():
@@ -29,6 +30,7 @@ def test_on_cpus_it_is_the_process():
     block = np.ones(50 * 2**20, np.uint8)
     after = read_memory()
     assert before.where == "process"
+    assert before.of_a_step == before.bytes
     assert after.bytes - before.bytes > 40 * 2**20
     assert after.peak_bytes >= after.bytes
     assert abs(after.peak_bytes - resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) < 2**26

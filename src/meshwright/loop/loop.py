@@ -200,7 +200,7 @@ class _Fit:
             told["tokens_per_second"] = metrics["tokens"] / training
         if self.loop.flops_per_step and self.loop.peak_flops:
             told["mfu"] = self.loop.flops_per_step / training / self.loop.peak_flops
-        told["memory_bytes"] = read_memory().bytes
+        told["memory_bytes"] = read_memory().of_a_step
         spent["step"] = max(0.0, total - sum(spent.values()))
         told["seconds"] = {name: round(seconds, 6) for name, seconds in spent.items()}
         return told

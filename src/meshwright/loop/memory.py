@@ -28,6 +28,11 @@ class Memory:
     where: str
     limit: int | None = None
 
+    @property
+    def of_a_step(self) -> int:
+        """What a step needs: of a device the peak, as between steps it holds the state alone; else what is in use."""
+        return self.peak_bytes if self.where == "device" else self.bytes
+
 
 def read_memory(devices: Sequence[Any] | None = None) -> Memory:
     """Returns the memory in use on this process's devices; on CPUs, whose backend does not count it, by the process.
