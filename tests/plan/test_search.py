@@ -110,6 +110,14 @@ def test_slices_are_crossed_by_dp_alone():
     assert all(mesh.startswith("dp:") and "@dcn=2" in mesh.split(",")[0] for mesh in meshes)
 
 
+def test_what_the_compiler_is_known_to_die_on_is_not_ranked():
+    result = found("v5p:16x16x16", "tp=1, pp=1, remat=dots, batch=4096 rows")
+    assert not any("fsdp:4096" in plan.setup.mesh for plan in result.ranked)
+    assert result.ranked
+    (crash,) = {item.detail for item in result.rejected if item.reason == "crash the compiler"}
+    assert "libtpu 0.0.42 crashes (SIGFPE) on fsdp:4096" in crash
+
+
 def test_cpus_cannot_be_ranked():
     with pytest.raises(MeshwrightError, match="no figures for the speed of CPUs"):
         found("cpu:8")

@@ -211,7 +211,7 @@ def assemble(
             notes += ("in the global view XLA decides what is sent; assumed is what our own layers would send",)
     if needs.hosted_per_row and target.chip is not None:
         sent += (host_copies(profile, target.chip, setup, sizes, rows),)
-    notes += _known_to_fail(target, sizes)
+    notes += known_to_fail(target, sizes)
     dtype = profile.precision.compute.name
     peak = None if target.chip is None else target.chip.peak(dtype)
     time = None
@@ -247,7 +247,7 @@ def check_rows(sizes: Mapping[str, int], setup: Setup, rows: int, stages: Stages
         )
 
 
-def _known_to_fail(target: Target, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def known_to_fail(target: Target, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Returns a note where the machine's compiler is known to crash on such a mesh."""
     ways = sizes.get("fsdp", 1)
     if target.platform != "tpu" or ways < CRASHES_FROM:

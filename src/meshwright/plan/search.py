@@ -20,7 +20,7 @@ from meshwright.layout.leaf import format_bytes
 from meshwright.mesh_string import MeshSpec, parse_mesh
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compile import CompileError, compile_step
-from meshwright.plan.cost import Plan, assemble, lay_out, make_plan, profile_of
+from meshwright.plan.cost import Plan, assemble, known_to_fail, lay_out, make_plan, profile_of
 from meshwright.plan.profile import REMATS, Profile, profile_job
 from meshwright.plan.setup import Setup, batch_of
 from meshwright.plan.stages import stages_of
@@ -189,6 +189,10 @@ def search(
                 layout, _ = lay_out(job, profile, spec, first)
             except LayoutError as error:
                 problem = ("do not divide the parameters", str(error).splitlines()[0])
+            else:
+                crashes = known_to_fail(target, dict(layout.mesh.shape))
+                if crashes:
+                    layout, problem = None, ("crash the compiler", crashes[0])
         for setup in _variants(first, constraints, remats):
             if layout is None:
                 assert problem is not None
