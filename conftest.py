@@ -27,7 +27,8 @@ pytest_collect_file = Sybil(
 
 collect_ignore = ["dev.py", "docs/conf.py", "docs/_build"]
 
-# All slow tests together take longer than a run of the whole suite should. Each is run every other day.
+# All slow tests together take longer than a run of the whole suite should. Each is run every third day.
+DAYS = 3
 SLOW = ("some", "all", "none")
 
 
@@ -41,12 +42,12 @@ def pytest_collection_modifyitems(config, items):
     # Tests that are named on the command line are wanted, whatever day it is.
     named = any("::" in argument for argument in config.invocation_params.args)
     wanted = "all" if named else config.getoption("--slow")
-    today = datetime.date.today().toordinal() % 2
+    today = datetime.date.today().toordinal() % DAYS
     left_out = [
         item
         for item in items
         if item.get_closest_marker("slow")
-        and (wanted == "none" or (wanted == "some" and zlib.crc32(item.nodeid.encode()) % 2 != today))
+        and (wanted == "none" or (wanted == "some" and zlib.crc32(item.nodeid.encode()) % DAYS != today))
     ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
