@@ -48,6 +48,11 @@ def test_every_option_is_a_flag(cli):
 def test_resuming_starts_from_the_options_of_the_run(tmp_path):
     (tmp_path / "config.yaml").write_text(preset("smoke").to_yaml())
     assert base_config(["train", "--run", str(tmp_path), "--resume"]) == preset("smoke")
+    # One command starts and resumes: what the run has become counts, not what it was started with.
+    again = ["train", "--preset", "small", "--run", str(tmp_path), "--resume", "--or-start"]
+    assert base_config(again) == preset("smoke")
+    new = ["--run", str(tmp_path / "new"), "--resume", "--or-start"]
+    assert base_config(["train", "--preset", "small", *new]) == preset("small")
 
 
 @pytest.mark.parametrize(

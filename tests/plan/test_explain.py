@@ -65,6 +65,15 @@ def test_the_published_setup_and_what_a_search_finds():
     assert "(in 256 parts)" in causes["parameters"].why
 
 
+def test_on_one_mesh_all_that_matmuls_take_more_is_recomputation():
+    """What is computed again may be attention, which is slower than the rest."""
+    (time, _) = explain(plan("fsdp:256"), plan("fsdp:256", remat="dots"))
+    causes = {cause.what: cause.more for cause in time.causes}
+    both = [plan("fsdp:256", remat=remat)["time"]["matmul"]["value"] for remat in ("none", "dots")]
+    assert causes["recomputation"] == pytest.approx(both[1] - both[0])
+    assert "the model's own matmuls" not in causes
+
+
 def test_signs_turn_with_the_order():
     old, new = (plan(SETUPS[name][0], **SETUPS[name][1]) for name in ("published", "found"))
     there, back = ({c.what: c.more for c in explain(*pair)[0].causes} for pair in ((old, new), (new, old)))

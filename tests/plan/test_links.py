@@ -27,6 +27,8 @@ def speeds(target, mesh):
         ("v5e:8x8", "fsdp:8,tp:8", {"fsdp": ("ici", 50e9), "tp": ("ici", 50e9)}),  # lines, not rings
         ("v5p:4x4x8*2", "dp:2@dcn,fsdp:128", {"dp": ("network", 50e9 / 8), "fsdp": ("ici", 6 * 100e9)}),
         ("v4:4x4x4*2", "dp:2@dcn,fsdp:64", {"dp": ("network", NETWORK_ASSUMED), "fsdp": ("ici", 6 * 50e9)}),
+        # Over both, and no faster than inside a slice: 128 chips have more of the network than of their links.
+        ("v5p:4x4x8*2", "dp:256@dcn=2", {"dp": ("network", 6 * 100e9)}),
         ("cpu:8", "fsdp:8", {}),
     ],
 )

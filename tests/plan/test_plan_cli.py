@@ -257,11 +257,22 @@ def test_a_search_explains_its_best_against_another(cli, tmp_path):
         ([*ON_TPU, "--search", "--mesh", "fsdp:4"], ConfigError, "does not take --mesh"),
         ([*ON_TPU, "--diff", "fsdp:4", "dp:4 remta=full"], MeshwrightError, "'remta=full' of .* is not an option"),
         ([*ON_TPU, "--mesh", "fsdp:8"], MeshwrightError, "fsdp=8 = 8 but there are only 4 devices"),
+        ([*ON_TPU, "--mesh", "fsdp:4", "--constraints", "tp=1"], ConfigError, "--constraints are for a search"),
+        (["--diff", "missing.json", "fsdp:4"], ConfigError, "there is no file 'missing.json'"),
+        ([*ON_TPU, "--diff", "fsdp:4", ""], MeshwrightError, "'' is neither a file nor a setup"),
+        ([*ON_TPU, "--diff", "fsdp:4", "dp:4 minibatches=x"], MeshwrightError, "'minibatches=x' is not a number"),
+        ([*ON_TPU, "--diff", "fsdp:4", "dp:4 overlap=no"], MeshwrightError, "'overlap=no' is not True or False"),
     ],
 )
 def test_wrong_options(cli, arguments, error, text):
     with pytest.raises(error, match=text):
         cli(*arguments)
+
+
+def test_what_a_search_is_compared_with_is_checked_first(cli, monkeypatch):
+    monkeypatch.setattr("meshwright.cli.plan.search_plans", lambda *args, **options: pytest.fail("it searched"))
+    with pytest.raises(MeshwrightError, match="fsdp=8 = 8 but there are only 4 devices"):
+        cli(*ON_TPU, "--search", "--against", "fsdp:8")
 
 
 def test_a_file_that_holds_no_plan(tmp_path):
@@ -290,5 +301,6 @@ def test_setups_as_text_and_options():
     assert parse_setup("fsdp:8 minibatches=2 sync=once", base) == Setup(
         mesh="fsdp:8", rows=16, num_minibatches=2, sync="once"
     )
+    assert parse_setup("fsdp:8 overlap=False clip=0.5", base) == Setup(mesh="fsdp:8", rows=16, overlap=False, clip=0.5)
     setup = Setup(mesh="fsdp:8", precision={"compute": "float16"}, view="global")
     assert setup_arguments(setup) == ["--mesh", "fsdp:8", "--remat", "none", "--view", "global"]

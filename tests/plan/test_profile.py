@@ -71,6 +71,12 @@ def test_what_does_not_grow_with_the_rows_is_told_apart():
     assert longer.needs["full"].kept_per_row == pytest.approx(2 * profile().needs["full"].kept_per_row, rel=0.01)
 
 
+def test_a_policy_needs_the_same_whichever_others_are_counted():
+    alone, beside = profile(remats=("none", "dots")), profile()
+    assert alone.needs["dots"] == beside.needs["dots"]
+    assert alone.needs["none"] == beside.needs["none"]
+
+
 def test_on_gpus_attention_is_that_of_cudnn():
     tpu, gpu = profile(remats=("none",)), profile(platform="gpu", remats=("none",))
     assert tpu.needs["none"].flops.attention == 0

@@ -189,6 +189,8 @@ def test_a_batch_that_is_placed_stays_and_others_are_placed_by_rows():
     np.testing.assert_array_equal(step.place({**batch, "x": batch["x"][:, :2]})["x"], batch["x"][:, :2])
     with pytest.raises(mw.PlacementError, match="a batch of 6 rows cannot be split over 8 devices"):
         step.place({**batch, "x": batch["x"][:6]})
+    state = init_state(job, optax.sgd(0.1), step.layout, jax.random.key(0))
+    assert jax.eval_shape(step, state, placed)[1]["loss"].shape == ()  # a step may be traced as part of a program
 
 
 def test_a_loss_that_splits_without_reducing_is_refused():

@@ -91,6 +91,15 @@ def plan(
     """
     if diff is not None and all(map(_is_file, diff)):
         return _show_diff(read_plan(diff[0]), read_plan(diff[1]), json=json, html=html)
+    missing = [
+        one for one in (*(diff or ()), against) if one is not None and one.endswith(".json") and not _is_file(one)
+    ]
+    if missing:
+        raise ConfigError(
+            f"there is no file {missing[0]!r}.", hint="write a plan with: meshwright plan ... --json > FILE"
+        )
+    if constraints and not search:
+        raise ConfigError("--constraints are for a search.", hint="add --search.")
     if against is not None and not search:
         raise ConfigError("--against is for a search.", hint='--search --against "dp:32,fsdp:8", or --diff A B.')
     if not target:
@@ -122,6 +131,8 @@ def plan(
         given = {"remat": remat, "minibatches": minibatches, "sync": sync, "batch": rows and f"{rows} rows"}
         narrowed = [constraints, *(f"{name}={value}" for name, value in given.items() if value)]
         limits = ", ".join(filter(None, narrowed))
+        if against is not None and not _is_file(against):  # before minutes of compiling
+            ask.check(parse_setup(against, base))
         return _search(ask, limits, base, top=top, json=json, html=html, against=against)
     if not base.mesh:
         raise JobError("no mesh was given, and the job names none.", hint='add --mesh "fsdp:8,tp:4", or --search.')
@@ -168,12 +179,15 @@ class _Ask:
         """What another process can load: the reference to a job where there is one."""
         return self.subject.job or self.job
 
+    def check(self, setup: Setup) -> Plan:
+        """Returns one plan, computed: an error tells what is wrong with a setup in a second."""
+        mesh = str(parse_mesh(setup.mesh).resolve(self.target.num_devices))
+        return make_plan(self.job, self.target, replace(setup, mesh=mesh), price=self.price)
+
     def plan(self, setup: Setup) -> Plan:
         """Returns one plan, compiled if that is possible."""
-        mesh = str(parse_mesh(setup.mesh).resolve(self.target.num_devices))
-        setup = replace(setup, mesh=mesh)
-        # Computed first: it checks the setup in a second, before minutes of compiling.
-        made = make_plan(self.job, self.target, setup, price=self.price)
+        made = self.check(setup)  # before minutes of compiling
+        setup = made.setup
         compiled = self._compile(setup) if self.compiles else None
         if compiled is None:
             return made

@@ -55,12 +55,15 @@ def make_train(args: Sequence[str]) -> Callable[..., int]:
 
 def base_config(args: Sequence[str]) -> TrainConfig:
     """Returns the options before those of the command line: of the run to resume, a preset, a file."""
-    run_folder, resume, or_start = _value(args, "run"), "--resume" in args, "--or-start" in args
+    run_folder, resume = _value(args, "run"), "--resume" in args
+    or_start = any(arg in ("--or-start", "--or_start") for arg in args)
     base = TrainConfig()
     if resume and run_folder is not None:
         path = Path(run_folder) / "config.yaml"
         if path.is_file():
             base = read_config(path)
+            if or_start:  # the command that started it is given again: what the run has become since then counts
+                return base
         elif not or_start:
             raise ConfigError(f"{run_folder} holds no run to resume.", hint="the folder with config.yaml in it.")
     name, file = _value(args, "preset"), _value(args, "config")

@@ -72,6 +72,6 @@ class SpikeGuard:
         self._in_a_row = int(state["in_a_row"])
 
     def reset(self) -> None:
-        """Forgets all losses: a run that went back starts anew."""
+        """Forgets all losses."""
         self._losses.clear()
         self._in_a_row = 0

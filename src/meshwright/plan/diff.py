@@ -133,6 +133,11 @@ def parse_setup(text: str, base: Setup) -> Setup:
         >>> str(parse_setup("fsdp:8 remat=full num_minibatches=2", Setup(mesh="dp:8", sync="once")))
         'fsdp:8 remat=full num_minibatches=2 sync=once'
     """
+    if not text.strip() or text.strip().endswith(".json"):
+        raise MeshwrightError(
+            f"{text!r} is neither a file nor a setup.",
+            hint='"fsdp:32,tp:4 remat=full", or a file that `meshwright plan --json` wrote.',
+        )
     mesh, *words = text.split()
     changes: dict[str, Any] = {}
     for word in words:
@@ -143,8 +148,26 @@ def parse_setup(text: str, base: Setup) -> Setup:
                 f"{word!r} of {text!r} is not an option of a setup, and {text!r} is no file.",
                 hint='"fsdp:32,tp:4 remat=full minibatches=2", or a file that `meshwright plan --json` wrote.',
             )
-        changes[name] = int(value) if value.isdigit() else value
+        changes[name] = _value(name, value, word)
     return dataclasses.replace(base, mesh=mesh, **changes)
+
+
+def _value(name: str, text: str, word: str) -> Any:
+    """Returns an option of a setup as its field has it."""
+    kinds: dict[str, Any] = {
+        "rows": int,
+        "num_minibatches": int,
+        "clip": float,
+        "overlap": {"True": True, "False": False},
+    }
+    kind = kinds.get(name, str)
+    try:
+        return kind[text] if isinstance(kind, dict) else kind(text)
+    except (KeyError, ValueError):
+        wanted = "True or False" if isinstance(kind, dict) else "a number"
+        raise MeshwrightError(
+            f"{word!r} is not {wanted}.", hint=f"such as {name}={'False' if kind is kinds['overlap'] else 2}."
+        ) from None
 
 
 def _memory(old: PlanData, new: PlanData) -> list[Change]:

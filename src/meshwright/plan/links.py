@@ -79,7 +79,8 @@ def axis_links(target: Target, spec: MeshSpec) -> Mapping[str, Link]:
             # Each device sends its share of what its slice sends, once it was gathered or scattered inside.
             ways = axis.size // dcn
             words = f"crosses {dcn} slices" + (", speed assumed" if chip.network is None else "")
-            links[axis.name] = Link("network", speed * ways, dcn - 1, words)
+            within = inside[axis.name].speed if ways > 1 else speed
+            links[axis.name] = Link("network", min(speed * ways, within), dcn - 1, words)
         else:
             links[axis.name] = inside[axis.name]
     return links

@@ -32,6 +32,7 @@ REMATS = ("none", "dots", "full")
 """What a search tries."""
 _PLANNED = (*REMATS, "offload")
 _ROWS = 2
+_LEAST = "full"  # the policy that keeps the least
 # What changes no value, and what is cheaper to compute again than to store.
 _RENAMES = ("reshape", "name", "squeeze", "expand_dims", "convert_element_type", "copy")
 _CHEAP = ("mul", "add", "sub", "neg", "convert_element_type")
@@ -131,8 +132,9 @@ def profile_job(
     traced = {remat: _trace(job, params, dtypes, remat, _ROWS, platform) for remat in remats}
     # What does not grow with the rows hardly depends on the policy: gradients that the loss already has, and weights
     # that matmuls read. It is clearest where the least is kept.
-    least = traced[remats[-1]]
-    more = _trace(job, params, dtypes, remats[-1], 2 * _ROWS, platform)
+    # It is taken from one policy, whichever were asked for, so that plans of different searches can be compared.
+    least = traced.get(_LEAST) or _trace(job, params, dtypes, _LEAST, _ROWS, platform)
+    more = _trace(job, params, dtypes, _LEAST, 2 * _ROWS, platform)
     fixed, weights = max(0.0, 2 * least.kept - more.kept), max(0, 2 * least.flops.moved - more.flops.moved)
     needs = {
         remat: Needs(
@@ -221,9 +223,14 @@ def _is_on_host(var: Any) -> bool:
 def _forward(job: Any, params: PyTree, dtypes: Precision, platform: str) -> Flops:
     """Returns the operations of one row's loss, which a pipeline computes once more."""
     loss, key = _loss(job, "none"), jax.eval_shape(lambda: jax.random.key(0))
-    with _traced_for(platform):
-        jaxpr = jax.make_jaxpr(loss)(_narrow(params, dtypes), batch_of(job, _ROWS), key).jaxpr
-    return _over(count_jaxpr(jaxpr), _ROWS)
+
+    def count(rows: int) -> Flops:
+        with _traced_for(platform):
+            return count_jaxpr(jax.make_jaxpr(loss)(_narrow(params, dtypes), batch_of(job, rows), key).jaxpr)
+
+    found = count(_ROWS)
+    weights = max(0, 2 * found.moved - count(2 * _ROWS).moved)
+    return _over(replace(found, moved=found.moved - weights), _ROWS)
 
 
 def _narrow(params: PyTree, dtypes: Precision) -> PyTree:

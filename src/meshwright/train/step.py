@@ -232,7 +232,10 @@ class Step:
             self._shardings[shapes] = self.batch_shardings(batch)
         shardings = self._shardings[shapes]
         if all(
-            isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
+            isinstance(leaf, jax.Array)
+            and not isinstance(leaf, jax.core.Tracer)
+            and leaf.committed
+            and leaf.sharding == sharding
             for leaf, sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
         ):
             return batch
