@@ -240,7 +240,9 @@ def test_wrong_folders_are_refused_and_nothing_is_lost(make_config, stop_at):
 def test_one_command_starts_a_run_and_goes_on_with_it(make_config, read_run, stop_at):
     config = make_config(steps=4, eval_every=0, resume=True, or_start=True)
     stop_at(2)
-    assert train(config, **QUIET).step == 2
+    said = []
+    assert train(config, say=said.append).step == 2
+    assert any("there was no run in" in line and "it starts" in line for line in said)
     stop_at()
     assert train(config, **QUIET).why == "finished"
     steps, _, events = read_run(fit_folder(config))

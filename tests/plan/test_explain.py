@@ -74,6 +74,13 @@ def test_on_one_mesh_all_that_matmuls_take_more_is_recomputation():
     assert "the model's own matmuls" not in causes
 
 
+def test_what_zero_1_splits_is_told():
+    _, memory = explain(plan("dp:256"), plan("dp:256", zero_axis="dp"))
+    (cause,) = [cause for cause in memory.causes if cause.what == "optimizer"]
+    assert "(whole, and along dp)" in cause.why
+    assert "in A (whole)" in cause.why
+
+
 def test_signs_turn_with_the_order():
     old, new = (plan(SETUPS[name][0], **SETUPS[name][1]) for name in ("published", "found"))
     there, back = ({c.what: c.more for c in explain(*pair)[0].causes} for pair in ((old, new), (new, old)))

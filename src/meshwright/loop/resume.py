@@ -49,6 +49,8 @@ def find_start(run: Prepared, checkpoints: Checkpoints, log: RunLog) -> Start:
             log.event("resume", 0, "no checkpoint was there: started again")
         else:
             log.event("start", 0, f"started on {run.choice.mesh}")
+            if config.run.or_start:
+                run.tell(f"there was no run in {run.folder.path} to resume: it starts")
         key = jax.random.key(config.run.seed)
         return Start(init_state(run.job, run.optimizer, run.layout, key, precision=run.precision))
     restored = checkpoints.restore(run.layout, cast=config.run.cast)
@@ -93,7 +95,8 @@ def _changes(run: Prepared, facts: Mapping[str, Any], step: int) -> list[str]:
     if before.get("steps") != now["steps"] and before.get("schedule") == now["schedule"] != "constant":
         old = TrainConfig().changed({name: value for name, value in before.items() if name in now})
         last, after = (float(make_schedule(config.optimizer, config.run.steps)(step)) for config in (old, run.config))
-        told.append(f"the schedule now ends at step {now['steps']}: the rate here is {after:.2e} instead of {last:.2e}")
+        rates = f"{after:.2e} instead of {last:.2e}" if f"{last:.2e}" != f"{after:.2e}" else f"{after:.2e} as before"
+        told.append(f"the schedule now ends at step {now['steps']}: the rate here is {rates}")
     return told
 
 

@@ -228,7 +228,12 @@ def _memory(before: PlanData, after: PlanData) -> list[Cause]:
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         sizes = [float(side[name]["bytes"]) if name in side else 0.0 for side in sides]
         if name in ("parameters", "optimizer"):
-            notes = [f"in {count} parts" for count in ways]
+            # ZeRO-1 splits the optimizer's statistics along one more axis.
+            zeros = [plan["setup"].get("zero_axis") if name == "optimizer" else None for plan in (before, after)]
+            notes = [
+                ("whole" if count == 1 else f"in {count} parts") + (f", and along {zero}" if zero else "")
+                for count, zero in zip(ways, zeros, strict=True)
+            ]
         else:
             notes = [str(side[name]["note"]) if name in side else "" for side in sides]
         causes.append(_cause(name, sizes, _each(sizes, notes, format_bytes), "bytes"))

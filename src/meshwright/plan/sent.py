@@ -75,6 +75,8 @@ def computed_sent(
         hidden = 0.0 if not item.hides else RING_HIDDEN if item.axis == TENSOR_AXIS else whole
         if item.hides and item.axis != TENSOR_AXIS and not spans:
             hidden = PART_HIDDEN.get(target.kind, hidden)
+        if target.platform == "cpu":  # whose collectives are all synchronous
+            hidden = 0.0
         if item.axis == TENSOR_AXIS and target.kind in OPEN_RINGS_WAIT and link is not None and not link.is_closed:
             hidden = 0.0
         found.append(Sent(item.axis, kind, item.what, wire_bytes, item.count, name, seconds, hidden, "computed"))
