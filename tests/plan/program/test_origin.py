@@ -223,6 +223,7 @@ def test_the_last_scope_that_a_person_gave(source, scope):
     assert last_scope(source) == scope
 
 
+# Home folders as Linux and macOS have them, for users and for the superuser.
 @pytest.mark.parametrize("path", ["/home/me/train.py", "/root/train.py", "/Users/me/train.py", "train.py"])
 def test_no_home_folder_shows(path):
     assert short_path(path) == "train.py"
