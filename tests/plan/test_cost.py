@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import optax
 import pytest
@@ -11,10 +12,11 @@ import meshwright as mw
 from meshwright.errors import MeshwrightError, PlacementError
 from meshwright.models import Decoder, Run
 from meshwright.plan.compile import Compiled, CompiledCollective
-from meshwright.plan.cost import make_plan
+from meshwright.plan.cost import known_to_fail, make_plan
 from meshwright.plan.memory import gradient_bytes
 from meshwright.plan.profile import profile_job
 from meshwright.plan.setup import Setup
+from meshwright.plan.target import parse_target
 from meshwright.train.language import language_job
 from meshwright.train.state import state_layout
 
@@ -123,6 +125,18 @@ def test_minibatches_divide_activations_and_recomputing_drops_them():
     fixed = small()[1].needs["none"].kept_fixed
     assert activations(num_minibatches=2) - fixed == pytest.approx((activations() - fixed) / 2)
     assert activations(remat="full") < activations(remat="dots") < activations()
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": "dots"}, {"target": "h200:1x8", "mesh": "dp:8"}], ids=str)
+def test_kinds_of_layers_add_up_to_the_activations(options):
+    plan = plan_of(options.pop("mesh", "fsdp:8"), **options)
+    part = next(part for part in plan.memory.parts if part.name == "activations")
+    assert math.fsum(part.split.values()) == pytest.approx(part.bytes)
+    assert list(part.split.values()) == sorted(part.split.values(), reverse=True)
+    assert {"attention", "feed-forward", "norms", "loss"} <= {*part.split}
+    without = part.without(part.bytes / 4, "less")
+    assert math.fsum(without.split.values()) == pytest.approx(part.bytes * 3 / 4)
+    assert plan.to_json()["memory"]["parts"][plan.memory.parts.index(part)]["split"] == part.split
 
 
 def test_verdicts_on_memory():
@@ -280,6 +294,8 @@ def test_what_compilers_are_known_to_die_on_is_said():
     for mesh, said in (("fsdp:4096", True), ("dp:16,fsdp:256", False)):
         notes = make_plan(job, "v5p:16x16x16", Setup(mesh=mesh), profile=profile).notes
         assert any("libtpu 0.0.42 crashes" in note and "dp:16,fsdp:256 does" in note for note in notes) is said
+    wide = known_to_fail(parse_target("v5p:16x16x32"), {"fsdp": 4096, "tp": 2})
+    assert wide[0].endswith("; dp:16,fsdp:256,tp:2 does")
 
 
 def test_in_the_global_view_what_is_sent_is_assumed():

@@ -1,6 +1,7 @@
 """Why two plans differ: the causes add up to the difference, the largest first, with the right sign."""
 
 import functools
+import re
 
 import pytest
 
@@ -60,6 +61,9 @@ def test_the_published_setup_and_what_a_search_finds():
     assert "over network, 0% of it hidden" in causes["all-reduce over dp"].why
     assert causes["reduce-scatter over fsdp"].more > 0  # whole gradients cross the network at once
     assert causes["activations"].more > 0
+    assert re.search(
+        r"; from (attention|feed-forward) \+[\d.]+ GiB, (attention|feed-forward|norms) \+", causes["activations"].why
+    )
     assert causes["gradients"].more > 0
     assert causes["parameters"].more < 0
     assert "(in 256 parts)" in causes["parameters"].why

@@ -104,10 +104,17 @@ def test_the_commands_are_ones_that_train_and_plan_understand(cli):
     wanted = {"mesh": "dp:2,fsdp:2", "remat": "dots", "minibatches": 2, "sync": "once", "batch_size": 8}
     assert {name: flat[name] for name in wanted} == wanted
     assert (flat["zero_axis"], flat["optimizer"], flat["precision"]) == ("dp", "lion", "mixed")
-    again = shlex.split(plan_command(made, Subject(model="decoder-tiny", num_tokens=64), ["--no-compile", "--json"]))
-    data = json.loads(cli(*again[2:])[1])
+    again = shlex.split(plan_command(made, Subject(model="decoder-tiny", num_tokens=64)))
+    assert again[-1] == "--no-compile"
+    data = json.loads(cli(*again[2:], "--json")[1])
     assert Setup.from_json(data["setup"]) == setup
     assert data["rows"] == 8
+
+
+def test_a_command_is_shown_only_where_train_has_one(cli):
+    _, out, _ = cli(*ON_TPU, "--mesh", "fsdp:4", "--optimizer", "adabelief")
+    assert "run it: by make_train_step; `meshwright train` has no adabelief, but adamw, adafactor, lion, sgd" in out
+    assert json.loads(cli(*ON_TPU, "--mesh", "fsdp:4", "--optimizer", "adabelief", "--json")[1])["command"] is None
 
 
 def test_a_job_brings_its_batch_and_mesh(cli):
@@ -257,6 +264,7 @@ def test_a_search_explains_its_best_against_another(cli, tmp_path):
         ([*ON_TPU, "--search", "--mesh", "fsdp:4"], ConfigError, "does not take --mesh"),
         ([*ON_TPU, "--diff", "fsdp:4", "dp:4 remta=full"], MeshwrightError, "'remta=full' of .* is not an option"),
         ([*ON_TPU, "--mesh", "fsdp:8"], MeshwrightError, "fsdp=8 = 8 but there are only 4 devices"),
+        ([*ON_TPU, "--mesh", "fsdp:4", "--top", "2"], ConfigError, "--top is for a search"),
         ([*ON_TPU, "--mesh", "fsdp:4", "--constraints", "tp=1"], ConfigError, "--constraints are for a search"),
         (["--diff", "missing.json", "fsdp:4"], ConfigError, "there is no file 'missing.json'"),
         ([*ON_TPU, "--diff", "fsdp:4", ""], MeshwrightError, "'' is neither a file nor a setup"),

@@ -109,8 +109,8 @@ def test_the_page_of_a_7b_decoder_and_its_search(browse, tmp_path):
     assert seen.console == []
     assert seen.found["problems"] == []
     assert seen.found["network"] == []
-    # Memory, time, mesh, torus, four leaves, and a bar for each of four plans.
-    assert seen.found["pictures"] == 12
+    # Memory, activations, time, mesh, torus, four leaves, and a bar for each of four plans.
+    assert seen.found["pictures"] == 13
     assert seen.found["buttons"] == ["Copy"] * 6  # to train, to plan again, and of each plan
     # Device 0 in the mesh, and in a tile of each of the four pictures of leaves.
     assert seen.found["lit"] == ["0"] * 5
@@ -179,7 +179,8 @@ def test_a_plan_that_does_not_fit_says_what_would_help():
     plan = make_plan(big_job(), "v5p:2x2x1", setup, profile=big_profile())
     text = words(render_plan(plan, job=big_job(), subject=SUBJECT))
     assert "✕ does not fit" in text
-    assert "The largest part is activations" in text
+    assert "the largest part is activations with" in text
+    assert "Train it so all the same, on every host" in text
     assert "More remat, more minibatches, fewer rows or a larger tp axis take less of it." in text
 
 

@@ -63,6 +63,30 @@ def test_layers_written_out_keep_what_no_compiler_would_make_twice():
     assert (few.written_out, profile().written_out) == (True, False)
 
 
+def test_what_waits_is_known_by_the_kind_of_layer_that_made_it():
+    few, many = (profile(count, platform="gpu", remats=("none",), layers="unroll").needs["none"] for count in (2, 4))
+    each = {kind: (many.kept[kind] - few.kept[kind]) / 2 / TOKENS for kind in many.kept}
+    assert each == {
+        "attention": 2 * 4 * WIDTH + 4 * 8,  # queries, keys, values, attended values; a float32 of every head
+        "feed-forward": 2 * 3 * HIDDEN,  # gate, up and their product
+        "norms": 2 * 2 * WIDTH + 4 * 2 * 2,  # the results of both; two float32 of each
+        "residual stream": 2 * 2 * WIDTH,  # what both read
+        "embedding": 0,
+        "loss": 0,
+    }
+    assert few.fixed == {"loss": VOCAB * WIDTH * 2}
+
+
+def test_kinds_are_the_same_in_loops_and_under_policies():
+    scanned = [profile(count).needs for count in (2, 4)]
+    dots = {kind: (scanned[1]["dots"].kept[kind] - size) / 2 / TOKENS for kind, size in scanned[0]["dots"].kept.items()}
+    # Results of matmuls: q, k, v, o and the attended values; gate and up. The last matmul's are the next layer's input.
+    assert (dots["attention"], dots["feed-forward"]) == (2 * 5 * WIDTH, 2 * 2 * HIDDEN)
+    assert dots["residual stream"] == 2 * WIDTH
+    offload = profile(remats=("offload",)).needs["offload"]
+    assert offload.hosted == {kind: scanned[0]["dots"].kept[kind] for kind in ("attention", "feed-forward")}
+
+
 def test_what_does_not_grow_with_the_rows_is_told_apart():
     # The loss hands the head's gradient to the backward pass, whatever the batch.
     assert profile().needs["full"].kept_fixed >= VOCAB * WIDTH * 2

@@ -47,7 +47,7 @@ def plan(
     zero_axis: str | None = None,
     optimizer: str = "adamw",
     constraints: str = "",
-    top: int = 3,
+    top: int | None = None,
     compile: bool = True,
     python: str | None = None,
     timeout: float = 180.0,
@@ -79,7 +79,7 @@ def plan(
         zero_axis: splits the optimizer's statistics along this axis too (ZeRO-1).
         optimizer: one of optax, by name.
         constraints: what a search keeps to: "tp<=8, pp=1, batch=4M tokens, remat=full|dots".
-        top: how many plans a search shows and compiles.
+        top: how many plans a search shows and compiles; 3 by default.
         compile: whether to ask the machine's compiler.
         python: an interpreter that has that compiler; this one by default.
         timeout: seconds for each compilation.
@@ -100,6 +100,8 @@ def plan(
         )
     if constraints and not search:
         raise ConfigError("--constraints are for a search.", hint="add --search.")
+    if top is not None and not search:
+        raise ConfigError("--top is for a search.", hint="add --search.")
     if against is not None and not search:
         raise ConfigError("--against is for a search.", hint='--search --against "dp:32,fsdp:8", or --diff A B.')
     if not target:
@@ -133,7 +135,7 @@ def plan(
         limits = ", ".join(filter(None, narrowed))
         if against is not None and not _is_file(against):  # before minutes of compiling
             ask.check(parse_setup(against, base))
-        return _search(ask, limits, base, top=top, json=json, html=html, against=against)
+        return _search(ask, limits, base, top=3 if top is None else top, json=json, html=html, against=against)
     if not base.mesh:
         raise JobError("no mesh was given, and the job names none.", hint='add --mesh "fsdp:8,tp:4", or --search.')
     made = ask.plan(base)

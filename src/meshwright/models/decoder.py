@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.models.attention import attention
 from meshwright.models.language import Context, LanguageModel, scaled_normal
-from meshwright.models.ops import rotary_tables, rotate, swiglu
+from meshwright.models.ops import rotary_tables, rotate
 from meshwright.models.run import PROJECTION
 from meshwright.parallel.tensor import local_heads, sequence_norm
 from meshwright.types import PRNGKeyArray, PyTree
@@ -113,10 +113,10 @@ class Decoder(LanguageModel):
     def layer(self, params: PyTree, h: Any, context: Context) -> Any:
         attn = self._attend(params["attn"], context.norm(h, params["attn_norm"]), context)
         h = h + context.drop(attn, 0)
-        mlp = params["mlp"]
-        gate, up = context.columns(context.norm(h, params["mlp_norm"]), mlp["gate"], mlp["up"])
-        return h + context.drop(context.rows(swiglu(gate, up), mlp["down"]), 1)
+        mlp = context.feed_forward(params["mlp"], context.norm(h, params["mlp_norm"]))
+        return h + context.drop(mlp, 1)
 
+    @jax.named_scope("attention")
     def _attend(self, params: PyTree, x: Any, context: Context) -> Any:
         axis = context.run.tensor()
         heads = local_heads(self.num_heads, axis=axis)

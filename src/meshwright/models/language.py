@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.axes import is_manual, place_on
 from meshwright.errors import MeshwrightError, PlacementError, did_you_mean
 from meshwright.mesh import current_mesh
+from meshwright.models.ops import swiglu
 from meshwright.models.run import PROJECTION, Remat, Run
 from meshwright.models.stack import run_layers
 from meshwright.parallel.dropout import dropout
@@ -274,6 +275,12 @@ class Context:
             # What is added to it next stays out of the matmul: XLA would copy that first, to let cuBLAS add to it.
             h = lax.optimization_barrier(h)
         return checkpoint_name(h, PROJECTION)
+
+    @jax.named_scope("mlp")
+    def feed_forward(self, params: PyTree, x: Any) -> Any:
+        """Returns `(silu(x @ gate) * (x @ up)) @ down`."""
+        gate, up = self.columns(x, params["gate"], params["up"])
+        return self.rows(swiglu(gate, up), params["down"])
 
     def drop(self, h: Any, site: int) -> Any:
         """Returns `h` with dropout, where there is a key; `site` tells the places within a layer apart."""

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.models.language import Context, LanguageModel, scaled_normal
 from meshwright.models.mlstm import mlstm_chunkwise
-from meshwright.models.ops import swiglu
 from meshwright.models.run import PROJECTION
 from meshwright.parallel.tensor import local_heads
 from meshwright.types import PRNGKeyArray, PyTree
@@ -97,10 +96,10 @@ class XLSTM(LanguageModel):
     def layer(self, params: PyTree, h: Any, context: Context) -> Any:
         mixed = self._remember(params["mlstm"], context.norm(h, params["mlstm_norm"]), context)
         h = h + context.drop(mixed, 0)
-        mlp = params["mlp"]
-        gate, up = context.columns(context.norm(h, params["mlp_norm"]), mlp["gate"], mlp["up"])
-        return h + context.drop(context.rows(swiglu(gate, up), mlp["down"]), 1)
+        mlp = context.feed_forward(params["mlp"], context.norm(h, params["mlp_norm"]))
+        return h + context.drop(mlp, 1)
 
+    @jax.named_scope("mlstm")
     def _remember(self, params: PyTree, x: Any, context: Context) -> Any:
         heads = local_heads(self.num_heads, axis=context.run.tensor())
         names = ("q", "k", "v", "o_gate", "i_gate", "f_gate")

@@ -66,6 +66,7 @@ class LossOptions(TypedDict, total=False):
     logits_dtype: Any
 
 
+@jax.named_scope("loss")
 def linear_cross_entropy(
     x: jax.Array,
     head: jax.Array,

@@ -146,6 +146,7 @@ def row_dense(
     return y if b is None else _add_bias(y, b)
 
 
+@jax.named_scope("norm")
 def sequence_norm(
     x: jax.Array,
     scale: jax.Array,

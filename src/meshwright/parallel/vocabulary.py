@@ -24,6 +24,7 @@ from meshwright.parallel.overlap_loops import dot
 from meshwright.parallel.tensor import GatherOptions, check_divides, check_matmul, check_split, refuse_options
 
 
+@jax.named_scope("embedding")
 def vocab_embed(
     ids: jax.Array,
     table: jax.Array,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args, get_type_hints
 
+from meshwright.loop.config import OptimizerOptions
 from meshwright.plan.cost import Plan
 from meshwright.plan.setup import Setup
 
@@ -37,23 +38,40 @@ class Subject:
         return ["--model", self.model, *options, *tokens]
 
 
-def train_command(plan: Plan, subject: Subject) -> str:
+def train_command(plan: Plan, subject: Subject) -> str | None:
     """Returns the command that trains as planned, to be given on every host of the machine.
 
-    A job brings its own batch, of which the command line cannot change the rows.
+    None where there is no such command: a plan takes every optimizer of optax, and `meshwright train` a few. A job
+    brings its own batch, of which the command line cannot change the rows.
     """
+    if plan.setup.optimizer not in _trained_with():
+        return None
     rows = [] if subject.model is None else ["--batch-size", str(plan.rows)]
     return shlex.join(["meshwright", "train", *subject.arguments(), *rows, *setup_arguments(plan.setup)])
 
 
-def plan_command(plan: Plan, subject: Subject, extra: Sequence[str] = ()) -> str:
+def how_to_run(plan: Plan, subject: Subject) -> str:
+    """Returns a line with the command that trains as planned, and whether it is one to give."""
+    line = train_command(plan, subject)
+    if line is None:
+        known = ", ".join(_trained_with())
+        return f"run it: by make_train_step; `meshwright train` has no {plan.setup.optimizer}, but {known}"
+    return f"it does not fit; to run it all the same: {line}" if plan.memory.fits is False else f"run it: {line}"
+
+
+def _trained_with() -> tuple[str, ...]:
+    return get_args(get_type_hints(OptimizerOptions)["optimizer"])
+
+
+def plan_command(plan: Plan, subject: Subject) -> str:
     """Returns the command that makes this plan."""
     named = subject.arguments()
     if subject.job is not None:
         named = [subject.job]
     target = ["--target", plan.target.name, "--batch-size", str(plan.rows)]
     price = [] if plan.price is None else ["--price", f"{plan.price:g}"]
-    return shlex.join(["meshwright", "plan", *named, *target, *setup_arguments(plan.setup), *price, *extra])
+    own = [] if plan.compiled is not None else ["--no-compile"]
+    return shlex.join(["meshwright", "plan", *named, *target, *setup_arguments(plan.setup), *price, *own])
 
 
 def setup_arguments(setup: Setup) -> list[str]:

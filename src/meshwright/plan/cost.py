@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
@@ -56,6 +56,7 @@ class Plan:
     price: float | None = None
     notes: tuple[str, ...] = ()
     compiled: Compiled | None = None
+    stages: Stages = field(default_factory=lambda: Stages(1, 1))
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -96,6 +97,7 @@ class Plan:
             "mfu": self.mfu,
             "price": self.price,
             "dollars_per_billion_tokens": self.dollars_per_billion_tokens,
+            "pipeline": asdict(self.stages),
             "notes": list(self.notes),
             "compiled": None if self.compiled is None else self.compiled.to_json(),
         }
@@ -231,6 +233,7 @@ def assemble(
         price=price,
         notes=notes + flops.notes + (() if compiled is None else compiled.notes),
         compiled=compiled,
+        stages=stages,
     )
 
 
@@ -252,7 +255,9 @@ def known_to_fail(target: Target, sizes: Mapping[str, int]) -> tuple[str, ...]:
     ways = sizes.get("fsdp", 1)
     if target.platform != "tpu" or ways < CRASHES_FROM:
         return ()
-    other = f"dp:{ways // 256},fsdp:256"
+    others = {"dp": sizes.get("dp", 1) * ways // 256, "fsdp": 256}
+    others |= {axis: size for axis, size in sizes.items() if axis not in others}
+    other = ",".join(f"{axis}:{size}" for axis, size in others.items() if size > 1)
     return (f"libtpu 0.0.42 crashes (SIGFPE) on fsdp:{CRASHES_FROM}, so this may not compile; {other} does",)
 
 

@@ -171,11 +171,19 @@ def _value(name: str, text: str, word: str) -> Any:
 
 
 def _memory(old: PlanData, new: PlanData) -> list[Change]:
-    parts = [{part["name"]: float(part["bytes"]) for part in plan["memory"]["parts"]} for plan in (old, new)]
+    parts = [_by_name(plan["memory"]["parts"]) for plan in (old, new)]
     names = dict.fromkeys([*parts[0], *parts[1]])
     group = f"Memory of a device ({_both(old['memory']['basis'], new['memory']['basis'])})"
     found = [Change(group, name, parts[0].get(name, 0.0), parts[1].get(name, 0.0), "bytes") for name in names]
     return [*found, Change(group, "total", old["memory"]["total"], new["memory"]["total"], "bytes")]
+
+
+def _by_name(parts: list[PlanData]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in parts:
+        found[part["name"]] = float(part["bytes"])
+        found |= {f"{part['name']} from {kind}": float(size) for kind, size in part.get("split", {}).items()}
+    return found
 
 
 def _sent(old: PlanData, new: PlanData) -> list[Change]:

@@ -236,7 +236,8 @@ def _memory(before: PlanData, after: PlanData) -> list[Cause]:
             ]
         else:
             notes = [str(side[name]["note"]) if name in side else "" for side in sides]
-        causes.append(_cause(name, sizes, _each(sizes, notes, format_bytes), "bytes"))
+        why = _each(sizes, notes, format_bytes) + _kinds([side.get(name, {}).get("split", {}) for side in sides])
+        causes.append(_cause(name, sizes, why, "bytes"))
     # A plan that was compiled, but did not fit, has parts that do not add up to what the compiler wanted.
     rest = [plan["memory"]["total"] - math.fsum(part["bytes"] for part in side.values()) for plan, side in zip(
         (before, after), sides, strict=True
@@ -244,6 +245,17 @@ def _memory(before: PlanData, after: PlanData) -> list[Cause]:
     if any(abs(size) > 1 for size in rest):
         causes.append(_cause("not told apart", rest, _each(rest, ["", ""], format_bytes), "bytes"))
     return causes
+
+
+def _kinds(splits: list[dict[str, float]]) -> str:
+    """Returns the kinds of layer that most of a difference comes from."""
+    more = {
+        kind: splits[1].get(kind, 0.0) - splits[0].get(kind, 0.0) for kind in dict.fromkeys([*splits[0], *splits[1]])
+    }
+    largest = [kind for kind in sorted(more, key=lambda kind: -abs(more[kind])) if abs(more[kind]) >= 1][:2]
+    return "".join(
+        f"{'; from' if not place else ','} {kind} {signed(more[kind], 'bytes')}" for place, kind in enumerate(largest)
+    )
 
 
 def _ways(plan: PlanData) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.plan.compile import Compiled
+from meshwright.plan.kinds import fewer
 from meshwright.plan.profile import Profile
 from meshwright.plan.setup import Setup
 from meshwright.plan.stages import Stages, stages_of
@@ -25,12 +27,30 @@ _LAYER_FACTOR = {"gpu": 1.35, "tpu": 1.0, "cpu": 1.35}
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of what is in memory; `basis` says where the figure comes from."""
+    """One kind of what is in memory; `basis` says where the figure comes from.
+
+    Args:
+        split: bytes of it by the kind of layer, the largest first, where that is known.
+    """
 
     name: str
     bytes: float
     basis: Basis
     note: str = ""
+    split: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """Its name and size, and the kind of layer that most of it is of."""
+        kind = max(self.split, key=lambda kind: self.split[kind], default="")
+        most = f" ({format_bytes(self.split[kind])} from {kind})" if kind else ""
+        return f"{self.name} with {format_bytes(self.bytes)}{most}"
+
+    def without(self, taken: float, note: str, *, basis: Basis | None = None) -> Part:
+        """Returns what is left of it; of every kind of layer goes the same share."""
+        share = 1 - taken / self.bytes if self.bytes else 0.0
+        split = {kind: size * share for kind, size in self.split.items()}
+        return Part(self.name, self.bytes - taken, basis or self.basis, f"{self.note}; {note}", split)
 
 
 @dataclass(frozen=True)
@@ -71,7 +91,7 @@ class MemoryPlan:
         over = format_bytes(self.total - self.capacity)
         return (
             f"does not fit: {format_bytes(self.total)} of {format_bytes(self.capacity)}, {over} too much; "
-            f"the largest part is {largest.name} ({format_bytes(largest.bytes)})."
+            f"the largest part is {largest.words}."
         )
 
 
@@ -171,12 +191,16 @@ def _activation_parts(
     split = "" if tp == pp == 1 else ", split over tp" if pp == 1 else ", of one microbatch in one stage"
     looped = in_loop(profile, setup, sizes)
     most = profile.needs.get("none", needs)
-    each, whole = (n.looped_per_row if looped else n.kept_per_row for n in (needs, most))
-    if not looped and needs.hosted_per_row:
+    kinds, all_kinds = (n.looped if looped else n.kept for n in (needs, most))
+    if not looped and needs.hosted:
         # Measured on one H200: where layers are written out, the peak is as if nothing had left the device.
-        each += needs.hosted_per_row
+        kinds = _added(kinds, needs.hosted)
         split += "; written out, what goes to the host comes back before it is used"
-    kept = here * each / (tp * pp)
+    each, whole = (math.fsum(sizes.values()) for sizes in (kinds, all_kinds))
+    kept = _added(
+        {kind: here * size / (tp * pp) for kind, size in kinds.items()},
+        {kind: size / tp for kind, size in needs.fixed.items()},
+    )
     layer = here * whole / profile.num_layers / tp
     again = _LAYER_FACTOR[target.platform] * (layer - here * each / profile.num_layers / tp)
     if target.platform == "cpu":
@@ -186,10 +210,14 @@ def _activation_parts(
     working = max(min(_LOSS_BYTES, logits) + head, again)
     note = "logits of a chunk and the head's gradient, or a layer that is computed again"
     return [
-        Part("activations", kept + needs.kept_fixed / tp, "computed", f"kept for the backward pass{split}"),
+        Part("activations", math.fsum(kept.values()), "computed", f"kept for the backward pass{split}", fewer(kept)),
         _ticks_part(profile, stages, here / tp),
         Part("temporaries", working, "assumed", note),
     ]
+
+
+def _added(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    return {kind: some.get(kind, 0.0) + more.get(kind, 0.0) for kind in dict.fromkeys([*some, *more])}
 
 
 def _ticks_part(profile: Profile, stages: Stages, rows: float) -> Part:
@@ -217,8 +245,7 @@ def _in_turn(parts: list[Part]) -> list[Part]:
     for part in parts:
         if part.name == "activations":
             took = min(gradients, part.bytes)
-            note = f"{part.note}; {format_bytes(took)} more before the backward pass, in the place of gradients"
-            part = Part(part.name, part.bytes - took, part.basis, note)
+            part = part.without(took, f"{format_bytes(took)} more before the backward pass, in the place of gradients")
         made.append(part)
     return made
 
@@ -230,8 +257,9 @@ def _shrunk(parts: list[Part], by: float) -> list[Part]:
     for part in sorted(parts, key=lambda part: (*spared, part.name).index(part.name)):
         takes = min(left, part.bytes) if part.name in spared else 0.0
         left -= takes
-        basis: Basis = "compiled" if takes else part.basis
-        note = f"{part.note}; {format_bytes(takes)} less than computed, by the compiler's peak" if takes else part.note
-        made.append(Part(part.name, part.bytes - takes, basis, note))
+        if takes:
+            note = f"{format_bytes(takes)} less than computed, by the compiler's peak"
+            part = part.without(takes, note, basis="compiled")
+        made.append(part)
     order = [part.name for part in parts]
     return sorted(made, key=lambda part: order.index(part.name))

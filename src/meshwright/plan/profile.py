@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from meshwright.models.language import LanguageModel
 from meshwright.models.run import Run, remat_policy
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.cudnn import assumed_cudnn
+from meshwright.plan.kept import bytes_kept
+from meshwright.plan.kinds import REST
 from meshwright.plan.setup import batch_of, make_optimizer
 from meshwright.train.precision import Precision
 from meshwright.train.state import abstract_params, make_state, require_loss
@@ -33,9 +36,6 @@ REMATS = ("none", "dots", "full")
 _PLANNED = (*REMATS, "offload")
 _ROWS = 2
 _LEAST = "full"  # the policy that keeps the least
-# What changes no value, and what is cheaper to compute again than to store.
-_RENAMES = ("reshape", "name", "squeeze", "expand_dims", "convert_element_type", "copy")
-_CHEAP = ("mul", "add", "sub", "neg", "convert_element_type")
 _KINDS = {"gpu": "NVIDIA H200", "tpu": "TPU v5", "cpu": "cpu"}
 
 
@@ -45,17 +45,29 @@ class Needs:
 
     Args:
         flops: of one row; `moved` without weights, which do not grow with the rows.
-        kept_per_row: bytes of activations that wait for the backward pass, for each row.
-        kept_fixed: the same for what does not depend on the rows.
-        looped_per_row: `kept_per_row` where layers are in a loop, which stores all that it hands over.
-        hosted_per_row: bytes that wait in the host's memory instead, for each row.
+        kept: bytes of activations that wait for the backward pass, for each row, by the kind of layer that made them.
+        fixed: the same for what does not depend on the rows.
+        looped: `kept` where layers are in a loop, which stores all that it hands over.
+        hosted: bytes that wait in the host's memory instead, for each row.
     """
 
     flops: Flops
-    kept_per_row: float
-    kept_fixed: float
-    looped_per_row: float
-    hosted_per_row: float = 0.0
+    kept: Mapping[str, float]
+    fixed: Mapping[str, float]
+    looped: Mapping[str, float]
+    hosted: Mapping[str, float]
+
+    @property
+    def kept_per_row(self) -> float:
+        return math.fsum(self.kept.values())
+
+    @property
+    def kept_fixed(self) -> float:
+        return math.fsum(self.fixed.values())
+
+    @property
+    def hosted_per_row(self) -> float:
+        return math.fsum(self.hosted.values())
 
 
 @dataclass(frozen=True)
@@ -129,20 +141,32 @@ def profile_job(
             raise MeshwrightError(f"remat={remat!r} cannot be planned.", hint=hint)
     dtypes = Precision(**precision) if isinstance(precision, Mapping) else Precision.named(precision)
     params = abstract_params(job, dtypes)
+    parts = [*getattr(job.loss, "args", ()), None]
+    model = next((part for part in parts if isinstance(part, LanguageModel)), None)
+    run = next((part for part in parts if isinstance(part, Run)), Run())
     traced = {remat: _trace(job, params, dtypes, remat, _ROWS, platform) for remat in remats}
     # What does not grow with the rows hardly depends on the policy: gradients that the loss already has, and weights
     # that matmuls read. It is clearest where the least is kept.
     # It is taken from one policy, whichever were asked for, so that plans of different searches can be compared.
     least = traced.get(_LEAST) or _trace(job, params, dtypes, _LEAST, _ROWS, platform)
     more = _trace(job, params, dtypes, _LEAST, 2 * _ROWS, platform)
-    fixed, weights = max(0.0, 2 * least.kept - more.kept), max(0, 2 * least.flops.moved - more.flops.moved)
+    fixed = {kind: 2 * size - more.kept.get(kind, 0.0) for kind, size in least.kept.items()}
+    fixed = {kind: size for kind, size in fixed.items() if size > 0}
+    weights = max(0, 2 * least.flops.moved - more.flops.moved)
+    # What is in no part of our models is what layers add to, and hand on.
+    names = {} if model is None else {REST: "residual stream"}
     needs = {
         remat: Needs(
             _over(replace(found.flops, moved=max(0, found.flops.moved - weights)), _ROWS),
-            max(0.0, found.kept - fixed) / _ROWS,
-            fixed,
-            max(0.0, found.looped - fixed) / _ROWS,
-            found.hosted / _ROWS,
+            *(
+                {names.get(kind, kind): size for kind, size in sizes.items()}
+                for sizes in (
+                    _per_row(found.kept, fixed),
+                    fixed,
+                    _per_row(found.looped, fixed),
+                    _per_row(found.hosted, {}),
+                )
+            ),
         )
         for remat, found in traced.items()
     }
@@ -153,9 +177,6 @@ def profile_job(
     key = jax.eval_shape(lambda: jax.random.key(0))
     rule = make_optimizer(optimizer)
     state = jax.eval_shape(lambda key: make_state(job, rule, key, precision=dtypes), key)
-    parts = [*getattr(job.loss, "args", ()), None]
-    model = next((part for part in parts if isinstance(part, LanguageModel)), None)
-    run = next((part for part in parts if isinstance(part, Run)), Run())
     if model is None:
         notes += ("the model is not one of ours: what it sends along tp and pp is not known before it is compiled",)
     return Profile(
@@ -187,9 +208,9 @@ def profile_job(
 @dataclass(frozen=True)
 class _Traced:
     flops: Flops
-    kept: float
-    looped: float
-    hosted: float
+    kept: Mapping[str, float]
+    looped: Mapping[str, float]
+    hosted: Mapping[str, float]
 
 
 def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, platform: str) -> _Traced:
@@ -211,13 +232,7 @@ def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, p
         jaxpr = jax.make_jaxpr(gradients)(narrow, batch, key).jaxpr
     num_params = len(jax.tree.leaves(narrow))
     waiting = jaxpr.outvars[: count[0]]
-    hosted = [var for var in waiting if _is_on_host(var)]
-    kept, looped = _bytes_kept(jaxpr, [var for var in waiting if not _is_on_host(var)], num_params)
-    return _Traced(count_jaxpr(jaxpr), kept, looped, _total_bytes(hosted))
-
-
-def _is_on_host(var: Any) -> bool:
-    return bool(getattr(var.aval, "memory_space", None) == jax.memory.Space.Host)
+    return _Traced(count_jaxpr(jaxpr), *bytes_kept(jaxpr, waiting, num_params))
 
 
 def _forward(job: Any, params: PyTree, dtypes: Precision, platform: str) -> Flops:
@@ -248,45 +263,8 @@ def _traced_for(platform: str) -> Iterator[None]:
         yield
 
 
-def _bytes_kept(jaxpr: Any, waiting: Sequence[Any], num_params: int) -> tuple[float, float]:
-    """Returns the bytes of what waits for the backward pass, as a compiler stores it, and as a loop would hand it over.
-
-    Left out is what depends on parameters alone, and what can be made on the way from something that waits already.
-    Widened values wait as they were before. A loop over layers leaves out only the first.
-    """
-    made = {id(var): equation for equation in jaxpr.eqns for var in equation.outvars}
-    of_batch = {id(var) for var in jaxpr.invars[num_params:]}
-    for equation in jaxpr.eqns:
-        if any(id(value) in of_batch for value in equation.invars):
-            of_batch.update(id(var) for var in equation.outvars)
-
-    def origin(var: Any) -> Any:
-        equation = made.get(id(var))
-        if equation is None or equation.primitive.name not in _RENAMES:
-            return var
-        source = equation.invars[0]
-        narrows = var.aval.dtype.itemsize < source.aval.dtype.itemsize
-        return var if narrows else origin(source)
-
-    roots = {id(root): root for root in map(origin, waiting) if id(root) in of_batch}
-    inputs = {id(var) for var in jaxpr.invars}
-
-    def is_free(var: Any) -> bool:
-        equation = made.get(id(var))
-        if equation is None or equation.primitive.name not in _CHEAP:
-            return id(var) in inputs
-        large = [
-            value for value in equation.invars if not hasattr(value, "val") and 8 * value.aval.size > var.aval.size
-        ]
-        return all(id(origin(value)) in roots and origin(value) is not var for value in large)
-
-    stored = [root for root in roots.values() if not is_free(root)]
-    handed = {id(var): var for var in waiting if id(var) in of_batch and id(var) not in inputs}
-    return _total_bytes(stored), _total_bytes(handed.values())
-
-
-def _total_bytes(variables: Iterable[Any]) -> float:
-    return float(sum(var.aval.size * var.aval.dtype.itemsize for var in variables))
+def _per_row(sizes: Mapping[str, float], fixed: Mapping[str, float]) -> dict[str, float]:
+    return {kind: max(0.0, size - fixed.get(kind, 0.0)) / _ROWS for kind, size in sizes.items()}
 
 
 def _loss(job: Any, remat: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.layout.leaf import format_bytes
 from meshwright.layout.table import rich_table, text_table
 from meshwright.pages.numbers import compact, duration, percent
-from meshwright.plan.commands import Subject, train_command
+from meshwright.plan.commands import Subject, how_to_run, train_command
 from meshwright.plan.cost import Plan
 from meshwright.plan.search import Rejected, Search
 from meshwright.plan.sent import Sent
@@ -81,7 +81,7 @@ def plan_summary(plan: Plan, subject: Subject) -> Summary:
     parts.append("compiled: by the compiler; computed: from shapes and data sheets; assumed: rests on an estimate")
     if plan.notes:
         parts.append("\n".join(f"note: {note}" for note in plan.notes))
-    parts.append(f"run it: {train_command(plan, subject)}")
+    parts.append(how_to_run(plan, subject))
     return Summary(tuple(part for part in parts if isinstance(part, str) or part.rows))
 
 
@@ -108,10 +108,13 @@ def speed_lines(plan: Plan) -> list[str]:
 def memory_table(plan: Plan) -> Table:
     """Returns what one device holds at the peak of a step."""
     memory = plan.memory
-    rows: list[tuple[str, ...]] = [
-        (part.name, format_bytes(part.bytes), percent(part.bytes / memory.total), part.basis, part.note)
-        for part in memory.parts
-    ]
+    rows: list[tuple[str, ...]] = []
+    for part in memory.parts:
+        rows.append((part.name, format_bytes(part.bytes), percent(part.bytes / memory.total), part.basis, part.note))
+        rows += (
+            (f"  from {kind}", format_bytes(size), percent(size / memory.total), part.basis, "")
+            for kind, size in part.split.items()
+        )
     rows.append(("total", format_bytes(memory.total), "", memory.basis, ""))
     if memory.capacity is not None:
         rows.append(("capacity", format_bytes(memory.capacity), "", "", f"{plan.target.kind}, by the table of chips"))
@@ -169,8 +172,8 @@ def search_summary(
     parts: list[str | Table] = [head]
     if best:
         parts.append(ranking_table(best[:top]))
-        commands = [f"{place}. {train_command(plan, subject)}" for place, plan in enumerate(best[:top], 1)]
-        parts.append("\n".join(commands))
+        commands = [train_command(plan, subject) or how_to_run(plan, subject) for plan in best[:top]]
+        parts.append("\n".join(f"{place}. {line}" for place, line in enumerate(commands, 1)))
     parts.append(rejected_table(found))
     if failed:
         lines = [f"not kept: {item.setup}: {item.reason}: {item.detail.splitlines()[0]}" for item in failed]

@@ -72,7 +72,7 @@ def speed_section(run: Run) -> Section:
     if run.steps.known("memory_bytes"):
         steps, counts = thin(run.steps.steps, run.steps["memory_bytes"])
         memory = Series("memory", steps, [count / 2**30 for count in counts])
-        more.append(line_chart("Memory in use", [memory], unit="GiB", height=130, low=0.0))
+        more.append(line_chart("Memory of a device", [memory], unit="GiB", height=130, low=0.0))
     return Section("Speed", join([prose(*speed_sentences(run)), chart, side_by_side(*more) if more else None]))
 
 

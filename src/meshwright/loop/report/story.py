@@ -151,7 +151,7 @@ def speed_sentences(run: Run) -> list[str]:
         said.append("MFU is not known, because there is no peak figure for this kind of device.")
     memory = [value for _, value in run.steps.known("memory_bytes")]
     if memory:
-        said.append(f"Memory in use was at most {format_bytes(max(memory))}.")
+        said.append(f"A device held at most {format_bytes(max(memory))}.")
     return said
 
 

@@ -28,7 +28,7 @@ from meshwright.pages import (
     prose,
     tag,
 )
-from meshwright.plan.commands import Subject, plan_command, train_command
+from meshwright.plan.commands import Subject, how_to_run, plan_command, train_command
 from meshwright.plan.cost import Plan
 from meshwright.plan.diff import PlanDiff
 from meshwright.plan.report.compare import compare_section, why_section
@@ -143,12 +143,19 @@ def _head(plan: Plan, subject: Subject, notes: Sequence[str]) -> Markup:
             ),
             headline(_figures(plan)),
             *(tag("p", note, class_="note") for note in notes),
-            tag("h3", "Train it so, on every host"),
-            command(train_command(plan, subject), label="the command that trains as planned"),
+            *_how_to_run(plan, subject),
             tag("h3", "Make this plan again"),
             command(plan_command(plan, subject), label="the command that makes this plan"),
         ]
     )
+
+
+def _how_to_run(plan: Plan, subject: Subject) -> list[Markup]:
+    line = train_command(plan, subject)
+    if line is None:
+        return [tag("p", f"{how_to_run(plan, subject)}.", class_="note")]
+    title = "Train it so all the same, on every host" if plan.memory.fits is False else "Train it so, on every host"
+    return [tag("h3", title), command(line, label="the command that trains as planned")]
 
 
 def _waiting(plan: Plan) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.pages import Bar, Markup, Section, command, duration, fold, join, prose, stacked_bars, table, tag
-from meshwright.plan.commands import Subject, train_command
+from meshwright.plan.commands import Subject, how_to_run, train_command
 from meshwright.plan.cost import Plan
 from meshwright.plan.diff import PlanDiff
 from meshwright.plan.explain import signed
@@ -35,8 +35,9 @@ def compare_section(plans: Sequence[Plan], subject: Subject, found: Search | Non
         made += [_bars(timed), table(shown.headings, shown.rows, right=shown.right)]
         made.append(tag("h3", "Their commands"))
         for place, plan in enumerate(timed, 1):
-            label = f"{place}. {plan.setup.mesh}"
-            made.append(fold(label, command(train_command(plan, subject), label=label), opened=place == 1))
+            label, line = f"{place}. {plan.setup.mesh}", train_command(plan, subject)
+            how = prose(how_to_run(plan, subject)) if line is None else command(line, label=label)
+            made.append(fold(label, how, opened=place == 1))
     if found is not None and found.rejected:
         why = rejected_table(found)
         made += [tag("h3", "Why others were not taken"), table(why.headings, why.rows, right=why.right)]

@@ -26,7 +26,18 @@ def memory_section(plan: Plan) -> Section:
     rows = [(part.name, part.basis, part.note) for part in memory.parts]
     known = table(("part", "basis", "note"), rows, sortable=False)
     named = tag("h3", "What the parts rest on")
-    return Section("Memory", join([prose(*_verdict(plan)), bar, named, known, _own(plan)]))
+    return Section("Memory", join([prose(*_verdict(plan)), bar, *_splits(plan), named, known, _own(plan)]))
+
+
+def _splits(plan: Plan) -> list[Markup]:
+    """Returns a bar of each part that is known by the kind of layer."""
+    made = []
+    for part in plan.memory.parts:
+        if len(part.split) > 1:
+            names, values = _bar_parts(tuple(Part(kind, size, part.basis) for kind, size in part.split.items()))
+            title = f"{part.name.capitalize()} by the part of the model that made them"
+            made.append(stacked_bars(title, names, [Bar(plan.setup.mesh, values)], unit=part.basis, show=format_bytes))
+    return made
 
 
 def _verdict(plan: Plan) -> list[str]:
@@ -34,7 +45,8 @@ def _verdict(plan: Plan) -> list[str]:
     verdict = memory.verdict
     said = [f"{'Each device' if memory.fits is None else 'It'} {verdict}"]
     largest = max(memory.parts, key=lambda part: part.bytes)
-    said.append(f"The largest part is {largest.name}, with {format_bytes(largest.bytes)}.")
+    if memory.fits is not False:
+        said.append(f"The largest part is {largest.words}.")
     state = sum(part.bytes for part in memory.parts if part.name in ("parameters", "optimizer", "bookkeeping"))
     said.append(f"The state itself takes {format_bytes(state)}, which the layout gives exactly.")
     if memory.fits is False:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from meshwright.mesh_string import parse_mesh
 from meshwright.pages import Lane, Section, Span, duration, join, percent, prose, table, timeline
 from meshwright.parallel.schedule import IDLE, gpipe_schedule
 from meshwright.plan.cost import Plan
@@ -90,11 +89,10 @@ def _drawn(plan: Plan, time: TimePlan) -> list[Sent]:
 
 def pipeline_section(plan: Plan) -> Section | None:
     """Returns who works on which microbatch when; None without a pipeline."""
-    spec = parse_mesh(plan.setup.mesh).resolve(plan.target.num_devices)
-    stages = dict(zip(spec.names, spec.sizes, strict=True)).get("pp", 1)
+    stages = plan.stages.count
     if stages == 1:
         return None
-    schedule = gpipe_schedule(stages, 2 * stages)
+    schedule = gpipe_schedule(stages, plan.stages.microbatches)
     tick = 1.0
     if plan.time is not None:
         whole = (plan.time.step.value - plan.time.optimizer.value) / plan.setup.num_minibatches
