@@ -102,6 +102,7 @@ def compile_step(
         precision=precision,
         remat=case.remat,  # type: ignore[arg-type]
         clip=1.0,
+        overlap=False,  # as the case says
         compiler_options=tuned | options or None,
     )
     begin = time.perf_counter()

@@ -238,16 +238,18 @@ def test_wrong_folders_are_refused_and_nothing_is_lost(make_config, stop_at):
 
 
 def test_one_command_starts_a_run_and_goes_on_with_it(make_config, read_run, stop_at):
-    config = make_config(steps=4, eval_every=0, resume=True, or_start=True)
+    config = make_config(steps=4, eval_every=0, resume=True, or_start=True, sample_tokens=4)
     stop_at(2)
     said = []
     assert train(config, say=said.append).step == 2
     assert any("there was no run in" in line and "it starts" in line for line in said)
     stop_at()
     assert train(config, **QUIET).why == "finished"
+    assert train(config, **QUIET).why == "finished"  # complete: nothing is trained or drawn again
     steps, _, events = read_run(fit_folder(config))
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
-    assert [event["kind"] for event in events if event["kind"] in ("start", "resume")] == ["start", "resume"]
+    assert [event["when"] for event in events if event["kind"] == "sample"] == ["before", "after"]
+    assert [event["kind"] for event in events if event["kind"] in ("start", "resume")] == ["start", "resume", "resume"]
     assert events[-1]["go_on"].endswith("--resume --steps 8")
     assert "or_start: false" in (fit_folder(config) / "config.yaml").read_text()
     with pytest.raises(ConfigError, match="or_start belongs to --resume"):

@@ -298,6 +298,17 @@ def test_what_compilers_are_known_to_die_on_is_said():
     assert wide[0].endswith("; dp:16,fsdp:256,tp:2 does")
 
 
+def test_without_asking_for_overlap_only_rings_hide_on_tpus():
+    asked, not_asked = (plan_of("fsdp:4,tp:2", overlap=overlap) for overlap in (True, False))
+    assert {item.axis: item.hidden > 0 for item in not_asked.sent if item.wire_bytes > 2**16} == {
+        "fsdp": False,
+        "tp": True,
+    }
+    assert not_asked.time.exposed.value > asked.time.exposed.value
+    gpus = [plan_of("fsdp:8", overlap=overlap, target="h200:1x8") for overlap in (True, False)]
+    assert gpus[0].sent == gpus[1].sent  # asynchronous by default
+
+
 def test_in_the_global_view_what_is_sent_is_assumed():
     plan = plan_of("fsdp:8", view="global")
     assert {item.basis for item in plan.sent} == {"assumed"}

@@ -1,8 +1,14 @@
 """Options for XLA: those that measured well, where the compiler knows them, and never over what was asked for."""
 
+import warnings
+
+import jax.numpy as jnp
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
+from meshwright.parallel.compiler_options import OPTIONS
 from meshwright.train import compiler
 
 
@@ -18,6 +24,34 @@ def test_what_is_asked_for_wins_and_what_is_refused_is_told(monkeypatch):
     with pytest.warns(mw.MeshwrightWarning, match="this XLA refuses the option xla_no_such_option=True"):
         found = compiler.compiler_options(mw.create_mesh("dp:8"), {"xla_backend_optimization_level": 2})
     assert found == {"xla_backend_optimization_level": 2}
+
+
+def test_what_hides_collectives_is_asked_for_where_there_are_any(monkeypatch):
+    monkeypatch.setitem(OPTIONS, "cpu", {"xla_backend_optimization_level": 1})
+    mesh = mw.create_mesh("dp:8")
+    assert compiler.compiler_options(mesh, None, overlap=True) == {"xla_backend_optimization_level": 1}
+    wanted = {"xla_backend_optimization_level": 3}
+    assert compiler.compiler_options(mesh, wanted, overlap=True) == wanted
+    assert compiler.compiler_options(mesh, None) is None
+    one = mw.create_mesh("dp:1", devices=mesh.devices.flat[:1])
+    assert compiler.compiler_options(one, None, overlap=True) is None
+
+
+@pytest.mark.parametrize(("view", "overlap", "asked"), [("local", True, 1), ("local", False, 0), ("global", True, 0)])
+def test_a_step_asks_for_it_in_the_local_view(monkeypatch, view, overlap, asked):
+    seen = []
+    monkeypatch.setattr(
+        "meshwright.train.compiler.overlap_options", lambda mesh: seen.append(mesh) or {"xla_no_such_option": True}
+    )
+    job = mw.Job(
+        init=lambda key: {"w": jnp.zeros(8)}, rules=[("w", P("fsdp"))], loss=lambda p, b, r: (p["w"].sum(), {})
+    )
+    layout = mw.train.state_layout(job, optax.sgd(0.1), mw.create_mesh("fsdp:8"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        mw.train.make_train_step(job, optax.sgd(0.1), layout, view=view, overlap=overlap)
+        mw.train.make_eval_step(job, layout, view=view)
+    assert (len(seen), sum("xla_no_such_option" in str(one.message) for one in told)) == (asked, asked)
 
 
 def test_a_model_must_say_what_a_layer_is():

@@ -45,6 +45,7 @@ def plan(
     sync: Literal["every", "hybrid", "once"] | None = None,
     view: Literal["local", "global"] = "local",
     zero_axis: str | None = None,
+    overlap: bool = True,
     optimizer: str = "adamw",
     constraints: str = "",
     top: int | None = None,
@@ -77,6 +78,7 @@ def plan(
         sync: how often the devices exchange the gradients of minibatches; hybrid by default.
         view: who communicates: our layers (local), or XLA (global).
         zero_axis: splits the optimizer's statistics along this axis too (ZeRO-1).
+        overlap: asks the compiler for what hides collectives behind matmuls on those chips.
         optimizer: one of optax, by name.
         constraints: what a search keeps to: "tp<=8, pp=1, batch=4M tokens, remat=full|dots".
         top: how many plans a search shows and compiles; 3 by default.
@@ -121,6 +123,7 @@ def plan(
         sync=sync,
         view=view,
         zero_axis=zero_axis,
+        overlap=overlap,
         optimizer=optimizer,
     )
     if diff is not None:

@@ -123,6 +123,8 @@ class PlacementOptions:
     """How often the devices exchange the gradients of minibatches."""
     zero_axis: str | None = None
     """Splits the optimizer's statistics along this axis too (ZeRO-1)."""
+    overlap: bool = True
+    """Asks the compiler for what hides collectives behind matmuls on the chips there are."""
 
     def check(self) -> None:
         """Raises where an option has a value that it cannot have."""

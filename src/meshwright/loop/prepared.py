@@ -109,6 +109,7 @@ def prepare(config: TrainConfig, tell: Voice, stack: ExitStack) -> Prepared:
         precision=precision,
         remat=config.placement.remat,
         clip=config.optimizer.clip,
+        overlap=config.placement.overlap,
     )
     _require_rows(step, job, config.placement.minibatches)  # before anything is written
     folder = RunFolder.open(config, name=config.model.model if config.model.job is None else "job")

@@ -116,3 +116,13 @@ def was_evaluated(metrics: Path, step: int) -> bool:
     if jax.process_index() != 0 or not step or not metrics.is_file():
         return False
     return any(line.get("step") == step and "eval/loss" in line for line in read_lines(metrics))
+
+
+def was_sampled(events: Path, step: int) -> bool:
+    """Says whether the log holds text that the model wrote when it stood at a step, trained."""
+    if jax.process_index() != 0 or not step or not events.is_file():
+        return False
+    return any(
+        (line.get("kind"), line.get("when"), line.get("step")) == ("sample", "after", step)
+        for line in read_lines(events)
+    )

@@ -26,13 +26,13 @@ from meshwright.loop.figures import (
     run_facts,
     tokens_per_step,
 )
-from meshwright.loop.log import METRICS, RunLog
+from meshwright.loop.log import EVENTS, METRICS, RunLog
 from meshwright.loop.loop import Loop, Result, fit
 from meshwright.loop.preemption import Preemption
 from meshwright.loop.prepared import Prepared, Voice, prepare
 from meshwright.loop.profile import Profile
 from meshwright.loop.progress import Progress
-from meshwright.loop.resume import find_start, was_evaluated
+from meshwright.loop.resume import find_start, was_evaluated, was_sampled
 from meshwright.loop.sample import make_sampler
 from meshwright.loop.sources import Place, TextSource
 from meshwright.loop.spike import SpikeGuard
@@ -170,10 +170,11 @@ def _run(run: Prepared, stack: ExitStack) -> Result:
         flops_per_step=flops,
         peak_flops=peak,
     )
+    sampled_at = from_first(start if was_sampled(folder.path / EVENTS, start) else -1)
     result = fit(loop, begin.state, batches)
     progress.close()
     run.tell.progress = None
-    if sampler is not None and result.why != "preempted":
+    if sampler is not None and result.why != "preempted" and result.step != sampled_at:
         sampler.show(result.state, log, "after")
     _end(run, log, result)
     return result

@@ -92,6 +92,8 @@ def setup_arguments(setup: Setup) -> list[str]:
         found += ["--view", setup.view]
     if setup.zero_axis is not None:
         found += ["--zero-axis", setup.zero_axis]
+    if not setup.overlap:
+        found.append("--no-overlap")
     if setup.optimizer != "adamw":
         found += ["--optimizer", setup.optimizer]
     return found

@@ -204,7 +204,7 @@ def assemble(
     if ran is not None:
         sent = compiled_sent(ran, links)
     else:
-        sent = computed_sent(traffic, links, target, spec)
+        sent = computed_sent(traffic, links, target, spec, overlap=setup.overlap)
         rate = None if target.chip is None else matmul_rate(target.chip, profile.precision.compute.name)
         if rate is not None:
             sent = beside_matmuls(sent, (flops.matmul - flops.attention) / layout.mesh.size / rate)

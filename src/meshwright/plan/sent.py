@@ -57,9 +57,12 @@ class Sent:
 
 
 def computed_sent(
-    traffic: tuple[Traffic, ...], links: Mapping[str, Link], target: Target, spec: MeshSpec
+    traffic: tuple[Traffic, ...], links: Mapping[str, Link], target: Target, spec: MeshSpec, *, overlap: bool = True
 ) -> tuple[Sent, ...]:
-    """Returns what our layers send by the layout; how much of it hides is assumed by chip."""
+    """Returns what our layers send by the layout; how much of it hides is assumed by chip.
+
+    Without `overlap` a TPU's compiler is not asked for collectives beside matmuls, and has none but rings.
+    """
     found = []
     whole = WHOLE_HIDDEN.get(target.kind, WHOLE_HIDDEN.get(target.platform, WHOLE_HIDDEN_ELSEWHERE))
     sizes = dict(zip(spec.names, spec.sizes, strict=True))
@@ -76,6 +79,8 @@ def computed_sent(
         if item.hides and item.axis != TENSOR_AXIS and not spans:
             hidden = PART_HIDDEN.get(target.kind, hidden)
         if target.platform == "cpu":  # whose collectives are all synchronous
+            hidden = 0.0
+        if target.platform == "tpu" and not overlap and item.axis != TENSOR_AXIS:
             hidden = 0.0
         if item.axis == TENSOR_AXIS and target.kind in OPEN_RINGS_WAIT and link is not None and not link.is_closed:
             hidden = 0.0

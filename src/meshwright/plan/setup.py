@@ -12,8 +12,8 @@ import numpy as np
 
 from meshwright.errors import JobError, MeshwrightError, did_you_mean
 from meshwright.mesh import AnyMesh
-from meshwright.parallel.compiler_options import overlap_options
 from meshwright.parallel.rows import count_rows
+from meshwright.train.compiler import compiler_options
 from meshwright.train.precision import Precision
 from meshwright.train.state import require_loss, state_layout
 from meshwright.train.step import Step, make_train_step
@@ -128,15 +128,16 @@ def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
         precision=setup.dtypes,
         remat=setup.remat,  # type: ignore[arg-type]
         clip=setup.clip,
-        compiler_options=step_options(mesh, setup) or None,
+        overlap=setup.overlap,
+        compiler_options=dict(setup.compiler_options) or None,
     )
     return step, batch_of(job, setup.rows)
 
 
 def step_options(mesh: AnyMesh, setup: Setup) -> dict[str, Any]:
-    """Returns the options for XLA that a setup's step is compiled with, beside those of every step."""
-    options = overlap_options(mesh) if setup.overlap and setup.view == "local" else {}
-    return {**options, **setup.compiler_options}
+    """Returns the options for XLA that a setup's step is compiled with."""
+    overlap = setup.overlap and setup.view == "local"
+    return compiler_options(mesh, dict(setup.compiler_options), overlap=overlap) or {}
 
 
 def _default(field: Any) -> Any:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightWarning
 from meshwright.mesh import AnyMesh
+from meshwright.parallel.compiler_options import overlap_options
 
 # On an H200, a step of a 956M decoder: cuBLAS's matmuls are faster than XLA's own by 3%. The fusion of slices with
 # matmuls comes before autotuning and keeps it away from every matmul whose weight is one of stacked layers: 1.5%.
@@ -21,28 +22,36 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def compiler_options(mesh: AnyMesh, wanted: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns the options for a step on this mesh: what measured well on its devices, overruled by what is wanted."""
+def compiler_options(mesh: AnyMesh, wanted: dict[str, Any] | None, *, overlap: bool = False) -> dict[str, Any] | None:
+    """Returns the options for a step on this mesh: what measured well on its devices, overruled by what is wanted.
+
+    With `overlap`, also what hides whole collectives there (`overlap_options`).
+    """
     device = mesh.devices.flat[0] if hasattr(mesh, "devices") else None
     platform = {"cuda": "gpu"}.get(getattr(device, "platform", ""), getattr(device, "platform", ""))
-    known = _OPTIONS.get(platform)
-    if known is None:
+    known = _OPTIONS.get(platform, {}) | (overlap_options(mesh) if overlap and mesh.size > 1 else {})
+    if not known:
         return wanted
-    options = {name: value for name, value in known.items() if _is_known(name, value, mesh)}
-    return options | (wanted or {})
+    options = tuple(known.items())
+    if not _is_known(options, mesh):
+        options = tuple(option for option in options if _is_known((option,), mesh))
+    return dict(options) | (wanted or {})
 
 
 @functools.lru_cache(maxsize=64)
-def _is_known(name: str, value: Any, mesh: AnyMesh) -> bool:
+def _is_known(options: tuple[tuple[str, Any], ...], mesh: AnyMesh) -> bool:
+    """Says whether the compiler takes options; of a single one that it refuses, it warns."""
     argument = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     try:
-        jax.jit(lambda x: x, compiler_options={name: value}).lower(argument).compile()
+        jax.jit(lambda x: x, compiler_options=dict(options)).lower(argument).compile()
     except Exception as error:  # XLA's error for an unknown option has no type of its own
-        warnings.warn(
-            f"this XLA refuses the option {name}={value}, which makes steps faster on this device: {error}\n"
-            "hint: steps are right without it; a newer meshwright may know its new name.",
-            MeshwrightWarning,
-            stacklevel=4,
-        )
+        if len(options) == 1:
+            name, value = options[0]
+            warnings.warn(
+                f"this XLA refuses the option {name}={value}, which makes steps faster on this device: {error}\n"
+                "hint: steps are right without it; a newer meshwright may know its new name.",
+                MeshwrightWarning,
+                stacklevel=4,
+            )
         return False
     return True

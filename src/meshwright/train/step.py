@@ -45,6 +45,7 @@ def make_train_step(
     skip_nonfinite: bool = True,
     data_axes: tuple[str, ...] | None = None,
     donate: bool = True,
+    overlap: bool = True,
     compiler_options: dict[str, Any] | None = None,
 ) -> Step:
     """Returns `step(state, batch) -> (state, metrics)`, compiled for the mesh of a layout.
@@ -65,6 +66,8 @@ def make_train_step(
         skip_nonfinite: leaves the state as it was, and counts, where loss or gradients are not finite.
         data_axes: the axes that split the batch's rows; by default those of `dp` and `fsdp` that the mesh has.
         donate: reuses the memory of the state that is passed in, which cannot be used again.
+        overlap: in the local view, asks the compiler for what hides whole collectives on the mesh's chips; see
+            `meshwright.parallel.overlap_options`.
         compiler_options: options for XLA, by name, beside those that measured well on the mesh's devices.
 
     Metrics are the job's, and `loss`, `grad_norm`, `tokens` (what counts), `skipped` (in all), and `bad_leaf`: the
@@ -131,7 +134,8 @@ def make_train_step(
         }
         return state, {**metrics, **told}
 
-    return Step(step, layout, gradients.row_axes, updates=True, donate=donate, compiler_options=compiler_options)
+    options = options_for(layout.mesh, compiler_options, overlap=overlap and view == "local")
+    return Step(step, layout, gradients.row_axes, updates=True, donate=donate, compiler_options=options)
 
 
 def make_eval_step(
@@ -172,7 +176,8 @@ def make_eval_step(
         (loss, _, metrics), _ = losses(state.params, batch, None)
         return {**metrics, "loss": loss}
 
-    return Step(step, layout, losses.row_axes, updates=False, donate=False, compiler_options=compiler_options)
+    options = options_for(layout.mesh, compiler_options)
+    return Step(step, layout, losses.row_axes, updates=False, donate=False, compiler_options=options)
 
 
 class Step:
@@ -204,7 +209,7 @@ class Step:
             in_shardings=(layout.shardings, None),
             out_shardings=(layout.shardings, replicated) if updates else replicated,
             donate_argnums=(0,) if donate else (),
-            compiler_options=options_for(layout.mesh, compiler_options),
+            compiler_options=compiler_options,
         )
 
     def __call__(self, state: State, batch: PyTree) -> Any:
