@@ -94,6 +94,14 @@ def vary(tree: PyTree, axes: str | Sequence[str] | None) -> PyTree:
     return jax.tree.map(mark, tree)
 
 
+def vary_alike(*arrays: Any) -> Any:
+    """Marks arrays as differing along every manual axis along which one of them does.
+
+    A custom gradient must have the type of what it is the gradient of, so all inputs of such a function vary alike.
+    """
+    return vary(arrays, sorted(frozenset[str]().union(*(varying_axes(array) for array in arrays))))
+
+
 def summing_dtype(dtype: Any) -> Any:
     """Returns the dtype in which devices here can add up values of another: itself, but for 16-bit floats on CPUs.
 

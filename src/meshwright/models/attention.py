@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright.axes import vary_alike
 from meshwright.errors import PlacementError
 from meshwright.mesh import current_mesh
-from meshwright.models.ops import vary_alike
 from meshwright.parallel.overlap_forms import chip_family
 
 Implementation = Literal["xla", "cudnn"]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.axes import vary, varying_axes
+from meshwright.axes import vary_alike
 from meshwright.errors import PlacementError
 from meshwright.types import PyTree
 
@@ -167,14 +167,3 @@ def _unstack_bwd(_: None, d_layers: Any) -> tuple[Any]:
 
 
 _unstack.defvjp(_unstack_fwd, _unstack_bwd)
-
-
-# --- Types ---
-
-
-def vary_alike(*arrays: Any) -> Any:
-    """Marks arrays as differing along every manual axis along which one of them does.
-
-    A custom gradient must have the type of what it is the gradient of, so all inputs of such a function vary alike.
-    """
-    return vary(arrays, sorted(frozenset[str]().union(*(varying_axes(array) for array in arrays))))

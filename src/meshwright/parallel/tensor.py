@@ -15,6 +15,7 @@ for the last of them, whatever the mesh: a model that has no tensor axis calls t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.axes import summing_dtype, vary, varying_axes, view_of
+from meshwright.axes import summing_dtype, vary, vary_alike, varying_axes, view_of
 from meshwright.errors import PlacementError
 from meshwright.mesh import current_mesh
 from meshwright.parallel.collective_matmul import gather_matmul, matmul_scatter
@@ -178,17 +179,40 @@ def sequence_norm(
                 f"{who}: x of shape {x.shape} and {name} of shape {value.shape} differ in features.",
                 hint=f"{name} must be [{x.shape[-1]}], whole on every device.",
             )
-    # Where every device has all rows, the gradient is whole already and must not be summed.
-    axes = axis if axis in varying_axes(x) else None
-    wide = x.astype(jnp.float32)
-    if center:
-        wide = wide - wide.mean(axis=-1, keepdims=True)
-    # In this form XLA keeps x for the backward pass; with the square of jnp it keeps a float32 copy.
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps) * vary(scale.astype(jnp.float32), axes)
-    if bias is not None:
-        wide = wide + vary(bias.astype(jnp.float32), axes)
-    normed: jax.Array = wide.astype(x.dtype)
+    wide = [vector.astype(jnp.float32) for vector in (scale, bias) if vector is not None]
+    normed: jax.Array = _norm(eps, center, *vary_alike(x, *wide))
     return normed
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _norm(eps: float, center: bool, x: Any, scale: Any, bias: Any = None) -> Any:
+    return _norm_fwd(eps, center, x, scale, bias)[0]
+
+
+def _norm_fwd(eps: float, center: bool, x: Any, scale: Any, bias: Any = None) -> tuple[Any, Any]:
+    wide = x.astype(jnp.float32)
+    mean = wide.mean(axis=-1, keepdims=True) if center else None
+    wide = wide if mean is None else wide - mean
+    inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    normed = wide * inverse * scale + (0.0 if bias is None else bias)
+    # What waits for the gradient is x as it came: a loop over layers would store float32 copies.
+    return normed.astype(x.dtype), (x, scale, bias, mean, inverse)
+
+
+def _norm_bwd(eps: float, center: bool, kept: Any, d_normed: Any) -> tuple[Any, ...]:
+    x, scale, bias, mean, inverse = kept
+    wide, d_normed = x.astype(jnp.float32), d_normed.astype(jnp.float32)
+    wide = (wide if mean is None else wide - mean) * inverse
+    d_wide = d_normed * scale
+    d_x = d_wide - wide * jnp.mean(d_wide * wide, axis=-1, keepdims=True)
+    if center:
+        d_x = d_x - d_wide.mean(axis=-1, keepdims=True)
+    rows = tuple(range(x.ndim - 1))
+    d_bias = None if bias is None else d_normed.sum(rows)
+    return (d_x * inverse).astype(x.dtype), (d_normed * wide).sum(rows), d_bias
+
+
+_norm.defvjp(_norm_fwd, _norm_bwd)
 
 
 def local_heads(num_heads: int, *, axis: str | None, what: str = "heads") -> int:

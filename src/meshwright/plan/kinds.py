@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-REST = "rest"
+REST = "other parts"
 """The kind of what no scope and no name tells."""
 _KINDS = (
     ("attention", re.compile(r"attn|attention")),
@@ -55,7 +55,7 @@ def kind_of_scopes(scopes: Sequence[str]) -> str:
         >>> kind_of_scopes(["jvp(Block_0)", "SelfAttention_0", "query"]), kind_of_scopes(["jvp(net)", "Conv_3"])
         ('attention', 'Conv')
         >>> kind_of_scopes(["jvp()"])
-        'rest'
+        'other parts'
     """
     given = [name for name in (_WRAPPED.sub("", scope) for scope in scopes) if name]
     for name in reversed(given):
