@@ -69,7 +69,7 @@ def test_what_waits_is_known_by_the_kind_of_layer_that_made_it():
     assert each == {
         "attention": 2 * 4 * WIDTH + 4 * 8,  # queries, keys, values, attended values; a float32 of every head
         "feed-forward": 2 * 3 * HIDDEN,  # gate, up and their product
-        "norms": 2 * 2 * WIDTH + 4 * 2 * 2,  # the results of both; two float32 of each
+        "norms": 2 * 2 * WIDTH + 4 * 2,  # the results of both; a float32 of each
         "residual stream": 2 * 2 * WIDTH,  # what both read
         "embedding": 0,
         "loss": 0,
@@ -85,6 +85,12 @@ def test_kinds_are_the_same_in_loops_and_under_policies():
     assert dots["residual stream"] == 2 * WIDTH
     offload = profile(remats=("offload",)).needs["offload"]
     assert offload.hosted == {kind: scanned[0]["dots"].kept[kind] for kind in ("attention", "feed-forward")}
+
+
+def test_a_loop_over_layers_stores_no_float32_copies_for_norms():
+    few, many = (profile(count).needs["none"].looped for count in (2, 4))
+    each = {kind: (many[kind] - few[kind]) / 2 / TOKENS for kind in ("norms", "residual stream")}
+    assert each == {"norms": 2 * 2 * WIDTH + 4 * 2, "residual stream": 2 * 2 * WIDTH}
 
 
 def test_what_does_not_grow_with_the_rows_is_told_apart():
