@@ -10,22 +10,17 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import meshwright as mw
 from meshwright.errors import MeshError, PlacementError
 from meshwright.parallel import Form, gather_matmul, local_map, matmul_scatter
 from meshwright.parallel.overlap_forms import FORMS, WHOLE, choose_form
 from meshwright.plan.schedule import read_schedule
 
+from .one_device import mesh_of
+
 # Every distinct form of the table, and the plain ones; ties differ in scheduling only, never in values.
 TABLE_FORMS = sorted({form for chip in FORMS.values() for form in chip.values()} | {WHOLE, Form()}, key=str)
 ROWS, UP, DOWN = P("dp", "tp", None), P(None, "tp"), P("tp", None)
 BATCH, DIM = 2, 6
-
-
-@functools.cache
-def mesh_of(ways):
-    data = 2 if ways <= 4 else 1
-    return mw.create_mesh(f"dp:{data},tp:{ways}", devices=data * ways)
 
 
 @functools.cache
