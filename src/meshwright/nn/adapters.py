@@ -7,7 +7,7 @@ any mesh; and after it a dict of metrics, if there are any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -64,16 +64,16 @@ def linen_job(
             loss(apply, _zeros(batch), None)
         else:
             apply(*_zeros(init_args))
-        _refuse_others(module, sorted(set(made) - {"params"}))
+        _refuse_others(module, (name for name in made if name != "params"))
         return linen.meta.unbox(made.get("params", {}))
 
     def job_loss(params: PyTree, batch: PyTree, rng: PRNGKeyArray | None) -> Any:
         def apply(*args: Any, **kwargs: Any) -> Any:
             return module.apply({"params": params}, *args, rngs=None if rng is None else {"dropout": rng}, **kwargs)
 
-        return _with_metrics(loss(apply, batch, rng))
+        return loss(apply, batch, rng)
 
-    return Job(init=init, rules=rules, loss=job_loss, batch=batch, mesh=mesh)
+    return _job(init, job_loss, batch, rules, mesh)
 
 
 def nnx_job(
@@ -109,7 +109,7 @@ def nnx_job(
     model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
     parts: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)
     graph, params, streams, others = parts
-    _refuse_others(model, sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(others)}))
+    _refuse_others(model, (type(variable).__name__ for _, variable in nnx.to_flat_state(others)))
     # The last step into a variable is to its value, which is no name.
     names = _Names.of(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
@@ -125,9 +125,9 @@ def nnx_job(
         ]
         model = nnx.merge(graph, names.from_dict(params), jax.tree.unflatten(jax.tree.structure(streams), fresh))
         (model.eval if rng is None else model.train)()
-        return _with_metrics(loss(model, batch))
+        return loss(model, batch)
 
-    return Job(init=init, rules=rules, loss=job_loss, batch=batch, mesh=mesh)
+    return _job(init, job_loss, batch, rules, mesh)
 
 
 def equinox_job(
@@ -163,9 +163,8 @@ def equinox_job(
         raise JobError("equinox_job needs Equinox.", hint="pip install equinox") from None
     model = eqx.filter_eval_shape(make_model, jax.eval_shape(lambda: jax.random.key(0)))
     params, static = eqx.partition(model, lambda leaf: _is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact))
-    _refuse_others(
-        model, sorted({f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(static) if _is_array(leaf)})
-    )
+    buffers = [leaf for leaf in jax.tree.leaves(static) if _is_array(leaf)]
+    _refuse_others(model, (f"{leaf.dtype}{list(leaf.shape)}" for leaf in buffers))
     names = _Names.of(params)
 
     def init(key: PRNGKeyArray) -> PyTree:
@@ -173,9 +172,9 @@ def equinox_job(
 
     def job_loss(params: PyTree, batch: PyTree, rng: PRNGKeyArray | None) -> Any:
         model = eqx.combine(names.from_dict(params), static)
-        return _with_metrics(loss(eqx.nn.inference_mode(model, rng is None), batch, rng))
+        return loss(eqx.nn.inference_mode(model, rng is None), batch, rng)
 
-    return Job(init=init, rules=rules, loss=job_loss, batch=batch, mesh=mesh)
+    return _job(init, job_loss, batch, rules, mesh)
 
 
 class _Names(NamedTuple):
@@ -208,17 +207,24 @@ class _Names(NamedTuple):
         return self.structure.unflatten([find(path) for path in self.paths])
 
 
-def _refuse_others(model: Any, others: list[str]) -> None:
-    if others:
+def _job(init: Callable[..., Any], loss: Callable[..., Any], batch: PyTree, rules: Any, mesh: str | None) -> Job:
+    """Returns a job of functions of nested dicts; a loss that returns no metrics gets none."""
+
+    def with_metrics(params: PyTree, batch: PyTree, rng: PRNGKeyArray | None) -> tuple[Any, Mapping[str, Any]]:
+        result = loss(params, batch, rng)
+        has_metrics = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+        return result if has_metrics else (result, {})
+
+    return Job(init=init, rules=rules, loss=with_metrics, batch=batch, mesh=mesh)
+
+
+def _refuse_others(model: Any, others: Iterable[str]) -> None:
+    found = sorted(set(others))
+    if found:
         raise JobError(
-            f"{type(model).__name__} holds more than parameters: {', '.join(others)}.",
+            f"{type(model).__name__} holds more than parameters: {', '.join(found)}.",
             hint="a step changes parameters only; use layers without running statistics or buffers.",
         )
-
-
-def _with_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
-    has_metrics = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
-    return result if has_metrics else (result, {})
 
 
 def _zeros(tree: PyTree) -> PyTree:
