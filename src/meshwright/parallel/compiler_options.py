@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh
 from meshwright.mesh import AnyMesh
 from meshwright.parallel.overlap_forms import chip_family
 
-# SparseCores carry collectives while the matmul units work. By default all of a v5p's are synchronous, and a
-# reduce-scatter over a whole slice becomes an all-reduce, of twice the bytes. Async collective fusion, the other
-# way, hid half of the gathers and left the all-reduces.
+# SparseCores carry collectives while the matmul units work. By default all of a v5p's and a v6e's are synchronous, and
+# a reduce-scatter over a whole slice becomes an all-reduce, of twice the bytes. Async collective fusion, the other
+# way, hid half of a v5p's gathers and left the all-reduces.
 _SPARSE_CORE: dict[str, Any] = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
@@ -32,7 +32,7 @@ _COMBINED: dict[str, Any] = {"xla_gpu_all_gather_combine_threshold_bytes": 2**30
 # go one by one. In a loop, one scatter for each layer hides more (89% of all bytes for 85%, with fsdp:8,tp:8).
 _ONE_BY_ONE: dict[str, Any] = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20}
 
-OPTIONS: dict[str, dict[str, Any]] = {"v5p": _SPARSE_CORE, "gpu": _COMBINED}
+OPTIONS: dict[str, dict[str, Any]] = {"v5p": _SPARSE_CORE, "v6e": _SPARSE_CORE, "gpu": _COMBINED}
 OPTIONS_WRITTEN_OUT: dict[str, dict[str, Any]] = {"gpu": _ONE_BY_ONE}
 
 
