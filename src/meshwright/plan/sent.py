@@ -19,15 +19,16 @@ from meshwright.plan.verdict import slowest_link, transfer_seconds
 # Of bytes that could hide, what does, where nothing was compiled. Read off compiled steps of a 7B decoder: rings of
 # tensor parallelism nearly all; whole gathers and scatters by chip, as their compilers make them asynchronous or not.
 RING_HIDDEN = 0.9
-WHOLE_HIDDEN = {"v5p": 0.9, "v6e": 0.9, "gpu": 0.9, "v5e": 0.2, "v4": 0.0}
+WHOLE_HIDDEN = {"v5p": 0.9, "v6e": 0.9, "gpu": 0.9, "v5e": 0.2, "v4": 0.0, "tpu7x": 0.9}
 WHOLE_HIDDEN_ELSEWHERE = 0.2
 # Over some of a torus's dims a transfer takes longer than the matmul beside it: with libtpu 0.0.42 and everything
 # recomputed, 91% were hidden with fsdp:128 over all of 4x4x8, and 79% with dp:16,fsdp:256 over 16x16 of 16x16x16. That
 # is one program of each.
 PART_HIDDEN = {"v5p": 0.8}
 # There, a scatter over all chips of a slice is compiled to an all-reduce, of twice the bytes; on every TPU, where its
-# compiler is not asked for better.
+# compiler is not asked for better, but one.
 SCATTERS_AS_SUMS = ("v5e",)
+HIDES_UNASKED = ("tpu7x",)
 # There, hops of a ring whose ends are no neighbours are synchronous: seen with libtpu 0.0.42 for tp:4 and tp:8 on a
 # v5e:16x16, where those of tp:16 are not. v6e is assumed to be alike.
 OPEN_RINGS_WAIT = ("v5e", "v6e")
@@ -62,7 +63,7 @@ def computed_sent(
 ) -> tuple[Sent, ...]:
     """Returns what our layers send by the layout; how much of it hides is assumed by chip.
 
-    Without `overlap` a TPU's compiler is not asked for collectives beside matmuls, and has none but rings.
+    Without `overlap` most TPUs' compilers are not asked for collectives beside matmuls, and have none but rings.
     """
     found = []
     whole = WHOLE_HIDDEN.get(target.kind, WHOLE_HIDDEN.get(target.platform, WHOLE_HIDDEN_ELSEWHERE))
@@ -72,7 +73,8 @@ def computed_sent(
         link = min((links[axis] for axis in axes), key=lambda link: link.speed, default=None)
         kind, wire_bytes = item.kind, item.wire_bytes
         spans = sizes.get(item.axis) == target.devices_per_slice
-        as_sum = target.kind in SCATTERS_AS_SUMS or (target.platform == "tpu" and not overlap)
+        unasked = target.platform == "tpu" and target.kind not in HIDES_UNASKED and not overlap
+        as_sum = target.kind in SCATTERS_AS_SUMS or unasked
         if kind == "reduce-scatter" and as_sum and spans and item.axis != TENSOR_AXIS:
             kind, wire_bytes = "all-reduce", 2 * wire_bytes
         seconds = None if link is None else link.seconds(wire_bytes, item.count)
@@ -82,7 +84,7 @@ def computed_sent(
             hidden = PART_HIDDEN.get(target.kind, hidden)
         if target.platform == "cpu":  # whose collectives are all synchronous
             hidden = 0.0
-        if target.platform == "tpu" and not overlap and item.axis != TENSOR_AXIS:
+        if unasked and item.axis != TENSOR_AXIS:
             hidden = 0.0
         if item.axis == TENSOR_AXIS and target.kind in OPEN_RINGS_WAIT and link is not None and not link.is_closed:
             hidden = 0.0
