@@ -2,6 +2,7 @@
 
     python benchmarks/collective_matmul.py                  # on a GPU: `jax_mock_gpu_topology`, collectives are mocked
     python benchmarks/collective_matmul.py --platform cpu   # 8 simulated devices, small shapes, everything is real
+    python benchmarks/collective_matmul.py --batch 4        # rows as [4, rows / 4], and a gated MLP, as in a model
 
 With mocked collectives the matmuls and copies are real and the transfers take no time, so the ratio to the unsplit
 form is what cutting the matmul costs; the transfers it hides are not seen. Runs are interleaved and the median taken.
@@ -23,6 +24,7 @@ parser.add_argument("--repeats", type=int, default=15)
 parser.add_argument("--ways", type=int, default=8)
 parser.add_argument("--inner", type=int, default=8, help="calls per timing")
 parser.add_argument("--shape", nargs=3, type=int, metavar=("ROWS", "DIM", "HIDDEN"), help="only this shape")
+parser.add_argument("--batch", type=int, default=0, help="a leading dim of this size; without it, rows are the first")
 parser.add_argument("--json", action="store_true")
 ARGUMENTS = parser.parse_args()
 
@@ -44,10 +46,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from meshwright.parallel import Form, gather_matmul, matmul_scatter  # noqa: E402
+from meshwright.parallel.overlap_forms import FORMS  # noqa: E402
 from meshwright.plan.schedule import read_schedule  # noqa: E402
 
 WAYS = ARGUMENTS.ways
-ROWS, COLUMNS = P("tp", None), P(None, "tp")
+LEAD = [None] if ARGUMENTS.batch else []
+ROWS, COLUMNS, UP, DOWN = P(*LEAD, "tp", None), P(*LEAD, None, "tp"), P(None, "tp"), P("tp", None)
 SHAPES = {
     "gpu": [(16384, 8192, 28672), (8192, 8192, 28672), (16384, 4096, 14336), (32768, 5120, 13824)],
     "cpu": [(1024, 256, 1024), (512, 512, 1024)],
@@ -78,35 +82,75 @@ def naive_scatter_ring(x: Any, w: Any) -> Any:
     return total
 
 
-FORMS: dict[str, dict[str, Any]] = {
+def unsplit_gather(x: Any, w: Any) -> Any:
+    return lax.all_gather(x, "tp", axis=x.ndim - 2, tiled=True) @ w
+
+
+def unsplit_scatter(x: Any, w: Any) -> Any:
+    return lax.psum_scatter(x @ w, "tp", scatter_dimension=x.ndim - 2, tiled=True)
+
+
+def gated(gather: Any, scatter: Any) -> Any:
+    """A gated MLP: two weights share one gather, and what follows can take the pass over its result."""
+
+    def block(x: Any, gate: Any, up: Any, down: Any) -> Any:
+        a, b = gather(x, (gate, up))
+        return x + scatter(jax.nn.silu(a) * b, down)
+
+    return block
+
+
+def unsplit_gather_of_two(x: Any, weights: Any) -> Any:
+    gathered = lax.all_gather(x, "tp", axis=x.ndim - 2, tiled=True)
+    return tuple(gathered @ w for w in weights)
+
+
+GATHER, SCATTER = functools.partial(gather_matmul, axis="tp"), functools.partial(matmul_scatter, axis="tp")
+RINGS, EVENER = FORMS[ARGUMENTS.platform], Form(ring=False, parts=(2, 2, 3, 4, 5))
+GATHER_RING = functools.partial(GATHER, form=RINGS["gather_matmul"])
+SCATTER_RING = functools.partial(SCATTER, form=RINGS["matmul_scatter"])
+OPERATIONS: dict[str, dict[str, Any]] = {
     "gather": {
-        "unsplit": lambda x, w: lax.all_gather(x, "tp", axis=0, tiled=True) @ w,
+        "unsplit": unsplit_gather,
         "naive ring": naive_gather_ring,
-        "ours": functools.partial(gather_matmul, axis="tp"),
-        "ours, 4 chunks": functools.partial(gather_matmul, axis="tp", num_chunks=4),
-        "ours, 2 chunks": functools.partial(gather_matmul, axis="tp", num_chunks=2),
-        "ours, both ways": functools.partial(gather_matmul, axis="tp", form=Form(both_ways=True, tie="next")),
+        "ours": GATHER,
+        "ring": GATHER_RING,
+        "ring, 4 chunks": functools.partial(GATHER, num_chunks=min(4, WAYS)),
+        "parts": functools.partial(GATHER, form="parts"),
+        "evener parts": functools.partial(GATHER, form=EVENER),
     },
     "scatter": {
-        "unsplit": lambda x, w: lax.psum_scatter(x @ w, "tp", scatter_dimension=0, tiled=True),
+        "unsplit": unsplit_scatter,
         "naive ring": naive_scatter_ring,
-        "ours": functools.partial(matmul_scatter, axis="tp"),
-        "ours, 4 chunks": functools.partial(matmul_scatter, axis="tp", num_chunks=4),
-        "ours, 2 chunks": functools.partial(matmul_scatter, axis="tp", num_chunks=2),
+        "ours": SCATTER,
+        "ring": SCATTER_RING,
+        "ring, 4 chunks": functools.partial(SCATTER, num_chunks=min(4, WAYS)),
+        "parts": functools.partial(SCATTER, form="parts"),
+        "evener parts": functools.partial(SCATTER, form=EVENER),
     },
 }
+if ARGUMENTS.batch:
+    for forms in OPERATIONS.values():
+        del forms["naive ring"]  # cuts the first dim
+    OPERATIONS["gated MLP"] = {
+        "unsplit": gated(unsplit_gather_of_two, unsplit_scatter),
+        "ours": gated(GATHER, SCATTER),
+        "ring": gated(GATHER_RING, SCATTER_RING),
+    }
 
 
 def build(mesh: Mesh, operation: str, form: Any, shape: tuple[int, int, int], dtype: Any) -> tuple[Any, Any, Any]:
     rows, dim, hidden = shape
-    gathers = operation == "gather"
-    specs = (ROWS, COLUMNS) if gathers else (COLUMNS, ROWS)
-    shapes = ((rows, dim), (dim, hidden)) if gathers else ((rows, hidden), (hidden, dim))
-    program = jax.jit(jax.shard_map(form, mesh=mesh, in_specs=specs, out_specs=COLUMNS if gathers else ROWS))
-    arguments = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes, specs, strict=True)
-    ]
+    lead = (ARGUMENTS.batch, rows // ARGUMENTS.batch) if ARGUMENTS.batch else (rows,)
+    up, down = ((dim, hidden), UP), ((hidden, dim), DOWN)
+    operands, out = {
+        "gather": ([((*lead, dim), ROWS), up], COLUMNS),
+        "scatter": ([((*lead, hidden), COLUMNS), down], ROWS),
+        "gated MLP": ([((*lead, dim), ROWS), up, up, down], ROWS),
+    }[operation]
+    specs = tuple(spec for _, spec in operands)
+    program = jax.jit(jax.shard_map(form, mesh=mesh, in_specs=specs, out_specs=out))
+    arguments = [jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, spec)) for size, spec in operands]
     compiled = program.lower(*arguments).compile()
     return compiled, arguments, read_schedule(compiled.as_text())
 
@@ -127,7 +171,7 @@ def main() -> None:
     found = []
     shapes = [tuple(ARGUMENTS.shape)] if ARGUMENTS.shape else SHAPES[ARGUMENTS.platform]
     for shape in shapes:
-        for operation, forms in FORMS.items():
+        for operation, forms in OPERATIONS.items():
             built, timings = {}, {name: [] for name in forms}
             for name, form in forms.items():
                 try:
@@ -148,8 +192,7 @@ def main() -> None:
             base = statistics.median(timings["unsplit"])
             for name, (_, _, schedule) in built.items():
                 median = statistics.median(timings[name])
-                permutes = [c for c in schedule.collectives if c.kind == "collective-permute"]
-                asynchronous = f"{sum(c.is_async for c in permutes)}/{len(permutes)}"
+                asynchronous = f"{sum(c.is_async for c in schedule.collectives)}/{schedule.count()}"
                 hidden = f"{schedule.num_hidden}/{schedule.count()}"
                 row = {
                     "shape": "x".join(map(str, shape)),
@@ -162,7 +205,7 @@ def main() -> None:
                 }
                 found.append(row)
                 if not ARGUMENTS.json:
-                    widths = (18, 8, 16, 8, 7, 6, 6)
+                    widths = (18, 9, 16, 8, 7, 6, 6)
                     print("  ".join(f"{v!s:>{w}}" for v, w in zip(row.values(), widths, strict=True)), flush=True)
     if ARGUMENTS.json:
         print(json.dumps({"jax": jax.__version__, "device": jax.devices()[0].device_kind, "rows": found}, indent=1))

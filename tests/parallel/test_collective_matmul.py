@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshError, PlacementError
 from meshwright.parallel import Form, gather_matmul, local_map, matmul_scatter
-from meshwright.parallel.overlap_forms import FORMS, WHOLE, choose_form
+from meshwright.parallel.overlap_forms import FORMS, PARTS, WHOLE, choose_form
 from meshwright.plan.schedule import read_schedule
 
 from .one_device import mesh_of
 
 # Every distinct form of the table, and the plain ones; ties differ in scheduling only, never in values.
-TABLE_FORMS = sorted({form for chip in FORMS.values() for form in chip.values()} | {WHOLE, Form()}, key=str)
+TABLE_FORMS = sorted({form for chip in FORMS.values() for form in chip.values()} | {WHOLE, PARTS, Form()}, key=str)
 ROWS, UP, DOWN = P("dp", "tp", None), P(None, "tp"), P("tp", None)
 BATCH, DIM = 2, 6
 
@@ -81,7 +81,7 @@ def test_every_form_equals_one_device(ways, form):
     check(ways, local_loss(ways, form=form, grad_form=form))
 
 
-@pytest.mark.parametrize("form", [None, "ring", "both_ways", "whole"])
+@pytest.mark.parametrize("form", [None, "ring", "both_ways", "parts", "whole"])
 @pytest.mark.parametrize("ways", [3, 8])
 def test_named_forms_and_the_table_equal_one_device(ways, form):
     check(ways, local_loss(ways, form=form, grad_form=form))
@@ -92,7 +92,7 @@ def test_fewer_larger_chunks_equal_one_device(ways, num_chunks):
     check(ways, local_loss(ways, num_chunks=num_chunks))
 
 
-@pytest.mark.parametrize("form", ["ring", "both_ways", "whole"])
+@pytest.mark.parametrize("form", ["ring", "both_ways", "parts", "whole"])
 def test_kept_rows_give_the_same_weight_gradients(form):
     check(4, local_loss(4, form=form, grad_form=form, save_gathered=True))
 
@@ -117,7 +117,7 @@ def test_without_a_mesh_it_is_a_matmul():
     np.testing.assert_allclose(matmul_scatter(hidden, down, axis="tp"), hidden @ down, rtol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["ring", "both_ways", "whole"])
+@pytest.mark.parametrize("form", ["ring", "both_ways", "parts", "whole"])
 def test_without_vma_values_are_right(form):
     """Gradients of replicated weights need vma; values do not."""
     *args, weight = problem(8)
@@ -126,7 +126,7 @@ def test_without_vma_values_are_right(form):
 
 
 @pytest.mark.parametrize("wire", [None, "float32"])
-@pytest.mark.parametrize("form", ["ring", "both_ways", "whole"])
+@pytest.mark.parametrize("form", ["ring", "both_ways", "parts", "whole"])
 def test_bfloat16_accumulates_in_float32(form, wire):
     x, gate, up, down, weight = problem(8)
     low = [value.astype(jnp.bfloat16) for value in (x, gate, up, down)]
@@ -156,13 +156,13 @@ def test_a_weight_that_does_not_vary_over_data_gets_the_sum_of_gradients():
 
 
 def test_the_choice_of_form():
-    assert choose_form("gather_matmul", None, num_chunks=None, axis_size=8) == FORMS["cpu"]["gather_matmul"]
-    assert choose_form("gather_matmul", "both_ways", num_chunks=4, axis_size=8) == Form(group=2)
-    assert choose_form("gather_matmul", None, num_chunks=1, axis_size=8) == WHOLE
+    assert choose_form("gather_matmul", None, num_chunks=None, axis_size=8, width=64) == FORMS["cpu"]["gather_matmul"]
+    assert choose_form("gather_matmul", "both_ways", num_chunks=4, axis_size=8, width=64) == Form(group=2)
+    assert choose_form("gather_matmul", None, num_chunks=1, axis_size=8, width=64) == WHOLE
     with pytest.raises(PlacementError, match=r"there is no form 'rign'.\nhint: did you mean 'ring'"):
-        choose_form("gather_matmul", "rign", num_chunks=None, axis_size=8)
+        choose_form("gather_matmul", "rign", num_chunks=None, axis_size=8, width=64)
     with pytest.raises(PlacementError, match=r"3 chunks for 8 devices.\nhint: use one of: 1, 2, 4, 8"):
-        choose_form("gather_matmul", None, num_chunks=3, axis_size=8)
+        choose_form("gather_matmul", None, num_chunks=3, axis_size=8, width=64)
 
 
 def test_bad_shapes_and_axes():

@@ -23,17 +23,19 @@ from jax.sharding import PartitionSpec as P
 from meshwright.axes import vary, varying_axes, view_of
 from meshwright.errors import PlacementError
 from meshwright.parallel.local import island
-from meshwright.parallel.overlap_forms import Form, chip_family, choose_form
+from meshwright.parallel.overlap_forms import Form, choose_form
 from meshwright.parallel.overlap_loops import (
     dot,
     dot_rows,
     empty_rows,
     gather_pieces,
     put_piece,
+    scatter_beside_gather,
     scatter_sums,
+    sum_scattered,
     tie,
 )
-from meshwright.parallel.ring import shift
+from meshwright.parallel.overlap_parts import gather_in_parts, multiply_all, scatter_in_parts
 
 GATHERED_ROWS = "gathered_rows"
 """The name (`jax.ad_checkpoint.checkpoint_name`) of what `save_gathered` keeps, for policies of `jax.checkpoint`."""
@@ -67,7 +69,7 @@ def gather_matmul(
     Args:
         x: `[..., rows, K]`, split by rows over `axis`.
         w: `[K, F]`, split by columns over `axis`; or a tuple of such weights, which share one gather.
-        form: `"ring"`, `"both_ways"`, `"whole"` or a `Form`; by default what measured best on this chip.
+        form: `"ring"`, `"both_ways"`, `"parts"`, `"whole"` or a `Form`; by default what measured best on this chip.
         grad_form: the same for the backward pass.
         num_chunks: steps of the ring; fewer steps mean larger matmuls. A divisor of the axis size.
         save_gathered: keep the gathered rows for the weight's gradient instead of gathering them again.
@@ -104,12 +106,12 @@ def gather_matmul(
         )
         outs = island(call, axis=axis, in_specs=(rows, P(None, axis)), out_specs=columns)(x, weights)
     else:
-        size = lax.axis_size(axis)
+        size, width = lax.axis_size(axis), sum(weight.shape[-1] for weight in weights)
         plan = _Plan(
             axis,
             size,
-            choose_form("gather_matmul", form, num_chunks=num_chunks, axis_size=size),
-            choose_form("gather_matmul_grad", grad_form, num_chunks=None, axis_size=size),
+            choose_form("gather_matmul", form, num_chunks=num_chunks, axis_size=size, width=width),
+            choose_form("gather_matmul_grad", grad_form, num_chunks=None, axis_size=size, width=width),
             save_gathered,
             jnp.dtype(wire_dtype or x.dtype),
             out_dtype,
@@ -134,7 +136,7 @@ def matmul_scatter(
     Args:
         x: `[..., rows, K]`, split by columns over `axis`; rows must divide evenly among the devices.
         w: `[K, F]`, split by rows over `axis`.
-        form: `"ring"`, `"both_ways"`, `"whole"` or a `Form`; by default what measured best on this chip.
+        form: `"ring"`, `"both_ways"`, `"parts"`, `"whole"` or a `Form`; by default what measured best on this chip.
         grad_form: the same for the backward pass.
         num_chunks: steps of the ring; fewer steps mean larger matmuls. A divisor of the axis size.
         wire_dtype: the dtype in which partial sums travel; that of `x` by default. float32 doubles the bytes.
@@ -171,8 +173,8 @@ def matmul_scatter(
     plan = _Plan(
         axis,
         size,
-        choose_form("matmul_scatter", form, num_chunks=num_chunks, axis_size=size),
-        choose_form("matmul_scatter_grad", grad_form, num_chunks=None, axis_size=size),
+        choose_form("matmul_scatter", form, num_chunks=num_chunks, axis_size=size, width=x.shape[-1]),
+        choose_form("matmul_scatter_grad", grad_form, num_chunks=None, axis_size=size, width=x.shape[-1]),
         False,
         jnp.dtype(wire_dtype or x.dtype),
     )
@@ -191,6 +193,14 @@ def _gather_matmul(plan: _Plan, x: Any, weights: tuple[Any, ...]) -> tuple[Any, 
 
 def _gather_forward(plan: _Plan, x: Any, weights: tuple[Any, ...], *, keep: bool) -> tuple[tuple[Any, ...], Any]:
     num_rows = x.shape[-2] * plan.size
+    if plan.forward.parts:
+
+        def multiply(rows: Any) -> tuple[Any, ...]:
+            return (*_products(plan, rows, weights), *([rows] if keep else []))
+
+        columns = max(w.shape[-1] for w in weights)
+        results = gather_in_parts(x, plan.axis, plan.size, plan.forward.parts, columns, multiply)
+        return results[: len(weights)], results[-1] if keep else None
     if not plan.forward.ring:
         gathered = lax.all_gather(x, plan.axis, axis=x.ndim - 2, tiled=True)
         return tuple(_product(gathered, weight, plan.out) for weight in weights), gathered if keep else None
@@ -199,7 +209,8 @@ def _gather_forward(plan: _Plan, x: Any, weights: tuple[Any, ...], *, keep: bool
 
     def visit(carry: Any, piece: Any, start: Any) -> Any:
         outs, gathered = carry
-        outs = [put_piece(out, _product(piece, w, plan.out), start) for out, w in zip(outs, weights, strict=True)]
+        products = _products(plan, piece, weights)
+        outs = [put_piece(out, product, start) for out, product in zip(outs, products, strict=True)]
         return outs, [put_piece(buffer, piece, start) for buffer in gathered]
 
     outs, gathered = gather_pieces(x, plan.axis, plan.size, plan.forward, visit, (outs, gathered))
@@ -218,52 +229,27 @@ def _gather_bwd(plan: _Plan, saved: Any, d_outs: tuple[Any, ...]) -> tuple[Any, 
     # Without this, XLA finds that the forward gathered the same rows and keeps them, which is not what was asked.
     kept, d_outs = tie((kept, d_outs))
 
+    turned = [w.T for w in weights]
+
     def products(slices: list[Any], dtype: Any) -> Any:
-        if len(weights) == 1:
-            return dot(slices[0], weights[0].T, dtype)
-        return sum(dot(part, w.T) for part, w in zip(slices, weights, strict=True)).astype(dtype)
+        return multiply_all(slices, turned, dtype)
 
     gathered = kept if plan.save_gathered else None
     if not plan.backward.ring:
-        dx = _sum_scattered(products(list(d_outs), plan.wire), plan.axis)
+        if plan.backward.parts:
+            dx = scatter_in_parts(d_outs, turned, plan.axis, plan.size, plan.backward.parts, plan.wire)
+        else:
+            dx = sum_scattered(products(list(d_outs), plan.wire), plan.axis)
         if gathered is None:
             gathered = lax.all_gather(kept, plan.axis, axis=kept.ndim - 2, tiled=True)
     elif gathered is not None:
         dx = scatter_sums(products, list(d_outs), num_rows, plan.axis, plan.size, plan.backward, plan.wire)
     else:
-        dx, gathered = _scatter_beside_gather(plan, products, list(d_outs), kept)
+        dx, gathered = scatter_beside_gather(
+            products, list(d_outs), kept, plan.axis, plan.size, plan.backward, plan.wire
+        )
     d_weights = tuple(dot_rows(gathered, d, w.dtype) for d, w in zip(d_outs, weights, strict=True))
     return dx.astype(kept.dtype), d_weights
-
-
-def _scatter_beside_gather(plan: _Plan, products: Any, d_outs: list[Any], x: Any) -> tuple[Any, Any]:
-    """Scatters the input's gradient and, beside the same matmuls, gathers the rows that the weight's gradient needs.
-
-    The weight's gradient is then one large matmul. Adding to it shard by shard would read and write the float32
-    accumulator once per hop, which costs up to 1.5 times the matmul itself.
-    """
-    axis, size, num_rows = plan.axis, plan.size, x.shape[-2]
-    place = lax.axis_index(axis)
-    half = num_rows // 2 if plan.backward.both_ways and num_rows % 2 == 0 else num_rows
-    travelling = [x[..., :half, :]] + ([x[..., half:, :]] if half < num_rows else [])
-    buffer = put_piece(empty_rows(x, num_rows * size, x.shape[-1], x.dtype), x, place * num_rows)
-    state = {"travelling": travelling, "buffer": buffer}
-
-    def hop(step: int, total: Any) -> Any:
-        if step == size - 1:
-            return total
-        arrived = [shift(part, axis, size, up=way == 0) for way, part in enumerate(state["travelling"])]
-        arrived, total, buffer = tie((arrived, total, state["buffer"]))
-        for way, part in enumerate(arrived):
-            source = lax.rem(place + (size - 1 - step if way == 0 else step + 1), size)
-            buffer = put_piece(buffer, part, source * num_rows + way * half)
-        state.update(travelling=arrived, buffer=buffer)
-        return total
-
-    dx = scatter_sums(products, d_outs, num_rows, axis, size, plan.backward, plan.wire, between=hop)
-    # The large matmul must not start between the hops: it would hold its operands for the whole ring.
-    gathered, dx = tie((state["buffer"], dx))
-    return dx, gathered
 
 
 _gather_matmul.defvjp(_gather_fwd, _gather_bwd)
@@ -275,9 +261,11 @@ _gather_matmul.defvjp(_gather_fwd, _gather_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul_scatter(plan: _Plan, x: Any, w: Any) -> Any:
     out_dtype = _out_dtype(x, w)
+    if plan.forward.parts:
+        return scatter_in_parts([x], [w], plan.axis, plan.size, plan.forward.parts, plan.wire).astype(out_dtype)
     if not plan.forward.ring:
         partial = dot(x, w, plan.wire)
-        return _sum_scattered(partial, plan.axis).astype(out_dtype)
+        return sum_scattered(partial, plan.axis).astype(out_dtype)
     num_rows = x.shape[-2] // plan.size
     summed = scatter_sums(
         lambda s, dtype: dot(s[0], w, dtype), [x], num_rows, plan.axis, plan.size, plan.forward, plan.wire
@@ -292,6 +280,13 @@ def _scatter_fwd(plan: _Plan, x: Any, w: Any) -> tuple[Any, Any]:
 def _scatter_bwd(plan: _Plan, saved: Any, d_out: Any) -> tuple[Any, Any]:
     x, w = saved
     d_out = d_out.astype(plan.wire)
+    if plan.backward.parts:
+
+        def multiply(rows: Any) -> tuple[Any, ...]:
+            return dot(rows, w.T, x.dtype), rows
+
+        dx, gathered = tie(gather_in_parts(d_out, plan.axis, plan.size, plan.backward.parts, w.shape[0], multiply))
+        return dx, dot_rows(x, gathered, w.dtype)
     if not plan.backward.ring:
         gathered = lax.all_gather(d_out, plan.axis, axis=d_out.ndim - 2, tiled=True)
         return dot(gathered, w.T, x.dtype), dot_rows(x, gathered, w.dtype)
@@ -318,12 +313,15 @@ def _vary_alike(operands: Any, axis: str) -> Any:
     return vary(operands, sorted(axes))
 
 
-def _sum_scattered(x: Any, axis: str) -> Any:
-    if chip_family() == "cpu" and x.dtype == jnp.bfloat16:
-        # XLA's CPU compiler aborts the process on a bfloat16 reduction in a shard_map that leaves some axes automatic,
-        # as every size-1 axis is.
-        return _sum_scattered(x.astype(jnp.float32), axis).astype(x.dtype)
-    return lax.psum_scatter(x, axis, scatter_dimension=x.ndim - 2, tiled=True)
+def _products(plan: _Plan, piece: Any, weights: tuple[Any, ...]) -> list[Any]:
+    """Multiplies one piece of rows with each weight of a forward gather."""
+    products: list[Any] = []
+    for w in weights:
+        if products and (plan.forward.parts or plan.forward.tie == "next"):
+            # On GPUs: XLA would join the weights, multiply once and cut the product, which copies all of them.
+            piece, products[-1] = tie((piece, products[-1]))
+        products.append(_product(piece, w, plan.out))
+    return products
 
 
 def _product(piece: Any, w: Any, out_dtype: Any) -> Any:

@@ -25,19 +25,31 @@ class Form:
     """How shards travel and how the compiler is kept from undoing it.
 
     Args:
-        ring: False is the unsplit form: one collective beside one matmul.
+        ring: False is the unsplit form: one collective beside one matmul; or, with `parts`, several of both.
         both_ways: half of each shard travels up and half down, using both directions of each link at once.
         group: how many neighbours first pool their shards; the ring then has fewer and larger steps.
         tie: what an optimization barrier ties together at each step; see the loops in `overlap_loops`.
+        parts: without a ring, the sizes of the parts that travel, relative to each other, smallest first. The transfer
+            of the first one is not hidden: a gather begins with it, a scatter ends with it. See `overlap_parts`.
     """
 
     ring: bool = True
     both_ways: bool = False
     group: int = 1
     tie: Tie = "none"
+    parts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        of_a_ring = self.ring or self.both_ways or self.group > 1 or self.tie != "none"
+        if self.parts and (of_a_ring or min(self.parts) < 1):
+            raise PlacementError(
+                f"{self} has parts, which are positive and of whole collectives, not of a ring.",
+                hint="for example Form(ring=False, parts=(1, 2, 4, 7)).",
+            )
 
 
 WHOLE = Form(ring=False)
+PARTS = Form(ring=False, parts=(1, 2, 4, 7))
 
 _V5E: dict[Operation, Form] = {
     # 30/30 hidden, compute 1.03, 0 MiB. Untied it is the same alone, but in a scan of layers 9 of its hops run ahead.
@@ -66,12 +78,25 @@ _GPU: dict[Operation, Form] = {  # 8 x H200
     "gather_matmul_grad": WHOLE,
     "matmul_scatter_grad": Form(tie="next"),  # 7/7, 302 MiB (unsplit 256, 0/1)
 }
+# In a `jit` program with further axes: XLA would gather over those too, before a collective that is not a hop.
+_GPU_ISLAND: dict[Operation, Form] = _GPU | {"gather_matmul_grad": Form(tie="product")}
+# On GPUs, whole collectives in parts do better than the rings above from so many devices and so many features per
+# device on (a row that is gathered meets that many columns, one that is scattered was that long); the first that fits
+# counts. What they are chosen by is compute, measured on one H200, plus the transfers that are not hidden, at
+# 370 GB/s: benchmarks/RESULTS.md has both. A narrow gather takes longer to travel than to multiply: it stays a ring.
+GPU_PARTS: dict[Operation, list[tuple[int, int, Form]]] = {
+    "gather_matmul": [(8, 3584, PARTS)],  # 3/4, 242 MiB (unsplit 256)
+    "matmul_scatter": [
+        (4, 3072, PARTS),  # 3/4, 216 MiB (unsplit 256)
+        (4, 1, Form(ring=False, parts=(2, 2, 3, 4, 5))),  # 4/5
+    ],
+}
 # No links to hide: the plain ring, which is what tests compare with everything else.
 _CPU: dict[Operation, Form] = dict.fromkeys(_V5E, Form())
 
 FORMS: dict[str, dict[Operation, Form]] = {"v5e": _V5E, "v5p": _V5P, "v6e": _V6E, "gpu": _GPU, "cpu": _CPU}
 
-_NAMED = {"ring": Form(), "both_ways": Form(both_ways=True), "whole": WHOLE}
+_NAMED = {"ring": Form(), "both_ways": Form(both_ways=True), "parts": PARTS, "whole": WHOLE}
 
 
 _in_branch: ContextVar[bool] = ContextVar("in_branch", default=False)
@@ -102,17 +127,29 @@ def chip_family() -> str:
     return "cpu"
 
 
-def choose_form(operation: Operation, form: Form | str | None, *, num_chunks: int | None, axis_size: int) -> Form:
-    """Returns the form to use: the caller's, or the table's for this chip; `num_chunks` sets the size of groups."""
+def choose_form(
+    operation: Operation, form: Form | str | None, *, num_chunks: int | None, axis_size: int, width: int
+) -> Form:
+    """Returns the form to use: the caller's, or the table's for this chip.
+
+    Args:
+        num_chunks: the steps of a ring, which set the size of its groups.
+        width: features per device that each travelling row is multiplied with, or is a product of.
+    """
     if isinstance(form, str):
         if form not in _NAMED:
             hint = did_you_mean(form, _NAMED) or f"use one of: {', '.join(_NAMED)}, or a Form."
             raise PlacementError(f"{operation}: there is no form {form!r}.", hint=hint)
         form = _NAMED[form]
     if form is None:
-        form = WHOLE if _in_branch.get() and chip_family() == "cpu" else FORMS[chip_family()][operation]
+        form = _from_table(operation, width=width, axis_size=axis_size, rings_only=num_chunks is not None)
     if num_chunks is None:
         return form
+    if form.parts:
+        raise PlacementError(
+            f"{operation}: num_chunks={num_chunks} counts the steps of a ring, and the form is in parts.",
+            hint="leave num_chunks out, and give the parts: Form(ring=False, parts=(1, 1, 1, 1)).",
+        )
     if num_chunks < 1 or axis_size % num_chunks:
         divisors = [str(count) for count in range(1, axis_size + 1) if axis_size % count == 0]
         raise PlacementError(
@@ -122,3 +159,22 @@ def choose_form(operation: Operation, form: Form | str | None, *, num_chunks: in
         return WHOLE
     group = axis_size // num_chunks
     return replace(form, group=group, both_ways=form.both_ways and group == 1)
+
+
+def _from_table(operation: Operation, *, width: int, axis_size: int, rings_only: bool) -> Form:
+    family = chip_family()
+    if family == "cpu" and _in_branch.get():
+        return WHOLE
+    if family == "gpu" and _has_automatic_axes():
+        return _GPU_ISLAND[operation]
+    if family == "gpu" and not rings_only:
+        for least_size, least_width, form in GPU_PARTS.get(operation, []):
+            if axis_size >= least_size and width >= least_width:
+                return form
+    return FORMS[family][operation]
+
+
+def _has_automatic_axes() -> bool:
+    """Whether XLA may have split arrays over axes that this code does not see."""
+    mesh = current_mesh()
+    return mesh is not None and any(size > 1 and axis not in mesh.manual_axes for axis, size in mesh.shape.items())
