@@ -136,6 +136,7 @@ def on_a_gpu(monkeypatch):
         ("gather_matmul", 4, 7168, FORMS["gpu"]["gather_matmul"]),
         ("matmul_scatter", 8, 3584, PARTS),
         ("matmul_scatter", 4, 1792, EVENER),
+        ("matmul_scatter", 8, 1376, FORMS["gpu"]["matmul_scatter"]),
         ("matmul_scatter", 2, 3584, FORMS["gpu"]["matmul_scatter"]),
         ("gather_matmul_grad", 8, 3584, FORMS["gpu"]["gather_matmul_grad"]),
         ("matmul_scatter_grad", 8, 3584, FORMS["gpu"]["matmul_scatter_grad"]),
