@@ -178,3 +178,18 @@ def test_bad_shapes_and_axes():
         PlacementError, match=r"cannot scatter 6 rows over 4 devices of axis 'tp'.\nhint: pad the rows to 8"
     ):
         scatter(jnp.ones((6, 12)), down)
+
+
+def test_gradients_of_shared_rows_are_summed_newest_product_first():
+    # cuBLAS adds the second operand of such a sum to its result; the other way round XLA makes a pass of its own of it.
+    x, ws = jnp.ones((4, 8), jnp.bfloat16), tuple(jnp.ones((8, width), jnp.bfloat16) for width in (8, 16, 24))
+
+    def pull(x, grads):
+        return jax.vjp(lambda x: gather_matmul(x, ws, axis=None), x)[1](grads)
+
+    jaxpr = jax.make_jaxpr(pull)(x, tuple(jnp.ones((4, w.shape[1]), jnp.bfloat16) for w in ws)).jaxpr
+    made = {out: equation.primitive.name for equation in jaxpr.eqns for out in equation.outvars}
+    sums = [equation for equation in jaxpr.eqns if equation.primitive.name.startswith("add")]
+    assert len(sums) == 2
+    assert [made[equation.invars[0]] for equation in sums] == ["dot_general", "dot_general"]
+    assert made[sums[1].invars[1]] == sums[0].primitive.name

@@ -90,7 +90,9 @@ def gather_matmul(
     _check_shapes("gather_matmul", x, weights)
     view = view_of(axis, who="gather_matmul")
     if axis is None or view == "plain":
-        outs = tuple(_product(x, weight, out_dtype) for weight in weights)
+        outs = tuple(
+            _product(use, weight, out_dtype) for use, weight in zip(_uses(x, len(weights)), weights, strict=True)
+        )
     elif view == "global":
         rows = P(*([None] * (x.ndim - 2)), axis, None)
         columns = P(*([None] * (x.ndim - 1)), axis)
@@ -184,6 +186,29 @@ def matmul_scatter(
 
 
 # --- gather_matmul and its gradient ---
+
+
+def _uses(x: Any, count: int) -> tuple[Any, ...]:
+    """Returns `x` for each of its uses; its gradient is added up in an order in which cuBLAS can do it."""
+    return (x,) if count == 1 else tuple(_forked(count, x))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _forked(count: int, x: Any) -> list[Any]:
+    return [x] * count
+
+
+def _forked_fwd(count: int, x: Any) -> tuple[list[Any], None]:
+    return [x] * count, None
+
+
+def _forked_bwd(count: int, _: None, grads: list[Any]) -> tuple[Any]:
+    # The newest product first: XLA lets a matmul add to its result what the other operand of a sum is, but looks only
+    # at the first operand that is a matmul. JAX's order puts the sum there, whose matmul adds to something already.
+    return (functools.reduce(lambda total, grad: grad + total, reversed(grads)),)
+
+
+_forked.defvjp(_forked_fwd, _forked_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
