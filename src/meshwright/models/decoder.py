@@ -111,10 +111,10 @@ class Decoder(LanguageModel):
         return rotary_tables(positions, self._head_dim, self.rope_theta)
 
     def layer(self, params: PyTree, h: Any, context: Context) -> Any:
-        attn = self._attend(params["attn"], context.norm(h, params["attn_norm"]), context)
-        h = h + context.drop(attn, 0)
-        mlp = context.feed_forward(params["mlp"], context.norm(h, params["mlp_norm"]))
-        return h + context.drop(mlp, 1)
+        h, x = context.residual_norm(h, params["attn_norm"])
+        h = h + context.drop(self._attend(params["attn"], x, context), 0)
+        h, x = context.residual_norm(h, params["mlp_norm"])
+        return h + context.drop(context.feed_forward(params["mlp"], x), 1)
 
     @jax.named_scope("attention")
     def _attend(self, params: PyTree, x: Any, context: Context) -> Any:

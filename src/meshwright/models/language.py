@@ -29,6 +29,7 @@ from meshwright.models.run import PROJECTION, Remat, Run
 from meshwright.models.stack import run_layers
 from meshwright.parallel.dropout import dropout
 from meshwright.parallel.gather import Gather
+from meshwright.parallel.norm_kernel import residual_norm
 from meshwright.parallel.overlap_forms import chip_family
 from meshwright.parallel.pipeline import pipeline
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm
@@ -186,6 +187,7 @@ class LanguageModel(abc.ABC):
                 remat=remat,
                 gather=layers_gather,
                 prefetch=run.prefetch and stages is None,
+                kernels=run.kernels,
             )
 
         if stages is None:
@@ -259,6 +261,10 @@ class Context:
 
     def norm(self, h: Any, scale: Any) -> Any:
         return sequence_norm(h, scale, axis=self.run.tensor(), eps=self.norm_eps)
+
+    def residual_norm(self, h: Any, scale: Any) -> tuple[Any, Any]:
+        """Returns `h` to go on with, and its norm: their gradients are added where the norm's is computed."""
+        return residual_norm(h, scale, axis=self.run.tensor(), eps=self.norm_eps, kernels=self.run.kernels)
 
     def columns(self, h: Any, *weights: Any) -> tuple[Any, ...]:
         """Returns `h @ w` for each weight, features split; they share one gather of `h`."""

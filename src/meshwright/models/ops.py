@@ -6,6 +6,7 @@ its own says what is kept for the backward pass (the inputs, which some matmul k
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 
 from meshwright.axes import vary_alike
 from meshwright.errors import PlacementError
+from meshwright.parallel.stack_kernel import stack
 from meshwright.types import PyTree
 
 # --- Rotary positions ---
@@ -133,10 +135,13 @@ _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
 # --- Stacked layers ---
 
 
-def unstack(tree: PyTree, num_layers: int) -> list[PyTree]:
+def unstack(tree: PyTree, num_layers: int, *, kernels: bool | None = None) -> list[PyTree]:
     """Returns the layers of a tree whose leaves are stacked along dim 0; the gradient is one stack of all layers'.
 
     The gradient of plain indexing is one padded array per layer and the sum of them all.
+
+    Args:
+        kernels: whether a kernel of ours makes that stack; by default where that is possible and faster.
 
     Example:
         >>> [layer["w"].tolist() for layer in unstack({"w": jnp.arange(4.0).reshape(2, 2)}, 2)]
@@ -149,21 +154,21 @@ def unstack(tree: PyTree, num_layers: int) -> list[PyTree]:
                 f"unstack of {num_layers} layers got a leaf of shape {leaf.shape}.",
                 hint="every leaf must have its layers along dim 0.",
             )
-    columns = [_unstack(leaf) for leaf in leaves]
+    columns = [_unstack(kernels, leaf) for leaf in leaves]
     return [jax.tree.unflatten(treedef, [column[i] for column in columns]) for i in range(num_layers)]
 
 
-@jax.custom_vjp
-def _unstack(stacked: Any) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unstack(kernels: bool | None, stacked: Any) -> Any:
     return [lax.index_in_dim(stacked, i, keepdims=False) for i in range(stacked.shape[0])]
 
 
-def _unstack_fwd(stacked: Any) -> tuple[Any, None]:
-    return _unstack(stacked), None
+def _unstack_fwd(kernels: bool | None, stacked: Any) -> tuple[Any, None]:
+    return _unstack(kernels, stacked), None
 
 
-def _unstack_bwd(_: None, d_layers: Any) -> tuple[Any]:
-    return (jnp.stack(d_layers),)
+def _unstack_bwd(kernels: bool | None, _: None, d_layers: Any) -> tuple[Any]:
+    return (stack(d_layers, kernels=kernels),)
 
 
 _unstack.defvjp(_unstack_fwd, _unstack_bwd)

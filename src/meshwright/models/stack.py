@@ -32,6 +32,7 @@ def run_layers(
     remat: Remat = "none",
     gather: Gather | None = None,
     prefetch: bool = True,
+    kernels: bool | None = None,
 ) -> Any:
     """Returns `h` after all layers: `h = block(layer, h, number)` for each.
 
@@ -42,6 +43,7 @@ def run_layers(
         remat: what the backward pass computes again; see `Run`.
         gather: makes a layer's slices whole, just before they are used. They are gathered again for the backward pass.
         prefetch: gathers each layer's while the one before it computes.
+        kernels: whether a kernel of ours puts the layers' gradients together; see `Run`.
     """
     count = int(jax.tree.leaves(layers)[0].shape[0])
     if form == "auto":
@@ -70,7 +72,7 @@ def run_layers(
         # Only a loop keeps XLA from merging what is computed again with what was there before.
         run = jax.checkpoint(run, policy=policy, prevent_cse=size == count)
     if size == count:
-        for number, layer in enumerate(unstack(layers, count)):
+        for number, layer in enumerate(unstack(layers, count, kernels=kernels)):
             h = run(layer, h, numbers[number])
         return h
 
@@ -78,7 +80,7 @@ def run_layers(
         layer, number = x
         if size == 1:
             return run(layer, h, number), None
-        for place, single in enumerate(unstack(layer, size)):
+        for place, single in enumerate(unstack(layer, size, kernels=kernels)):
             h = run(single, h, number[place])
         return h, None
 

@@ -94,10 +94,10 @@ class XLSTM(LanguageModel):
         return {"mlstm_norm": jnp.ones(self.d_model), "mlstm": mlstm, "mlp_norm": jnp.ones(self.d_model), "mlp": mlp}
 
     def layer(self, params: PyTree, h: Any, context: Context) -> Any:
-        mixed = self._remember(params["mlstm"], context.norm(h, params["mlstm_norm"]), context)
-        h = h + context.drop(mixed, 0)
-        mlp = context.feed_forward(params["mlp"], context.norm(h, params["mlp_norm"]))
-        return h + context.drop(mlp, 1)
+        h, x = context.residual_norm(h, params["mlstm_norm"])
+        h = h + context.drop(self._remember(params["mlstm"], x, context), 0)
+        h, x = context.residual_norm(h, params["mlp_norm"])
+        return h + context.drop(context.feed_forward(params["mlp"], x), 1)
 
     @jax.named_scope("mlstm")
     def _remember(self, params: PyTree, x: Any, context: Context) -> Any:

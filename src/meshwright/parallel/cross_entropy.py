@@ -22,13 +22,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.axes import axis_size, is_manual, place_on, summing_dtype, vary, varying_axes, view_of
+from meshwright.axes import axis_size, is_manual, place_on, summing_dtype, vary, vary_alike, varying_axes, view_of
 from meshwright.errors import PlacementError
 from meshwright.mesh import current_mesh, require_axes
+from meshwright.parallel.kernels import uses_kernels
 from meshwright.parallel.local import local_map
 from meshwright.parallel.overlap_loops import dot, dot_rows
+from meshwright.parallel.softmax_kernel import softmax_gradient
 from meshwright.parallel.tensor import check_divides, check_matmul, check_split
-from meshwright.parallel.vocabulary import check_targets, checked_vocab_size
+from meshwright.parallel.vocabulary import check_targets, checked_vocab_size, own_zeros
 
 WHO = "linear_cross_entropy"
 # Every chunk reads and writes the float32 gradient of the head. On an H200, chunks of 1024 rows cost 6% more time than
@@ -64,6 +66,7 @@ class LossOptions(TypedDict, total=False):
     soft_cap: float | None
     chunk_rows: int | None
     logits_dtype: Any
+    kernels: bool | None
 
 
 @jax.named_scope("loss")
@@ -82,6 +85,7 @@ def linear_cross_entropy(
     soft_cap: float | None = None,
     chunk_rows: int | None = None,
     logits_dtype: Any = None,
+    kernels: bool | None = None,
 ) -> LossSums:
     """Returns the summed loss of predicting `targets` from `x @ head`, and never holds more than a chunk of logits.
 
@@ -106,6 +110,8 @@ def linear_cross_entropy(
         chunk_rows: how many tokens have logits at a time; by default as many as fit into 512 MiB, and at least 2048.
         logits_dtype: what logits are rounded to between the matmul, which adds in float32, and the softmax, which is in
             float32; by default the dtype of `x`, as other trainers have it. float32 moves twice the bytes.
+        kernels: whether a kernel of ours makes the gradient of the softmax, where the head is whole, and without
+            `label_smoothing` and `soft_cap`; by default on GPUs.
 
     Example:
         >>> x, head, targets = jnp.zeros((2, 8, 4)), jnp.ones((4, 16)), jnp.zeros((2, 8), int)
@@ -137,6 +143,7 @@ def linear_cross_entropy(
         soft_cap=None if soft_cap is None else float(soft_cap),
         chunk_rows=chunk_rows,
         logits_dtype=logits_dtype,
+        kernels=kernels,
     )
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     operands = x, head, targets, lax.stop_gradient(weights)
@@ -162,6 +169,7 @@ class _Plan:
     soft_cap: float | None
     chunk_rows: int | None
     logits_dtype: Any
+    kernels: bool | None
 
 
 # --- The sums, with their gradients where these are wanted ---
@@ -218,18 +226,22 @@ def _on_device(plan: _Plan, with_grads: bool, x: Any, head: Any, targets: Any, w
         x_chunk, its_targets, its_weights = chunk
         # Rows that do not count may be NaN, and zero times NaN is NaN.
         x_chunk = jnp.where((its_weights != 0)[..., None], x_chunk, jnp.zeros_like(x_chunk))
-        products = dot(x_chunk, columns, wire).astype(jnp.float32)
-        sums, make_dlogits = _chunk_loss(plan, products, its_targets, its_weights)
-        if not with_grads:
-            return dhead, (sums, None)
-        dlogits = make_dlogits().astype(kind)
+        products = dot(x_chunk, columns, wire)
+        if with_grads and _suits_kernel(plan, head.shape[1]):
+            sums, dlogits = _chunk_by_kernel(plan, products, its_targets, its_weights)
+        else:
+            sums, make_dlogits = _chunk_loss(plan, products.astype(jnp.float32), its_targets, its_weights)
+            if not with_grads:
+                return dhead, (sums, None)
+            dlogits = make_dlogits()
+        dlogits = dlogits.astype(kind)
         # Product and sum in one expression: XLA then adds inside the matmul, and needs no second buffer for it.
         return dhead + dot_rows(x_chunk, dlogits), (sums, dot(dlogits, columns.T, x.dtype))
 
     start = None
     if with_grads:
         axes = frozenset().union(*map(varying_axes, (whole, head, targets, weights)))
-        start = vary(jnp.zeros(head.shape, jnp.float32), sorted(axes))
+        start = vary(own_zeros(*head.shape), sorted(axes))
     chunks = rows.cut(whole.astype(kind), features=True), rows.cut(targets), rows.cut(weights)
     # A loop, on any chip: written out, XLA adds up products in pairs, and holds several gradients of the head at once.
     dhead, (sums, dx) = lax.scan(step, start, chunks)
@@ -281,23 +293,10 @@ def _chunk_loss(plan: _Plan, products: Any, targets: Any, weights: Any) -> tuple
         found = _over_devices(found, plan.axis, num_columns)
     log_sum = found.largest + jnp.log(found.exponentials)
 
-    counts, is_valid = weights != 0, (targets >= 0) & (targets < plan.vocab_size)
-    factor = jnp.where(counts & ~is_valid, jnp.nan, weights)
-    smoothing = plan.label_smoothing
+    factor, smoothing = _factors(plan, targets, weights), plan.label_smoothing
     cross_entropy = log_sum - found.of_target
     smoothed = cross_entropy + smoothing * (found.of_target - found.logits / plan.vocab_size)
-    z_loss = plan.z_loss * log_sum**2
-
-    def add_up(terms: Any, factor: Any = factor) -> Any:
-        return jnp.where(counts, terms * factor, 0.0).sum()
-
-    sums = LossSums(
-        total=add_up(smoothed + z_loss),
-        cross_entropy=add_up(cross_entropy),
-        z_loss=add_up(z_loss),
-        count=add_up(1.0, weights),
-        correct=add_up(found.place == targets, weights),
-    )
+    sums = _sums(plan, smoothed, cross_entropy, log_sum, found.place == targets, factor, weights)
 
     def make_dlogits() -> Any:
         of_softmax = factor * (1 + 2 * plan.z_loss * log_sum) if plan.z_loss else factor
@@ -308,6 +307,44 @@ def _chunk_loss(plan: _Plan, products: Any, targets: Any, weights: Any) -> tuple
         return dlogits if plan.soft_cap is None else dlogits * (1 - jnp.square(capped / plan.soft_cap))
 
     return sums, make_dlogits
+
+
+def _factors(plan: _Plan, targets: Any, weights: Any) -> Any:
+    """Returns the weights, NaN where a target that counts is none."""
+    is_valid = (targets >= 0) & (targets < plan.vocab_size)
+    return jnp.where((weights != 0) & ~is_valid, jnp.nan, weights)
+
+
+def _sums(
+    plan: _Plan, smoothed: Any, cross_entropy: Any, log_sum: Any, correct: Any, factor: Any, weights: Any
+) -> LossSums:
+    def add_up(terms: Any, factor: Any = factor) -> Any:
+        return jnp.where(weights != 0, terms * factor, 0.0).sum()
+
+    z_loss = plan.z_loss * log_sum**2
+    return LossSums(
+        total=add_up(smoothed + z_loss),
+        cross_entropy=add_up(cross_entropy),
+        z_loss=add_up(z_loss),
+        count=add_up(1.0, weights),
+        correct=add_up(correct, weights),
+    )
+
+
+def _suits_kernel(plan: _Plan, num_columns: int) -> bool:
+    """Returns whether our kernel does a chunk; the others need other devices' logits, or other functions of them."""
+    is_plain = plan.axis is None and plan.vocab_size == num_columns and plan.soft_cap is None
+    return is_plain and not plan.label_smoothing and uses_kernels(plan.kernels)
+
+
+def _chunk_by_kernel(plan: _Plan, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+    factor = _factors(plan, targets, weights)
+    flat = products.reshape(-1, products.shape[-1]), targets.ravel(), factor.ravel()
+    found = softmax_gradient(*vary_alike(*flat), z_loss=plan.z_loss)
+    log_sum, of_target, place = (part.reshape(targets.shape) for part in found[1:])
+    cross_entropy = log_sum - of_target
+    sums = _sums(plan, cross_entropy, cross_entropy, log_sum, place == targets, factor, weights)
+    return sums, found.d_logits.reshape(products.shape)
 
 
 def _cap(values: Any, soft_cap: float | None) -> Any:

@@ -166,13 +166,22 @@ def _take_fwd(num_rows: int, dtype: Any, table: Any, places: Any) -> tuple[Any, 
 def _take_bwd(num_rows: int, dtype: Any, places: Any, d_rows: Any) -> tuple[Any, None]:
     # A frequent token gets thousands of terms, which bfloat16 cannot count.
     inside = (places >= 0) & (places < num_rows)
-    zeros = vary(jnp.zeros((num_rows, d_rows.shape[-1]), jnp.float32), sorted(varying_axes(d_rows)))
+    zeros = vary(own_zeros(num_rows, d_rows.shape[-1]), sorted(varying_axes(d_rows)))
     d_rows = jnp.where(inside[..., None], d_rows, jnp.zeros_like(d_rows)).astype(jnp.float32)
     d_table = zeros.at[jnp.clip(places, 0, num_rows - 1)].add(d_rows, mode="promise_in_bounds")
     return d_table.astype(dtype), None
 
 
 _take.defvjp(_take_fwd, _take_bwd)
+
+
+def own_zeros(*shape: int) -> Any:
+    """Returns float32 zeros to add to, which XLA does not take for the zeros of others.
+
+    It keeps one array for all zeros of a shape. Where that is added to, the others, which would need no memory, read a
+    copy: for a gradient's, one more pass over a table of the vocabulary in each of the places that use it.
+    """
+    return jnp.broadcast_to(lax.optimization_barrier(jnp.float32(0)), shape)
 
 
 # --- The loss ---

@@ -96,7 +96,7 @@ def _loss(
             sequence_parallel=run.sequence_parallel,
             batch_axes=run.rows(),
             soft_cap=model.logit_soft_cap,
-            **options,
+            **({"kernels": run.kernels} | options),
         )
 
     return model.apply(
