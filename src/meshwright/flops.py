@@ -132,6 +132,8 @@ class _Counter:
                 tally.attention += tally.matmul
             if name.startswith("dot_product_attention_bwd"):
                 tally.recomputed += tally.matmul // 5
+        elif _kernel_name(equation) in _KERNELS:
+            tally.other += sum(map(_size, equation.outvars))
         elif name in _OPAQUE or "callback" in name:
             tally.notes[f"`{_kernel_name(equation)}` is not counted: JAX does not know what is inside"] += 1
         elif name == "cond":
@@ -231,11 +233,13 @@ def _equation_results(equation: Any, here: list[bool], *, linear: bool) -> list[
     inner = [jaxpr for jaxpr in _inside(params) if len(jaxpr.invars) == len(here)]
     if len(inner) == 1 and len(inner[0].outvars) == len(equation.outvars) and name not in _WITHOUT_INSIDE:
         return _results(inner[0], here, linear=linear)
-    return [True] * len(equation.outvars) if not linear or _is_linear(name, here) else None
+    return [True] * len(equation.outvars) if not linear or _is_linear(_kernel_name(equation), here) else None
 
 
 def _is_linear(name: str, here: list[bool]) -> bool:
     """Returns whether an operation is linear in those of its operands that are marked, together."""
+    if name in _KERNELS:
+        return not any(mark for place, mark in enumerate(here) if place not in _KERNELS[name])
     if name in _BILINEAR:
         return sum(here) == 1
     if name in _LINEAR_IN_FIRST:
@@ -305,6 +309,9 @@ def _product(sizes: Iterable[int]) -> int:
 
 
 def _kernel_name(equation: Any) -> str:
+    """Returns the name of an operation; of one that JAX does not look into, with its own."""
+    if equation.primitive.name not in _OPAQUE and "callback" not in equation.primitive.name:
+        return str(equation.primitive.name)
     known = equation.params.get("name") or equation.params.get("name_and_src_info") or ""
     text = str(getattr(known, "name", known))
     return f"{equation.primitive.name} {text}".strip()
@@ -357,6 +364,12 @@ _MATMULS: dict[str, Callable[[Any], int]] = {
     "dot_product_attention_bwd": _attention_flops(5),
 }
 _OPAQUE = ("pallas_call", "ffi_call", "custom_call", "triton_kernel_call", "mosaic_gpu_call")
+# Kernels of ours (`meshwright.parallel.kernels`): the operands that each is linear in, together. None has a matmul.
+_KERNELS: dict[str, range] = {
+    "pallas_call residual_norm_gradient": range(1, 3),
+    "pallas_call softmax_gradient": range(2, 3),
+    "pallas_call stack": range(256),
+}
 _REMAT = ("remat2", "remat", "checkpoint")
 _ELEMENTWISE = _names(
     "add sub mul div rem pow integer_pow neg abs sign max min exp exp2 expm1 log log1p sqrt rsqrt cbrt square "

@@ -40,6 +40,30 @@ def test_operations_of_one_row():
     assert again[0] == 0 < again[1] < again[2]
 
 
+def test_kernels_of_ours_change_no_count():
+    for layers in ("scan", "unroll"):
+        plain, ours = (
+            profile_job(
+                language_job(
+                    Decoder.named("tiny", num_layers=6),
+                    batch_size=8,
+                    num_tokens=TOKENS,
+                    run=Run(layers=layers, kernels=on),
+                ),
+                platform="gpu",
+            )
+            for on in (False, None)
+        )
+        for remat, needs in ours.needs.items():
+            flops, others = needs.flops, plain.needs[remat].flops
+            assert (flops.model, flops.recomputed, flops.notes) == (others.model, others.recomputed, ()), (
+                layers,
+                remat,
+            )
+            assert needs.kept_per_row == pytest.approx(plain.needs[remat].kept_per_row, rel=0.02), (layers, remat)
+        assert ours.needs["full"].flops.recomputed > ours.needs["dots"].flops.recomputed
+
+
 def test_recomputing_keeps_the_inputs_of_layers():
     few, many = profile(2), profile(4)
     each = TOKENS * WIDTH * 2
