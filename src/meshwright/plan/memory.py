@@ -22,7 +22,7 @@ Basis = Literal["compiled", "computed", "assumed"]
 # Logits of a chunk of rows, as they are and in float32: what the loss needs at a time.
 _LOSS_BYTES, _LOGIT_BYTES = 1.2 * 2**30, 8
 # A layer in its backward pass: what it computes again, and gradients of that beside it. Fitted to compiled programs.
-_LAYER_FACTOR = {"gpu": 1.35, "tpu": 1.0, "cpu": 1.35}
+_LAYER_FACTOR = {"gpu": 1.35, "tpu": 1.0, "cpu": 1.6}
 
 
 @dataclass(frozen=True)
