@@ -15,7 +15,7 @@ import argparse
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,7 @@ def measure_steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                     continue
                 changes = {"num_layers": arguments.num_layers} if arguments.num_layers else {}
                 model = Decoder.named(arguments.size, **changes)
+                case = replace(case, tuned=case.tuned and not arguments.untuned)
                 mesh = mesh_of(target, text)
                 sizes = dict(mesh.shape)
                 pairs = (option.split("=", 1) for option in arguments.option)
@@ -203,6 +204,7 @@ def main() -> None:
     parser.add_argument("--size", default="7b")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--rows", type=int, default=1, help="rows of a batch per data-parallel device")
+    parser.add_argument("--untuned", action="store_true", help="without the options that hide collectives")
     parser.add_argument("--option", nargs="*", default=[], help="more compiler options: name=value")
     parser.add_argument("--save-to", help="a file for the text of the (last) compiled program")
     parser.add_argument("--compile-time", action="store_true")

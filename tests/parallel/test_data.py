@@ -224,6 +224,7 @@ def test_dtypes_are_those_of_the_wire():
         return jax.grad(loss, has_aux=True)(x)
 
     def run(gather_dtype, grad_dtype):
+        # Unchecked, as code for the original is called; the test above has both.
         return local_map(
             functools.partial(local, gather_dtype=gather_dtype, grad_dtype=grad_dtype),
             mesh=mesh_of("fsdp:8"),
