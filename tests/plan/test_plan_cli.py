@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 import sys
 
@@ -76,6 +77,7 @@ def test_a_plan_in_text(cli):
     for title in ("Memory of a device\n", "Sent by a device in a step\n", "Time of a step\n"):
         assert title in out
     assert "fsdp  reduce-scatter  gradients of parameters" in out
+    assert re.search(r"^activations +.*\n  from [a-z -]+ +[\d.]+ KiB +[\d.]+%  computed", out, flags=re.M)
     assert "pipeline bubble" not in out
     command = "meshwright train --model decoder-tiny --num-tokens 64 --batch-size 4 --mesh fsdp:4 --remat full"
     assert f"run it: {command} --precision mixed\n" in out
@@ -171,6 +173,7 @@ def test_a_plan_that_does_not_fit_has_status_1(cli):
     assert code == 1
     assert "does not fit: " in out
     assert " too much; the largest part is " in out
+    assert "it does not fit; to run it all the same: meshwright train --model decoder-7b" in out
 
 
 def test_a_search_ranks_and_says_why_others_were_not_taken(cli):
@@ -217,6 +220,8 @@ def test_two_files_or_two_configurations_are_compared(cli, tmp_path):
     job = language_job(Decoder.named("tiny"), batch_size=4, num_tokens=64)
     layouts = [state_layout(job, optax.adamw(1e-3), mw.create_abstract_mesh(mesh)) for mesh in ("fsdp:4", "dp:4")]
     exact = [sum(one.bytes_per_device for one in made.leaves if "opt_state" in one.name) for made in layouts]
+    kind = next(c for c in data["changes"] if c["name"] == "activations from attention")
+    assert kind["before"] == read_plan(paths[0])["memory"]["parts"][5]["split"]["attention"]
     optimizer = next(c for c in data["changes"] if c["name"] == "optimizer")
     assert [optimizer["before"], optimizer["after"]] == exact
     total = next(c for c in data["changes"] if c["name"] == "total" and c["group"].startswith("Memory"))
