@@ -25,6 +25,7 @@ parser.add_argument("--ways", type=int, default=8)
 parser.add_argument("--inner", type=int, default=8, help="calls per timing")
 parser.add_argument("--shape", nargs=3, type=int, metavar=("ROWS", "DIM", "HIDDEN"), help="only this shape")
 parser.add_argument("--batch", type=int, default=0, help="a leading dim of this size; without it, rows are the first")
+parser.add_argument("--only", help="only this operation: gather, scatter, or with a batch 'gated MLP'")
 parser.add_argument("--json", action="store_true")
 ARGUMENTS = parser.parse_args()
 
@@ -118,6 +119,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
         "ring, 4 chunks": functools.partial(GATHER, num_chunks=min(4, WAYS)),
         "parts": functools.partial(GATHER, form="parts"),
         "evener parts": functools.partial(GATHER, form=EVENER),
+        "parts, XLA": functools.partial(GATHER, form="parts", kernels=False),
     },
     "scatter": {
         "unsplit": unsplit_scatter,
@@ -135,6 +137,7 @@ if ARGUMENTS.batch:
     OPERATIONS["gated MLP"] = {
         "unsplit": gated(unsplit_gather_of_two, unsplit_scatter),
         "ours": gated(GATHER, SCATTER),
+        "ours, XLA": gated(functools.partial(GATHER, kernels=False), SCATTER),
         "ring": gated(GATHER_RING, SCATTER_RING),
     }
 
@@ -172,6 +175,8 @@ def main() -> None:
     shapes = [tuple(ARGUMENTS.shape)] if ARGUMENTS.shape else SHAPES[ARGUMENTS.platform]
     for shape in shapes:
         for operation, forms in OPERATIONS.items():
+            if ARGUMENTS.only not in (None, operation):
+                continue
             built, timings = {}, {name: [] for name in forms}
             for name, form in forms.items():
                 try:

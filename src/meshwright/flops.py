@@ -132,6 +132,11 @@ class _Counter:
                 tally.attention += tally.matmul
             if name.startswith("dot_product_attention_bwd"):
                 tally.recomputed += tally.matmul // 5
+        elif _kernel_name(equation) == _WRITES_PRODUCT:
+            rows, w = (value.aval for value in equation.invars[:2])
+            product = rows.shape[0] * w.shape[1]  # the array that it is written into is larger
+            tally.by_dtype[rows.dtype.name] += 2 * product * rows.shape[1]
+            tally.moved += sum(map(_bytes, equation.invars[:2])) + product * rows.dtype.itemsize
         elif _kernel_name(equation) in _KERNELS:
             tally.other += sum(map(_size, equation.outvars))
         elif name in _OPAQUE or "callback" in name:
@@ -363,8 +368,11 @@ _MATMULS: dict[str, Callable[[Any], int]] = {
     "dot_product_attention_bwd_wrapper": _attention_flops(5),
     "dot_product_attention_bwd": _attention_flops(5),
 }
-_OPAQUE = ("pallas_call", "ffi_call", "custom_call", "triton_kernel_call", "mosaic_gpu_call")
-# Kernels of ours (`meshwright.parallel.kernels`): the operands that each is linear in, together. None has a matmul.
+_OPAQUE = ("pallas_call", "mpmd_map", "ffi_call", "custom_call", "triton_kernel_call", "mosaic_gpu_call")
+_WRITES_PRODUCT = (
+    "mpmd_map write_product"  # the one kernel of ours that is a matmul: `meshwright.parallel.matmul_kernel`
+)
+# The others (`meshwright.parallel.kernels`): the operands that each is linear in, together.
 _KERNELS: dict[str, range] = {
     "pallas_call residual_norm_gradient": range(1, 3),
     "pallas_call softmax_gradient": range(2, 3),

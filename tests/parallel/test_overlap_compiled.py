@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from meshwright.plan.topology import can_compile_for
@@ -32,6 +33,11 @@ GPU = {
 }
 
 
+def needs_compiler(target):
+    if not can_compile_for(target):
+        pytest.skip(f"the compiler for {target} is not installed")
+
+
 def measured(run_python, target, operations, shape=(16384, 8192, 28672)):
     quoted = " ".join(f'"{name}"' for name in operations)
     sizes = " ".join(map(str, shape))
@@ -48,8 +54,7 @@ def measured(run_python, target, operations, shape=(16384, 8192, 28672)):
 
 
 def check(run_python, target, limits, *, less_memory=()):
-    if not can_compile_for(target):
-        pytest.skip(f"the compiler for {target} is not installed")
+    needs_compiler(target)
     rows = measured(run_python, target, limits)
     for operation, limit in limits.items():
         ours, unsplit = rows[operation, "ours"], rows[operation, "unsplit"]
@@ -79,8 +84,7 @@ def test_gradients_hide_every_hop_on_tpus(run_python, target):
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "shape"), GPU, ids=str)
 def test_gpus_hide_every_hop_of_a_ring_and_all_parts_but_one(run_python, target, shape):
-    if not can_compile_for(target):
-        pytest.skip(f"the compiler for {target} is not installed")
+    needs_compiler(target)
     exposed = GPU[target, shape]
     rows = measured(run_python, target, exposed, shape)
     for operation, most in exposed.items():
@@ -115,9 +119,50 @@ for form in (None, FORM):
 @pytest.mark.slow
 def test_weights_that_share_a_gather_stay_apart_on_gpus(run_python):
     """Joined, they would be copied for each piece. Together they are wide enough for parts; the ring is asked for."""
-    if not can_compile_for("h200:1x8"):
-        pytest.skip("the compiler for h200:1x8 is not installed")
+    needs_compiler("h200:1x8")
     ring = "from meshwright.parallel.overlap_forms import FORMS\nFORM = FORMS['gpu']['gather_matmul']\n"
     done = run_python(ring + TWO_WEIGHTS, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["8", "3", "4", "16", "7", "7"]  # two matmuls for each of 4 parts, of 8 shards
+
+
+WRITTEN_IN_A_LOOP = """
+import re
+import jax, jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshwright.parallel import gather_matmul, matmul_scatter
+from meshwright.plan.schedule import read_schedule
+from meshwright.plan.topology import target_mesh
+from meshwright.train.compiler import compiler_options
+
+mesh = target_mesh("h200:1x8", (8,), ("tp",))
+rows, up, down = P(None, "tp", None), P(None, None, "tp"), P(None, "tp", None)
+shapes, specs = ((4, 4096, 4096), (3, 4096, 28672), (3, 28672, 4096)), (rows, up, down)
+structs = [jax.ShapeDtypeStruct(a, jnp.bfloat16, sharding=NamedSharding(mesh, b)) for a, b in zip(shapes, specs)]
+
+@jax.checkpoint
+def layer(h, weights):
+    up, down = weights
+    return h + matmul_scatter(jnp.tanh(gather_matmul(h, up, axis="tp")), down, axis="tp"), None
+
+def loss(x, *weights):
+    return lax.psum(jnp.sum(lax.scan(layer, x, weights)[0].astype(jnp.float32)), "tp")
+
+run = jax.shard_map(jax.grad(loss, argnums=(0, 1, 2)), mesh=mesh, in_specs=specs, out_specs=specs)
+text = jax.jit(run).lower(*structs).compile(compiler_options(mesh, None)).as_text()
+written = re.findall(r"= bf16\\[16384,3584\\]\\S* custom-call\\(.*mosaic_gpu", text)
+copied = re.findall(r"= bf16\\[(?:16384|4,4096),3584\\]\\S* (?:copy|concatenate)\\(", text)
+print(len(written), len(copied))
+"""
+
+
+@pytest.mark.slow
+def test_products_of_a_gather_are_written_once_and_not_copied_in_loops_on_gpus(run_python):
+    """Four parts forwards, and four when a checkpointed layer is computed again."""
+    needs_compiler("h200:1x8")
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("kernels take Refs since jax 0.11")
+    done = run_python(WRITTEN_IN_A_LOOP, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["8", "0"]

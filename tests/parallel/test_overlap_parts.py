@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.errors import PlacementError
 from meshwright.parallel import Form, gather_matmul, local_map, matmul_scatter, overlap_forms
+from meshwright.parallel.matmul_kernel import tile_columns
 from meshwright.parallel.overlap_forms import FORMS, PARTS, choose_form
 from meshwright.parallel.overlap_parts import MULTIPROCESSORS, cut
 from meshwright.plan.schedule import read_schedule
@@ -26,32 +27,34 @@ EVENER = Form(ring=False, parts=(2, 2, 3, 4, 5))
 @given(
     total=st.integers(1, 5000),
     parts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    tile=st.sampled_from([1, 16, 128, 256]),
-    across=st.integers(1, 300),
+    unit=st.sampled_from([1, 8, 16, 128, 256]),
+    tiles=st.integers(1, 300),
 )
 @settings(max_examples=200, deadline=None)
-def test_parts_cover_everything_once_and_in_order(total, parts, tile, across):
-    edges = cut(total, parts, tile=tile, across=across)
+def test_parts_cover_everything_once_and_in_order(total, parts, unit, tiles):
+    edges = cut(total, parts, unit=unit, tiles=tiles)
     assert (edges[0][0], edges[-1][1]) == (0, total)
     assert len(edges) <= len(parts)
     assert all(start < end for start, end in edges)
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(edges))
+    assert total % unit or all(end % unit == 0 for _, end in edges)
 
 
 @pytest.mark.parametrize(
     ("rows", "columns"), [(16384, 3584), (8192, 3584), (16384, 1792), (32768, 1728), (16384, 2304), (65536, 1024)]
 )
 def test_parts_take_no_more_rounds_of_tiles_than_the_whole(rows, columns):
-    """Rows of 8 devices, cut for tiles of 128 x 256."""
-    across = -(-columns // 256)
-    sizes = [end - start for start, end in cut(rows // 8, PARTS.parts, tile=16, across=across)]
+    """Rows of 8 devices, cut for tiles of 128 rows."""
+    across = -(-columns // tile_columns(columns))
+    sizes = [end - start for start, end in cut(rows // 8, PARTS.parts, unit=16, tiles=across)]
 
     def rounds(num_rows):
         return math.ceil(num_rows / 128 * across / MULTIPROCESSORS)
 
     assert len(sizes) == 4
-    assert sum(rounds(8 * size) for size in sizes) <= rounds(rows) + (columns % 256 != 0)
-    assert sizes[0] <= rows // 8 / 7  # what no matmul hides
+    assert sum(rounds(8 * size) for size in sizes) <= rounds(rows)
+    assert sizes == sorted(sizes)
+    assert sizes[0] <= rows // 8 / 6  # what no matmul hides
 
 
 @functools.cache

@@ -268,10 +268,10 @@ class Context:
 
     def columns(self, h: Any, *weights: Any) -> tuple[Any, ...]:
         """Returns `h @ w` for each weight, features split; they share one gather of `h`."""
-        saves = self.run.save_gathered and self.run.sequence_parallel and self.run.tensor() is not None
-        options: Any = {"save_gathered": True} if saves else {}
-        parallel = self.run.sequence_parallel
-        ys = fused_column_dense(h, weights, axis=self.run.tensor(), sequence_parallel=parallel, **options)
+        run, axis = self.run, self.run.tensor()
+        gathers = run.sequence_parallel and axis is not None
+        options: Any = {"save_gathered": run.save_gathered, "kernels": run.kernels} if gathers else {}
+        ys = fused_column_dense(h, weights, axis=axis, sequence_parallel=run.sequence_parallel, **options)
         return tuple(checkpoint_name(y, PROJECTION) for y in ys)
 
     def rows(self, y: Any, weight: Any) -> Any:

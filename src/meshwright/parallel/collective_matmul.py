@@ -22,7 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.axes import vary, varying_axes, view_of
 from meshwright.errors import PlacementError
+from meshwright.parallel.kernels import uses_kernels
 from meshwright.parallel.local import island
+from meshwright.parallel.matmul_kernel import can_write
 from meshwright.parallel.overlap_forms import Form, choose_form
 from meshwright.parallel.overlap_loops import (
     dot,
@@ -50,6 +52,7 @@ class _Plan:
     save_gathered: bool
     wire: Any
     out: Any = None
+    writes: bool = False
 
 
 def gather_matmul(
@@ -63,6 +66,7 @@ def gather_matmul(
     save_gathered: bool = False,
     wire_dtype: Any = None,
     out_dtype: Any = None,
+    kernels: bool | None = None,
 ) -> Any:
     """Returns `gather(x) @ w`, with the rows of `x` gathered along a mesh axis while they are multiplied.
 
@@ -75,6 +79,8 @@ def gather_matmul(
         save_gathered: keep the gathered rows for the weight's gradient instead of gathering them again.
         wire_dtype: the dtype in which the backward's partial sums travel; that of `x` by default.
         out_dtype: the dtype of the products, which are float32 inside; that of `x` and `w` by default.
+        kernels: whether a kernel of ours writes products into their places, where rows come in parts and it can; by
+            default on Hopper GPUs.
 
     Returns:
         `[..., rows * n, F]`, split by columns; a tuple of them for a tuple of weights.
@@ -105,6 +111,7 @@ def gather_matmul(
             save_gathered=save_gathered,
             wire_dtype=wire_dtype,
             out_dtype=out_dtype,
+            kernels=kernels,
         )
         outs = island(call, axis=axis, in_specs=(rows, P(None, axis)), out_specs=columns)(x, weights)
     else:
@@ -117,6 +124,7 @@ def gather_matmul(
             save_gathered,
             jnp.dtype(wire_dtype or x.dtype),
             out_dtype,
+            uses_kernels(kernels) and can_write(x, weights, out_dtype, size),
         )
         x, weights = _vary_alike((x, weights), axis)
         outs = _gather_matmul(plan, x, weights)
@@ -219,12 +227,14 @@ def _gather_matmul(plan: _Plan, x: Any, weights: tuple[Any, ...]) -> tuple[Any, 
 def _gather_forward(plan: _Plan, x: Any, weights: tuple[Any, ...], *, keep: bool) -> tuple[tuple[Any, ...], Any]:
     num_rows = x.shape[-2] * plan.size
     if plan.forward.parts:
+        written = weights if plan.writes else ()
 
         def multiply(rows: Any) -> tuple[Any, ...]:
-            return (*_products(plan, rows, weights), *([rows] if keep else []))
+            products = () if written else _products(plan, rows, weights)
+            return (*products, *([rows] if keep else []))
 
         columns = max(w.shape[-1] for w in weights)
-        results = gather_in_parts(x, plan.axis, plan.size, plan.forward.parts, columns, multiply)
+        results = gather_in_parts(x, plan.axis, plan.size, plan.forward.parts, columns, multiply, written=written)
         return results[: len(weights)], results[-1] if keep else None
     if not plan.forward.ring:
         gathered = lax.all_gather(x, plan.axis, axis=x.ndim - 2, tiled=True)

@@ -6,6 +6,7 @@ worth its lines only where it saves a pass; each says which, and benchmarks/RESU
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -58,6 +59,17 @@ def _is_too_old() -> bool:
     return float(getattr(jax.local_devices()[0], "compute_capability", 8)) < 8
 
 
+def is_hopper() -> bool:
+    """Returns whether programs are for Hopper GPUs, whose instructions for matmuls no other generation has."""
+    kind = str(getattr(getattr(current_mesh(), "abstract_device", None), "device_kind", ""))
+    return re.search(r"\bG?H(20|100|200|800)\b", kind) is not None
+
+
+def is_interpreted() -> bool:
+    """Returns whether kernels are interpreted here, for want of a GPU."""
+    return chip_family() != "gpu" and jax.default_backend() != "gpu"
+
+
 def call_kernel(
     kernel: Callable[..., None],
     *args: Any,
@@ -76,7 +88,7 @@ def call_kernel(
     from jax.experimental.pallas import triton
 
     kinds = [jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(args[0]).mat) for shape, dtype in outs]
-    interpret = chip_family() != "gpu" and jax.default_backend() != "gpu"
+    interpret = is_interpreted()
     found: list[Any] = pl.pallas_call(
         kernel,
         grid=grid,

@@ -83,10 +83,10 @@ _GPU_ISLAND: dict[Operation, Form] = _GPU | {"gather_matmul_grad": Form(tie="pro
 # On GPUs, whole collectives in parts do better than the rings above from so many devices and so many features per
 # device on (a row that is gathered meets that many columns, one that is scattered was that long); the first that fits
 # counts. What they are chosen by is compute, measured on one H200, plus the transfers that are not hidden, at
-# 370 GB/s: benchmarks/RESULTS.md has both. A narrow gather takes longer to travel than to multiply: it stays a ring.
+# 370 GB/s: benchmarks/RESULTS.md has both. A narrow gather takes as long to travel as to multiply: it stays a ring.
 # So does a scatter that is narrower than any measured: in a 7B with tp:8, parts hid 84% of all bytes for 89%.
 GPU_PARTS: dict[Operation, list[tuple[int, int, Form]]] = {
-    "gather_matmul": [(8, 3584, PARTS)],  # 3/4, 242 MiB (unsplit 256)
+    "gather_matmul": [(8, 3584, PARTS)],  # 3/4, 218 MiB, or 242 where no kernel writes its products (unsplit 256)
     "matmul_scatter": [
         (4, 3072, PARTS),  # 3/4, 216 MiB (unsplit 256)
         (4, 1728, Form(ring=False, parts=(2, 2, 3, 4, 5))),  # 4/5; the narrowest that was measured

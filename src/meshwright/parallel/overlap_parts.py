@@ -15,72 +15,135 @@ Shapes: n devices, B = leading dims, M = rows of one device's shard, K, F = feat
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
+from meshwright.axes import vary, varying_axes
+from meshwright.parallel.matmul_kernel import TILE_ROWS, row_unit, tile_columns, write_product
 from meshwright.parallel.overlap_loops import dot, sum_scattered, tie
 
-TILE_ROWS, TILE_COLUMNS, MULTIPROCESSORS = 128, 256, 132
-"""What a matmul on an H100 or H200 is made of. One round of it is one tile per multiprocessor, all at once."""
+MULTIPROCESSORS = 132
+"""Of an H100 or H200. One round of a matmul is one tile on each of them, all at once."""
+
+_TILE_COLUMNS = 256
+_FEW_ROUNDS = 32  # above, what a round more costs is little, and there would be many ways to look at
 
 
-def cut(total: int, parts: Sequence[int], *, tile: int, across: int) -> list[tuple[int, int]]:
-    """Returns the start and end of each part of `total`, about in proportion to `parts`.
+def cut(total: int, parts: Sequence[int], *, unit: int, tiles: int) -> list[tuple[int, int]]:
+    """Returns the start and end of each part of `total`, about in proportion to `parts`, which do not shrink.
 
-    Parts are made of full rounds of tiles where there are some rounds, since a round that is half full takes as long;
-    else of tiles, else of anything. A part that would be empty is left out.
+    Where a matmul has few rounds of tiles, parts are made of full ones, since a round that is half full takes as long;
+    else of units. There may be fewer parts than asked for, and none is empty.
 
     Args:
-        tile: the size of a tile along the dim that is cut.
-        across: how many tiles there are along the other.
+        unit: parts are multiples of it if `total` is one, or is large; else they are of any size.
+        tiles: how many tiles one unit makes.
 
     Example:
-        >>> cut(2048, (1, 2, 4, 9), tile=16, across=14)  # 9 x 14 tiles make a round of 132: 144 of 2048
-        [(0, 144), (144, 432), (432, 864), (864, 2048)]
-        >>> cut(3, (1, 2, 4, 9), tile=16, across=14)
+        >>> cut(2048, (1, 2, 4, 7), unit=16, tiles=14)  # 14 rounds of 132 tiles
+        [(0, 144), (144, 432), (432, 1024), (1024, 2048)]
+        >>> cut(3, (1, 2, 4, 7), unit=16, tiles=14)
         [(0, 1), (1, 3)]
     """
-    unit = total / sum(parts)
-    full = max(MULTIPROCESSORS // across, 1) * tile
-    multiple = full if total >= 4 * full else tile if unit >= tile else 1
-    ends = [round(sum(parts[: index + 1]) * unit / multiple) * multiple for index in range(len(parts) - 1)]
-    return [(start, end) for start, end in pairwise([0, *ends, total]) if end > start] or [(0, 0)]
+    units = total // unit
+    rounds = -(-units * tiles // MULTIPROCESSORS)
+    if len(parts) <= rounds <= _FEW_ROUNDS:
+        sizes = [unit * size for size in _full_rounds(units, rounds, tuple(parts), tiles)]
+        ends = list(itertools.accumulate(sizes))[:-1]
+    else:
+        whole = sum(parts)
+        step = unit if total % unit == 0 or total >= unit * whole else 1
+        ends = [round(end * total / whole / step) * step for end in itertools.accumulate(parts)][:-1]
+    return [(start, end) for start, end in itertools.pairwise([0, *ends, total]) if end > start] or [(0, 0)]
+
+
+@functools.lru_cache(maxsize=256)
+def _full_rounds(units: int, rounds: int, parts: tuple[int, ...], tiles: int) -> list[int]:
+    """Returns how many units each part has so that all take no more than `rounds`, as few as there can be."""
+
+    def held(count: int) -> int:
+        return count * MULTIPROCESSORS // tiles  # units in so many rounds
+
+    wanted = [end * rounds / sum(parts) for end in itertools.accumulate(parts)]
+    fitting = [
+        counts
+        for counts in _growing(rounds, len(parts))
+        if held(counts[0]) and sum(held(count) for count in counts) >= units
+    ]
+    if not fitting:
+        return _full_rounds(units, rounds, parts[1:], tiles) if len(parts) > 1 else [units]
+
+    def distance(counts: tuple[int, ...]) -> tuple[float, int]:
+        ends = itertools.accumulate(counts)
+        return sum(abs(end - want) for end, want in zip(ends, wanted, strict=True)), counts[-1]
+
+    *first, _ = min(fitting, key=distance)
+    sizes = [held(count) for count in first]
+    return [*sizes, units - sum(sizes)]
+
+
+def _growing(total: int, count: int, least: int = 1) -> Iterator[tuple[int, ...]]:
+    """Yields all ways to make `total` of `count` numbers, none less than the one before."""
+    if count == 1:
+        yield (total,)
+        return
+    for first in range(least, total // count + 1):
+        for rest in _growing(total - first, count - 1, first):
+            yield (first, *rest)
 
 
 def gather_in_parts(
-    x: Any, axis: str, size: int, parts: Sequence[int], columns: int, multiply: Callable[[Any], tuple[Any, ...]]
+    x: Any,
+    axis: str,
+    size: int,
+    parts: Sequence[int],
+    columns: int,
+    multiply: Callable[[Any], tuple[Any, ...]],
+    *,
+    written: Sequence[Any] = (),
 ) -> tuple[Any, ...]:
     """Gathers rows in parts, calls `multiply(rows)` for each and returns its results with their rows in order.
 
     Args:
-        columns: of the largest product that `multiply` makes.
+        columns: of the largest product that is made.
         multiply: from `[n, B * M', K]`, M' rows of each device, to arrays that differ in their last dim only.
+        written: weights whose products a kernel writes (`matmul_kernel`); those come first among the results.
     """
     *lead, num_rows, width = x.shape
-    together = size * math.prod(lead)  # rows in a matmul for each one that is cut here
-    edges = cut(num_rows, parts, tile=max(TILE_ROWS // together, 1), across=-(-columns // TILE_COLUMNS))
+    blocks = math.prod(lead)
+    unit = row_unit(size * blocks)
+    tiles = unit * size * blocks // TILE_ROWS * -(-columns // tile_columns(columns))
+    edges = cut(num_rows, parts, unit=unit, tiles=max(tiles, 1))
     cuts = [x[..., start:end, :].reshape(-1, width) for start, end in edges]
-    arriving = lax.all_gather(cuts[0], axis)
     found: list[list[Any]] = []
+    outs: list[Any] = [None] * len(written)
+    arriving = lax.all_gather(cuts[0], axis)
     for index, (start, end) in enumerate(edges):
         rows, last = arriving, index == len(edges) - 1
         if not last:
             # One transfer after the other: XLA would make one of them all.
             following, rows = tie((cuts[index + 1], rows))
             arriving = lax.all_gather(following, axis)
+        flat = rows.reshape(-1, width)
+        outs = [
+            write_product(out, flat, w, size=size, num_blocks=blocks, shard_rows=num_rows, start=start)
+            for out, w in zip(outs, written, strict=True)
+        ]
         results = multiply(rows)
         if not last:
             # The next part is used once these products are there: the matmuls would be merged.
-            arriving, results = tie((arriving, results))
+            arriving, results, outs = tie((arriving, results, outs))
         found.append([jnp.moveaxis(r.reshape(size, *lead, end - start, r.shape[-1]), 0, -3) for r in results])
     # Left as one concatenation, the pass over the results can be part of whatever uses them next.
     joined = (jnp.concatenate(pieces, axis=-2) for pieces in zip(*found, strict=True))
-    return tuple(whole.reshape(*lead, size * num_rows, whole.shape[-1]) for whole in joined)
+    whole = (*vary(outs, sorted(varying_axes(x))), *joined)
+    return tuple(result.reshape(*lead, size * num_rows, result.shape[-1]) for result in whole)
 
 
 def scatter_in_parts(
@@ -96,7 +159,7 @@ def scatter_in_parts(
     rows = [_by_device(operand, size) for operand in operands]
     sums: list[Any] = []
     across = -(-math.prod(rows[0].shape[:-1]) // TILE_ROWS)
-    edges = cut(weights[0].shape[-1], parts, tile=TILE_COLUMNS, across=across)[::-1]
+    edges = cut(weights[0].shape[-1], parts, unit=_TILE_COLUMNS, tiles=across)[::-1]
     for index, (start, end) in enumerate(edges):
         product = multiply_all(rows, [w[:, start:end] for w in weights], wire)
         if index < len(edges) - 1:

@@ -44,6 +44,7 @@ class GatherOptions(ScatterOptions, total=False):
     """How `gather_matmul` hides its transfer; see there."""
 
     save_gathered: bool
+    kernels: bool | None
 
 
 def column_dense(

@@ -16,6 +16,8 @@ import numpy as np
 from meshwright.plan.program.hlo import Instruction, Program, array_dims, trip_count
 
 _LIBRARY = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|dot)[^"]*"', re.IGNORECASE)
+# A kernel of ours, which writes its product into a larger array: `meshwright.parallel.matmul_kernel`.
+_WRITES = re.compile(r'custom_call_target="mosaic_gpu[^"]*".*op_name="[^"]*/write_product/')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_ESTIMATE = 2**62
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
@@ -66,6 +68,8 @@ class Matmuls:
             return 0.0
         left, right = shapes
         out = array_dims(instruction.result)
+        if _WRITES.search(instruction.attributes):
+            return 2.0 * left[0] * math.prod(right)
         if instruction.opcode == "convolution":
             return _convolution(instruction.attributes, left, right, out)
         contracted = _numbers(r"\blhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
@@ -85,7 +89,8 @@ def estimated_cycles(instruction: Instruction) -> int:
 def _is_matmul(instruction: Instruction) -> bool:
     if instruction.opcode in ("dot", "convolution", "scaled-dot"):
         return True
-    return instruction.opcode == "custom-call" and _LIBRARY.search(instruction.attributes) is not None
+    known = _LIBRARY.search(instruction.attributes) or _WRITES.search(instruction.attributes)
+    return instruction.opcode == "custom-call" and known is not None
 
 
 def _numbers(pattern: str, text: str) -> tuple[int, ...] | None:
