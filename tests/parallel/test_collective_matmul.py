@@ -193,3 +193,35 @@ def test_gradients_of_shared_rows_are_summed_newest_product_first():
     assert len(sums) == 2
     assert [made[equation.invars[0]] for equation in sums] == ["dot_general", "dot_general"]
     assert made[sums[1].invars[1]] == sums[0].primitive.name
+
+
+def test_buffers_of_a_ring_are_made_where_they_are_filled():
+    """Made outside of a loop over layers, they would be copied in each of its rounds."""
+    x, gate, _, down, _ = problem(2)
+
+    def layer(h, weights):
+        up, down = weights
+        return h + matmul_scatter(jnp.tanh(gather_matmul(h, up, axis="tp", form="ring")), down, axis="tp"), None
+
+    def loss(x, ups, downs):
+        return lax.psum(jnp.sum(lax.scan(layer, x, (ups, downs))[0]), ("dp", "tp"))
+
+    specs = ROWS, P(None, *UP), P(None, *DOWN)
+    split = local_map(loss, mesh=mesh_of(2), in_specs=specs, out_specs=P())
+    whole = jax.make_jaxpr(jax.grad(split, argnums=(0, 1, 2)))(x, jnp.stack([gate] * 3), jnp.stack([down] * 3))
+    passes = [equation.params["jaxpr"] for equation in whole.eqns if equation.primitive.name == "shard_map"]
+    outside = [equation.primitive.name for one in passes for equation in getattr(one, "jaxpr", one).eqns]
+    assert outside.count("scan") == 2  # there and back
+    assert "empty" not in outside
+
+
+def test_many_at_once():
+    """`vmap` over a ring: its buffers get the new dim as well."""
+    x, gate, *_ = problem(4)
+    ring = local_map(
+        lambda x, w: jax.vmap(lambda x, w: gather_matmul(x, w, axis="tp", form="ring"), in_axes=(0, None))(x, w),
+        mesh=mesh_of(4),
+        in_specs=(ROWS, UP),
+        out_specs=P("dp", None, "tp"),
+    )
+    np.testing.assert_allclose(jax.jit(ring)(x, gate), x @ gate, atol=1e-5)

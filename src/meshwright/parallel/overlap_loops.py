@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -50,8 +51,12 @@ def put_rows(buffer: Any, rows: Any, start: Any) -> Any:
 
 def empty_rows(like: Any, num_rows: int, num_features: int, dtype: Any) -> Any:
     """Returns an uninitialised buffer that varies as `like` does; filling it with zeros would cost a pass over it."""
-    buffer = lax.empty((*like.shape[:-2], num_rows, num_features), dtype)
-    return vary(buffer, sorted(varying_axes(like)))
+    shape = (*like.shape[:-2], num_rows, num_features)
+    # JAX takes what depends on nothing out of a loop that it differentiates; the buffer would be copied in each round.
+    # Into a function with a rule of its own for batches, it does not look.
+    kept_inside = jax.custom_batching.custom_vmap(lambda _: lax.empty(shape, dtype))
+    kept_inside.def_vmap(lambda size, *_: (lax.empty((size, *shape), dtype), True))
+    return vary(kept_inside(like), sorted(varying_axes(like)))
 
 
 def sum_scattered(x: Any, axis: str, *, dim: int = -2) -> Any:
