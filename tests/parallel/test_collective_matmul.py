@@ -225,3 +225,17 @@ def test_many_at_once():
         out_specs=P("dp", None, "tp"),
     )
     np.testing.assert_allclose(jax.jit(ring)(x, gate), x @ gate, atol=1e-5)
+
+
+@pytest.mark.parametrize("save_gathered", [False, True])
+def test_second_derivatives(save_gathered):
+    *args, weight = problem(4)
+    loss = local_loss(4, form="ring", grad_form="ring", save_gathered=save_gathered)
+
+    def along(loss):
+        """The Hessian's product with the arguments."""
+        first = jax.grad(loss, argnums=(0, 1, 2, 3))
+        return jax.grad(lambda args: sum(jnp.vdot(g, a) for g, a in zip(first(*args, weight), args, strict=True)))
+
+    for got, true in zip(jax.jit(along(loss))(tuple(args)), along(reference)(tuple(args)), strict=True):
+        np.testing.assert_allclose(got, true, atol=2e-5 * np.abs(true).max())

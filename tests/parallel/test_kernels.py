@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright import PlacementError
 from meshwright.parallel import kernels, local_map
-from meshwright.parallel.kernels import uses_kernels
+from meshwright.parallel.kernels import backed_by, uses_kernels
 
 
 def in_local_view(mesh, wanted):
@@ -68,3 +68,11 @@ def test_what_cannot_be_is_refused(monkeypatch):
     monkeypatch.setattr(kernels, "chip_family", lambda: "v5p")
     with pytest.raises(PlacementError, match="for GPUs: not for v5p"):
         uses_kernels(True)
+
+
+def test_batches_and_derivatives_are_those_of_the_plain_function():
+    run = backed_by(lambda x, y: 3.0 * x * y, lambda x, y: 2.0 * x * y)  # not the same, to tell them apart
+    x, y = jnp.arange(4.0), jnp.float32(5)
+    assert run(x, y).tolist() == (10 * x).tolist()
+    assert jax.vmap(run, in_axes=(0, None))(x, y).tolist() == (15 * x).tolist()
+    assert jax.grad(lambda x: run(x, y).sum())(x).tolist() == [15.0] * 4

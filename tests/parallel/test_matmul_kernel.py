@@ -71,6 +71,8 @@ def hopper(monkeypatch):
         ((2048, 8192), (3584,), ("float32", "float32", None), 8, False),
         ((2048, 8192), (3584,), ("bfloat16", "float32", None), 8, False),
         ((2048, 8192), (3584,), ("bfloat16", "bfloat16", "float32"), 8, False),
+        ((0, 8192), (3584,), ("bfloat16", "bfloat16", None), 8, False),
+        ((2048, 8192), (3584, 0), ("bfloat16", "bfloat16", None), 8, False),
     ],
 )
 def test_what_it_can_write(hopper, shape, columns, dtypes, size, works):
@@ -165,6 +167,33 @@ def test_gathers_that_write_equal_one_device(hopper, lead, ways, save_gathered, 
     assert len(set(used)) > 1
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(true), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=2e-6 * np.abs(theirs).max())
+
+
+@needs_refs
+def test_batches_and_second_derivatives_do_without_it(hopper):
+    """JAX has no rules for them; XLA's matmuls take over."""
+    x, w = jax.ShapeDtypeStruct((2, 8 * 64, 128), "bfloat16"), jax.ShapeDtypeStruct((128, 8 * 256), "bfloat16")
+
+    def loss(x, w):
+        y = jax.vmap(lambda x: gather_matmul(x, w, axis="tp", form="parts"))(x)
+        return jax.lax.psum(jnp.sum(y.astype(jnp.float32) ** 2), "tp")
+
+    split = local_map(loss, mesh=mw.create_mesh("tp:8"), in_specs=(P(None, "tp"), P(None, "tp")), out_specs=P())
+    first = jax.grad(split)
+    found = str(jax.make_jaxpr(jax.grad(lambda x, w: jnp.vdot(first(x, w), x).astype(jnp.float32)))(x, w))
+    assert "dot_general" in found
+    assert "mpmd_map" not in found
+
+
+def test_asking_for_it_does_no_harm_where_nothing_comes_in_parts():
+    x, w = jnp.ones((16, 4)), jnp.ones((4, 8))
+    split = local_map(
+        functools.partial(gather_matmul, axis="tp", form="ring", kernels=True),
+        mesh=mw.create_mesh("tp:8"),
+        in_specs=(P("tp"), P(None, "tp")),
+        out_specs=P(None, "tp"),
+    )
+    np.testing.assert_array_equal(jax.jit(split)(x, w), x @ w)
 
 
 @needs_refs

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.axes import vary, varying_axes, view_of
 from meshwright.errors import PlacementError
-from meshwright.parallel.kernels import uses_kernels
+from meshwright.parallel.kernels import backed_by, uses_kernels
 from meshwright.parallel.local import island
 from meshwright.parallel.matmul_kernel import can_write
 from meshwright.parallel.overlap_forms import Form, choose_form
@@ -116,15 +116,16 @@ def gather_matmul(
         outs = island(call, axis=axis, in_specs=(rows, P(None, axis)), out_specs=columns)(x, weights)
     else:
         size, width = lax.axis_size(axis), sum(weight.shape[-1] for weight in weights)
+        forward = choose_form("gather_matmul", form, num_chunks=num_chunks, axis_size=size, width=width)
         plan = _Plan(
             axis,
             size,
-            choose_form("gather_matmul", form, num_chunks=num_chunks, axis_size=size, width=width),
+            forward,
             choose_form("gather_matmul_grad", grad_form, num_chunks=None, axis_size=size, width=width),
             save_gathered,
             jnp.dtype(wire_dtype or x.dtype),
             out_dtype,
-            uses_kernels(kernels) and can_write(x, weights, out_dtype, size),
+            bool(forward.parts) and can_write(x, weights, out_dtype, size) and uses_kernels(kernels),
         )
         x, weights = _vary_alike((x, weights), axis)
         outs = _gather_matmul(plan, x, weights)
@@ -225,6 +226,16 @@ def _gather_matmul(plan: _Plan, x: Any, weights: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _gather_forward(plan: _Plan, x: Any, weights: tuple[Any, ...], *, keep: bool) -> tuple[tuple[Any, ...], Any]:
+    if not plan.writes:
+        return _gather_and_multiply(plan, keep, x, weights)
+    plain = functools.partial(_gather_and_multiply, replace(plan, writes=False), keep)
+    found: tuple[tuple[Any, ...], Any] = backed_by(plain, functools.partial(_gather_and_multiply, plan, keep))(
+        x, weights
+    )
+    return found
+
+
+def _gather_and_multiply(plan: _Plan, keep: bool, x: Any, weights: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
     num_rows = x.shape[-2] * plan.size
     if plan.forward.parts:
         written = weights if plan.writes else ()

@@ -70,6 +70,21 @@ def is_interpreted() -> bool:
     return chip_family() != "gpu" and jax.default_backend() != "gpu"
 
 
+def backed_by(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `kernel` with the batches and derivatives of `plain`, which computes the same and has them."""
+    batched = jax.custom_batching.custom_vmap(kernel)
+
+    @batched.def_vmap
+    def _(size: int, are_batched: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        axes = jax.tree.map(lambda one: 0 if one else None, tuple(are_batched))
+        outs = jax.vmap(plain, in_axes=axes, axis_size=size)(*args)
+        return outs, jax.tree.map(lambda _: True, outs)
+
+    run = jax.custom_jvp(lambda *args: batched(*args))
+    run.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return run
+
+
 def call_kernel(
     kernel: Callable[..., None],
     *args: Any,

@@ -55,6 +55,7 @@ def can_write(x: Any, weights: Sequence[Any], out_dtype: Any, size: int) -> bool
         jax.__version_info__ >= (0, 11)
         and (is_hopper() or is_interpreted())
         and dtypes in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)})
+        and 0 not in (*x.shape, *(w.shape[-1] for w in weights))
         and width % _DEPTH == 0
         and num_rows % row_unit(size * math.prod(lead)) == 0
         and all(w.shape[-1] % tile_columns(w.shape[-1]) == 0 for w in weights)

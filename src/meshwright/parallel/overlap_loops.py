@@ -56,7 +56,7 @@ def empty_rows(like: Any, num_rows: int, num_features: int, dtype: Any) -> Any:
     # Into a function with a rule of its own for batches, it does not look.
     kept_inside = jax.custom_batching.custom_vmap(lambda _: lax.empty(shape, dtype))
     kept_inside.def_vmap(lambda size, *_: (lax.empty((size, *shape), dtype), True))
-    return vary(kept_inside(like), sorted(varying_axes(like)))
+    return vary(kept_inside(lax.stop_gradient(like)), sorted(varying_axes(like)))
 
 
 def sum_scattered(x: Any, axis: str, *, dim: int = -2) -> Any:

@@ -32,14 +32,15 @@ MULTIPROCESSORS = 132
 """Of an H100 or H200. One round of a matmul is one tile on each of them, all at once."""
 
 _TILE_COLUMNS = 256
-_FEW_ROUNDS = 32  # above, what a round more costs is little, and there would be many ways to look at
+_FEW_ROUNDS, _FEW_PARTS = 24, 8  # above, a round that is not full costs little, and there are many ways to look at
+_LAUNCH = 0.1  # of a kernel, in rounds; about 10 us of 100
 
 
 def cut(total: int, parts: Sequence[int], *, unit: int, tiles: int) -> list[tuple[int, int]]:
-    """Returns the start and end of each part of `total`, about in proportion to `parts`, which do not shrink.
+    """Returns the start and end of each part of `total`, about in proportion to `parts`.
 
-    Where a matmul has few rounds of tiles, parts are made of full ones, since a round that is half full takes as long;
-    else of units. There may be fewer parts than asked for, and none is empty.
+    Where a matmul has few rounds of tiles, parts but the last are made of full ones, since a round that is half full
+    takes as long; else of units. There may be fewer parts than asked for, and none is empty.
 
     Args:
         unit: parts are multiples of it if `total` is one, or is large; else they are of any size.
@@ -49,13 +50,11 @@ def cut(total: int, parts: Sequence[int], *, unit: int, tiles: int) -> list[tupl
         >>> cut(2048, (1, 2, 4, 7), unit=16, tiles=14)  # 14 rounds of 132 tiles
         [(0, 144), (144, 432), (432, 1024), (1024, 2048)]
         >>> cut(3, (1, 2, 4, 7), unit=16, tiles=14)
-        [(0, 1), (1, 3)]
+        [(0, 1), (1, 2), (2, 3)]
     """
     units = total // unit
-    rounds = -(-units * tiles // MULTIPROCESSORS)
-    if len(parts) <= rounds <= _FEW_ROUNDS:
-        sizes = [unit * size for size in _full_rounds(units, rounds, tuple(parts), tiles)]
-        ends = list(itertools.accumulate(sizes))[:-1]
+    if 1 < len(parts) <= _FEW_PARTS and 1 < _rounds(units, tiles) <= _FEW_ROUNDS:
+        ends = [unit * end for end in itertools.accumulate(_quickest(units, tiles, tuple(parts)))][:-1]
     else:
         whole = sum(parts)
         step = unit if total % unit == 0 or total >= unit * whole else 1
@@ -63,39 +62,39 @@ def cut(total: int, parts: Sequence[int], *, unit: int, tiles: int) -> list[tupl
     return [(start, end) for start, end in itertools.pairwise([0, *ends, total]) if end > start] or [(0, 0)]
 
 
+def _rounds(units: int, tiles: int) -> int:
+    return -(-units * tiles // MULTIPROCESSORS)
+
+
 @functools.lru_cache(maxsize=256)
-def _full_rounds(units: int, rounds: int, parts: tuple[int, ...], tiles: int) -> list[int]:
-    """Returns how many units each part has so that all take no more than `rounds`, as few as there can be."""
+def _quickest(units: int, tiles: int, parts: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the units of each part, at most as many parts as asked for, in the least time.
 
-    def held(count: int) -> int:
-        return count * MULTIPROCESSORS // tiles  # units in so many rounds
+    How fast `parts` grow says how fast transfers are: where they grow most, the transfer of a part takes as long as the
+    matmul of the one before. All is counted in rounds. The first transfer and the last matmul have nothing beside them.
+    """
+    growth = max(1.0, *(after / before for before, after in itertools.pairwise(parts)))
+    sending = _rounds(units, tiles) / units / growth
 
-    wanted = [end * rounds / sum(parts) for end in itertools.accumulate(parts)]
-    fitting = [
-        counts
-        for counts in _growing(rounds, len(parts))
-        if held(counts[0]) and sum(held(count) for count in counts) >= units
-    ]
-    if not fitting:
-        return _full_rounds(units, rounds, parts[1:], tiles) if len(parts) > 1 else [units]
+    def time(sizes: tuple[int, ...]) -> float:
+        beside = sum(max(_rounds(size, tiles), after * sending) for size, after in itertools.pairwise(sizes))
+        return sizes[0] * sending + beside + _rounds(sizes[-1], tiles) + _LAUNCH * len(sizes)
 
-    def distance(counts: tuple[int, ...]) -> tuple[float, int]:
-        ends = itertools.accumulate(counts)
-        return sum(abs(end - want) for end, want in zip(ends, wanted, strict=True)), counts[-1]
-
-    *first, _ = min(fitting, key=distance)
-    sizes = [held(count) for count in first]
-    return [*sizes, units - sum(sizes)]
+    return min(_ways(units, tiles, len(parts)), key=time)
 
 
-def _growing(total: int, count: int, least: int = 1) -> Iterator[tuple[int, ...]]:
-    """Yields all ways to make `total` of `count` numbers, none less than the one before."""
-    if count == 1:
-        yield (total,)
+def _ways(units: int, tiles: int, most: int, least: int = 1) -> Iterator[tuple[int, ...]]:
+    """Yields the ways to cut units into parts, of which all but the last have full rounds, no fewer than before."""
+    yield (units,)
+    if most == 1:
         return
-    for first in range(least, total // count + 1):
-        for rest in _growing(total - first, count - 1, first):
-            yield (first, *rest)
+    for rounds in itertools.count(least):
+        size = rounds * MULTIPROCESSORS // tiles
+        if size >= units:
+            return
+        if size:
+            for rest in _ways(units - size, tiles, most - 1, rounds):
+                yield (size, *rest)
 
 
 def gather_in_parts(
