@@ -369,9 +369,8 @@ _MATMULS: dict[str, Callable[[Any], int]] = {
     "dot_product_attention_bwd": _attention_flops(5),
 }
 _OPAQUE = ("pallas_call", "mpmd_map", "ffi_call", "custom_call", "triton_kernel_call", "mosaic_gpu_call")
-_WRITES_PRODUCT = (
-    "mpmd_map write_product"  # the one kernel of ours that is a matmul: `meshwright.parallel.matmul_kernel`
-)
+# The one kernel of ours that is a matmul: `meshwright.parallel.matmul_kernel`.
+_WRITES_PRODUCT = "mpmd_map write_product"
 # The others (`meshwright.parallel.kernels`): the operands that each is linear in, together.
 _KERNELS: dict[str, range] = {
     "pallas_call residual_norm_gradient": range(1, 3),
