@@ -5,7 +5,10 @@
     python benchmarks/collective_matmul.py --batch 4        # rows as [4, rows / 4], and a gated MLP, as in a model
 
 With mocked collectives the matmuls and copies are real and the transfers take no time, so the ratio to the unsplit
-form is what cutting the matmul costs; the transfers it hides are not seen. Runs are interleaved and the median taken.
+form is what cutting the matmul costs; the transfers it hides are not seen. Forms are timed in turns, in an order that
+is drawn anew each time, since a hot chip is slower after a form that heats it more; the median is taken. What a mocked
+gather brings is whatever was in memory, NaNs for example, which heat the chip less than numbers do; so free memory is
+filled with numbers first, and the last column says whether all results were.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import functools
 import json
 import os
+import random
 import statistics
 import time
 from typing import Any
@@ -32,6 +36,7 @@ ARGUMENTS = parser.parse_args()
 if ARGUMENTS.platform == "gpu":
     # Without this, a mocked topology waits for autotuning results of processes that do not exist.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_shard_autotuning=false"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.15")  # enough, and soon filled
 
 import jax  # noqa: E402
 
@@ -107,7 +112,8 @@ def unsplit_gather_of_two(x: Any, weights: Any) -> Any:
 
 
 GATHER, SCATTER = functools.partial(gather_matmul, axis="tp"), functools.partial(matmul_scatter, axis="tp")
-RINGS, EVENER = FORMS[ARGUMENTS.platform], Form(ring=False, parts=(2, 2, 3, 4, 5))
+RINGS = FORMS[ARGUMENTS.platform]
+EVEN, EVENER = Form(ring=False, parts=(1, 1, 1, 1)), Form(ring=False, parts=(2, 2, 3, 4, 5))
 GATHER_RING = functools.partial(GATHER, form=RINGS["gather_matmul"])
 SCATTER_RING = functools.partial(SCATTER, form=RINGS["matmul_scatter"])
 OPERATIONS: dict[str, dict[str, Any]] = {
@@ -118,7 +124,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
         "ring": GATHER_RING,
         "ring, 4 chunks": functools.partial(GATHER, num_chunks=min(4, WAYS)),
         "parts": functools.partial(GATHER, form="parts"),
-        "evener parts": functools.partial(GATHER, form=EVENER),
+        "even parts": functools.partial(GATHER, form=Form(ring=False, parts=(1,) * 6)),
         "parts, XLA": functools.partial(GATHER, form="parts", kernels=False),
     },
     "scatter": {
@@ -128,7 +134,9 @@ OPERATIONS: dict[str, dict[str, Any]] = {
         "ring": SCATTER_RING,
         "ring, 4 chunks": functools.partial(SCATTER, num_chunks=min(4, WAYS)),
         "parts": functools.partial(SCATTER, form="parts"),
+        "even parts": functools.partial(SCATTER, form=EVEN),
         "evener parts": functools.partial(SCATTER, form=EVENER),
+        "parts, XLA": functools.partial(SCATTER, form="parts", kernels=False),
     },
 }
 if ARGUMENTS.batch:
@@ -137,7 +145,7 @@ if ARGUMENTS.batch:
     OPERATIONS["gated MLP"] = {
         "unsplit": gated(unsplit_gather_of_two, unsplit_scatter),
         "ours": gated(GATHER, SCATTER),
-        "ours, XLA": gated(functools.partial(GATHER, kernels=False), SCATTER),
+        "ours, XLA": gated(functools.partial(GATHER, kernels=False), functools.partial(SCATTER, kernels=False)),
         "ring": gated(GATHER_RING, SCATTER_RING),
     }
 
@@ -168,6 +176,32 @@ def make(struct: Any, seed: int) -> Any:
     return jax.make_array_from_callback(struct.shape, struct.sharding, piece)
 
 
+def time_calls(compiled: Any, values: Any) -> tuple[float, bool]:
+    """Returns the seconds that a call takes, and whether all of its results are finite."""
+    if ARGUMENTS.platform == "gpu":
+        fill_memory()
+    for _ in range(ARGUMENTS.inner // 2 + 1):
+        result = compiled(*values)
+    jax.block_until_ready(result)
+    begin = time.perf_counter()
+    for _ in range(ARGUMENTS.inner):
+        result = compiled(*values)
+    jax.block_until_ready(result)
+    seconds = (time.perf_counter() - begin) / ARGUMENTS.inner
+    shards = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(result)]
+    return seconds, all(bool(jnp.isfinite(shard).all()) for shard in shards)
+
+
+def fill_memory() -> None:
+    """Writes random numbers to all free memory of this process's GPU."""
+    device, pattern = jax.local_devices()[0], jax.random.normal(jax.random.key(0), (1 << 20,), jnp.bfloat16)
+    repeated = jax.jit(lambda x, count: jnp.broadcast_to(x, (count, x.size)), static_argnums=1)
+    filled = []
+    for _ in range(64):
+        if count := device.memory_stats()["largest_free_block_bytes"] // pattern.nbytes:
+            filled.append(jax.block_until_ready(repeated(pattern, count)))
+
+
 def main() -> None:
     dtype = jnp.bfloat16 if ARGUMENTS.platform == "gpu" else jnp.float32
     mesh = Mesh(jax.devices()[:WAYS], ("tp",), axis_types=(AxisType.Auto,))
@@ -177,7 +211,7 @@ def main() -> None:
         for operation, forms in OPERATIONS.items():
             if ARGUMENTS.only not in (None, operation):
                 continue
-            built, timings = {}, {name: [] for name in forms}
+            built, timings, finite = {}, {name: [] for name in forms}, dict.fromkeys(forms, True)
             for name, form in forms.items():
                 try:
                     built[name] = build(mesh, operation, form, shape, dtype)
@@ -186,14 +220,11 @@ def main() -> None:
             arguments = next(iter(built.values()))[1]
             values = [make(struct, seed) for seed, struct in enumerate(arguments)]
             for repeat in range(ARGUMENTS.repeats + 2):
-                for name, (compiled, _, _) in built.items():
-                    jax.block_until_ready(compiled(*values))
-                    begin = time.perf_counter()
-                    for _ in range(ARGUMENTS.inner):
-                        result = compiled(*values)
-                    jax.block_until_ready(result)
+                for name in random.Random(repeat).sample(list(built), len(built)):
+                    seconds, numbers = time_calls(built[name][0], values)
                     if repeat >= 2:
-                        timings[name].append((time.perf_counter() - begin) / ARGUMENTS.inner)
+                        timings[name].append(seconds)
+                        finite[name] &= numbers
             base = statistics.median(timings["unsplit"])
             for name, (_, _, schedule) in built.items():
                 median = statistics.median(timings[name])
@@ -207,10 +238,11 @@ def main() -> None:
                     "over_unsplit": round(median / base, 3),
                     "async": asynchronous,
                     "hidden": hidden,
+                    "finite": finite[name],
                 }
                 found.append(row)
                 if not ARGUMENTS.json:
-                    widths = (18, 9, 16, 8, 7, 6, 6)
+                    widths = (18, 9, 16, 8, 7, 6, 6, 5)
                     print("  ".join(f"{v!s:>{w}}" for v, w in zip(row.values(), widths, strict=True)), flush=True)
     if ARGUMENTS.json:
         print(json.dumps({"jax": jax.__version__, "device": jax.devices()[0].device_kind, "rows": found}, indent=1))

@@ -146,10 +146,11 @@ def on_a_gpu(monkeypatch):
     ("operation", "axis_size", "width", "form"),
     [
         ("gather_matmul", 8, 3584, PARTS),
-        ("gather_matmul", 8, 3583, FORMS["gpu"]["gather_matmul"]),
+        ("gather_matmul", 8, 3583, Form(ring=False, parts=(1,) * 6)),
+        ("gather_matmul", 8, 1376, FORMS["gpu"]["gather_matmul"]),
         ("gather_matmul", 4, 7168, FORMS["gpu"]["gather_matmul"]),
         ("matmul_scatter", 8, 3584, PARTS),
-        ("matmul_scatter", 4, 1792, EVENER),
+        ("matmul_scatter", 4, 1792, Form(ring=False, parts=(1,) * 4)),
         ("matmul_scatter", 8, 1376, FORMS["gpu"]["matmul_scatter"]),
         ("matmul_scatter", 2, 3584, FORMS["gpu"]["matmul_scatter"]),
         ("gather_matmul_grad", 8, 3584, FORMS["gpu"]["gather_matmul_grad"]),

@@ -276,8 +276,11 @@ class Context:
 
     def rows(self, y: Any, weight: Any) -> Any:
         """Returns `y @ w` where features are split, with the sequence split again."""
-        h = row_dense(y, weight, axis=self.run.tensor(), sequence_parallel=self.run.sequence_parallel)
-        if chip_family() == "gpu":
+        run, axis, mesh = self.run, self.run.tensor(), current_mesh()
+        options: Any = {"kernels": run.kernels} if run.sequence_parallel else {}
+        h = row_dense(y, weight, axis=axis, sequence_parallel=run.sequence_parallel, **options)
+        arrives = run.sequence_parallel and axis is not None and mesh is not None and mesh.shape[axis] > 1
+        if chip_family() == "gpu" and not arrives:
             # What is added to it next stays out of the matmul: XLA would copy that first, to let cuBLAS add to it.
             h = lax.optimization_barrier(h)
         return checkpoint_name(h, PROJECTION)

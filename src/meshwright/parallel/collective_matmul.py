@@ -53,6 +53,7 @@ class _Plan:
     wire: Any
     out: Any = None
     writes: bool = False
+    kernels: bool | None = None
 
 
 def gather_matmul(
@@ -141,6 +142,7 @@ def matmul_scatter(
     grad_form: Form | str | None = None,
     num_chunks: int | None = None,
     wire_dtype: Any = None,
+    kernels: bool | None = None,
 ) -> jax.Array:
     """Returns `x @ w` summed over a mesh axis, each device keeping its own rows, summed while they are multiplied.
 
@@ -151,6 +153,7 @@ def matmul_scatter(
         grad_form: the same for the backward pass.
         num_chunks: steps of the ring; fewer steps mean larger matmuls. A divisor of the axis size.
         wire_dtype: the dtype in which partial sums travel; that of `x` by default. float32 doubles the bytes.
+        kernels: whether a kernel of ours cuts the weight, where columns are summed in parts; by default on GPUs.
 
     Returns:
         `[..., rows / n, F]`, split by rows.
@@ -171,7 +174,13 @@ def matmul_scatter(
         rows = P(*([None] * (x.ndim - 2)), axis, None)
         columns = P(*([None] * (x.ndim - 1)), axis)
         call = functools.partial(
-            matmul_scatter, axis=axis, form=form, grad_form=grad_form, num_chunks=num_chunks, wire_dtype=wire_dtype
+            matmul_scatter,
+            axis=axis,
+            form=form,
+            grad_form=grad_form,
+            num_chunks=num_chunks,
+            wire_dtype=wire_dtype,
+            kernels=kernels,
         )
         scattered: jax.Array = island(call, axis=axis, in_specs=(columns, P(axis, None)), out_specs=rows)(x, w)
         return scattered
@@ -188,6 +197,7 @@ def matmul_scatter(
         choose_form("matmul_scatter_grad", grad_form, num_chunks=None, axis_size=size, width=x.shape[-1]),
         False,
         jnp.dtype(wire_dtype or x.dtype),
+        kernels=kernels,
     )
     x, w = _vary_alike((x, w), axis)
     result: jax.Array = _matmul_scatter(plan, x, w)
@@ -308,7 +318,8 @@ _gather_matmul.defvjp(_gather_fwd, _gather_bwd)
 def _matmul_scatter(plan: _Plan, x: Any, w: Any) -> Any:
     out_dtype = _out_dtype(x, w)
     if plan.forward.parts:
-        return scatter_in_parts([x], [w], plan.axis, plan.size, plan.forward.parts, plan.wire).astype(out_dtype)
+        summed = scatter_in_parts([x], [w], plan.axis, plan.size, plan.forward.parts, plan.wire, kernels=plan.kernels)
+        return summed.astype(out_dtype)
     if not plan.forward.ring:
         partial = dot(x, w, plan.wire)
         return sum_scattered(partial, plan.axis).astype(out_dtype)

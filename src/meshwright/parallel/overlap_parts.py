@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.axes import vary, varying_axes
+from meshwright.parallel.cut_kernel import cut_columns
 from meshwright.parallel.matmul_kernel import TILE_ROWS, row_unit, tile_columns, write_product
 from meshwright.parallel.overlap_loops import dot, sum_scattered, tie
 
@@ -125,6 +126,8 @@ def gather_in_parts(
     arriving = lax.all_gather(cuts[0], axis)
     for index, (start, end) in enumerate(edges):
         rows, last = arriving, index == len(edges) - 1
+        if index == 0:
+            cuts, rows = tie((cuts, rows))  # all are cut while the first travels, beside which there is no matmul
         if not last:
             # One transfer after the other: XLA would make one of them all.
             following, rows = tie((cuts[index + 1], rows))
@@ -146,7 +149,14 @@ def gather_in_parts(
 
 
 def scatter_in_parts(
-    operands: Sequence[Any], weights: Sequence[Any], axis: str, size: int, parts: Sequence[int], wire: Any
+    operands: Sequence[Any],
+    weights: Sequence[Any],
+    axis: str,
+    size: int,
+    parts: Sequence[int],
+    wire: Any,
+    *,
+    kernels: bool | None = False,
 ) -> Any:
     """Returns the sum over devices of `sum(x @ w)`, each device keeping its rows; columns are summed in parts.
 
@@ -154,15 +164,17 @@ def scatter_in_parts(
         operands: `[B, n * M, K]` each.
         weights: `[K, F]` each, one per operand.
         wire: the dtype in which partial sums travel.
+        kernels: whether a kernel cuts the weights (`cut_kernel`).
     """
     rows = [_by_device(operand, size) for operand in operands]
-    sums: list[Any] = []
     across = -(-math.prod(rows[0].shape[:-1]) // TILE_ROWS)
     edges = cut(weights[0].shape[-1], parts, unit=_TILE_COLUMNS, tiles=across)[::-1]
-    for index, (start, end) in enumerate(edges):
-        product = multiply_all(rows, [w[:, start:end] for w in weights], wire)
+    cuts = list(zip(*(cut_columns(w, edges, kernels=kernels) for w in weights), strict=True))
+    sums: list[Any] = []
+    for index in range(len(edges)):
+        product = multiply_all(rows, cuts[index], wire)
         if index < len(edges) - 1:
-            weights, product = tie((weights, product))  # else the matmuls are merged
+            cuts[index + 1], product = tie((cuts[index + 1], product))  # else the matmuls are merged
         if sums:
             sums[-1], product = tie((sums[-1], product))  # else the transfers are
         sums.append(sum_scattered(product, axis, dim=0)[0])

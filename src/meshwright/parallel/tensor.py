@@ -38,13 +38,13 @@ class ScatterOptions(TypedDict, total=False):
     grad_form: Form | str | None
     num_chunks: int | None
     wire_dtype: Any
+    kernels: bool | None
 
 
 class GatherOptions(ScatterOptions, total=False):
     """How `gather_matmul` hides its transfer; see there."""
 
     save_gathered: bool
-    kernels: bool | None
 
 
 def column_dense(
