@@ -81,6 +81,16 @@ def both_passes(block: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def unrolled(block: Callable[..., Any]) -> Callable[..., Any]:
+    """Two layers one after the other, both passes: what one layer's backward pass holds must not add up over layers."""
+
+    def run(x: Any, ups: Any, downs: Any, d: Any) -> Any:
+        y, pull = jax.vjp(lambda x, ups, downs: block(block(x, ups[0], downs[0]), ups[1], downs[1]), x, ups, downs)
+        return y, pull(d)
+
+    return run
+
+
 def scanned(block: Callable[..., Any]) -> Callable[..., Any]:
     """Four checkpointed layers in a scan, both passes."""
 
@@ -120,6 +130,13 @@ def cases(s: int, d: int, f: int) -> dict[str, tuple[dict[str, Any], tuple[Any, 
             ((s, d), (d, f), (f, d), (s, d)),
             5,
         ),
+        "two blocks": (
+            {k: unrolled(mlp(*pair)) for k, pair in forms.items()},
+            (ROWS, (COLUMNS, COLUMNS), (ROWS, ROWS), ROWS),
+            (ROWS, (ROWS, (COLUMNS, COLUMNS), (ROWS, ROWS))),
+            ((s, d), ((d, f), (d, f)), ((f, d), (f, d)), (s, d)),
+            2 * 5,
+        ),
         "scan of 4": (
             {k: scanned(mlp(*pair)) for k, pair in forms.items()},
             scan_in,
@@ -138,10 +155,12 @@ def measure(target: str, run: Any, in_specs: Any, out_specs: Any, shapes: Any) -
     program = jax.jit(
         jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=frozenset({"tp"}))
     )
-    arguments = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes, in_specs, strict=True)
-    ]
+    arguments = jax.tree.map(
+        lambda spec, shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)),
+        in_specs,
+        shapes,
+        is_leaf=lambda leaf: isinstance(leaf, P),
+    )
     begin = time.perf_counter()
     compiled = program.lower(*arguments).compile()
     return read_schedule(compiled.as_text()), compiled.memory_analysis(), time.perf_counter() - begin

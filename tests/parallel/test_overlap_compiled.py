@@ -22,7 +22,7 @@ TPU_FORWARD = {
     "v6e:16x16": {"gather": 1.06, "scatter": 1.12},
 }
 TPU_GRADIENTS = {
-    "v5p:4x4x8": {"gather grad": 1.05, "scatter grad": 1.03, "MLP f+b": 1.05},
+    "v5p:4x4x8": {"gather grad": 1.05, "scatter grad": 1.03, "two blocks": 1.02},
     "v5e:16x16": {"gather grad": 1.15, "scatter grad": 1.09, "scan of 4": 1.12},
 }
 # Per target and shape: operation -> transfers that are not hidden. In parts, that is one: a gather's first, a scatter's
@@ -78,7 +78,8 @@ def test_forward_hides_every_hop_on_tpus(run_python, target):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TPU_GRADIENTS)
 def test_gradients_hide_every_hop_on_tpus(run_python, target):
-    check(run_python, target, TPU_GRADIENTS[target])
+    """Blocks of a model need less memory than unsplit: what a ring gathered is let go before the next one begins."""
+    check(run_python, target, TPU_GRADIENTS[target], less_memory=("two blocks", "scan of 4"))
 
 
 @pytest.mark.slow

@@ -146,8 +146,7 @@ def on_a_gpu(monkeypatch):
     ("operation", "axis_size", "width", "form"),
     [
         ("gather_matmul", 8, 3584, PARTS),
-        ("gather_matmul", 8, 3583, Form(ring=False, parts=(1,) * 6)),
-        ("gather_matmul", 8, 1376, FORMS["gpu"]["gather_matmul"]),
+        ("gather_matmul", 8, 3583, FORMS["gpu"]["gather_matmul"]),
         ("gather_matmul", 4, 7168, FORMS["gpu"]["gather_matmul"]),
         ("matmul_scatter", 8, 3584, PARTS),
         ("matmul_scatter", 4, 1792, Form(ring=False, parts=(1,) * 4)),

@@ -305,7 +305,7 @@ def _gather_bwd(plan: _Plan, saved: Any, d_outs: tuple[Any, ...]) -> tuple[Any, 
             products, list(d_outs), kept, plan.axis, plan.size, plan.backward, plan.wire
         )
     d_weights = tuple(dot_rows(gathered, d, w.dtype) for d, w in zip(d_outs, weights, strict=True))
-    return dx.astype(kept.dtype), d_weights
+    return _both_before_what_follows(plan, dx.astype(kept.dtype), d_weights)
 
 
 _gather_matmul.defvjp(_gather_fwd, _gather_bwd)
@@ -354,13 +354,25 @@ def _scatter_bwd(plan: _Plan, saved: Any, d_out: Any) -> tuple[Any, Any]:
 
     buffers = empty_rows(x, x.shape[-2], x.shape[-1], x.dtype), empty_rows(x, x.shape[-2], w.shape[-1], d_out.dtype)
     dx, gathered = tie(gather_pieces(d_out, plan.axis, plan.size, plan.backward, visit, buffers))
-    return dx, dot_rows(x, gathered, w.dtype)
+    return _both_before_what_follows(plan, dx, dot_rows(x, gathered, w.dtype))
 
 
 _matmul_scatter.defvjp(_scatter_fwd, _scatter_bwd)
 
 
-# --- Shapes and dtypes ---
+# --- What both have in common ---
+
+
+def _both_before_what_follows(plan: _Plan, dx: Any, d_weights: Any) -> tuple[Any, Any]:
+    """Returns gradients that are used once both are there.
+
+    The weight's needs all gathered rows. XLA would put it off, since only the input's is waited for, and hold the rows
+    of one ring through the next ones.
+    """
+    if not plan.backward.ring:
+        return dx, d_weights
+    both: tuple[Any, Any] = tie((dx, d_weights))
+    return both
 
 
 def _vary_alike(operands: Any, axis: str) -> Any:

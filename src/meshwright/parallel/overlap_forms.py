@@ -86,10 +86,7 @@ _GPU_ISLAND: dict[Operation, Form] = _GPU | {"gather_matmul_grad": Form(tie="pro
 # 370 GB/s: benchmarks/RESULTS.md has both. A narrow gather takes as long to travel as to multiply: it stays a ring.
 # So does a scatter that is narrower than any measured: in a 7B with tp:8, parts hid 84% of all bytes for 89%.
 GPU_PARTS: dict[Operation, list[tuple[int, int, Form]]] = {
-    "gather_matmul": [
-        (8, 3584, PARTS),  # 3/4, 218 MiB, or 242 where no kernel writes its products (unsplit 256)
-        (8, 1728, Form(ring=False, parts=(1, 1, 1, 1, 1, 1))),
-    ],
+    "gather_matmul": [(8, 3584, PARTS)],  # 3/4, 218 MiB, or 242 where no kernel writes its products (unsplit 256)
     "matmul_scatter": [
         (4, 3072, PARTS),  # 3/4, 216 MiB (unsplit 256)
         (4, 1728, Form(ring=False, parts=(1, 1, 1, 1))),  # 3/4; the narrowest that was measured
