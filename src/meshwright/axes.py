@@ -65,6 +65,13 @@ def axis_size(axis: str | None, *, who: str = "axis_size") -> int:
     return size
 
 
+def ways_along(axis: str | None, *, who: str = "ways_along") -> int:
+    """Returns how many devices lie along an axis, manual or not; 1 for None, and where there is no mesh."""
+    mesh = current_mesh()
+    view_of(axis, who=who)  # raises for an axis that the mesh lacks
+    return 1 if mesh is None or axis is None else int(mesh.shape[axis])
+
+
 def place_on(axis: str | None, *, who: str = "place_on") -> Any:
     """Returns this device's index along an axis: 0 where the axis has size 1, and for None."""
     return lax.axis_index(axis) if axis is not None and axis_size(axis, who=who) > 1 else 0

@@ -26,7 +26,8 @@ def test_sizes():
     found = profile()
     assert found.num_params == Decoder.named("tiny").num_params
     assert (found.num_layers, found.tokens_per_row, found.d_model, found.vocab_size) == (2, TOKENS, WIDTH, VOCAB)
-    assert (found.heads, found.by_layer, found.notes) == ((8,), True, ())
+    assert (found.heads, found.kv_heads, found.head_dim) == (8, None, 8)
+    assert (found.by_layer, found.notes) == (True, ())
     assert found.widths["layers/attn/q"] == 2
     assert found.widths["layers/attn_norm"] == 4  # norms are kept in float32
 

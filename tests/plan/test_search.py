@@ -98,6 +98,17 @@ def test_axes_that_do_not_divide_the_model():
     assert {plan.setup.mesh for plan in result.ranked} == {"pp:2,tp:8"}
 
 
+def test_few_heads_of_keys_and_values_may_be_shared():
+    job = language_job(Decoder.named("tiny", num_heads=12, num_kv_heads=3, head_dim=8), batch_size=256, num_tokens=96)
+    result = search(job, "h200:3x4", constraints="dp=1, pp=1, minibatches=1")
+    refused = {item.setup.mesh: item.detail for item in result.rejected if item.reason == "do not divide the heads"}
+    assert set(refused) == {"fsdp:6,tp:2", "fsdp:3,tp:4"}
+    assert refused["fsdp:3,tp:4"] == "tp=4 is no factor or multiple of 3 key/value heads"
+    assert {"tp:12", "fsdp:4,tp:3", "fsdp:2,tp:6"} <= {plan.setup.mesh for plan in result.ranked} | {
+        item.setup.mesh for item in result.rejected if item.reason != "do not divide the heads"
+    }
+
+
 def test_256_devices_in_seconds():
     result = found("v5e:16x16")
     assert result.considered >= 500

@@ -157,8 +157,9 @@ CASES |= PIPELINES
 
 
 @functools.cache
-def job(save_gathered=False, num_layers=LAYERS):
-    run, model = Run(save_gathered=save_gathered), Decoder.named("tiny", num_layers=num_layers)
+def job(save_gathered=False, num_layers=LAYERS, num_kv_heads=None):
+    run = Run(save_gathered=save_gathered)
+    model = Decoder.named("tiny", num_layers=num_layers, num_kv_heads=num_kv_heads)
     return language_job(model, batch_size=ROWS, num_tokens=TOKENS, run=run)
 
 
@@ -203,9 +204,12 @@ def test_bfloat16_halves_what_is_gathered_and_not_what_is_summed():
 
 
 def collectives_of(case, num_layers=LAYERS):
-    setup = setup_of(case)
+    return compiled_collectives(job(num_layers=num_layers), setup_of(case))
+
+
+def compiled_collectives(job, setup):
     mesh = mw.create_mesh(setup.mesh, devices=math.prod(parse_mesh(setup.mesh).sizes))
-    step, batch = build_step(job(num_layers=num_layers), mesh, setup)
+    step, batch = build_step(job, mesh, setup)
     return read_schedule(step.lower(batch).compile().as_text()).collectives
 
 
@@ -232,6 +236,21 @@ def test_compiled_bytes_of_a_pipeline_are_the_computed_ones(case):
     computed = sum(item.wire_bytes for item in plan_of(case).sent)
     assert abs(compiled - computed) < 1024
     assert computed > 100 * 4096 / 8
+
+
+# Keys and values have 2 heads of 8 features on 8 devices: of each, 4 devices gather a head and sum its gradient, and
+# gather it again where it was not kept.
+SHARED = {"none": 4, "full": 6}
+
+
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
+def test_heads_that_devices_share(remat):
+    few, setup = job(num_kv_heads=2), Setup(mesh="tp:8", remat=remat, precision="float32")
+    sent = make_plan(few, "cpu:8", setup, profile=profile_job(few, precision="float32", platform="cpu")).sent
+    shared = sum(item.wire_bytes for item in sent if item.what == "shared heads")
+    assert shared == pytest.approx(LAYERS * SHARED[remat] * FLOAT * share(4) * ROWS * TOKENS * 8)
+    compiled = sum(c.trips * c.wire_bytes for c in compiled_collectives(few, setup))
+    assert abs(compiled - sum(item.wire_bytes for item in sent)) < 1024
 
 
 PROGRAMS = [("dp:2", "full"), ("pp:2", "full"), ("pp:2", "none"), ("fsdp:2,pp:2", "full"), ("pp:2,tp:2", "full")]

@@ -17,7 +17,8 @@ from meshwright.models.attention import attention
 from meshwright.models.language import Context, LanguageModel, scaled_normal
 from meshwright.models.ops import rotary_tables, rotate
 from meshwright.models.run import PROJECTION
-from meshwright.parallel.tensor import local_heads, sequence_norm
+from meshwright.parallel.heads import split_heads
+from meshwright.parallel.tensor import sequence_norm
 from meshwright.types import PRNGKeyArray, PyTree
 
 
@@ -26,7 +27,8 @@ class Decoder(LanguageModel):
     """A Llama-like decoder; `Decoder.named("7b")` has its usual sizes.
 
     Args:
-        num_kv_heads: heads of keys and values, each shared by several of queries; all by default.
+        num_kv_heads: heads of keys and values, each shared by several of queries; all by default. Where a tensor axis
+            has more devices than that, neighbours share one: the number must divide the axis, or the axis it.
         head_dim: features per head; `d_model / num_heads` by default.
         qk_norm: normalises queries and keys per head.
         attention_soft_cap: squashes attention logits by `cap * tanh(logits / cap)`.
@@ -119,12 +121,9 @@ class Decoder(LanguageModel):
     @jax.named_scope("attention")
     def _attend(self, params: PyTree, x: Any, context: Context) -> Any:
         axis = context.run.tensor()
-        heads = local_heads(self.num_heads, axis=axis)
-        kv_heads = local_heads(self._kv_heads, axis=axis, what="key/value heads")
         q, k, v = context.columns(x, params["q"], params["k"], params["v"])
-        q = q.reshape(*q.shape[:2], heads, self._head_dim)
-        k = k.reshape(*k.shape[:2], kv_heads, self._head_dim)
-        v = v.reshape(*v.shape[:2], kv_heads, self._head_dim)
+        q = split_heads(q, self.num_heads, axis=axis)
+        k, v = (split_heads(y, self._kv_heads, axis=axis, shared=True, what="key/value heads") for y in (k, v))
         if self.qk_norm:
             q = sequence_norm(q, params["q_norm"], axis=axis, eps=self.norm_eps)
             k = sequence_norm(k, params["k_norm"], axis=axis, eps=self.norm_eps)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.models.language import Context, LanguageModel, scaled_normal
 from meshwright.models.mlstm import mlstm_chunkwise
 from meshwright.models.run import PROJECTION
-from meshwright.parallel.tensor import local_heads
+from meshwright.parallel.heads import local_heads
 from meshwright.types import PRNGKeyArray, PyTree
 
 

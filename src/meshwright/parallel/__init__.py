@@ -8,6 +8,7 @@ from meshwright.parallel.data import gather_params, shard_module_params, shard_p
 from meshwright.parallel.dropout import dropout
 from meshwright.parallel.feature_matmul import gather_matmul_by_features, matmul_scatter_by_features
 from meshwright.parallel.gather import Gather, gather_array, gather_array_with_mean_grads, gather_tree
+from meshwright.parallel.heads import local_heads, split_heads
 from meshwright.parallel.local import island, local_map
 from meshwright.parallel.overlap_forms import Form
 from meshwright.parallel.pipeline import pipeline
@@ -23,7 +24,7 @@ from meshwright.parallel.rows import row_key
 from meshwright.parallel.schedule import Schedule, circular_schedule, gpipe_schedule
 from meshwright.parallel.stacking import split_array_over_mesh, stack_params, unstack_params
 from meshwright.parallel.stages import stage_layers, unstage_layers
-from meshwright.parallel.tensor import column_dense, fused_column_dense, local_heads, row_dense, sequence_norm
+from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_cross_entropy, vocab_embed
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "shard_module_params",
     "shard_params",
     "split_array_over_mesh",
+    "split_heads",
     "stack_params",
     "sync_gradients",
     "unstack_params",

@@ -23,9 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.axes import summing_dtype, vary, vary_alike, varying_axes, view_of
+from meshwright.axes import summing_dtype, vary, vary_alike, varying_axes, view_of, ways_along
 from meshwright.errors import PlacementError
-from meshwright.mesh import current_mesh
 from meshwright.parallel.collective_matmul import gather_matmul, matmul_scatter
 from meshwright.parallel.overlap_forms import Form
 from meshwright.parallel.overlap_loops import dot
@@ -216,29 +215,6 @@ def _norm_bwd(eps: float, center: bool, kept: Any, d_normed: Any) -> tuple[Any, 
 _norm.defvjp(_norm_fwd, _norm_bwd)
 
 
-def local_heads(num_heads: int, *, axis: str | None, what: str = "heads") -> int:
-    """Returns how many of the heads the program sees here: one device's share in the local view, else all.
-
-    Raises, in every view, where the axis does not divide them: a head cannot be split.
-
-    Example:
-        >>> import meshwright as mw
-        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
-        ...     local_heads(16, axis="tp")
-        16
-    """
-    ways = _ways(axis, who="local_heads")
-    if num_heads % ways:
-        fitting = [str(count) for count in range(2, num_heads + 1) if num_heads % count == 0]
-        down, up = num_heads // ways * ways, -(-num_heads // ways) * ways
-        raise PlacementError(
-            f"{num_heads} {what} are not divisible by the {ways} devices of axis {axis!r}: "
-            f"{num_heads} % {ways} = {num_heads % ways}.",
-            hint=f"use {f'{down} or {up}' if down else up} {what}, or an axis of {', '.join(['1', *fitting])} devices.",
-        )
-    return num_heads // ways if view_of(axis, who="local_heads") == "local" else num_heads
-
-
 def _columns(
     x: jax.Array,
     ws: tuple[jax.Array, ...],
@@ -295,7 +271,7 @@ def check_split(axis: str | None, *, who: str, **slices: jax.Array) -> None:
 
 def check_divides(size: int, axis: str | None, what: str, *, who: str) -> None:
     """Raises where an axis does not divide a dim that it splits."""
-    ways = _ways(axis, who=who)
+    ways = ways_along(axis, who=who)
     if size % ways:
         raise PlacementError(
             f"{who}: {size} {what} cannot be split over {ways} devices of axis {axis!r}: {size} % {ways} = "
@@ -330,9 +306,3 @@ def refuse_options(overlap: GatherOptions | ScatterOptions, *, who: str) -> None
             f"{who}: {', '.join(f'{name}=' for name in overlap)} would have no effect with sequence_parallel=False.",
             hint="there is no transfer beside the matmul then; leave it out.",
         )
-
-
-def _ways(axis: str | None, *, who: str) -> int:
-    mesh = current_mesh()
-    view_of(axis, who=who)  # raises for an axis that the mesh lacks
-    return 1 if mesh is None or axis is None else int(mesh.shape[axis])

@@ -83,7 +83,9 @@ class Profile:
         vocab_size: columns of the head; None where the model is not one of ours.
         written_out: whether layers are written out one after the other where they are not gathered.
         tied: whether the head is the embedding.
-        heads: numbers that tp must divide.
+        heads: heads, which tp must divide.
+        kv_heads: heads of keys and values, which tp must divide or be a multiple of; None where there are no others.
+        head_dim: features of a head.
         num_microbatches: parts in which a minibatch passes a pipeline, as the job says; None for the default.
         widths: bytes of each element of a parameter while the loss uses it, by the parameter's name.
         needs: by remat policy.
@@ -100,7 +102,9 @@ class Profile:
     vocab_size: int | None
     written_out: bool
     tied: bool
-    heads: tuple[int, ...]
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
     num_microbatches: int | None
     platform: str
     precision: Precision
@@ -144,6 +148,7 @@ def profile_job(
     parts = [*getattr(job.loss, "args", ()), None]
     model = next((part for part in parts if isinstance(part, LanguageModel)), None)
     run = next((part for part in parts if isinstance(part, Run)), Run())
+    heads = getattr(model, "num_heads", None)
     traced = {remat: _trace(job, params, dtypes, remat, _ROWS, platform) for remat in remats}
     # What does not grow with the rows hardly depends on the policy: gradients that the loss already has, and weights
     # that matmuls read. It is clearest where the least is kept.
@@ -189,7 +194,9 @@ def profile_job(
         vocab_size=None if model is None else model.vocab_size,
         written_out=run.layers == "unroll" or (model is not None and run.layers == "auto" and platform == "gpu"),
         tied=model is not None and model.tied_embeddings,
-        heads=tuple(filter(None, (getattr(model, name, None) for name in ("num_heads", "num_kv_heads")))),
+        heads=heads,
+        kv_heads=getattr(model, "num_kv_heads", None),
+        head_dim=getattr(model, "head_dim", None) or (model.d_model // heads if model and heads else None),
         num_microbatches=run.num_microbatches,
         platform=platform,
         precision=dtypes,

@@ -313,9 +313,13 @@ def _variants(first: Setup, constraints: Constraints, remats: Sequence[str]) -> 
 def _mesh_problem(profile: Profile, spec: MeshSpec) -> tuple[str, str] | None:
     sizes = {axis.name: axis.size for axis in spec.axes}
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
-    for heads in profile.heads:
-        if heads % tp:
-            return "do not divide the heads", f"tp={tp} does not divide {heads} heads"
+    if profile.heads and profile.heads % tp:
+        return "do not divide the heads", f"tp={tp} does not divide {profile.heads} heads"
+    if profile.kv_heads and profile.kv_heads % tp and tp % profile.kv_heads:
+        return (
+            "do not divide the heads",
+            f"tp={tp} is no factor or multiple of {profile.kv_heads} key/value heads",
+        )
     if profile.tokens_per_row % tp:
         return "do not divide the tokens", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
     if profile.num_layers % pp:

@@ -1,0 +1,110 @@
+"""Heads of attention over a tensor axis: whole ones for each device, or one that neighbours share.
+
+Queries have many heads, and every device computes with some of them. Keys and values often have few, each of which
+several heads of queries use. Where there are fewer of those than devices, the columns that make one head lie on
+neighbouring devices: each computes its part, and they gather the whole head, which is little beside the rows of the
+block. Its gradient is the sum of what they found for it, each keeping its part.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+
+from meshwright.axes import summing_dtype, vary, view_of, ways_along
+from meshwright.errors import PlacementError
+
+
+def local_heads(num_heads: int, *, axis: str | None, what: str = "heads") -> int:
+    """Returns how many of the heads the program sees here: one device's share in the local view, else all.
+
+    Raises, in every view, where the axis does not divide them: a head cannot be split.
+
+    Example:
+        >>> import meshwright as mw
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     local_heads(16, axis="tp")
+        16
+    """
+    ways = ways_along(axis, who="local_heads")
+    if num_heads % ways:
+        raise _unfit(num_heads, ways, axis, what, shared=False)
+    return num_heads // ways if view_of(axis, who="local_heads") == "local" else num_heads
+
+
+def split_heads(
+    y: jax.Array, num_heads: int, *, axis: str | None, shared: bool = False, what: str = "heads"
+) -> jax.Array:
+    """Returns features as heads, `[..., heads, K]`: those that this device computes with.
+
+    Args:
+        y: `[..., features]`, split by features over `axis`: what `column_dense` returns.
+        num_heads: of all devices together. The axis must divide it.
+        shared: the number of heads may divide the axis instead, as it may for keys and values. Then each device gets
+            the one head of which it has features.
+        what: what errors call them.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import meshwright as mw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> call = lambda y: split_heads(y, 2, axis="tp", shared=True)
+        >>> run = mw.parallel.local_map(
+        ...     call, mesh=mw.create_mesh("tp:8"), in_specs=P(None, "tp"), out_specs=P(None, "tp", None)
+        ... )
+        >>> run(jnp.arange(8.0)[None])[0].tolist()[3:5]
+        [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
+    """
+    ways = ways_along(axis, who="split_heads")
+    together = ways // num_heads
+    if num_heads % ways and not (shared and together * num_heads == ways):
+        raise _unfit(num_heads, ways, axis, what, shared=shared)
+    here = num_heads
+    if axis is not None and view_of(axis, who="split_heads") == "local":
+        here = max(1, num_heads // ways)
+        if together > 1:
+            y = _from_neighbours(axis, together, vary(y, axis))
+    return y.reshape(*y.shape[:-1], here, y.shape[-1] // here)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _from_neighbours(axis: str, together: int, y: Any) -> Any:
+    """Gathers the last dim among each `together` neighbours."""
+    return lax.all_gather(y, axis, axis=y.ndim - 1, tiled=True, axis_index_groups=_groups(axis, together))
+
+
+def _from_neighbours_fwd(axis: str, together: int, y: Any) -> tuple[Any, None]:
+    return _from_neighbours(axis, together, y), None
+
+
+def _from_neighbours_bwd(axis: str, together: int, _: None, d_whole: Any) -> tuple[Any]:
+    total = lax.psum_scatter(
+        d_whole.astype(summing_dtype(d_whole.dtype)),
+        axis,
+        scatter_dimension=d_whole.ndim - 1,
+        tiled=True,
+        axis_index_groups=_groups(axis, together),
+    )
+    return (total.astype(d_whole.dtype),)
+
+
+_from_neighbours.defvjp(_from_neighbours_fwd, _from_neighbours_bwd)
+
+
+def _groups(axis: str, together: int) -> list[list[int]]:
+    return [list(range(first, first + together)) for first in range(0, lax.axis_size(axis), together)]
+
+
+def _unfit(num_heads: int, ways: int, axis: str | None, what: str, *, shared: bool) -> PlacementError:
+    fitting = [str(count) for count in range(2, num_heads + 1) if num_heads % count == 0]
+    if shared:
+        fitting.append(f"{2 * num_heads}, {4 * num_heads} or so")
+    down, up = num_heads // ways * ways, -(-num_heads // ways) * ways
+    return PlacementError(
+        f"{num_heads} {what} are not divisible by the {ways} devices of axis {axis!r}: "
+        f"{num_heads} % {ways} = {num_heads % ways}.",
+        hint=f"use {f'{down} or {up}' if down else up} {what}, or an axis of {', '.join(['1', *fitting])} devices.",
+    )
