@@ -192,14 +192,20 @@ def time_calls(compiled: Any, values: Any) -> tuple[float, bool]:
     return seconds, all(bool(jnp.isfinite(shard).all()) for shard in shards)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def repeated(x: Any, count: int) -> Any:
+    return jnp.broadcast_to(x, (count, x.size))
+
+
 def fill_memory() -> None:
     """Writes random numbers to all free memory of this process's GPU."""
     device, pattern = jax.local_devices()[0], jax.random.normal(jax.random.key(0), (1 << 20,), jnp.bfloat16)
-    repeated = jax.jit(lambda x, count: jnp.broadcast_to(x, (count, x.size)), static_argnums=1)
     filled = []
     for _ in range(64):
-        if count := device.memory_stats()["largest_free_block_bytes"] // pattern.nbytes:
-            filled.append(jax.block_until_ready(repeated(pattern, count)))
+        count = device.memory_stats()["largest_free_block_bytes"] // pattern.nbytes
+        if not count:
+            break
+        filled.append(jax.block_until_ready(repeated(pattern, count)))
 
 
 def main() -> None:

@@ -373,6 +373,7 @@ _OPAQUE = ("pallas_call", "mpmd_map", "ffi_call", "custom_call", "triton_kernel_
 _WRITES_PRODUCT = "mpmd_map write_product"
 # The others (`meshwright.parallel.kernels`): the operands that each is linear in, together.
 _KERNELS: dict[str, range] = {
+    "pallas_call cut_columns": range(1),
     "pallas_call residual_norm_gradient": range(1, 3),
     "pallas_call softmax_gradient": range(2, 3),
     "pallas_call stack": range(256),

@@ -15,8 +15,8 @@ OPTIMIZER = optax.adam(1e-3)
 
 def choose(num_devices, batch_size, memory, model=MODEL):
     job = language_job(model, batch_size=batch_size, num_tokens=16)
-    heads = model.num_kv_heads or model.num_heads
-    return choose_mesh(job, OPTIMIZER, num_devices=num_devices, batch_size=batch_size, memory=memory, heads=heads)
+    heads = {"heads": model.num_heads, "kv_heads": model.num_kv_heads}
+    return choose_mesh(job, OPTIMIZER, num_devices=num_devices, batch_size=batch_size, memory=memory, **heads)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,11 @@ def test_the_choice_can_be_laid_out():
 def test_where_nothing_fits_everything_tried_is_told():
     with pytest.raises(MeshError, match=r"fsdp:8 would need .*\nhint: name one with --mesh"):
         choose(8, 16, 1000)
+
+
+@pytest.mark.parametrize(("batch_size", "mesh"), [(1, "tp:8"), (2, "dp:2,tp:4")])
+def test_devices_may_share_heads_of_keys_and_values(batch_size, mesh):
+    assert choose(8, batch_size, 2**34, Decoder.named("tiny", num_kv_heads=2)).mesh == mesh
 
 
 def test_heads_limit_the_tensor_axis():

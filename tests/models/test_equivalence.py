@@ -9,7 +9,8 @@ from meshwright.verify import verify
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "d_model": 32, "num_heads": 8, "d_ff": 64}
 MODELS = {
-    "decoder": Decoder(**SIZES, num_kv_heads=4, dropout=0.1, qk_norm=True),  # on tp:8, two devices share one of the 4
+    # All devices of a tensor axis share the one head of keys and values.
+    "decoder": Decoder(**SIZES, num_kv_heads=1, head_dim=8, dropout=0.1, qk_norm=True),
     "xlstm": XLSTM(**SIZES, dropout=0.1, chunk_size=8, logit_soft_cap=30.0),
 }
 MESHES = {"dp:8": 1, "fsdp:8": 1, "tp:8": 1, "dp:2,fsdp:2,tp:2": 1, "fsdp:4,tp:2": (1, 4), "pp:2,tp:2,dp:2": 1}

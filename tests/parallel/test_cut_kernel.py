@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
+from meshwright.flops import count_flops
 from meshwright.parallel import cut_kernel, local_map, matmul_scatter
 from meshwright.parallel.cut_kernel import cut_columns
 
@@ -59,13 +60,19 @@ def test_derivatives_and_batches_are_those_of_slices(grids):
 
 @pytest.mark.parametrize(
     ("shape", "edges"),
-    [((32, 256), ((0, 256),)), ((30, 512), ((0, 256), (256, 512))), ((32, 300), ((0, 256), (256, 300)))],
-    ids=["one part", "odd rows", "odd columns"],
+    [
+        ((32, 256), ((0, 256),)),
+        ((30, 512), ((0, 256), (256, 512))),
+        ((32, 300), ((0, 256), (256, 300))),
+        ((0, 512), ((0, 256), (256, 512))),
+    ],
+    ids=["one part", "odd rows", "odd columns", "no rows"],
 )
 def test_what_does_not_fit_is_left_to_xla(shape, edges, grids):
     w = weight(shape, "float32")
     for part, (start, end) in zip(cut_columns(w, edges, kernels=True), edges, strict=True):
         np.testing.assert_array_equal(part, w[:, start:end])
+    cut_columns(weight((32, 512), "complex64"), ((0, 256), (256, 512)), kernels=True)
     assert not grids
 
 
@@ -74,6 +81,15 @@ def test_kernels_are_not_used_where_there_are_none(grids):
     for kernels in (None, False):
         cut_columns(weight((32, 512), "float32"), ((0, 256), (256, 512)), kernels=kernels)
     assert not grids
+
+
+def test_a_cut_is_no_matmul():
+    """And flops are not said to be unknown."""
+    shape, edges, dtype = CUTS[0]
+    run = functools.partial(cut_columns, edges=edges, kernels=True)
+    found = count_flops(lambda w: [part.T @ part for part in run(w)], weight(shape, dtype))
+    plain = count_flops(lambda w: [w[:, start:end].T @ w[:, start:end] for start, end in edges], weight(shape, dtype))
+    assert (found.matmul, found.notes) == (plain.matmul, ())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import PlacementError
-from meshwright.parallel import split_heads
+from meshwright.parallel import local_map, split_heads
 
 from .one_device import mesh_of
 
@@ -70,7 +70,24 @@ def test_errors_say_what_fits():
             PlacementError, match=r"4 heads are not divisible by the 8 devices.*\nhint: use 8 heads, or"
         ):
             split_heads(y, 4, axis="tp")
-        text = r"3 kv heads are not .*: 3 % 8 = 3.\nhint: use 8 kv heads, or an axis of 1, 3, 6, 12 or so devices"
+        text = r"3 kv heads are not .*: 3 % 8 = 3.\nhint: use 2 or 8 kv heads, or an axis of 1, 3, 6, 12 or so devices"
         with pytest.raises(PlacementError, match=text):
             split_heads(y, 3, axis="tp", shared=True, what="kv heads")
     assert split_heads(y, 2, axis=None).shape == (2, 2, 8)
+    for count in (0, 3):
+        with pytest.raises(PlacementError, match=f"16 features are not {count} heads of one size"):
+            split_heads(y, count, axis=None)
+
+    def whole(y):
+        return split_heads(y, 2, axis="tp", shared=True)
+
+    with pytest.raises(PlacementError, match=r"y of shape \(2, 16\) is the same on every device of axis 'tp'"):
+        local_map(whole, mesh=mesh_of(8), in_specs=P(), out_specs=P(None, "tp", None))(y)
+
+
+def test_explicit_axes_cannot_split_a_head():
+    mesh = jax.make_mesh((8,), ("tp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        y = jax.device_put(jnp.zeros((2, FEATURES)), jax.NamedSharding(mesh, P(None, "tp")))
+        with pytest.raises(PlacementError, match=r"2 heads for 8 devices.*\nhint: use the local view, or a mesh"):
+            split_heads(y, 2, axis="tp", shared=True)

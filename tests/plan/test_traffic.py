@@ -238,19 +238,37 @@ def test_compiled_bytes_of_a_pipeline_are_the_computed_ones(case):
     assert computed > 100 * 4096 / 8
 
 
-# Keys and values have 2 heads of 8 features on 8 devices: of each, 4 devices gather a head and sum its gradient, and
-# gather it again where it was not kept.
-SHARED = {"none": 4, "full": 6}
+# Keys and values have 2 heads of 8 features on 8 devices, or 1 on 2: of each, devices gather a head and sum its
+# gradient, and gather it again in a layer, and in a tick of a pipeline, that is computed again.
+SHARED = [("tp:8", "none", 4), ("tp:8", "full", 6), ("pp:2,tp:2", "none", 6), ("pp:2,tp:2", "dots", 8)]
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
-def test_heads_that_devices_share(remat):
-    few, setup = job(num_kv_heads=2), Setup(mesh="tp:8", remat=remat, precision="float32")
-    sent = make_plan(few, "cpu:8", setup, profile=profile_job(few, precision="float32", platform="cpu")).sent
+@pytest.mark.parametrize(("mesh", "remat", "times"), SHARED)
+def test_heads_that_devices_share(mesh, remat, times):
+    layers, piped = (DEEP, True) if "pp" in mesh else (LAYERS, False)
+    few, setup = job(num_layers=layers, num_kv_heads=1 if piped else 2), Setup(mesh=mesh, remat=remat)
+    setup = Setup.from_json({**setup.to_json(), "precision": "float32"})
+    devices, together = math.prod(parse_mesh(mesh).sizes), 2 if piped else 4
+    sent = make_plan(few, f"cpu:{devices}", setup).sent
     shared = sum(item.wire_bytes for item in sent if item.what == "shared heads")
-    assert shared == pytest.approx(LAYERS * SHARED[remat] * FLOAT * share(4) * ROWS * TOKENS * 8)
+    here = layers / (STAGES if piped else 1)
+    assert shared == pytest.approx(here * times * FLOAT * share(together) * ROWS * TOKENS * 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_compiled_bytes_of_shared_heads_are_the_computed_ones(remat):
+    few, setup = job(num_kv_heads=2), Setup(mesh="tp:8", remat=remat, precision="float32")
     compiled = sum(c.trips * c.wire_bytes for c in compiled_collectives(few, setup))
-    assert abs(compiled - sum(item.wire_bytes for item in sent)) < 1024
+    assert abs(compiled - sum(item.wire_bytes for item in make_plan(few, "cpu:8", setup).sent)) < 1024
+
+
+def test_devices_that_share_a_head_hold_all_of_it():
+    """Each of 8 devices has a whole head of keys and one of values, however few there are."""
+    setup = Setup(mesh="tp:8", remat="none", precision="float32")
+    plans = [make_plan(job(num_kv_heads=count), "cpu:8", setup) for count in (1, 2, 8)]
+    kept = [part.bytes for plan in plans for part in plan.memory.parts if part.name == "activations"]
+    assert kept == pytest.approx(3 * [kept[-1]])
 
 
 PROGRAMS = [("dp:2", "full"), ("pp:2", "full"), ("pp:2", "none"), ("fsdp:2,pp:2", "full"), ("pp:2,tp:2", "full")]

@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.errors import LayoutError, MeshError
 from meshwright.layout import format_bytes
 from meshwright.mesh import create_abstract_mesh
+from meshwright.parallel.heads import heads_fit
 from meshwright.train.state import state_layout
 
 # What a state may take of a device's memory: gradients take a third to a half as much again, and activations the rest.
@@ -32,6 +33,7 @@ def choose_mesh(
     memory: int | None,
     precision: Any = "float32",
     heads: int | None = None,
+    kv_heads: int | None = None,
     minibatches: int = 1,
 ) -> MeshChoice:
     """Returns the mesh with the least communication on which the state fits and the batch can be split.
@@ -42,6 +44,7 @@ def choose_mesh(
     Args:
         memory: bytes of one device; None where nobody knows, and then the state is split.
         heads: how many attention heads a model has, which a tensor axis must divide.
+        kv_heads: heads of keys and values, if fewer; an axis must divide them or be a multiple of them.
         minibatches: parts of a batch, each of which must have rows for all devices.
 
     Example:
@@ -57,7 +60,8 @@ def choose_mesh(
     if num_devices == 1:
         return MeshChoice("dp:1", "there is one device.")
     tried = []
-    for mesh, how in _candidates(num_devices, batch_size // minibatches if batch_size % minibatches == 0 else 0, heads):
+    rows = batch_size // minibatches if batch_size % minibatches == 0 else 0
+    for mesh, how in _candidates(num_devices, rows, heads or 0, kv_heads or 0):
         try:
             layout = state_layout(job, optimizer, create_abstract_mesh(mesh), precision=precision)
         except LayoutError:
@@ -80,7 +84,7 @@ def choose_mesh(
     )
 
 
-def _candidates(num_devices: int, rows: int, heads: int | None) -> Iterator[tuple[str, str]]:
+def _candidates(num_devices: int, rows: int, heads: int, kv_heads: int) -> Iterator[tuple[str, str]]:
     """Yields meshes in the order of how much they communicate: data, then parameters, then activations."""
     if not rows:
         return
@@ -89,7 +93,8 @@ def _candidates(num_devices: int, rows: int, heads: int | None) -> Iterator[tupl
         yield f"fsdp:{num_devices}", "every device has its rows and a slice of the state"
     for tensor in range(2, num_devices + 1):
         ways = num_devices // tensor
-        if num_devices % tensor or rows % ways or (heads is not None and heads % tensor):
+        fit = heads_fit(heads, tensor) and heads_fit(kv_heads or heads, tensor, shared=True)
+        if num_devices % tensor or rows % ways or not fit:
             continue
         if ways > 1:
             yield f"dp:{ways},tp:{tensor}", f"{rows} rows over {ways}, features over {tensor} devices"

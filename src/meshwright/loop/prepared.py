@@ -129,7 +129,8 @@ def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, prec
         minibatches=config.placement.minibatches,
         memory=_device_memory(),
         precision=precision,
-        heads=getattr(model, "num_kv_heads", None) or getattr(model, "num_heads", None),
+        heads=getattr(model, "num_heads", None),
+        kv_heads=getattr(model, "num_kv_heads", None),
     )
 
 

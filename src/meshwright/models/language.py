@@ -21,7 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from meshwright.axes import is_manual, place_on
+from meshwright.axes import is_manual, place_on, ways_along
 from meshwright.errors import MeshwrightError, PlacementError, did_you_mean
 from meshwright.mesh import current_mesh
 from meshwright.models.ops import swiglu
@@ -276,10 +276,10 @@ class Context:
 
     def rows(self, y: Any, weight: Any) -> Any:
         """Returns `y @ w` where features are split, with the sequence split again."""
-        run, axis, mesh = self.run, self.run.tensor(), current_mesh()
+        run, axis = self.run, self.run.tensor()
         options: Any = {"kernels": run.kernels} if run.sequence_parallel else {}
         h = row_dense(y, weight, axis=axis, sequence_parallel=run.sequence_parallel, **options)
-        arrives = run.sequence_parallel and axis is not None and mesh is not None and mesh.shape[axis] > 1
+        arrives = run.sequence_parallel and ways_along(axis, who="rows") > 1
         if chip_family() == "gpu" and not arrives:
             # What is added to it next stays out of the matmul: XLA would copy that first, to let cuBLAS add to it.
             h = lax.optimization_barrier(h)

@@ -42,9 +42,9 @@ class Run:
         attention: the implementation of attention, "xla" or "cudnn"; by default what suits the backend.
         max_segments: how many documents a row holds at most; lets packed rows take the fast path on GPUs.
         kernels: whether kernels of ours do what XLA needs more passes over memory for: gradients of norms and of
-            stacked layers, and matmuls of gathered rows on Hopper GPUs. By default they do on GPUs, where a program
-            sees arrays as one device has them; False leaves all of it to XLA, True asks for them, on CPUs too, where
-            they are interpreted and slow.
+            stacked layers, cuts of weights whose products are scattered in parts, and matmuls of gathered rows on
+            Hopper GPUs. By default they do on GPUs, where a program sees arrays as one device has them; False leaves
+            all of it to XLA, True asks for them, on CPUs too, where they are interpreted and slow.
     """
 
     tensor_axis: str | None = "tp"

@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from meshwright.parallel.kernels import backed_by, call_kernel, uses_kernels
 
 _ROWS, _COLUMNS = 32, 256  # that a program copies
@@ -23,10 +25,9 @@ def cut_columns(w: Any, edges: Sequence[tuple[int, int]], *, kernels: bool | Non
 
     Args:
         edges: what they cut does not overlap, and is all of `w`.
-        kernels: whether a kernel of ours cuts; by default where that is possible and faster.
+        kernels: whether a kernel of ours cuts; by default on GPUs, where the sizes fit its blocks.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> [part.tolist() for part in cut_columns(jnp.arange(6).reshape(2, 3), [(0, 1), (1, 3)])]
         [[[0], [3]], [[1, 2], [4, 5]]]
     """
@@ -36,7 +37,8 @@ def cut_columns(w: Any, edges: Sequence[tuple[int, int]], *, kernels: bool | Non
 
     rows = math.gcd(w.shape[0], _ROWS)
     columns = math.gcd(_COLUMNS, *(end for _, end in edges))
-    if len(edges) == 1 or rows < _FEW_ROWS or columns < _FEW_COLUMNS or not uses_kernels(kernels):
+    fits = len(edges) > 1 and w.size > 0 and rows >= _FEW_ROWS and columns >= _FEW_COLUMNS
+    if not fits or jnp.issubdtype(w.dtype, jnp.complexfloating) or not uses_kernels(kernels):
         return plain(w)
 
     def cut(w: Any) -> tuple[Any, ...]:

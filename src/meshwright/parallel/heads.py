@@ -16,6 +16,17 @@ from jax import lax
 
 from meshwright.axes import summing_dtype, vary, view_of, ways_along
 from meshwright.errors import PlacementError
+from meshwright.parallel.tensor import check_split
+
+
+def heads_fit(num_heads: int, ways: int, *, shared: bool = False) -> bool:
+    """Returns whether each of so many devices can have whole heads, or with `shared` one that it shares with others.
+
+    Example:
+        >>> heads_fit(16, 8), heads_fit(4, 8), heads_fit(4, 8, shared=True), heads_fit(3, 8, shared=True)
+        (True, False, True, False)
+    """
+    return num_heads % ways == 0 or (shared and num_heads > 0 and ways % num_heads == 0)
 
 
 def local_heads(num_heads: int, *, axis: str | None, what: str = "heads") -> int:
@@ -30,7 +41,7 @@ def local_heads(num_heads: int, *, axis: str | None, what: str = "heads") -> int
         16
     """
     ways = ways_along(axis, who="local_heads")
-    if num_heads % ways:
+    if not heads_fit(num_heads, ways):
         raise _unfit(num_heads, ways, axis, what, shared=False)
     return num_heads // ways if view_of(axis, who="local_heads") == "local" else num_heads
 
@@ -44,7 +55,7 @@ def split_heads(
         y: `[..., features]`, split by features over `axis`: what `column_dense` returns.
         num_heads: of all devices together. The axis must divide it.
         shared: the number of heads may divide the axis instead, as it may for keys and values. Then each device gets
-            the one head of which it has features.
+            the one head of which it has features. What there is of features must divide by the axis all the same.
         what: what errors call them.
 
     Example:
@@ -58,15 +69,25 @@ def split_heads(
         >>> run(jnp.arange(8.0)[None])[0].tolist()[3:5]
         [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
     """
-    ways = ways_along(axis, who="split_heads")
-    together = ways // num_heads
-    if num_heads % ways and not (shared and together * num_heads == ways):
+    who = "split_heads"
+    ways, view = ways_along(axis, who=who), view_of(axis, who=who)
+    if not heads_fit(num_heads, ways, shared=shared):
         raise _unfit(num_heads, ways, axis, what, shared=shared)
-    here = num_heads
-    if axis is not None and view_of(axis, who="split_heads") == "local":
+    check_split(axis, who=who, y=y)
+    together, here = ways // num_heads if num_heads else 1, num_heads
+    if axis is not None and view == "local":
         here = max(1, num_heads // ways)
         if together > 1:
             y = _from_neighbours(axis, together, vary(y, axis))
+    elif together > 1 and _is_typed(y):
+        raise PlacementError(
+            f"{who}: {num_heads} {what} for {ways} devices of axis {axis!r}, which is explicit: heads would be split.",
+            hint="use the local view, or a mesh whose axes are automatic (AxisType.Auto).",
+        )
+    if here < 1 or y.shape[-1] % here:
+        raise PlacementError(
+            f"{who}: {y.shape[-1]} features are not {here} {what} of one size.", hint="check the number of heads."
+        )
     return y.reshape(*y.shape[:-1], here, y.shape[-1] // here)
 
 
@@ -98,11 +119,18 @@ def _groups(axis: str, together: int) -> list[list[int]]:
     return [list(range(first, first + together)) for first in range(0, lax.axis_size(axis), together)]
 
 
+def _is_typed(y: Any) -> bool:
+    """Returns whether the last dim's type says that it is split, as it does on meshes with explicit axes."""
+    spec = tuple(jax.typeof(y).sharding.spec)
+    return len(spec) == y.ndim and spec[-1] is not None
+
+
 def _unfit(num_heads: int, ways: int, axis: str | None, what: str, *, shared: bool) -> PlacementError:
     fitting = [str(count) for count in range(2, num_heads + 1) if num_heads % count == 0]
+    down, up = num_heads // ways * ways, -(-num_heads // ways) * ways
     if shared:
         fitting.append(f"{2 * num_heads}, {4 * num_heads} or so")
-    down, up = num_heads // ways * ways, -(-num_heads // ways) * ways
+        down = down or max(count for count in range(1, ways) if ways % count == 0 and count <= max(1, num_heads))
     return PlacementError(
         f"{num_heads} {what} are not divisible by the {ways} devices of axis {axis!r}: "
         f"{num_heads} % {ways} = {num_heads % ways}.",

@@ -201,7 +201,11 @@ def _activation_parts(
         {kind: here * size / (tp * pp) for kind, size in kinds.items()},
         {kind: size / tp for kind, size in needs.fixed.items()},
     )
-    layer = here * whole / profile.num_layers / tp
+    # Devices that share a head of keys, and one of values, have all of it.
+    shared = here * profile.shared_bytes(profile.sharing(tp))
+    if setup.remat == "none":
+        kept = _added(kept, {"attention": shared * profile.num_layers / pp})
+    layer = here * whole / profile.num_layers / tp + shared
     again = _LAYER_FACTOR[target.platform] * (layer - here * each / profile.num_layers / tp)
     if target.platform == "cpu":
         again = max(again, layer)  # what is kept is not written over by its gradients there

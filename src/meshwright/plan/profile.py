@@ -116,6 +116,15 @@ class Profile:
     layer_prefix: str = "layers/"
     notes: tuple[str, ...] = ()
 
+    def sharing(self, tp: int) -> int:
+        """Returns how many devices share a head of keys and values."""
+        return max(1, tp // self.kv_heads) if self.kv_heads else 1
+
+    def shared_bytes(self, together: int) -> float:
+        """Returns how much of the keys and values of one row, in one layer, so many devices have from each other."""
+        width = int(self.precision.compute.itemsize)
+        return 2 * self.tokens_per_row * (self.head_dim or 0) * width * (together - 1) / together
+
 
 def profile_job(
     job: Any,

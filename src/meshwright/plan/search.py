@@ -18,6 +18,7 @@ from meshwright.job import load_job
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.mesh_string import MeshSpec, parse_mesh
+from meshwright.parallel.heads import heads_fit
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compile import CompileError, compile_step
 from meshwright.plan.cost import Plan, assemble, known_to_fail, lay_out, make_plan, profile_of
@@ -313,9 +314,9 @@ def _variants(first: Setup, constraints: Constraints, remats: Sequence[str]) -> 
 def _mesh_problem(profile: Profile, spec: MeshSpec) -> tuple[str, str] | None:
     sizes = {axis.name: axis.size for axis in spec.axes}
     tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
-    if profile.heads and profile.heads % tp:
+    if profile.heads and not heads_fit(profile.heads, tp):
         return "do not divide the heads", f"tp={tp} does not divide {profile.heads} heads"
-    if profile.kv_heads and profile.kv_heads % tp and tp % profile.kv_heads:
+    if profile.kv_heads and not heads_fit(profile.kv_heads, tp, shared=True):
         return (
             "do not divide the heads",
             f"tp={tp} is no factor or multiple of {profile.kv_heads} key/value heads",

@@ -168,15 +168,13 @@ def _activations(profile: Profile, setup: Setup, sizes: Mapping[str, int], *, ro
             times = layers * count + ends[kind]
             sent = one * share * times
             found.append(Traffic(TENSOR_AXIS, kind, "rows of activations", sent, int(times) * parts, True))
-        if profile.kv_heads and profile.head_dim and tp > profile.kv_heads:
-            # Neighbours gather the head of keys, and that of values, of which each has a part; again where it was not
-            # kept, and backwards they sum its gradient.
-            together = tp // profile.kv_heads
-            part = rows / data * profile.tokens_per_row * profile.head_dim * width / together
-            again = setup.remat != "none" or piped
-            for kind, count in (("all-gather", 4 if again else 2), ("reduce-scatter", 2)):
-                sent, times = layers * count * part * (together - 1), int(layers * count)
-                found.append(Traffic(TENSOR_AXIS, kind, "shared heads", sent, times * parts, False))
+        if (together := profile.sharing(tp)) > 1:
+            # Neighbours gather the head of keys, and that of values, of which each has a part: again in a tick and in a
+            # layer that is computed again. Backwards they sum its gradient.
+            sent = layers * rows / data * profile.shared_bytes(together)
+            for kind, count in (("all-gather", 1 + piped + (setup.remat != "none")), ("reduce-scatter", 1)):
+                times = 2 * int(layers) * count * parts
+                found.append(Traffic(TENSOR_AXIS, kind, "shared heads", count * sent, times, False))
         # Five float32 of each token from each device: maxima, sums, the target's logit.
         numbers = rows / data * profile.tokens_per_row * 5 * 4 * tp * share * (2 if piped else 1)
         found.append(Traffic(TENSOR_AXIS, "all-gather", "numbers of the loss", numbers, parts, False))
