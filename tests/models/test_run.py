@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.models import XLSTM, Decoder, Run
+from meshwright.models import XLSTM, Decoder, Run, language
 from meshwright.parallel import kernels, norm_kernel, softmax_kernel, stack_kernel
 from meshwright.train import language_job
 from meshwright.train.gradients import make_gradients
@@ -88,3 +88,19 @@ def test_on_meshes_they_take_and_give_what_a_device_has(text, names, monkeypatch
     assert_same(loss_and_gradients(MODELS["decoder"], mesh, None), exact)
     # Where the vocabulary is split, a device has a part of each row of logits, and the loss stays with XLA.
     assert len(set(used)) == names
+
+
+@pytest.mark.parametrize("wanted", [None, False])
+def test_matmuls_that_hide_transfers_are_told(wanted, monkeypatch):
+    """In each layer two that gather, for attention and the MLP, and two that scatter."""
+    told = []
+    for name in ("fused_column_dense", "row_dense"):
+        call = getattr(language, name)
+        monkeypatch.setattr(
+            language, name, lambda *args, call=call, **options: told.append(options) or call(*args, **options)
+        )
+    model, tokens = MODELS["decoder"], jnp.zeros((2, 16), jnp.int32)
+    with jax.set_mesh(mw.create_mesh("tp:2", devices=2)):
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        jax.eval_shape(functools.partial(model.apply, run=Run(kernels=wanted, layers="unroll")), params, tokens)
+    assert [options["kernels"] for options in told] == [wanted] * 4 * SIZES["num_layers"]
