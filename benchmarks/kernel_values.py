@@ -1,10 +1,11 @@
-"""Values of the matmul that writes products of gathered rows into their places, on the GPU that is here.
+"""Values of the kernels under matmuls in parts, on the GPU that is here.
 
     PYTHONPATH=src python3 benchmarks/kernel_values.py           # a Hopper GPU
-    PYTHONPATH=src python3 benchmarks/kernel_values.py --tiny    # the two smallest shapes, interpreted on a CPU
+    PYTHONPATH=src python3 benchmarks/kernel_values.py --tiny    # the smallest shapes, interpreted on a CPU
 
-Whole numbers, whose products and sums are exact in float32, so that every element must be the same to the bit. Each
-shape is run five times, since a missing barrier need not show in one.
+Products of gathered rows are of whole numbers, whose products and sums are exact in float32, so that every element must
+be the same to the bit; so must the columns of a weight that is cut. Each shape is run five times, since a missing
+barrier need not show in one.
 """
 
 from __future__ import annotations
@@ -18,15 +19,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright.parallel.cut_kernel import cut_columns
 from meshwright.parallel.matmul_kernel import can_write, write_product
 
 # Devices, blocks of rows, where parts of a block's rows end, features of rows and of products.
-SHAPES: list[tuple[int, int, tuple[int, ...], int, int, str]] = [
+PRODUCTS: list[tuple[int, int, tuple[int, ...], int, int, str]] = [
     (8, 1, (0, 16, 48), 128, 256, "bfloat16"),
     (2, 8, (0, 8, 24, 32), 64, 128, "float16"),
     (8, 1, (0, 144, 432, 1024, 2048), 4096, 3584, "bfloat16"),
     (8, 4, (0, 32, 104, 248, 512), 1024, 1792, "bfloat16"),
     (8, 1, (0, 704, 4096), 512, 1728, "bfloat16"),
+]
+# A weight's rows, and where parts of its columns end.
+CUTS: list[tuple[int, tuple[int, ...], str]] = [
+    (64, (0, 256, 768), "bfloat16"),
+    (24, (0, 384, 448), "float32"),
+    (3584, (0, 512, 1536, 3584, 8192), "bfloat16"),
+    (1792, (0, 1024, 2048, 3072, 4096), "bfloat16"),
+    (1728, (0, 1280, 2560, 3840, 5120), "bfloat16"),
 ]
 
 
@@ -34,14 +44,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     tiny = parser.parse_args().tiny
-    with jax.set_mesh(jax.make_mesh((1,), ("one",))):
-        wrong = [different(*shape, times=1 if tiny else 5) for shape in (SHAPES[:2] if tiny else SHAPES)]
-    sys.exit(1 if any(wrong) else 0)
+    times, few = (1, 2) if tiny else (5, None)
+    with jax.set_mesh(jax.make_mesh((1,), ("one",), axis_types=(jax.sharding.AxisType.Auto,))):
+        found = {f"products {shape}": wrong_products(*shape, times=times) for shape in PRODUCTS[:few]}
+        found |= {f"cuts {shape}": wrong_cuts(*shape, times=times) for shape in CUTS[:few]}
+    for what, count in found.items():
+        print(f"{what}: {count} elements differ")
+    sys.exit(1 if any(found.values()) else 0)
 
 
-def different(
-    size: int, blocks: int, edges: tuple[int, ...], depth: int, columns: int, dtype: str, *, times: int
+def wrong_products(
+    size: int, blocks: int, edges: tuple[int, ...], depth: int, columns: int, dtype: str, *, times: int = 1
 ) -> int:
+    """Returns how many products of rows, gathered in parts, are wrong or in the wrong place."""
     x = whole_numbers(0, (size, blocks, edges[-1], depth), dtype)
     w = whole_numbers(1, (depth, columns), dtype)
     assert can_write(x[0], [w], None, size), "not here: it needs a Hopper GPU, or a CPU, and jax 0.11"
@@ -56,9 +71,16 @@ def different(
 
     in_order = jnp.moveaxis(x, 0, 1).reshape(-1, depth)
     true = jnp.dot(in_order, w, preferred_element_type=jnp.float32).astype(dtype)
-    count = sum(int((run(x, w) != true).sum()) for _ in range(times))
-    print(f"{size} x {blocks} x {edges} rows, {depth} -> {columns}, {dtype}: {count} elements differ", flush=True)
-    return count
+    return sum(int((run(x, w) != true).sum()) for _ in range(times))
+
+
+def wrong_cuts(rows: int, edges: tuple[int, ...], dtype: str, *, times: int = 1) -> int:
+    """Returns how many elements of a weight's parts, cut by the kernel, are wrong."""
+    w = jax.random.normal(jax.random.key(0), (rows, edges[-1]), dtype)
+    pairs = list(itertools.pairwise(edges))[::-1]
+    run = jax.jit(lambda w: cut_columns(w, pairs, kernels=True))
+    parts = [zip(run(w), pairs, strict=True) for _ in range(times)]
+    return sum(int((part != w[:, start:end]).sum()) for cut in parts for part, (start, end) in cut)
 
 
 def whole_numbers(seed: int, shape: tuple[int, ...], dtype: str) -> Any:

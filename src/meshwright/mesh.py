@@ -239,7 +239,7 @@ def arrange_devices(
             process_is_granule=unit == "processes",
             allow_split_physical_axes=allow_split_physical_axes,
         )
-    except (NotImplementedError, AssertionError, ValueError) as error:
+    except (NotImplementedError, AssertionError, ValueError) as error:  # what JAX raises for meshes that do not fit
         if isinstance(error, MeshError):
             raise
         raise MeshError(

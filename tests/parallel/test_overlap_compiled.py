@@ -167,3 +167,32 @@ def test_products_of_a_gather_are_written_once_and_not_copied_in_loops_on_gpus(r
     done = run_python(WRITTEN_IN_A_LOOP, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["8", "0"]
+
+
+CUT_EARLY = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshwright.parallel import gather_matmul
+from meshwright.plan.topology import target_mesh
+
+mesh = target_mesh("h200:1x8", (8,), ("tp",))
+specs = P("tp", None), P(None, "tp")
+structs = [
+    jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    for shape, spec in zip(((16384, 4096), (4096, 28672)), specs)
+]
+run = jax.shard_map(lambda x, w: gather_matmul(x, w, axis="tp"), mesh=mesh, in_specs=specs, out_specs=specs[1])
+text = jax.jit(run).lower(*structs).compile().as_text()
+entry = text[text.index("ENTRY") :]
+first = entry[entry.index(" all-gather-start(") : entry.index(" all-gather-done(")]
+print(first.count("calls=%wrapped_slice"), entry.count("calls=%wrapped_slice"))
+"""
+
+
+@pytest.mark.slow
+def test_rows_are_cut_while_the_first_part_travels_on_gpus(run_python):
+    """It has no matmul beside it; later, each cut would stand between two matmuls. The first is cut before."""
+    needs_compiler("h200:1x8")
+    done = run_python(CUT_EARLY, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["3", "4"]

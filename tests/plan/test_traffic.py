@@ -223,16 +223,21 @@ def test_compiled_bytes_are_the_computed_ones(case):
     assert computed > 100 * 4096 / 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", PIPELINES)
-def test_compiled_bytes_of_a_pipeline_are_the_computed_ones(case):
-    """A program's text has every branch at every tick; a device takes those of its stage, and none while it idles."""
+def bytes_of_a_stage(collectives):
     compiled = 0.0
-    for c in collectives_of(case, DEEP):
+    for c in collectives:
         share = MICROBATCHES / TICKS if "cond/branch" in c.source else 1.0
         if c.source.count("cond/branch") == 2 and c.bytes_moved == ROWS_OR_TABLE:
             share /= 2  # at the ends: half of these are the embedding's, on the first stage
         compiled += share * c.trips * c.wire_bytes
+    return compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PIPELINES)
+def test_compiled_bytes_of_a_pipeline_are_the_computed_ones(case):
+    """A program's text has every branch at every tick; a device takes those of its stage, and none while it idles."""
+    compiled = bytes_of_a_stage(collectives_of(case, DEEP))
     computed = sum(item.wire_bytes for item in plan_of(case).sent)
     assert abs(compiled - computed) < 1024
     assert computed > 100 * 4096 / 8
@@ -256,11 +261,14 @@ def test_heads_that_devices_share(mesh, remat, times):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_compiled_bytes_of_shared_heads_are_the_computed_ones(remat):
-    few, setup = job(num_kv_heads=2), Setup(mesh="tp:8", remat=remat, precision="float32")
-    compiled = sum(c.trips * c.wire_bytes for c in compiled_collectives(few, setup))
-    assert abs(compiled - sum(item.wire_bytes for item in make_plan(few, "cpu:8", setup).sent)) < 1024
+@pytest.mark.parametrize(("mesh", "remat"), [case[:2] for case in SHARED])
+def test_compiled_bytes_of_shared_heads_are_the_computed_ones(mesh, remat):
+    piped, setup = "pp" in mesh, Setup(mesh=mesh, remat=remat, precision="float32")
+    few = job(num_layers=DEEP, num_kv_heads=1) if piped else job(num_kv_heads=2)
+    found = compiled_collectives(few, setup)
+    compiled = bytes_of_a_stage(found) if piped else sum(c.trips * c.wire_bytes for c in found)
+    plan = make_plan(few, f"cpu:{4 if piped else 8}", setup)
+    assert abs(compiled - sum(item.wire_bytes for item in plan.sent)) < 1024
 
 
 def test_devices_that_share_a_head_hold_all_of_it():

@@ -203,7 +203,7 @@ def _activation_parts(
     )
     # Devices that share a head of keys, and one of values, have all of it.
     shared = here * profile.shared_bytes(profile.sharing(tp))
-    if setup.remat == "none":
+    if shared and setup.remat == "none":
         kept = _added(kept, {"attention": shared * profile.num_layers / pp})
     layer = here * whole / profile.num_layers / tp + shared
     again = _LAYER_FACTOR[target.platform] * (layer - here * each / profile.num_layers / tp)
