@@ -60,6 +60,7 @@ def measure(side: str, mib: int) -> dict[str, Any]:
 
     import meshwright as mw
     from meshwright import P
+    from meshwright.loop.memory import peak_resident
 
     mw.simulate_cpu_devices(8)
     mesh = mw.create_mesh("fsdp:4,tp:2")
@@ -75,7 +76,7 @@ def measure(side: str, mib: int) -> dict[str, Any]:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     assert size == layout.bytes_total
     shard_seconds, gather_seconds, back = SIDES[side](layout, tree)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = peak_resident()
     same = jax.tree.all(jax.tree.map(np.array_equal, tree, back))
     assert same, "the tree came back changed"
     return {

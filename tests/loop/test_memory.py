@@ -1,12 +1,13 @@
 """Memory of the fullest device where the backend counts it, of the process elsewhere."""
 
-import resource
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 
-from meshwright.loop.memory import read_memory
+from meshwright.loop.memory import peak_resident, read_memory
 
 
 def device(process=0, **stats):
@@ -33,6 +34,22 @@ def test_on_cpus_it_is_the_process():
     assert before.of_a_step == before.bytes
     assert after.bytes - before.bytes > 40 * 2**20
     assert after.peak_bytes >= after.bytes
-    assert abs(after.peak_bytes - resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) < 2**26
     assert block.size
     assert read_memory([device()]).where == read_memory(jax.local_devices()).where == "process"
+
+
+def test_the_peak_is_this_process_own():
+    # Held while the child starts: what the operating system says of a child begins with its parent's peak.
+    block = np.ones(400 * 2**20, np.uint8)
+    held = peak_resident()
+    program = "from meshwright.loop.memory import peak_resident; print(peak_resident())"
+    child = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    assert held > block.size
+    assert 2**24 < child < 400 * 2**20
+
+
+def test_a_peak_outlives_what_it_was_for():
+    block = np.ones(50 * 2**20, np.uint8)
+    held = peak_resident()
+    del block
+    assert peak_resident() >= held > 50 * 2**20

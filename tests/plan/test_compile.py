@@ -6,6 +6,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -49,7 +50,10 @@ def reference(tmp_path_factory):
 
 def test_what_comes_back(reference, tmp_path):
     text = tmp_path / "program.txt"
-    found = compile_step(reference("good"), "cpu:2", SETUP, text_path=text)
+    # What this process holds is not what compiling takes.
+    held = np.ones(3 * 2**29, np.uint8)
+    found = compile_step(reference("good"), "cpu:2", SETUP, text_path=text, memory_limit=held.size)
+    assert 2**26 < found.peak_rss_bytes < held.size
     gathered = [c for c in found.collectives if c.kind == "all-gather"]
     assert [(c.axes, c.bytes_moved, c.wire_bytes) for c in gathered] == [(("fsdp",), 16 * 32 * 4, 16 * 32 * 4 / 2)]
     assert gathered[0].verdict == "exposed: synchronous, the device waits for it"
@@ -65,7 +69,6 @@ def test_what_comes_back(reference, tmp_path):
     assert 0 < found.memory["argument"] - (16 * 32 * 4 // 2 + 8 * 16 * 4 // 2) < 64
     assert found.peak_bytes >= found.memory["argument"]
     assert found.does_not_fit is None
-    assert 2**26 < found.peak_rss_bytes < 2**32
     assert found.versions["jax"] == jax.__version__
     assert text.read_text().startswith("HloModule")
 

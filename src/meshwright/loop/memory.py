@@ -51,11 +51,25 @@ def read_memory(devices: Sequence[Any] | None = None) -> Memory:
         fullest = max(stats, key=lambda found: found["bytes_in_use"])
         peak = max(found.get("peak_bytes_in_use", found["bytes_in_use"]) for found in stats)
         return Memory(fullest["bytes_in_use"], peak, "device", fullest.get("bytes_limit"))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = peak_resident()
     now = _resident()
     # Where the system does not tell what is in use now, the peak is the nearest there is.
     now = peak if now is None else now
     return Memory(now, max(now, peak), "process")
+
+
+def peak_resident() -> int:
+    """Returns the most memory that this process has held so far, in bytes."""
+    # Linux hands `ru_maxrss` on to what a process starts, so a child of a large process would seem as large.
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
 
 
 def _resident() -> int | None:

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import re
-import resource
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
 from meshwright.job import load_job
+from meshwright.loop.memory import peak_resident
 from meshwright.plan.compile import Compiled, CompiledCollective, over_limit
 from meshwright.plan.cudnn import assumed_cudnn, stand_in_for_cudnn
 from meshwright.plan.schedule import Schedule, read_schedule
@@ -77,7 +77,7 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        made |= {"compile_s": time.perf_counter() - traced, "peak_rss_bytes": peak_rss()}
+        made |= {"compile_s": time.perf_counter() - traced, "peak_rss_bytes": peak_resident()}
         return Compiled(**made, does_not_fit=_short(error), notes=tuple(notes)).to_json()
     seconds = time.perf_counter() - traced
     text = compiled.as_text()
@@ -94,7 +94,7 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
         num_matmuls=schedule.num_matmuls,
         estimated_cycles=schedule.estimated_cycles,
         compile_s=seconds,
-        peak_rss_bytes=peak_rss(),
+        peak_rss_bytes=peak_resident(),
         notes=tuple(notes),
     ).to_json()
 
@@ -121,18 +121,12 @@ def _memory(found: Any, target: Target) -> tuple[dict[str, int], int]:
     return memory, int(found.peak_memory_in_bytes)
 
 
-def peak_rss() -> int:
-    """Returns the most memory that this process has held, in bytes."""
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else used * 1024
-
-
 def _watch_memory(limit: int, answered: Path) -> None:
     # A limit of the operating system counts addresses, of which compilers reserve many more than they use.
     def watch() -> None:
         while True:
-            if peak_rss() > limit:
-                _write(answered, {"error": over_limit(peak_rss(), limit), "reason": "memory"})
+            if peak_resident() > limit:
+                _write(answered, {"error": over_limit(peak_resident(), limit), "reason": "memory"})
                 os._exit(1)
             time.sleep(0.1)
 
