@@ -26,10 +26,10 @@ TPU_GRADIENTS = {
     "v5e:16x16": {"gather grad": 1.15, "scatter grad": 1.09, "scan of 4": 1.13},
 }
 # Per target and shape: operation -> transfers that are not hidden. In parts, that is one: a gather's first, a scatter's
-# last. A narrow gather is a ring, as the gradient of a scatter always is.
+# last. The gradient of a scatter is a ring.
 GPU = {
     ("h200:1x8", (16384, 8192, 28672)): {"gather": 1, "scatter": 1, "scatter grad": 0},
-    ("h200:1x8", (16384, 4096, 14336)): {"gather": 0, "scatter": 1, "scatter grad": 0},
+    ("h200:1x8", (16384, 4096, 14336)): {"gather": 1, "scatter": 1, "scatter grad": 0},
 }
 
 

@@ -82,14 +82,17 @@ _GPU: dict[Operation, Form] = {  # 8 x H200
 _GPU_ISLAND: dict[Operation, Form] = _GPU | {"gather_matmul_grad": Form(tie="product")}
 # On GPUs, whole collectives in parts do better than the rings above from so many devices and so many features per
 # device on (a row that is gathered meets that many columns, one that is scattered was that long); the first that fits
-# counts. What they are chosen by is compute, measured on one H200, plus the transfers that are not hidden, at
-# 370 GB/s: benchmarks/RESULTS.md has both. A narrow gather takes as long to travel as to multiply: it stays a ring.
-# So does a scatter that is narrower than any measured: in a 7B with tp:8, parts hid 84% of all bytes for 89%.
+# counts. What they are chosen by is compute, measured on one H200, plus the transfers that are not hidden, at 370 GB/s
+# for a collective, and less for a hop of a ring: benchmarks/RESULTS.md has both. Where a transfer takes as long as its
+# matmul, parts are even. Narrower than any measured, all stay rings: in a 7B with tp:8, parts hid 84% of bytes for 89%.
 GPU_PARTS: dict[Operation, list[tuple[int, int, Form]]] = {
-    "gather_matmul": [(8, 3584, PARTS)],  # 3/4, 218 MiB, or 240 where no kernel writes its products (unsplit 256)
+    "gather_matmul": [
+        (8, 3584, PARTS),  # 3/4, 218 MiB, or 240 where no kernel writes its products (unsplit 256)
+        (8, 1728, Form(ring=False, parts=(1,) * 6)),  # all but one; the narrowest that was measured
+    ],
     "matmul_scatter": [
         (4, 3072, PARTS),  # 3/4, 244 MiB, or 216 where XLA cuts the weight (unsplit 256)
-        (4, 1728, Form(ring=False, parts=(1, 1, 1, 1))),  # 3/4; the narrowest that was measured
+        (4, 1728, Form(ring=False, parts=(1,) * 4)),  # 3/4; the narrowest that was measured
     ],
 }
 # No links to hide: the plain ring, which is what tests compare with everything else.
