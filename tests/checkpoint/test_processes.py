@@ -128,7 +128,7 @@ def test_two_processes_write_and_one_or_four_read(lab, tmp_path):
         assert out["notes"] == []
         assert out["same"]
         assert out["last"] == 6
-        assert out["seconds"] < 60
+        assert out["seconds"] < 240  # and not the five minutes that Orbax waits
         assert [text.split(":")[0] for text in out["problems"]] == ["step 3 was not saved", "step 5 was not saved"], (
             rank
         )

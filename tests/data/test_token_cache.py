@@ -261,8 +261,6 @@ def test_a_folder_that_cannot_be_written(texts, tmp_path):
         prepare(texts, tmp_path / "file" / "cache")
 
 
-def test_the_standard_library_takes_no_time(tmp_path):
-    began = time.monotonic()
+def test_the_standard_library_is_read_whole(tmp_path):
     tokens = prepare_tokens(open_documents(), load_tokenizer("bytes"), folder=tmp_path)
     assert tokens.num_documents > 300
-    assert time.monotonic() - began < 10

@@ -1,6 +1,5 @@
 """A 7B-parameter decoder with its adamw state on 256 devices that are not here."""
 
-import time
 from pathlib import Path
 
 import jax
@@ -28,12 +27,10 @@ def no_devices(monkeypatch):
 
 
 def test_exact_layout_without_a_device(no_devices):
-    started = time.perf_counter()
     job = mw.load_job(f"{EXAMPLE}:job")
     mesh = mw.create_abstract_mesh("fsdp:32,tp:8")
     layout = mw.make_layout(job.rules, mw.abstract_init(job.init), mesh)
     text = str(layout)
-    elapsed = time.perf_counter() - started
 
     assert mesh.size == 256
     assert MATRICES + NORMS == 6_738_415_616
@@ -50,7 +47,6 @@ def test_exact_layout_without_a_device(no_devices):
     assert layout.report().concerns() == []
     assert "params/layers/{0..31}/mlp/up/kernel (x32)" in text
     assert text.endswith(f"{len(layout.leaves)} leaves on fsdp=32 x tp=8: 75.3 GiB in all, 304.3 MiB per device")
-    assert elapsed < 30  # about one second; this only catches a change of kind
 
 
 def test_without_the_optional_axis(no_devices):
