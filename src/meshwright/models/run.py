@@ -41,10 +41,11 @@ class Run:
         num_microbatches: how many parts a batch passes the pipeline in; by default twice the stages.
         attention: the implementation of attention, "xla" or "cudnn"; by default what suits the backend.
         max_segments: how many documents a row holds at most; lets packed rows take the fast path on GPUs.
-        kernels: whether kernels of ours do what XLA needs more passes over memory for: gradients of norms and of
-            stacked layers, cuts of weights whose products are scattered in parts, and matmuls of gathered rows on
-            Hopper GPUs. By default they do on GPUs, where a program sees arrays as one device has them; False leaves
-            all of it to XLA, True asks for them, on CPUs too, where they are interpreted and slow.
+        kernels: whether kernels of ours do what XLA needs more passes over memory for: gradients of norms, of stacked
+            layers and of the loss's softmax, cuts of weights whose products are scattered in parts, and matmuls of
+            gathered rows on Hopper GPUs. By default they do on GPUs, where a program sees arrays as one device has
+            them; False leaves all of it to XLA; True asks for them, on one CPU device too, where they are interpreted
+            and slow, and is an error where they cannot run.
     """
 
     tensor_axis: str | None = "tp"
