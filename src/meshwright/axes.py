@@ -79,6 +79,10 @@ def place_on(axis: str | None, *, who: str = "place_on") -> Any:
 
 def varying_axes(x: Any) -> frozenset[str]:
     """Returns the manual axes along which this value may differ; empty where `check_vma` is off."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        # Its type cannot be asked for where an axis is automatic, which `local_map` makes all axes of size 1.
+        known = x.manual_axis_type
+        return frozenset() if known is None else frozenset(known.varying)
     kind = jax.typeof(x)
     matter = getattr(kind, "mat", None)  # since jax 0.12
     return frozenset(matter.varying if matter is not None else kind.vma)

@@ -14,6 +14,8 @@ MODELS = {
     "xlstm": XLSTM(**SIZES, dropout=0.1, chunk_size=8, logit_soft_cap=30.0),
 }
 MESHES = {"dp:8": 1, "fsdp:8": 1, "tp:8": 1, "dp:2,fsdp:2,tp:2": 1, "fsdp:4,tp:2": (1, 4), "pp:2,tp:2,dp:2": 1}
+# Axes of one device are left to XLA, also beside a pipeline.
+MESHES |= {"pp:2,dp:4,tp:1": 1, "dp:1,fsdp:4,tp:2": 2}
 # One mesh that has everything is part of every run; the others take minutes.
 QUICK = {("decoder", "dp:2,fsdp:2,tp:2")}
 

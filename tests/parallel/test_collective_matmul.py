@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import meshwright as mw
 from meshwright.errors import MeshError, PlacementError
 from meshwright.parallel import Form, gather_matmul, local_map, matmul_scatter
 from meshwright.parallel.overlap_forms import FORMS, PARTS, WHOLE, choose_form
@@ -92,6 +93,32 @@ def test_fewer_larger_chunks_equal_one_device(ways, num_chunks):
     check(ways, local_loss(ways, num_chunks=num_chunks))
 
 
+@pytest.mark.parametrize("save_gathered", [False, True])
+@pytest.mark.parametrize(("ways", "group"), [(4, 2), (8, 2), (8, 4)])
+def test_pools_in_the_backward_pass_equal_one_device(ways, group, save_gathered):
+    form = Form(group=group)
+    check(ways, local_loss(ways, form=form, grad_form=form, save_gathered=save_gathered))
+
+
+@pytest.mark.parametrize("form", ["ring", "both_ways", "parts", "whole"])
+@pytest.mark.parametrize("dtype", ["int8", "int32"])
+def test_sums_of_whole_numbers_and_fractions(form, dtype):
+    """Partial sums have the fractions of the weight, though rows have none; sums of whole numbers are exact."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(-9, 9, (16, 8)).astype(dtype)
+    for w in (rng.normal(size=(8, 8)).astype(np.float32), rng.integers(1, 2**22, (8, 8)).astype(np.int32)):
+        scatter = local_map(
+            lambda x, w: matmul_scatter(x, w, axis="tp", form=form),
+            mesh=mw.create_mesh("tp:8"), in_specs=(P(None, "tp"), P("tp", None)), out_specs=P("tp", None),
+        )  # fmt: skip
+        got, wanted = scatter(x, w), x.astype(w.dtype) @ w
+        assert got.dtype == w.dtype
+        if w.dtype == np.int32:
+            np.testing.assert_array_equal(got, wanted)
+        else:
+            np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
 @pytest.mark.parametrize("form", ["ring", "both_ways", "parts", "whole"])
 def test_kept_rows_give_the_same_weight_gradients(form):
     check(4, local_loss(4, form=form, grad_form=form, save_gathered=True))
@@ -163,6 +190,14 @@ def test_the_choice_of_form():
         choose_form("gather_matmul", "rign", num_chunks=None, axis_size=8, width=64)
     with pytest.raises(PlacementError, match=r"3 chunks for 8 devices.\nhint: use one of: 1, 2, 4, 8"):
         choose_form("gather_matmul", None, num_chunks=3, axis_size=8, width=64)
+    with pytest.raises(PlacementError, match=r"num_chunks=2 counts the steps of a ring, and the form is unsplit"):
+        choose_form("gather_matmul", "whole", num_chunks=2, axis_size=8, width=64)
+    for group in (3, 8):
+        with pytest.raises(PlacementError, match=rf"pools {group} of 8 devices"):
+            choose_form("gather_matmul", Form(group=group), num_chunks=None, axis_size=8, width=64)
+    with pytest.raises(PlacementError, match=r"2\.5 chunks for 8 devices"):
+        choose_form("gather_matmul", None, num_chunks=2.5, axis_size=8, width=64)
+    assert choose_form("gather_matmul", None, num_chunks=2.0, axis_size=8, width=64) == Form(group=4)
 
 
 def test_bad_shapes_and_axes():
@@ -239,3 +274,29 @@ def test_second_derivatives(save_gathered):
 
     for got, true in zip(jax.jit(along(loss))(tuple(args)), along(reference)(tuple(args)), strict=True):
         np.testing.assert_allclose(got, true, atol=2e-5 * np.abs(true).max())
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: gather_matmul(jnp.ones((6, 8)), jnp.ones((8, 8)), axis="tp"),
+            r"cannot split 6 rows over the 4",
+        ),
+        (lambda: gather_matmul(jnp.ones((8, 8)), jnp.ones((8, 6)), axis="tp"), r"cannot split 6 columns .* 6 % 4 = 2"),
+        (
+            lambda: matmul_scatter(jnp.ones((8, 6)), jnp.ones((6, 8)), axis="tp"),
+            r"scatter cannot split 6 columns",
+        ),
+    ],
+)
+def test_what_does_not_divide_in_a_jit_program_is_told(call, text):
+    with jax.set_mesh(mesh_of(4)), pytest.raises(PlacementError, match=text):
+        call()
+
+
+def test_dtypes_have_their_short_names():
+    x, w = jnp.ones((8, 8)), jnp.ones((8, 8))
+    with jax.set_mesh(mesh_of(4)):
+        assert gather_matmul(x, w, axis="tp", out_dtype="bf16").dtype == jnp.bfloat16
+        np.testing.assert_array_equal(matmul_scatter(x, w, axis="tp", wire_dtype="bf16"), x @ w)

@@ -211,6 +211,29 @@ def test_gather_with_mean_grads(dim, check):
         np.testing.assert_array_equal(whole, x)
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_bfloat16_beside_an_axis_of_one_device(check):
+    """Which is left to XLA, whose CPU compiler aborts the process on such a sum of 16-bit floats."""
+    x = jax.random.normal(jax.random.key(0), (16, 4), jnp.bfloat16)
+    weights = jax.random.normal(jax.random.key(1), (8, 16, 4)).astype(jnp.bfloat16)  # one per device
+
+    def local(x, weight):
+        def loss(x):
+            return (gather_array_with_mean_grads(x, 0, "fsdp") * weight[0]).astype(jnp.float32).sum()
+
+        grads = jax.grad(loss)(x)
+        return grads, sync_gradients(weight[0], "fsdp")
+
+    run = local_map(
+        local, mesh=mesh_of("dp:1,fsdp:8"), in_specs=(P("fsdp"), P("fsdp")), out_specs=(P("fsdp"), P()), check_vma=check
+    )
+    grad, mean = jax.jit(run)(x, weights)
+    wanted = np.asarray(weights, np.float32).mean(0)
+    assert grad.dtype == mean.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(grad, np.float32), wanted, atol=2e-2)
+    np.testing.assert_allclose(np.asarray(mean, np.float32), wanted, atol=2e-2)
+
+
 def test_dtypes_are_those_of_the_wire():
     """Values are rounded to what travels and come back in their own dtype; the compiled program sends that dtype."""
     x = jax.random.normal(jax.random.key(0), (16,))

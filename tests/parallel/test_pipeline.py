@@ -179,6 +179,7 @@ SLOW = [
     *(("dp:2,pp:2,tp:2", schedule, rounds, 4) for schedule, rounds in (("gpipe", 1), ("circular", 4))),
     ("pp:2,tp:4", "gpipe", 1, 2),
     ("dp:4,pp:2", "circular", 2, 2),
+    ("dp:1,pp:2,tp:1", "gpipe", 1, 2),  # axes of one device are left to XLA
 ]
 
 
@@ -359,6 +360,7 @@ def run_bad(x=None, mesh="pp:2", stage_fn=double, **options):
             "takes float32\\[2, 1\\] but returns int32(.|\n)*first=",
         ),
         ({"last": lambda p, h: h.sum(), "last_params": ()}, "they are scalars(.|\n)*combine="),
+        ({"combine": "mean"}, "there is no way 'mean' to combine(.|\n)*concatenate, stack, sum"),
     ],
 )
 def test_bad_inputs(options, message):

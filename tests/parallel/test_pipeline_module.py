@@ -51,6 +51,27 @@ class Block(nn.Module):
         return y / jnp.sqrt((y**2).sum(-1, keepdims=True))
 
 
+def test_arrays_that_have_no_rows_go_to_every_stage_with_their_gradients():
+    x = jax.random.normal(jax.random.key(0), (8, WIDTH))
+
+    def piped(x, gain, shift):
+        def stage(h, gain, *, shift):
+            return jnp.tanh(h * gain + shift)
+
+        out = execute_pipeline(stage, x, gain, shift=shift, num_microbatches=4, model_axis_name="pp")
+        return (lax.psum(out, "pp") ** 2).sum()
+
+    def in_order(x, gain, shift):
+        for _ in range(4):
+            x = jnp.tanh(x * gain + shift)
+        return (x**2).sum()
+
+    args = x, jnp.float32(1.5), jnp.linspace(0.0, 1.0, WIDTH)
+    mapped = local_map(piped, mesh=mesh_of("pp:4"), in_specs=P(), out_specs=P())
+    got = jax.jit(jax.value_and_grad(mapped, argnums=(0, 1, 2)), compiler_options=QUICKLY)(*args)
+    assert_close(got, jax.value_and_grad(in_order, argnums=(0, 1, 2))(*args))
+
+
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(4, 4), (1, 2)])
 def test_pipeline_module_equals_its_stages_in_order(num_stages, num_microbatches):
     module = PipelineModule(model_axis_name="pp", num_microbatches=num_microbatches, module_fn=Block)

@@ -1,12 +1,15 @@
 """Vocabularies split over devices: tokens outside of them, masks, padding, and numbers that are large or many."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from meshwright.parallel import local_map, vocab_cross_entropy, vocab_embed
+import meshwright as mw
+from meshwright.parallel import linear_cross_entropy, local_map, vocab_cross_entropy, vocab_embed
 
 from .layers import DOWN, UP, VOCAB, R, cross_entropy, values
 from .one_device import close, mesh_of
@@ -97,3 +100,25 @@ def test_huge_logits_stay_finite():
     with jax.set_mesh(mesh_of(4)):
         loss = jax.jit(lambda *a: vocab_cross_entropy(*a, axis="tp"))(x, head, jnp.full((1, 8), 6))
     np.testing.assert_allclose(loss, 1e4 * (head[0, 7] - head[0, 6]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "vocab"), [("uint8", 256), ("int8", 128), ("uint16", 65536)])
+@pytest.mark.parametrize("axis", [None, "tp"])
+def test_narrow_ids_of_a_vocabulary_as_large_as_their_dtype(dtype, vocab, axis):
+    """The size of the vocabulary does not fit their dtype, and must not wrap around in it."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, vocab, (2, 8)).astype(dtype)
+    table, x = rng.normal(size=(vocab, 4)).astype(np.float32), rng.normal(size=(2, 8, 4)).astype(np.float32)
+
+    def run(ids):
+        embedded = vocab_embed(ids, table, axis=axis)
+        losses = vocab_cross_entropy(x, table.T, ids, axis=axis)
+        return embedded, losses, linear_cross_entropy(x, table.T, ids, axis=axis).total
+
+    with jax.set_mesh(mw.create_mesh("tp:8")) if axis else contextlib.nullcontext():
+        embedded, losses, total = jax.jit(run)(ids)
+    logits = x @ table.T
+    wanted = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, ids[..., None].astype(int), -1)[..., 0]
+    np.testing.assert_array_equal(embedded, table[ids])
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    np.testing.assert_allclose(total, wanted.sum(), rtol=1e-5)

@@ -79,7 +79,13 @@ def one_device(params, batch, rng=None):
     return Accumulated(loss, grads, metrics)
 
 
-MESHES = {"dp8": "dp:8", "fsdp8": "fsdp:8", "dp2 fsdp4": "dp:2,fsdp:4", "dp2 fsdp2 tp2": "dp:2,fsdp:2,tp:2"}
+MESHES = {
+    "dp8": "dp:8",
+    "fsdp8": "fsdp:8",
+    "dp2 fsdp4": "dp:2,fsdp:4",
+    "dp2 fsdp2 tp2": "dp:2,fsdp:2,tp:2",
+    "dp1 fsdp8 tp1": "dp:1,fsdp:8,tp:1",
+}
 
 
 def specs_for(mesh):
@@ -92,7 +98,7 @@ def specs_for(mesh):
 def distributed(mesh, *, num_minibatches, sync, rng=None, loss=loss_fn):
     mesh = mw.create_mesh(MESHES[mesh])
     specs, batch_specs = specs_for(mesh)
-    loss = functools.partial(loss, tp="tp") if "tp" in mesh.axis_names else loss
+    loss = functools.partial(loss, tp="tp") if mesh.shape.get("tp", 1) > 1 else loss
     return local_map(
         lambda params, batch: accumulate(
             loss, params, batch, rng, num_minibatches=num_minibatches, specs=specs, sync=sync
@@ -104,7 +110,7 @@ def distributed(mesh, *, num_minibatches, sync, rng=None, loss=loss_fn):
 
 
 TABLE = [(mesh, sync) for mesh in MESHES for sync in ("every", "hybrid", "once")]
-QUICK = [("fsdp8", "once"), ("dp2 fsdp4", "every"), ("dp2 fsdp2 tp2", "hybrid")]
+QUICK = [("fsdp8", "once"), ("dp2 fsdp4", "every"), ("dp2 fsdp2 tp2", "hybrid"), ("dp1 fsdp8 tp1", "hybrid")]
 
 
 @pytest.mark.parametrize(
@@ -146,6 +152,26 @@ def test_a_mean_weighs_minibatches_and_devices_alike():
     x = jnp.arange(1.0, 17.0)
     step = local_map(
         lambda params, batch: accumulate(mean_loss, params, batch, num_minibatches=2),
+        mesh=mw.create_mesh("dp:8"), in_specs=(P(), P("dp")), out_specs=P(),
+    )  # fmt: skip
+    got = step(jnp.float32(3.0), {"x": x})
+    assert_close((got.loss, got.grads), jax.value_and_grad(lambda w: ((x * w) ** 2).mean())(jnp.float32(3.0)))
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize("reduced", ["mean", "pair"])
+def test_a_loss_that_devices_have_averaged_already(reduced, num_minibatches):
+    """Its gradient is that of the average, and not an eighth of it."""
+
+    def loss(params, batch, rng):
+        errors = (batch["x"] * params) ** 2
+        if reduced == "mean":
+            return lax.pmean(errors.mean(), "dp"), {}
+        return lax.psum((errors.sum(), jnp.float32(errors.size)), "dp"), {}
+
+    x = jnp.arange(1.0, 17.0)
+    step = local_map(
+        lambda params, batch: accumulate(loss, params, batch, num_minibatches=num_minibatches),
         mesh=mw.create_mesh("dp:8"), in_specs=(P(), P("dp")), out_specs=P(),
     )  # fmt: skip
     got = step(jnp.float32(3.0), {"x": x})

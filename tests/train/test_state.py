@@ -21,7 +21,7 @@ def bits(tree):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_one_seed_gives_one_state_on_every_mesh(lab, mesh, assert_placed):
     # A d_model of 24 leaves slices of 3 columns, where the normal distribution's last bit used to differ.
-    job, optimizer = lab.decoder_job(d_model=24, num_heads=8, d_ff=40), optax.adam(1e-3)
+    job, optimizer = lab.decoder_job(d_model=24, num_heads=8, head_dim=4, d_ff=40), optax.adam(1e-3)
     alone = init_state(job, optimizer, state_layout(job, optimizer, lab.one_device()), jax.random.key(3))
     layout = state_layout(job, optimizer, mw.create_mesh(mesh))
     state = init_state(job, optimizer, layout, jax.random.key(3))

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshwright.axes import is_manual, place_on, ways_along
-from meshwright.errors import MeshwrightError, PlacementError, did_you_mean
+from meshwright.errors import LayoutError, MeshwrightError, PlacementError, did_you_mean
 from meshwright.mesh import current_mesh
 from meshwright.models.ops import swiglu
 from meshwright.models.run import PROJECTION, Remat, Run
@@ -190,11 +190,17 @@ class LanguageModel(abc.ABC):
                 kernels=run.kernels,
             )
 
+        # A stage's layers come with the number of the first of them, which dropout draws by.
+        count = int(jax.tree.leaves(params["layers"])[0].shape[0])
+        num_stages = 1 if stages is None else jax.lax.axis_size(stages)
+        if count * num_stages != self.num_layers:
+            raise LayoutError(
+                f"{type(self).__name__}: {num_stages} x {count} layers are here, and it has {self.num_layers}.",
+                hint="the rules must split the stack of layers over the pipeline's axis, and over no other.",
+            )
         if stages is None:
             h = stage((params["layers"], jnp.zeros(1, jnp.int32)), enter(params["embed"], tokens), extras, rng=rng)
             return last(ends, h, targets)
-        # A stage's layers come with the number of the first of them, which dropout draws by.
-        count = int(jax.tree.leaves(params["layers"])[0].shape[0])
         first_number = jnp.full(1, count * place_on(stages), jnp.int32)
         return pipeline(
             stage,

@@ -18,7 +18,7 @@ from flax.core import FrozenDict
 from flax.core.scope import LazyRng
 from jax import lax
 
-from meshwright.axes import axis_size, place_on, vary
+from meshwright.axes import axis_size, place_on, summing_dtype, vary
 from meshwright.errors import PlacementError, did_you_mean
 from meshwright.parallel.ring import (
     async_gather,
@@ -169,7 +169,9 @@ class TPDense(nn.Module):
         size, here = axis_size(axis, who="TPDense"), place_on(axis, who="TPDense")
         if mode == "gather":
             if not self.skip_communication:
-                x = lax.all_gather(vary(x, axis), axis, axis=x.ndim - 1, tiled=True)
+                # Its gradient is a sum, in the dtype that travels here.
+                wide = vary(x, axis).astype(summing_dtype(x.dtype))
+                x = lax.all_gather(wide, axis, axis=x.ndim - 1, tiled=True).astype(x.dtype)
             wrapper, kernel_init = ModelParallelismWrapper, init(outputs=(here, size))
         else:
             wrapper, kernel_init = _PartialSumWrapper, init(inputs=(here, size))
@@ -326,7 +328,8 @@ def _scatter_sum(y: Any, axis: str, size: int) -> Any:
             hint=f"let dense_fn make a layer of {-(-y.shape[-1] // size) * size} features: all of them, not one "
             "device's.",
         )
-    return lax.psum_scatter(y, axis, scatter_dimension=y.ndim - 1, tiled=True)
+    summed = lax.psum_scatter(y.astype(summing_dtype(y.dtype)), axis, scatter_dimension=y.ndim - 1, tiled=True)
+    return summed.astype(y.dtype)
 
 
 def _map_biases(change: Callable[[Any], Any], variables: PyTree) -> PyTree:

@@ -20,7 +20,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from meshwright.axes import vary, varying_axes, view_of
+from meshwright.axes import vary, varying_axes, view_of, ways_along
+from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import PlacementError
 from meshwright.parallel.kernels import backed_by, uses_kernels
 from meshwright.parallel.local import island
@@ -95,12 +96,14 @@ def gather_matmul(
     """
     weights = tuple(w) if isinstance(w, (tuple, list)) else (w,)
     _check_shapes("gather_matmul", x, weights)
+    out_dtype = None if out_dtype is None else as_dtype(out_dtype)
     view = view_of(axis, who="gather_matmul")
     if axis is None or view == "plain":
         outs = tuple(
             _product(use, weight, out_dtype) for use, weight in zip(_uses(x, len(weights)), weights, strict=True)
         )
     elif view == "global":
+        _check_divides("gather_matmul", axis, rows=x.shape[-2], columns=[w.shape[-1] for w in weights])
         rows = P(*([None] * (x.ndim - 2)), axis, None)
         columns = P(*([None] * (x.ndim - 1)), axis)
         call = functools.partial(
@@ -124,7 +127,7 @@ def gather_matmul(
             forward,
             choose_form("gather_matmul_grad", grad_form, num_chunks=None, axis_size=size, width=width),
             save_gathered,
-            jnp.dtype(wire_dtype or x.dtype),
+            _wire_dtype(wire_dtype, x, *weights),
             out_dtype,
             bool(forward.parts) and can_write(x, weights, out_dtype, size) and uses_kernels(kernels),
         )
@@ -171,6 +174,7 @@ def matmul_scatter(
         product: jax.Array = _product(x, w, None)
         return product
     if view == "global":
+        _check_divides("matmul_scatter", axis, rows=x.shape[-2], columns=[x.shape[-1]])
         rows = P(*([None] * (x.ndim - 2)), axis, None)
         columns = P(*([None] * (x.ndim - 1)), axis)
         call = functools.partial(
@@ -196,7 +200,7 @@ def matmul_scatter(
         choose_form("matmul_scatter", form, num_chunks=num_chunks, axis_size=size, width=x.shape[-1]),
         choose_form("matmul_scatter_grad", grad_form, num_chunks=None, axis_size=size, width=x.shape[-1]),
         False,
-        jnp.dtype(wire_dtype or x.dtype),
+        _wire_dtype(wire_dtype, x, w),
         kernels=kernels,
     )
     x, w = _vary_alike((x, w), axis)
@@ -397,8 +401,26 @@ def _product(piece: Any, w: Any, out_dtype: Any) -> Any:
     return dot(piece, w, out_dtype or _out_dtype(piece, w))
 
 
+def _wire_dtype(asked: Any, x: Any, *weights: Any) -> Any:
+    """Returns the dtype in which partial sums travel: that of `x`, unless it has no place for their fractions."""
+    if asked is not None:
+        return as_dtype(asked)
+    return x.dtype if is_float(x.dtype) else jnp.result_type(x.dtype, *(w.dtype for w in weights))
+
+
 def _out_dtype(x: Any, w: Any) -> Any:
     return jnp.result_type(x.dtype, w.dtype)
+
+
+def _check_divides(who: str, axis: str, *, rows: int, columns: Sequence[int]) -> None:
+    ways = ways_along(axis, who=who)
+    for name, size in (("rows", rows), *(("columns", one) for one in columns)):
+        if size % ways:
+            raise PlacementError(
+                f"{who} cannot split {size} {name} over the {ways} devices of axis {axis!r}: {size} % {ways} = "
+                f"{size % ways}.",
+                hint=f"pad them to {-(-size // ways) * ways}.",
+            )
 
 
 def _check_shapes(who: str, x: Any, weights: Sequence[Any]) -> None:

@@ -30,7 +30,7 @@ from meshwright.parallel.local import local_map
 from meshwright.parallel.overlap_loops import dot, dot_rows
 from meshwright.parallel.softmax_kernel import softmax_gradient
 from meshwright.parallel.tensor import check_divides, check_matmul, check_split
-from meshwright.parallel.vocabulary import check_targets, checked_vocab_size, own_zeros
+from meshwright.parallel.vocabulary import check_targets, checked_vocab_size, own_zeros, whole_numbers
 
 WHO = "linear_cross_entropy"
 # Every chunk reads and writes the float32 gradient of the head. On an H200, chunks of 1024 rows cost 6% more time than
@@ -119,7 +119,7 @@ def linear_cross_entropy(
         >>> float(sums.count), bool(jnp.allclose(sums.total, 8 * jnp.log(16.0)))
         (8.0, True)
     """
-    x, head, targets = jnp.asarray(x), jnp.asarray(head), jnp.asarray(targets)
+    x, head, targets = jnp.asarray(x), jnp.asarray(head), whole_numbers(targets)
     weights = None if weights is None else jnp.asarray(weights)
     view = view_of(axis, who=WHO)
     check_matmul(x, (head,), who=WHO)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from meshwright.axes import axis_size, vary, varying_axes
+from meshwright.axes import axis_size, summing_dtype, vary, varying_axes
 from meshwright.dtypes import is_float
 from meshwright.errors import MeshwrightWarning, PlacementError
 from meshwright.mesh import current_mesh
@@ -209,7 +209,7 @@ def sync_gradients(grads: PyTree, axis_names: str | Sequence[str]) -> PyTree:
         axes = [axis for axis, size in sizes.items() if size > 1 and axis not in split_over]
         summed = [axis for axis in axes if _is_checked(axis) and axis not in varying_axes(value)]
         differing = tuple(axis for axis in axes if axis not in summed)
-        mean = lax.pmean(value, differing) if differing else value
+        mean = _mean(value, differing) if differing else value
         if summed:
             mean = mean / math.prod(sizes[axis] for axis in summed)
         return leaf.replace(value=mean) if is_box(leaf) else mean
@@ -226,8 +226,12 @@ def _with_mean_grads(x: Any, axis: str) -> Any:
         # the sum, here and for every parameter that never passes through this function: sync_gradients divides.
         return vary(x, axis)
     identity = jax.custom_vjp(lambda x: x)
-    identity.defvjp(lambda x: (x, None), lambda _, grad: (vary(lax.pmean(grad, axis), axis),))
+    identity.defvjp(lambda x: (x, None), lambda _, grad: (vary(_mean(grad, axis), axis),))
     return identity(x)
+
+
+def _mean(x: Any, axes: Any) -> Any:
+    return lax.pmean(x.astype(summing_dtype(x.dtype)), axes).astype(x.dtype)
 
 
 def _is_checked(axis: str) -> bool:

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.axes import axis_size, vary
+from meshwright.axes import axis_size, summing_dtype, vary
 from meshwright.dtypes import as_dtype, cast_target, is_float
 from meshwright.errors import PlacementError, TreeError
+from meshwright.mesh import current_mesh
 from meshwright.parallel.overlap_forms import chip_family
 from meshwright.specs import check_spec_type, dim_axes, format_spec
 from meshwright.tree import tree_path_to_string
@@ -155,7 +156,11 @@ def _all_gather(x: Any, *, axis: str, dim: int, dtype: Any) -> Any:
 
 def _sum_scattered(x: Any, *, axis: str, ways: int, dim: int) -> Any:
     if chip_family() != "v5p":
-        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+        mesh = current_mesh()
+        is_mixed = mesh is not None and set(mesh.axis_names) != set(mesh.manual_axes)
+        # What was asked for travels, but where it cannot be added up.
+        dtype = summing_dtype(x.dtype) if is_mixed else x.dtype
+        return lax.psum_scatter(x.astype(dtype), axis, scatter_dimension=dim, tiled=True).astype(x.dtype)
     # Compiled for v5p (libtpu 0.0.42), a scatter of rows becomes an all-reduce of twice the bytes for some widths:
     # 11008 features on 64 chips; 11264 and 28672 too on 256. Why is not known. Scattered as pieces along a dim of their
     # own, all shapes that were tried stay scatters (benchmarks/scatter_forms.py).
@@ -215,7 +220,18 @@ class Gather:
 
     def layer(self) -> Gather:
         """Returns the same for one layer of leaves that are stacked along their leading dim."""
-        specs = jax.tree.map(lambda spec: P(*spec[1:]), self.specs, is_leaf=lambda node: isinstance(node, P))
+
+        def of_one(spec: P) -> P:
+            split = [axis for axis in dim_axes(spec[0]) if axis in self.axes] if len(spec) else []
+            if split:
+                raise PlacementError(
+                    f"Gather: {self.name or 'layers'} of {format_spec(spec)} are split over {split[0]!r} along their "
+                    "stack. A device has some of the layers then, and cannot gather them one at a time.",
+                    hint="write rules that split another dim of stacked layers, or use sync='once'.",
+                )
+            return P(*spec[1:])
+
+        specs = jax.tree.map(of_one, self.specs, is_leaf=lambda node: isinstance(node, P))
         return replace(self, specs=specs)
 
     def __call__(self, params: PyTree) -> PyTree:

@@ -147,6 +147,11 @@ def choose_form(
         form = _NAMED[form]
     if form is None:
         form = _from_table(operation, width=width, axis_size=axis_size, rings_only=num_chunks is not None)
+    if axis_size > 1 and form.group > 1 and (axis_size % form.group or form.group == axis_size):
+        raise PlacementError(
+            f"{operation}: {form} pools {form.group} of {axis_size} devices.",
+            hint="a group is smaller than the axis, and divides it; form='whole' pools all.",
+        )
     if num_chunks is None:
         return form
     if form.parts:
@@ -154,14 +159,19 @@ def choose_form(
             f"{operation}: num_chunks={num_chunks} counts the steps of a ring, and the form is in parts.",
             hint="leave num_chunks out, and give the parts: Form(ring=False, parts=(1, 1, 1, 1)).",
         )
-    if num_chunks < 1 or axis_size % num_chunks:
+    if not form.ring and num_chunks != 1:
+        raise PlacementError(
+            f"{operation}: num_chunks={num_chunks} counts the steps of a ring, and the form is unsplit.",
+            hint='leave one of them out, or use form="ring".',
+        )
+    if num_chunks not in range(1, axis_size + 1) or axis_size % num_chunks:
         divisors = [str(count) for count in range(1, axis_size + 1) if axis_size % count == 0]
         raise PlacementError(
             f"{operation}: {num_chunks} chunks for {axis_size} devices.", hint=f"use one of: {', '.join(divisors)}."
         )
     if num_chunks == 1:
         return WHOLE
-    group = axis_size // num_chunks
+    group = axis_size // int(num_chunks)
     return replace(form, group=group, both_ways=form.both_ways and group == 1)
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.axes import vary, varying_axes
+from meshwright.dtypes import is_float
 from meshwright.parallel.overlap_forms import Form, chip_family
 from meshwright.parallel.ring import shift
 
@@ -196,6 +197,11 @@ def scatter_beside_gather(
     accumulator once per hop, which costs up to 1.5 times the matmul itself.
     """
     num_rows, place = x.shape[-2], lax.axis_index(axis)
+    if form.group > 1:
+        # Pools of shards take other steps than single ones, so that the gather is a ring of its own.
+        dx = scatter_sums(products, operands, num_rows, axis, size, form, wire)
+        whole = empty_rows(x, num_rows * size, x.shape[-1], x.dtype)
+        return dx, gather_pieces(x, axis, size, form, put_piece, whole)
     half = num_rows // 2 if form.both_ways and num_rows % 2 == 0 else num_rows
     travelling = [x[..., :half, :]] + ([x[..., half:, :]] if half < num_rows else [])
     buffer = put_piece(empty_rows(x, num_rows * size, x.shape[-1], x.dtype), x, place * num_rows)
@@ -232,6 +238,8 @@ def _scatter_step(
 ) -> tuple[Any, list[Any], Any]:
     """Computes one partial product and adds what arrived; returns the sum to pass on."""
 
+    wide = _wide(wire)
+
     def taken(operand: Any) -> Any:
         return take_rows(operand, start, rows)
 
@@ -245,28 +253,33 @@ def _scatter_step(
         if form.tie == "late_slice":
             start, _ = tie((start, sums[before]))
         slices, received, sums[before] = tie(([taken(operand) for operand in operands], received, sums[before]))
-        total = products(slices, jnp.float32) + received.astype(jnp.float32)
+        total = products(slices, wide) + received.astype(wide)
     elif form.tie == "operand":
         operands, received, sums[before] = tie((operands, received, sums[before]))
-        total = products([taken(operand) for operand in operands], jnp.float32) + received.astype(jnp.float32)
+        total = products([taken(operand) for operand in operands], wide) + received.astype(wide)
     elif form.tie == "product":
         # On GPUs: without the first tie the matmuls are merged, without the second the library takes the received
         # buffer as its own accumulator; both make the hop synchronous.
         start, _ = tie((start, previous))
         product = products([taken(operand) for operand in operands], wire)
         received, product = tie((received, product))
-        total = product.astype(jnp.float32) + received.astype(jnp.float32)
+        total = product.astype(wide) + received.astype(wide)
     else:
-        total = products([taken(operand) for operand in operands], jnp.float32) + received.astype(jnp.float32)
+        total = products([taken(operand) for operand in operands], wide) + received.astype(wide)
     total = total.astype(wire)
     return total, operands, total
+
+
+def _wide(wire: Any) -> Any:
+    """Returns the dtype to add in: whole numbers stay whole numbers, since float32 has only 24 bits for them."""
+    return jnp.float32 if is_float(wire) else wire
 
 
 def _scatter_grouped(
     products: Callable[..., Any], operands: list[Any], num_rows: int, axis: str, size: int, form: Form, wire: Any
 ) -> Any:
     """Sums blocks for a whole group at each step of a shorter ring, then within the group."""
-    group = form.group
+    group, wide = form.group, _wide(wire)
     place = lax.axis_index(axis)
     within = lax.rem(place, group)
     base = place - within
@@ -286,7 +299,7 @@ def _scatter_grouped(
         pooled = [jnp.concatenate([block(o, to_base, r) for r in range(group)], axis=-2) for o in operands]
         product = products(pooled, wire)
         received, product = tie((received, product))
-        total = (product.astype(jnp.float32) + received.astype(jnp.float32)).astype(wire)
+        total = (product.astype(wide) + received.astype(wide)).astype(wire)
     received = lax.ppermute(total, axis, [(j, (j + group) % size) for j in range(size)])
     own: Any = None
     for offset in range(group - 1, -1, -1):
@@ -297,10 +310,10 @@ def _scatter_grouped(
         part = received[..., offset * num_rows : (offset + 1) * num_rows, :]
         if passed is None:
             part, product = tie((part, product))
-            own = (product.astype(jnp.float32) + part.astype(jnp.float32)).astype(wire)
+            own = (product.astype(wide) + part.astype(wide)).astype(wire)
         else:
             part, passed, product = tie((part, passed, product))
-            own = (product.astype(jnp.float32) + part.astype(jnp.float32) + passed.astype(jnp.float32)).astype(wire)
+            own = (product.astype(wide) + part.astype(wide) + passed.astype(wide)).astype(wire)
     return own
 
 

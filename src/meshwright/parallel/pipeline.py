@@ -15,14 +15,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.axes import axis_size, is_manual, place_on, vary, varying_axes
+from meshwright.axes import axis_size, is_manual, place_on, summing_dtype, vary, varying_axes
 from meshwright.dtypes import is_float
 from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError, did_you_mean
 from meshwright.mesh import current_mesh
@@ -93,6 +93,9 @@ def pipeline(
         >>> run(layers, jnp.ones((4, 1))).ravel().tolist()
         [256.0, 256.0, 256.0, 256.0]
     """
+    if combine not in get_args(Combine):
+        hint = did_you_mean(str(combine), get_args(Combine)) or f"use one of: {', '.join(get_args(Combine))}."
+        raise PlacementError(f"pipeline: there is no way {combine!r} to combine results.", hint=hint)
     num_stages = axis_size(axis, who="pipeline")
     table = _table(schedule, stage_params, num_stages=num_stages, num_microbatches=num_microbatches)
     _warn_about_bubble(table)
@@ -134,7 +137,9 @@ def pipeline(
 
     _, outs = lax.scan(step, _zeros(h_type), (jnp.asarray(table.stages), jnp.asarray(table.microbatches)))
     result = _combine(outs, table, combine)
-    return lax.psum(result, axis) if everywhere and num_stages > 1 else result
+    if not everywhere or num_stages == 1:
+        return result
+    return jax.tree.map(lambda leaf: lax.psum(leaf.astype(summing_dtype(leaf.dtype)), axis).astype(leaf.dtype), result)
 
 
 # --- One tick ---

@@ -16,7 +16,8 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from meshwright.axes import axis_size, place_on
+from meshwright.axes import axis_size, place_on, vary, varying_axes
+from meshwright.dtypes import is_float
 from meshwright.parallel.pipeline import pipeline
 from meshwright.parallel.rows import split_rows
 from meshwright.rng import fold_rng_over_axis
@@ -58,6 +59,7 @@ def execute_pipeline(
         kwargs: more arguments, the same for all microbatches.
     """
     axis_size(model_axis_name, who="execute_pipeline")
+    args, kwargs = _marked((args, kwargs), x, model_axis_name)
     with_rows = [position for position, arg in enumerate(args) if any(map(np.ndim, jax.tree.leaves(arg)))]
 
     def merged(rows: tuple[Any, ...]) -> list[Any]:
@@ -85,6 +87,17 @@ def execute_pipeline(
 
     streams = {name: fold_rng_over_axis(module.make_rng(name), model_axis_name) for name in _streams(module)}
     return run(call, variables, x, *extras, rng=streams or None)
+
+
+def _marked(tree: PyTree, x: PyTree, axis: str) -> Any:
+    """Returns arguments with their arrays of floats marked as differing between stages, as those of a stage have to."""
+    axes = sorted(frozenset({axis}).union(*map(varying_axes, jax.tree.leaves(x))))
+
+    def mark(leaf: Any) -> Any:
+        is_array = isinstance(leaf, (jax.Array, np.ndarray))
+        return vary(leaf, axes) if is_array and is_float(leaf.dtype) else leaf
+
+    return jax.tree.map(mark, tree)
 
 
 def _streams(module: nn.Module) -> list[str]:

@@ -56,6 +56,7 @@ def vocab_embed(
             f"{who} got ids of shape {ids.shape} and type {ids.dtype}, and a table of shape {table.shape}.",
             hint="ids must be [..., rows] of integers, and the table [V, D].",
         )
+    ids = whole_numbers(ids)
     view = view_of(axis, who=who)
     check_split(axis, who=who, table=table)
     ways = axis_size(axis, who=who) if view == "local" else 1
@@ -115,6 +116,7 @@ def vocab_cross_entropy(
         True
     """
     who = "vocab_cross_entropy"
+    targets = whole_numbers(targets)
     view = view_of(axis, who=who)
     check_matmul(x, (head,), who=who)
     check_split(axis, who=who, head=head)
@@ -203,6 +205,13 @@ def _cross_entropy(logits: Any, targets: Any, axis: str | None, vocab_size: int,
         exponentials, of_target = lax.psum((exponentials, of_target), axis)
     loss = jnp.log(exponentials) + largest - of_target
     return jnp.where((targets >= 0) & (targets < vocab_size), loss, jnp.nan)
+
+
+def whole_numbers(ids: Any) -> Any:
+    """Returns ids of tokens in 32 bits: compared with narrower ones, the size of a vocabulary would wrap around."""
+    ids = jnp.asarray(ids)
+    narrow = jnp.issubdtype(ids.dtype, jnp.integer) and ids.dtype.itemsize < 4
+    return ids.astype(jnp.int32) if narrow else ids
 
 
 def check_targets(x: Any, of_tokens: Mapping[str, Any], ways: int, axis: str | None, *, who: str) -> None:

@@ -257,8 +257,9 @@ def accumulate(
             loss, metrics = loss_fn(params, parts.join(slices), key)
             total, count = loss if is_pair(loss) else (loss, jnp.float32(1))
             plan.check_loss(total)
-            # No sum over devices here, and no division: one scaling at the end serves all minibatches and devices.
-            return jnp.asarray(total).astype(jnp.float32), (jnp.asarray(count), metrics)
+            # No sum over devices here, and no division: one scaling at the end serves all minibatches and devices. What
+            # is summed there is what is differentiated, also where the loss is the same on all devices already.
+            return vary(jnp.asarray(total).astype(jnp.float32), plan.axes), (jnp.asarray(count), metrics)
 
         if with_gradients:
             # In the dtypes that the loss computes in, and widened after that: gradients of layers are put together and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.errors import JobError, MeshwrightError, did_you_mean
 from meshwright.layout import Layout
-from meshwright.mesh import AnyMesh
+from meshwright.mesh import AnyMesh, require_axes
 from meshwright.models.run import Remat, remat_policy
 from meshwright.parallel.gather import Gather
 from meshwright.parallel.local import local_map
@@ -34,6 +34,7 @@ View = Literal["global", "local"]
 DATA_AXES = ("dp", "fsdp")
 GATHER_AXES = ("fsdp",)
 PIPELINE_AXES = ("pp",)
+_COUNTED = "tokens of the loss"  # a name that no metric of a job has
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def make_gradients(
     sync: Sync | None = None,
     precision: Precision | str = "float32",
     remat: Remat = "none",
-    data_axes: tuple[str, ...] | None = None,
+    data_axes: str | Sequence[str] | None = None,
     with_gradients: bool = True,
 ) -> Gradients:
     """Returns a job's loss and gradients as a function of whole parameters and a whole batch; see `make_train_step`."""
@@ -75,7 +76,7 @@ def make_gradients(
         )
     mesh, params = layout.mesh, params_layout(layout)
     precision, specs = Precision.named(precision), gradient_specs(layout)
-    row_axes = tuple(axis for axis in data_axes or DATA_AXES if axis in mesh.axis_names)
+    row_axes = _row_axes(data_axes, mesh)
     gather_axes = tuple(axis for axis in GATHER_AXES if axis in mesh.axis_names and mesh.shape[axis] > 1)
     takes = inspect.signature(job.loss).parameters
     # With everything gathered once, before the minibatches, there is nothing left to gather by layer.
@@ -139,6 +140,15 @@ def named_shardings(mesh: AnyMesh, specs: PyTree) -> PyTree:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
 
 
+def _row_axes(asked: str | Sequence[str] | None, mesh: AnyMesh) -> tuple[str, ...]:
+    """Returns the axes that split the batch's rows: those asked for, or those of the usual ones that the mesh has."""
+    if asked is None:
+        return tuple(axis for axis in DATA_AXES if axis in mesh.axis_names)
+    axes = (asked,) if isinstance(asked, str) else tuple(asked)
+    require_axes(mesh, axes, where="data_axes")
+    return axes
+
+
 def _loss_function(job: Any, gather: Gather | None, remat: Remat) -> Callable[..., Any]:
     takes = inspect.signature(job.loss).parameters
     options: dict[str, Any] = {} if gather is None else {"gather": gather}
@@ -151,20 +161,41 @@ def _loss_function(job: Any, gather: Gather | None, remat: Remat) -> Callable[..
             return job.loss(params, batch, rng, **options)
 
         # A loss that knows nothing of remat is computed again as a whole.
-        value, metrics = (
+        value, metrics = _checked(
             call(params, batch, rng)
             if policy is None or "remat" in takes
             else jax.checkpoint(call, policy=policy)(params, batch, rng)
         )
         if is_pair(value):
-            metrics = {**metrics, "tokens": (value[1], jnp.ones_like(value[1]))}
+            metrics = {**metrics, _COUNTED: (value[1], jnp.ones_like(value[1]))}
         return value, metrics
 
     return loss
 
 
+def _checked(found: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Returns what a job's loss returned, if it is a loss and its metrics."""
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+        kinds = ", ".join(type(part).__name__ for part in found) if isinstance(found, tuple) else type(found).__name__
+        raise JobError(
+            f"a loss returns two things, itself and a dict of metrics; this one returned {kinds}.",
+            hint="return loss, {} where there are no metrics.",
+        )
+    value: Any = found[0]
+    if not is_pair(value) and (not hasattr(value, "dtype") or np.ndim(value)) and not isinstance(value, (int, float)):
+        raise JobError(
+            f"a loss is one number, or a sum and a count of what was summed; this one is {_told(value)}.",
+            hint="return loss.mean(), or (loss.sum(), count) where rows differ in how much of them counts.",
+        )
+    return value, found[1]
+
+
+def _told(value: Any) -> str:
+    return f"an array of shape {np.shape(value)}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
+
+
 def _values(metrics: PyTree) -> Metrics:
     """Returns metrics as single numbers: averages of pairs, and the number of tokens as it is."""
-    counted = metrics.get("tokens")
+    counted = metrics.get(_COUNTED)
     plain = jax.tree.map(lambda node: over(node[0], node[1]) if is_pair(node) else node, metrics, is_leaf=is_pair)
-    return plain if counted is None else {**plain, "tokens": counted[0]}
+    return plain if counted is None else {**{k: v for k, v in plain.items() if k != _COUNTED}, "tokens": counted[0]}

@@ -103,6 +103,13 @@ def init_state(
         >>> state.params["w"].sharding.spec
         P('fsdp',)
     """
+    padded = [leaf for leaf in layout.leaves if leaf.stored_shape != leaf.shape]
+    if padded:
+        raise LayoutError(
+            f"init_state: the layout pads {padded[0].name} from {padded[0].shape} to {padded[0].stored_shape}, and a "
+            "state that is trained has the shapes that its loss takes.",
+            hint="make the layout without pad=, with rules or sizes that divide.",
+        )
     program = init_program(lambda key: make_state(job, optimizer, key, precision=precision), layout)
     state: State = program(key)
     return state

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ def make_train_step(
     remat: Remat = "none",
     clip: float | None = None,
     skip_nonfinite: bool = True,
-    data_axes: tuple[str, ...] | None = None,
+    data_axes: str | Sequence[str] | None = None,
     donate: bool = True,
     overlap: bool = True,
     compiler_options: dict[str, Any] | None = None,
@@ -145,7 +145,7 @@ def make_eval_step(
     view: View = "local",
     num_minibatches: int = 1,
     precision: Precision | str = "float32",
-    data_axes: tuple[str, ...] | None = None,
+    data_axes: str | Sequence[str] | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Step:
     """Returns `evaluate(state, batch) -> metrics`: the loss without gradients, and without dropout (`rng` is None).

@@ -56,13 +56,13 @@ class Setup:
     def row_axes(self, mesh: Mesh) -> tuple[str, ...]:
         return tuple(axis for axis in self.data_axes or DATA_AXES if axis in mesh.axis_names)
 
-    def options(self, view: View) -> dict[str, Any]:
+    def options(self, view: View, mesh: Mesh) -> dict[str, Any]:
         return {
             "view": view,
             "sync": self.sync if view == "local" else None,
             "precision": self.precision,
             "remat": self.remat,
-            "data_axes": self.data_axes,
+            "data_axes": self.row_axes(mesh),
         }
 
 
@@ -121,7 +121,7 @@ def measure(setup: Setup, placed: Placed, *, view: View, num_minibatches: int) -
         num_minibatches=num_minibatches,
         skip_nonfinite=False,
         donate=False,
-        **setup.options(view),
+        **setup.options(view, placed.mesh),
     )
     state, metrics = step(placed.state, setup.batch)
     grads, first = named(state.opt_state[0].trace), named(state.params)
@@ -134,7 +134,9 @@ def gradient_function(
     setup: Setup, placed: Placed, *, view: View, num_minibatches: int
 ) -> Callable[[PyTree, Any], tuple[Any, dict[str, Any]]]:
     """Returns `gradients(batch, rng) -> (loss, gradients by name)` at a placed job's first parameters."""
-    gradients = make_gradients(setup.job, placed.layout, num_minibatches=num_minibatches, **setup.options(view))
+    gradients = make_gradients(
+        setup.job, placed.layout, num_minibatches=num_minibatches, **setup.options(view, placed.mesh)
+    )
     mesh, rows = placed.mesh, P(setup.row_axes(placed.mesh))
 
     @jax.jit
