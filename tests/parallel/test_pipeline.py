@@ -92,7 +92,7 @@ def split_numbers(params):
 
 
 def piped_loss(mesh, *, num_microbatches, schedule="gpipe", num_rounds=1, rng=None, **options):
-    sizes = dict(mesh.shape)
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1 or axis == "pp"}
     tp = "tp" if "tp" in sizes else None
     rows = P("dp" if "dp" in sizes else None)
     ahead = (None,) if schedule != "gpipe" else ()
