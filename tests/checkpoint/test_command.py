@@ -1,7 +1,9 @@
 """`meshwright checkpoint ls|show|verify|convert`, called as the command line calls it."""
 
+import io
 import json
 import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,9 @@ import pytest
 import tyro
 
 import meshwright as mw
-from meshwright.checkpoint import Checkpoints, read_manifest
+from meshwright.checkpoint import Checkpoints, files, read_manifest
 from meshwright.checkpoint.llama import read_llama
-from meshwright.cli.checkpoint import checkpoint
+from meshwright.cli.checkpoint import checkpoint, convert
 from meshwright.cli.rules import rules
 from meshwright.errors import CheckpointError
 from meshwright.models import Decoder
@@ -108,6 +110,124 @@ def test_verify(cli, run_folder, lab):
         cli("verify", folder / "empty")
     with pytest.raises(CheckpointError, match="is not a folder"):
         cli("ls", folder / "nothing")
+
+
+def test_steps_that_are_not_there(cli, run_folder, tmp_path):
+    folder, _, _ = run_folder
+    for command in (["verify"], ["show"], ["convert", tmp_path / "out"]):
+        with pytest.raises(CheckpointError, match=r"there is no step 999 in .*\nhint: there are: 10, 20\."):
+            cli(command[0], folder, *command[1:], "--step", 999)
+    for command in (["ls"], ["ls", "--json"], ["verify"], ["verify", "--step", 1], ["show"]):
+        with pytest.raises(CheckpointError, match=r"there is no finished step in .*\nhint: name a run's folder"):
+            cli(command[0], tmp_path, *command[1:])
+
+
+def test_steps_that_cannot_be_read(cli, run_folder, lab, tmp_path, monkeypatch):
+    """Where tests run as root, nothing is forbidden, so the system is made to refuse."""
+    folder = shutil.copytree(run_folder[0], tmp_path / "run")
+    steps = folder / "checkpoints"
+    forbidden = []
+
+    def refusing(function):
+        def call(path, *args, **options):
+            if any(str(path) == str(place) for place in forbidden):
+                raise PermissionError(13, "Permission denied", str(path))
+            return function(path, *args, **options)
+
+        return call
+
+    for module, name in ((os, "listdir"), (os, "scandir"), (io, "open"), (files, "open")):
+        monkeypatch.setattr(module, name, refusing(getattr(module, name, open)), raising=False)
+
+    forbidden[:] = [steps / "10" / "manifest.json"]
+    _, out = cli("ls", folder, "--json")
+    assert [entry["status"] for entry in json.loads(out)] == ["unreadable", "finished", "unfinished"]
+    code, out = cli("verify", folder)
+    assert code == 1
+    assert "step 10: UNREADABLE\n" in out
+    assert "10/manifest.json: cannot be read: Permission denied\nstep 20: fine" in out
+
+    for place in (lab.largest(steps / "20"), steps / "20" / "state"):
+        forbidden[:] = [place]
+        code, out = cli("verify", folder, "--step", 20)
+        name = place.relative_to(steps / "20").as_posix()
+        assert (code, out) == (1, f"step 20: UNREADABLE\n  {name}: cannot be read: Permission denied\n")
+    # It may be whole: a run does not go on from an earlier step without being told to.
+    with pytest.raises(CheckpointError, match=r"step 20 cannot be restored: state: cannot be read"):
+        Checkpoints(steps).restore(run_folder[1])
+
+    forbidden[:] = [steps]
+    for command in ("ls", "verify", "show"):
+        with pytest.raises(CheckpointError, match=r"checkpoints: cannot be read: Permission denied\nhint: who may"):
+            cli(command, folder)
+
+
+def test_convert_to_where_nothing_can_be_written(cli, run_folder, tmp_path, monkeypatch):
+    folder, _, _ = run_folder
+    (tmp_path / "file").write_text("x")
+    cli("convert", folder, tmp_path / "hf")
+    for source in (folder, tmp_path / "hf"):
+        for target in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nothing/here"):
+            with pytest.raises(CheckpointError, match=r"is no folder|cannot be made: (Not a dir|No such file)"):
+                cli("convert", source, target)
+
+    def refuse(*args, **options):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "kept").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.TemporaryFile", refuse)
+        for source in (folder, tmp_path / "hf"):
+            for target in (tmp_path / "kept", tmp_path / "new" / "deep"):
+                with pytest.raises(
+                    CheckpointError, match=r"nothing can be written to .*: Permission denied\.\nhint: name"
+                ):
+                    cli("convert", source, target)
+    with monkeypatch.context() as patch:
+        patch.setattr("meshwright.checkpoint.llama.write_atomically", refuse)
+        for target in (tmp_path / "kept", tmp_path / "new"):
+            with pytest.raises(CheckpointError, match=r"cannot write to .*: PermissionError"):
+                cli("convert", folder, target)
+    with monkeypatch.context() as patch:
+        patch.setattr("meshwright.checkpoint.saving.write_manifest", refuse)
+        with pytest.raises(CheckpointError, match=r"step 0 was not written to .*/new: PermissionError: .*denied\.$"):
+            cli("convert", tmp_path / "hf", tmp_path / "new")
+    for bytes_ in (0, -1):
+        with pytest.raises(CheckpointError, match=f"files of {bytes_} bytes hold nothing"):
+            cli("convert", folder, tmp_path / "new", "--shard-bytes", bytes_)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf", "kept"]
+    assert not any((tmp_path / "kept").iterdir())
+
+
+def test_convert_of_files_that_were_cut(cli, run_folder, tmp_path):
+    cli("convert", run_folder[0], tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    whole = path.read_bytes()
+    for size in (0, 4, 100, len(whole) - 7):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors: (.|\n)*hint: was it copied"):
+            cli("convert", tmp_path / "hf", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_convert_takes_the_last_good_step(cli, run_folder, lab, tmp_path, capsys):
+    folder = shutil.copytree(run_folder[0], tmp_path / "run")
+    lab.flip(lab.largest(folder / "checkpoints" / "20"), 99)
+    code = checkpoint(lambda: convert(str(folder), str(tmp_path / "hf")))
+    assert code == 0
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("step 20 is damaged and passed over: state/")
+    assert told[1] == "step 10 is the last good one, and taken"
+    with pytest.raises(
+        CheckpointError, match=r"step 20 cannot be restored: (.|\n)*hint: the last good step is 10, which"
+    ):
+        cli("convert", folder, tmp_path / "other", "--step", 20)
+    lab.flip(lab.largest(folder / "checkpoints" / "10"), 99)
+    with pytest.raises(CheckpointError, match=r"there is no good step in (.|\n)*step 20 is dam(.|\n)*step 10 is dam"):
+        cli("convert", folder, tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"hint: no other step is good"):
+        cli("convert", folder, tmp_path / "other", "--step", 20)
+    assert not (tmp_path / "other").exists()
 
 
 def test_convert_to_a_llama_and_back(cli, run_folder, tmp_path):

@@ -133,7 +133,7 @@ def test_a_step_without_manifest_is_refused_by_name_and_ignored_otherwise(lab, f
     assert checkpoints.steps() == [1]
     with pytest.raises(CheckpointError, match=r"2 has no manifest.json: it is an unfinished step") as caught:
         checkpoints.restore(layout, step=2)
-    assert "other finished steps: 1." in str(caught.value)
+    assert str(caught.value).endswith("hint: the last good step is 1, which is taken where no step is named.")
     restored = checkpoints.restore(layout)
     assert restored.step == 1
     assert restored.notes == ["step 2 has no manifest: it was not finished, and is passed over"]
@@ -254,6 +254,23 @@ def test_a_disk_that_cannot_hold_the_state_is_told_with_numbers(lab, first, tmp_
     assert not checkpoints.save(state, step=1, layout=layout, facts={})
     assert "the disk is full (not enough space: the state takes 12.1 KiB, 1000 B are free)" in checkpoints.problems[0]
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_read_does_not_end_the_run(lab, first, tmp_path, monkeypatch):
+    layout, state = first
+    checkpoints = lab.saved(tmp_path, layout, state, 1)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.listdir", refuse)
+        assert not checkpoints.save(state, step=2, layout=layout, facts={})
+    assert "step 2 was not saved: CheckpointError: " in checkpoints.problems[0]
+    assert "cannot be read: Permission denied" in checkpoints.failures[2]
+    assert checkpoints.save(state, step=3, layout=layout, facts={})
+    checkpoints.wait()
+    assert checkpoints.steps() == [1, 3]
 
 
 @pytest.mark.parametrize("place", ["hash_files", "write_manifest"])

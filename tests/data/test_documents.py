@@ -131,3 +131,17 @@ def test_fingerprints_are_of_contents(tmp_path):
     (tmp_path / "Another.txt").write_text("onet")
     (tmp_path / "b.txt").write_text("wo")
     assert open_documents(str(tmp_path)).fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "is empty"),
+        ("x" * 300, "File name too long"),
+        ("a\0b", "no file matches|null byte"),
+        ("x" * 300 + "/*.txt", "no file matches|long"),
+    ],
+)
+def test_paths_that_no_file_can_have(path, message):
+    with pytest.raises(DataError, match=message):
+        open_documents(path)

@@ -244,6 +244,104 @@ def test_files_that_are_no_ledger(tmp_path, train):
         check_ledger(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (b"\x80\xff\x00", "'utf-8' codec can't decode"),
+        (b"[]", r"not an object\."),
+        (b"{}", r"no rows\."),
+        (b'{"step":2,"first_row":8,"num_rows":8,"positions":[1],"rows":[]}', "positions that are no pairs"),
+        (
+            b'{"step":2,"first_row":8,"num_rows":"8","positions":[],"rows":[]}',
+            "not all that should be are whole",
+        ),
+    ],
+)
+def test_garbage_is_told_with_its_line(tmp_path, train, line, text):
+    train(3)
+    path, _ = lines_of(tmp_path)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:2], line, *lines[3:]]))
+    with pytest.raises(DataError, match=rf"start-0001\.rank-00000\.jsonl is damaged in line 3: {text}"):
+        check_ledger(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("left", "why"),
+    [
+        (0, "nothing is left of start 1"),
+        (1, "start 1 began at row 0"),
+        (None, "nothing is left of start 1"),
+    ],
+)
+def test_a_beginning_that_was_lost(train, tmp_path, left, why):
+    train(5)
+    train(3, first_step=6, start_row=40)
+    path, lines = lines_of(tmp_path)
+    path.unlink() if left is None else write(path, lines[:left])
+    report = check_ledger(tmp_path)
+    assert report.problems == [
+        f"steps 1 to 5 are not proven: {why}, and the first step that is written down is 6",
+    ]
+    assert str(report).startswith("WRONG: 3 steps")
+
+
+def test_a_beginning_that_was_taken_back_is_not_lost(train, tmp_path):
+    # The ledger was turned on at step 6, and the run went back there.
+    train(4, first_step=6, start_row=40)
+    train(4, first_step=6, start_row=72, skip=(40, 32))
+    assert check_ledger(tmp_path).ok
+    # Back to a checkpoint from before the ledger, and killed before a step.
+    train(0, first_step=4, start_row=24)
+    assert check_ledger(tmp_path).ok
+
+
+def test_a_ledger_without_a_whole_line(train, tmp_path):
+    train(5)
+    write(lines_of(tmp_path)[0], [])
+    report = check_ledger(tmp_path)
+    assert report.problems == ["no file of this ledger has a whole first line, so nothing is proven"]
+    assert report.notes == ["start 1, rank 0: not even its first line is whole"]
+
+
+@pytest.mark.parametrize("upto_step", [0, -1])
+def test_steps_that_are_none(tmp_path, upto_step):
+    with pytest.raises(DataError, match=rf"upto_step={upto_step} is no step\.\nhint: steps are counted from 1"):
+        check_ledger(tmp_path, upto_step=upto_step)
+
+
+def test_steps_before_the_ledger(train, tmp_path):
+    train(3, first_step=6, start_row=40)
+    assert check_ledger(tmp_path, upto_step=5).problems == ["the ledger has no step up to 5"]
+
+
+def test_steps_that_the_run_has_done(train, tmp_path, capsys):
+    folder = tmp_path / "ledger"
+    folder.mkdir()
+    train(6, processes=2)
+    for path in tmp_path.glob("*.jsonl"):
+        path.rename(folder / path.name)
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 7)) + '{"st')
+    assert ledger_command(str(tmp_path)) == 0
+    # One process's file is cut: without the metrics, these would be steps that a kill left unfinished.
+    path, lines = lines_of(folder, rank=1)
+    write(path, lines[:4])
+    assert check_ledger(folder).ok
+    assert ledger_command(str(tmp_path)) == 1
+    assert "problem: step 4: no process had the rows at positions 28, 29, 30, 31" in capsys.readouterr().out
+    other, others = lines_of(folder, rank=0)
+    write(other, others[:4])
+    assert ledger_command(str(tmp_path)) == 1
+    assert "that are not in its ledger, and not proven: 4, 5, 6" in capsys.readouterr().out
+    assert ledger_command(str(tmp_path), upto_step=3) == 0
+
+
+def test_steps_that_were_taken_back_are_no_steps_to_prove(train, tmp_path):
+    train(9)
+    train(2, first_step=4, start_row=24)
+    assert check_ledger(tmp_path, done=range(1, 10)).ok
+
+
 def test_a_ledger_is_never_written_over(desk, tmp_path):
     ledger = Ledger(tmp_path)
     for _ in range(3):  # also by one process that goes back to a checkpoint

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from meshwright.checkpoint.arrays import read_anything
+from meshwright.checkpoint.files import new_folder
 from meshwright.checkpoint.keeping import Keep
 from meshwright.checkpoint.llama import read_llama, write_llama
 from meshwright.checkpoint.llama_config import decoder_of_text
 from meshwright.checkpoint.manifest import Manifest, read_manifest
+from meshwright.checkpoint.restoring import part_of, read_step
 from meshwright.checkpoint.store import Checkpoints
 from meshwright.checkpoint.stored_tree import nest
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, MeshwrightWarning
 from meshwright.layout import Layout
 from meshwright.layout.leaf import make_leaf
 from meshwright.mesh import create_mesh
@@ -28,7 +31,13 @@ from meshwright.types import PyTree
 
 
 def export_llama(
-    folder: Path | str, target: Path | str, *, step: int | None = None, model: Decoder | None = None, **options: Any
+    folder: Path | str,
+    target: Path | str,
+    *,
+    step: int | None = None,
+    model: Decoder | None = None,
+    tell: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> list[Path]:
     """Writes the parameters of a checkpoint as a Hugging Face folder; the checkpoint is verified first.
 
@@ -36,15 +45,23 @@ def export_llama(
         folder: holds the steps.
         step: the last good one by default.
         model: the decoder; by default what the checkpoint's facts say under `model`.
+        tell: called with a line of text about each later step that is damaged; a warning when left out.
         options: those of `write_llama`.
     """
-    checkpoints = Checkpoints(folder)
+    checkpoints, verified = Checkpoints(folder), step is None
     if step is None:
-        step = checkpoints.latest()
-    if step is None:
-        raise CheckpointError(f"there is no finished step in {folder}.")
+        step, notes = checkpoints.last_good()
+        if step is None:
+            detail = "".join(f"\n  {note}" for note in notes)
+            raise CheckpointError(f"there is no good step in {folder}.{detail}", hint="look for a copy elsewhere.")
+        for note in [*notes, f"step {step} is the last good one, and taken"] if notes else []:
+            tell(note) if tell else warnings.warn(note, MeshwrightWarning, stacklevel=2)
     manifest = read_manifest(checkpoints.folder / str(step))
-    restored = checkpoints.restore(host_layout(manifest), step=step, part="params")
+    layout = host_layout(manifest)
+    if verified:
+        params = read_step(checkpoints.folder / str(step), part_of(layout, "params"), cast=False, part=True).state
+    else:
+        params = checkpoints.restore(layout, step=step, part="params").state
     if model is None:
         text = manifest.facts.get("model")
         if not isinstance(text, str):
@@ -52,7 +69,7 @@ def export_llama(
                 f"step {step} does not say which model it holds.", hint="name it: --model decoder-1b."
             )
         model = decoder_of_text(text)
-    return write_llama(target, model, restored.state, **options)
+    return write_llama(target, model, params, **options)
 
 
 def import_llama(source: Path | str, folder: Path | str, *, step: int = 0, dtype: Any = None) -> Decoder:
@@ -84,7 +101,10 @@ def save_params(folder: Path | str, params: PyTree, *, step: int, facts: Mapping
     tree = {"params": params}
     leaves = [(leaf.name, np.shape(leaf.value), leaf.value.dtype) for leaf in named_leaves(tree)]
     layout = _layout(leaves, jax.tree.structure(tree))
-    checkpoints.save(layout.shard(tree), step=step, layout=layout, facts=facts)
+    with new_folder(Path(folder)):
+        checkpoints.save(layout.shard(tree), step=step, layout=layout, facts=facts)
+        if step in checkpoints.failures:
+            raise CheckpointError(f"step {step} was not written to {folder}: {checkpoints.failures[step]}.")
     if checkpoints.problems:
         raise CheckpointError(checkpoints.problems[-1])
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.checkpoint.files import remove_folder, sync_folder
+from meshwright.checkpoint.files import remove_folder, sync_folder, unreadable
 from meshwright.checkpoint.manifest import MANIFEST, STATE
 from meshwright.errors import CheckpointError
 
@@ -40,28 +43,51 @@ class Keep:
 
 def finished_steps(folder: Path) -> list[int]:
     """Returns the steps in a folder that have a manifest, in order."""
-    return [step for step in all_steps(folder) if (folder / str(step) / MANIFEST).is_file()]
+    return [step for step in all_steps(folder) if is_finished(folder / str(step))]
 
 
 def unfinished_steps(folder: Path) -> list[int]:
     """Returns the steps in a folder that have no manifest and hold nothing but what we write."""
-    found = []
-    for step in all_steps(folder):
-        try:
-            names = [path.name for path in (folder / str(step)).iterdir()]
-        except FileNotFoundError:  # another process has just removed it
-            continue
-        if MANIFEST not in names and all(name.split(".")[0] in ("", STATE) for name in names):
-            found.append(step)
-    return found
+    return [step for step in all_steps(folder) if is_unfinished(folder / str(step))]
+
+
+def is_finished(place: Path) -> bool:
+    """Returns whether the folder of a step has a manifest."""
+    try:
+        with _reading(place):
+            return stat.S_ISREG(os.stat(place / MANIFEST).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def is_unfinished(place: Path) -> bool:
+    """Returns whether the folder of a step has no manifest and holds nothing but what we write."""
+    try:
+        with _reading(place):
+            names = os.listdir(place)
+    except FileNotFoundError:  # another process has just removed it
+        return False
+    return MANIFEST not in names and all(name.split(".")[0] in ("", STATE) for name in names)
 
 
 def all_steps(folder: Path) -> list[int]:
     """Returns the numbers that name folders, in order."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return []
-    names = [path.name for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+    with _reading(folder):
+        names = [name for name in os.listdir(folder) if name.isdecimal() and os.path.isdir(folder / name)]
     return sorted(int(name) for name in names if name == str(int(name)))
+
+
+@contextlib.contextmanager
+def _reading(place: Path) -> Iterator[None]:
+    """Raises `CheckpointError` where a folder is there and cannot be read."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise CheckpointError(unreadable(str(place), error), hint="who may read it?") from error
 
 
 def remove_step(folder: Path, step: int) -> None:

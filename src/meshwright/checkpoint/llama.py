@@ -6,6 +6,7 @@ a head, as `models/ops.py` does: so weights are transposed and unstacked, and no
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.checkpoint.files import write_atomically
+from meshwright.checkpoint.files import explain_failure, new_folder, write_atomically
 from meshwright.checkpoint.llama_config import decoder_of_config, llama_config
 from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import CheckpointError
@@ -137,34 +138,62 @@ def write_llama(
     """
     save_file = _safetensors().numpy.save_file
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder} is not empty.", hint="name a new folder.")
+    if max_shard_bytes < 1:
+        raise CheckpointError(f"files of {max_shard_bytes} bytes hold nothing.", hint="5000000000, say.")
+    _require_empty(folder)
     target = None if dtype is None else as_dtype(dtype)
     if target is not None and not is_float(target):
         raise CheckpointError(f"weights cannot be cast to {target}.", hint="bfloat16, float16 or float32.")
     kept = target or jax.tree.leaves(params)[0].dtype
     config = llama_config(model, dtype=kept, max_positions=max_positions)
-    folder.mkdir(parents=True, exist_ok=True)
     sizes = {name: int(np.prod(shape)) * jnp.dtype(kept).itemsize for name, shape in llama_shapes(model).items()}
     shards = _shards(sizes, max_shard_bytes)
     shard_of = {name: number for number, names in enumerate(shards) for name in names}
     waiting: dict[int, dict[str, Array]] = {}
     paths = [folder / _file_name(number, len(shards)) for number in range(len(shards))]
-    for name, tensor in to_llama(model, params):
-        number = shard_of[name]
-        held = waiting.setdefault(number, {})
-        held[name] = tensor if target is None else tensor.astype(target)
-        if len(held) == len(shards[number]):
-            save_file(waiting.pop(number), paths[number], metadata={"format": "pt"})
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(sizes.values())},
-            "weight_map": {name: paths[shard_of[name]].name for name in sorted(sizes)},
-        }
-        write_atomically(folder / INDEX, (json.dumps(index, indent=1) + "\n").encode())
-        paths.append(folder / INDEX)
-    write_atomically(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
+    with new_folder(folder), _all_or_none(folder):
+        for name, tensor in to_llama(model, params):
+            number = shard_of[name]
+            held = waiting.setdefault(number, {})
+            held[name] = tensor if target is None else tensor.astype(target)
+            if len(held) == len(shards[number]):
+                save_file(waiting.pop(number), paths[number], metadata={"format": "pt"})
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": sum(sizes.values())},
+                "weight_map": {name: paths[shard_of[name]].name for name in sorted(sizes)},
+            }
+            write_atomically(folder / INDEX, (json.dumps(index, indent=1) + "\n").encode())
+            paths.append(folder / INDEX)
+        write_atomically(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
     return [*paths, folder / CONFIG]
+
+
+def _require_empty(folder: Path) -> None:
+    try:
+        full = any(folder.iterdir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is no folder to write to: {error.strerror}.", hint="name a new folder."
+        ) from None
+    if full:
+        raise CheckpointError(f"{folder} is not empty.", hint="name a new folder.")
+
+
+@contextlib.contextmanager
+def _all_or_none(folder: Path) -> Iterator[None]:
+    """Empties a folder, which was empty before, where what is written into it cannot be."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            for path in folder.iterdir():
+                path.unlink(missing_ok=True)
+        if isinstance(error, (OSError, _safetensors().SafetensorError)):
+            raise CheckpointError(f"cannot write to {folder}: {explain_failure(error)}.") from error
+        raise
 
 
 def read_llama(folder: Path | str, *, dtype: Any = None, layout: Layout | None = None) -> Llama:
@@ -177,11 +206,10 @@ def read_llama(folder: Path | str, *, dtype: Any = None, layout: Layout | None =
     folder = Path(folder)
     model = decoder_of_config(_read_json(folder / CONFIG))
     wanted = llama_shapes(model)
-    safe_open = _safetensors().safe_open
     with ExitStack() as stack:
         sources: dict[str, Any] = {}
         for path in _weight_files(folder):
-            file = stack.enter_context(safe_open(path, framework="np"))
+            file = stack.enter_context(_opened(path))
             # Old files carry the rotary angles, which follow from the sizes.
             sources |= {name: file for name in file.keys() if not name.endswith("rotary_emb.inv_freq")}  # noqa: SIM118
         if model.tied_embeddings and "lm_head.weight" in sources:
@@ -194,6 +222,17 @@ def read_llama(folder: Path | str, *, dtype: Any = None, layout: Layout | None =
             leaf = _read_leaf(sources, PLACES[name], model.num_layers, None if dtype is None else as_dtype(dtype))
             flat[name] = leaf if layout is None else shard_leaves([leaf], [_sharding(layout, name)])[0]
     return Llama(model, _unflatten(flat))
+
+
+def _opened(path: Path) -> Any:
+    package = _safetensors()
+    try:
+        path.open("rb").close()  # which says why not, where safetensors takes each failure for a missing file
+        return package.safe_open(path, framework="np")
+    except (OSError, package.SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot read {path}: {error}.", hint="was it copied or downloaded whole? Fetch it again."
+        ) from None
 
 
 def _read_leaf(sources: Mapping[str, Any], place: Place, num_layers: int, dtype: Any) -> Array:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshwright.checkpoint.files import FileHash, compare_files, write_atomically
+from meshwright.checkpoint.files import FileHash, compare_files, unreadable, write_atomically
 from meshwright.errors import CheckpointError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout
@@ -124,6 +124,8 @@ def read_manifest(folder: Path | str) -> Manifest:
             f"{folder} has no {MANIFEST}: it is an unfinished step, or not one of ours.",
             hint="restore another step; `meshwright checkpoint ls` shows those that are finished.",
         ) from None
+    except OSError as error:
+        raise CheckpointError(unreadable(str(path), error), hint="who may read it?") from error
     return Manifest.from_json(data, where=str(path))
 
 

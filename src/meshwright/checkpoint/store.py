@@ -6,7 +6,7 @@ import functools
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from meshwright.checkpoint import arrays
-from meshwright.checkpoint.files import FileHash, explain_failure, remove_folder
+from meshwright.checkpoint.files import FileHash, explain_failure, is_unreadable, remove_folder
 from meshwright.checkpoint.keeping import SAVING, Keep, finished_steps, remove_step, unfinished_steps
 from meshwright.checkpoint.manifest import MANIFEST, STATE, Manifest, current_versions, describe_layout, plain_facts
 from meshwright.checkpoint.processes import from_first, gather_texts, is_first
@@ -70,6 +70,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self.keep = keep or Keep()
         self.problems: list[str] = []
+        self.failures: dict[int, str] = {}  # why a step was not saved
         self._asynchronous = asynchronous
         self._tell = tell
         self._thread: threading.Thread | None = None
@@ -156,7 +157,7 @@ class Checkpoints:
             return _KNOWN
         try:
             return self._make_room(step, layout)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             return explain_failure(error)
 
     def _make_room(self, step: int, layout: Layout) -> str:
@@ -208,12 +209,13 @@ class Checkpoints:
 
     def _give_up(self, step: int, why: str) -> None:
         self._dead.add(step)
+        self.failures[step] = why
         freed = "what it wrote was removed"
         try:
             (self.folder / str(step) / SAVING).unlink(missing_ok=True)
             if is_first() and step in unfinished_steps(self.folder):
                 remove_folder(self.folder / str(step))
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             freed = f"what it wrote will be removed before the next save, since now: {explain_failure(error)}"
         self._complain(step, f"step {step} was not saved: {why}. Training can go on; {freed}.")
 
@@ -286,16 +288,18 @@ class Checkpoints:
 
     def _last_good(self, layout: Layout, cast: bool, part: str | None) -> Restored:
         notes: list[str] = []
-        candidates = sorted(self.steps(), reverse=True) if is_first() else []
-        count = from_first(len(candidates))  # by then, the first process has finished what it was writing
+        candidates = self._candidates()
         unfinished = [other for other in unfinished_steps(self.folder) if other > (self.latest() or -1)]
         notes += [f"step {other} has no manifest: it was not finished, and is passed over" for other in unfinished]
-        for place in range(count):
-            candidate = from_first(candidates[place] if candidates else -1)
-            problems = problems_of(self.folder / str(candidate))
+        for candidate, problems in candidates:
             if not problems:
                 restored = read_step(self.folder / str(candidate), layout, cast=cast, part=part is not None)
                 return Restored(restored.state, candidate, restored.facts, [*notes, *restored.notes])
+            if all(map(is_unreadable, problems)):  # it may be whole, so what follows it must not be written over it
+                raise CheckpointError(
+                    f"step {candidate} cannot be restored: {_in_words(problems)}",
+                    hint="who may read it? To go on from an earlier step, move it elsewhere.",
+                )
             self._bad.add(candidate)
             notes.append(f"step {candidate} is damaged and passed over: {_in_words(problems)}")
         detail = "".join(f"\n  {note}" for note in notes)
@@ -303,14 +307,37 @@ class Checkpoints:
             f"there is no step to restore in {self.folder}.{detail}", hint="start anew, or look for a copy elsewhere."
         )
 
+    def _candidates(self, *, but: int | None = None) -> Iterator[tuple[int, list[str]]]:
+        """Returns the finished steps, the last one first, each with what is wrong with it; all processes go through."""
+        steps = sorted((step for step in self.steps() if step != but), reverse=True) if is_first() else []
+        count = from_first(len(steps))  # by then, the first process has finished what it was writing
+
+        def verified(place: int) -> tuple[int, list[str]]:
+            step = from_first(steps[place] if steps else -1)
+            return step, problems_of(self.folder / str(step))
+
+        return map(verified, range(count))
+
+    def last_good(self) -> tuple[int | None, list[str]]:
+        """Returns the last step in which every byte is as it was written, and what is wrong with those after it."""
+        notes: list[str] = []
+        for step, problems in self._candidates():
+            if not problems:
+                return step, notes
+            what = "cannot be read" if all(map(is_unreadable, problems)) else "is damaged"
+            notes.append(f"step {step} {what} and passed over: {_in_words(problems)}")
+        return None, notes
+
     def _named(self, step: int, layout: Layout, cast: bool, part: str | None) -> Restored:
         problems = problems_of(self.folder / str(step))
         if problems:
             self._bad.add(step)
-            there = ", ".join(str(other) for other in self.steps() if other not in self._bad) or "none"
+            good = next((other for other, wrong in self._candidates(but=step) if not wrong), None)
             raise CheckpointError(
                 f"step {step} cannot be restored: {_in_words(problems)}",
-                hint=f"leave `step` out for the last good one; other finished steps: {there}.",
+                hint="no other step is good: look for a copy elsewhere."
+                if good is None
+                else f"the last good step is {good}, which is taken where no step is named.",
             )
         return read_step(self.folder / str(step), layout, cast=cast, part=part is not None)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json as json_lib
+import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Union
@@ -12,6 +14,7 @@ from typing import Annotated, Any, Union
 import tyro
 
 from meshwright.checkpoint import keeping, read_manifest, verify_step
+from meshwright.checkpoint.files import is_unreadable
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.errors import CheckpointError
 from meshwright.layout.leaf import format_bytes
@@ -30,11 +33,13 @@ def ls(folder: Annotated[str, tyro.conf.Positional], /, json: bool = False) -> i
     """
     place = _steps_folder(folder)
     found = [_entry(place / str(step)) for step in keeping.all_steps(place)]
+    if not found:
+        raise _no_step(place)
     if json:
         print(json_lib.dumps(found, indent=1))
     else:
         rows = [(str(entry["step"]), entry["status"], _size(entry), entry["mesh"] or "-") for entry in found]
-        print(text_table(("step", "status", "bytes", "mesh"), rows) if rows else f"no checkpoints in {place}")
+        print(text_table(("step", "status", "bytes", "mesh"), rows))
     return 0
 
 
@@ -75,23 +80,26 @@ def verify(folder: Annotated[str, tyro.conf.Positional], /, step: int | None = N
         folder: the run's folder, that of its checkpoints, or that of a step.
         step: only this one; all by default.
     """
-    if step is not None or (Path(folder) / MANIFEST).exists():
+    if step is not None or _is_step(folder):
         places = [_step_folder(folder, step)]
     else:
         top = _steps_folder(folder)
-        places = [top / str(number) for number in keeping.finished_steps(top)]
-        for number in keeping.unfinished_steps(top):
-            print(f"step {number}: unfinished, not looked at")
+        statuses = {top / str(number): _status(top / str(number)) for number in keeping.all_steps(top)}
+        for place, status in statuses.items():
+            if status == "unfinished":
+                print(f"step {place.name}: unfinished, not looked at")
+        places = [place for place, status in statuses.items() if status in ("finished", "unreadable")]
         if not places:
-            raise CheckpointError(f"there is no finished step in {top}.")
-    damaged = 0
+            raise _no_step(top)
+    bad = 0
     for place in places:
         problems = verify_step(place)
-        damaged += bool(problems)
-        print(f"step {place.name}: {'DAMAGED' if problems else _fine(read_manifest(place))}")
+        bad += bool(problems)
+        verdict = "UNREADABLE" if all(map(is_unreadable, problems)) else "DAMAGED"
+        print(f"step {place.name}: {verdict if problems else _fine(read_manifest(place))}")
         for problem in problems:
             print(f"  {problem}")
-    return 1 if damaged else 0
+    return 1 if bad else 0
 
 
 def convert(
@@ -123,21 +131,27 @@ def convert(
     from meshwright.checkpoint import convert as conversions
 
     place = Path(source)
-    if (place / "config.json").exists() and not (place / MANIFEST).exists() and not _has_steps(place):
+    if os.path.exists(place / "config.json") and not _is_step(source) and not _has_steps(place):
         found = conversions.import_llama(place, target, step=step or 0, dtype=dtype)
         print(f"{target}: step {step or 0} holds the parameters of {found}")
         return 0
-    if linen or (place / "_CHECKPOINT_METADATA").exists() or (place / "_METADATA").exists():
+    if linen or any(os.path.exists(place / name) for name in ("_CHECKPOINT_METADATA", "_METADATA")):
         conversions.import_linen(place, target, forms=dict(_form(text) for text in linen), step=step or 0)
         print(f"{target}: step {step or 0} holds the parameters as whole arrays")
         return 0
-    options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": shard_bytes}
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": shard_bytes, "tell": _tell}
     if model is not None:
         from meshwright.loop.models import make_model
 
         options["model"] = make_model(model, model_options)
-    chosen = _step_folder(source, step)
-    for path in conversions.export_llama(chosen.parent, target, step=int(chosen.name), **options):
+    if step is None and not _is_step(source):
+        steps = _steps_folder(source)
+        if not keeping.finished_steps(steps):
+            raise _no_step(steps)
+    else:
+        chosen = _step_folder(source, step)
+        steps, step = chosen.parent, _number(chosen)
+    for path in conversions.export_llama(steps, target, step=step, **options):
         print(path)
     return 0
 
@@ -168,9 +182,9 @@ def checkpoint(command: tyro.conf.OmitSubcommandPrefixes[Command]) -> int:
 
 def _steps_folder(folder: str) -> Path:
     place = Path(folder)
-    if not place.is_dir():
+    if not os.path.isdir(place):
         raise CheckpointError(f"{folder} is not a folder.", hint="name a run's folder, or that of its checkpoints.")
-    return place / "checkpoints" if (place / "checkpoints").is_dir() else place
+    return place / "checkpoints" if os.path.isdir(place / "checkpoints") else place
 
 
 def _has_steps(place: Path) -> bool:
@@ -178,22 +192,59 @@ def _has_steps(place: Path) -> bool:
 
 
 def _step_folder(folder: str, step: int | None) -> Path:
-    if step is None and (Path(folder) / MANIFEST).exists():
+    if step is None and _is_step(folder):
         return Path(folder).absolute()
     place = _steps_folder(folder)
     if step is None:
         step = max(keeping.finished_steps(place), default=None)
         if step is None:
-            raise CheckpointError(f"there is no finished step in {place}.")
+            raise _no_step(place)
+    elif step not in keeping.all_steps(place):
+        there = [number for number in keeping.all_steps(place) if _status(place / str(number)) == "finished"]
+        if not there:
+            raise _no_step(place)
+        raise CheckpointError(f"there is no step {step} in {place}.", hint=f"there are: {', '.join(map(str, there))}.")
     return place.absolute() / str(step)
+
+
+def _is_step(folder: str) -> bool:
+    """Returns whether a folder is that of a step, not of several."""
+    return os.path.exists(Path(folder, MANIFEST))
+
+
+def _number(place: Path) -> int:
+    if not place.name.isdecimal():
+        raise CheckpointError(f"{place} is not named by the number of its step.", hint="move it to checkpoints/STEP.")
+    return int(place.name)
+
+
+def _no_step(place: Path) -> CheckpointError:
+    return CheckpointError(
+        f"there is no finished step in {place}.", hint="name a run's folder, or that of its checkpoints."
+    )
+
+
+def _status(place: Path) -> str:
+    """Returns what a folder that is named by a number is, by the names in it: "foreign" where it is not ours."""
+    try:
+        if keeping.is_unfinished(place):
+            return "unfinished"
+        if keeping.is_finished(place):
+            return "finished"
+        return "unreadable" if os.path.lexists(place / MANIFEST) else "foreign"
+    except CheckpointError:
+        return "unreadable"
 
 
 def _entry(place: Path) -> dict[str, Any]:
     entry: dict[str, Any] = {"step": int(place.name), "status": "finished", "bytes": None, "mesh": None}
     try:
         manifest = read_manifest(place)
-    except CheckpointError:
-        entry["status"] = "manifest damaged" if (place / MANIFEST).exists() else "unfinished"
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            entry["status"] = "unreadable"
+        else:
+            entry["status"] = "manifest damaged" if (place / MANIFEST).exists() else "unfinished"
     else:
         entry |= {"bytes": manifest.num_bytes, "mesh": manifest.mesh_text}
     return entry
@@ -205,6 +256,10 @@ def _size(entry: dict[str, Any]) -> str:
 
 def _fine(manifest: Manifest) -> str:
     return f"fine, {len(manifest.files)} files, {format_bytes(manifest.num_bytes)}"
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _form(text: str) -> tuple[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshwright.errors import MeshError
 from meshwright.layout import format_bytes, make_layout
 from meshwright.layout.table import text_table
 from meshwright.mesh import create_mesh
@@ -70,6 +71,8 @@ def doctor(num_cpu_devices: int = 8, json: bool = False) -> int:
         num_cpu_devices: how many CPU devices to simulate where there is no accelerator.
         json: print the findings as JSON.
     """
+    if num_cpu_devices < 1:
+        raise MeshError(f"{num_cpu_devices} CPU devices cannot be simulated.", hint="1 or more; 8 by default.")
     examination = examine(num_cpu_devices)
     print(json_module.dumps(asdict(examination), indent=1) if json else examination.text())
     return 0 if examination.healthy else 1

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from meshwright.cli.output import show
+from meshwright.errors import CheckpointError
 
 
 def ledger(run: Annotated[str, tyro.conf.Positional], /, upto_step: int | None = None) -> int:
     """Check which rows a run was trained on, over all its restarts; exits with 1 where one was lost or repeated.
 
     The run must have been started with its ledger on. A step that was done again after a kill counts once, and must
-    have had the same rows. The number of processes and the batch size may have changed between starts.
+    have had the same rows. The number of processes and the batch size may have changed between starts. Steps that the
+    run's metrics and checkpoints show, and the ledger does not have, are not proven: that is a problem as well.
 
     Args:
         run: the run's folder.
@@ -23,6 +28,29 @@ def ledger(run: Annotated[str, tyro.conf.Positional], /, upto_step: int | None =
     from meshwright.data import check_ledger
 
     folder = Path(run, "ledger")
-    report = check_ledger(folder if folder.is_dir() else run, upto_step=upto_step)
+    if os.path.isdir(folder):
+        report = check_ledger(folder, upto_step=upto_step, done=_steps_done(Path(run)))
+    else:
+        report = check_ledger(run, upto_step=upto_step)
     show(report)
     return 0 if report.ok else 1
+
+
+def _steps_done(run: Path) -> set[int]:
+    """Returns the steps that a run's metrics and checkpoints show; what cannot be read there shows none."""
+    from meshwright.checkpoint.keeping import finished_steps
+
+    done: set[int] = set()
+    lines: list[bytes] = []
+    with contextlib.suppress(OSError, CheckpointError):
+        done |= set(finished_steps(run / "checkpoints"))
+    with contextlib.suppress(OSError):
+        lines = (run / "metrics.jsonl").read_bytes().split(b"\n")
+    for line in lines:
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):  # cut by a kill
+            continue
+        if type(step) is int:
+            done.add(step)
+    return {step for step in done if step > 0}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_lib
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +15,7 @@ import tyro
 
 from meshwright.cli.output import show
 from meshwright.errors import ConfigError, JobError
-from meshwright.job import load_job
+from meshwright.job import job_errors, load_job
 from meshwright.mesh_string import parse_mesh
 from meshwright.plan.commands import Subject, plan_command, train_command
 from meshwright.plan.compile import Compiled, CompileError, compile_step
@@ -53,7 +55,7 @@ def plan(
     python: str | None = None,
     timeout: float = 180.0,
     price: float | None = None,
-    diff: tuple[str, str] | None = None,
+    diff: tuple[str, ...] | None = None,
     against: str | None = None,
     json: bool = False,
     html: Path | None = None,
@@ -91,6 +93,16 @@ def plan(
         json: print JSON.
         html: write a page about it to this file.
     """
+    _check_numbers(
+        {"--batch-size": batch_size, "--num-tokens": num_tokens, "--minibatches": minibatches, "--top": top},
+        timeout=timeout,
+        price=price,
+    )
+    if diff is not None and len(diff) != 2:
+        raise ConfigError(
+            f"--diff takes two plans, and got {len(diff)}{': ' if diff else ''}{', '.join(map(repr, diff))}.",
+            hint='--diff "fsdp:8 remat=full" "fsdp:4,tp:2", or two files that --json wrote; a job goes before it.',
+        )
     if diff is not None and all(map(_is_file, diff)):
         return _show_diff(read_plan(diff[0]), read_plan(diff[1]), json=json, html=html)
     missing = [
@@ -110,7 +122,7 @@ def plan(
         raise ConfigError("a plan needs a machine.", hint="--target v5p:4x4x8, h200:8x8 or cpu:8.")
     machine = parse_target(target)
     subject = _subject(job, model, model_options, num_tokens)
-    known = _load(subject, rows=batch_size or machine.num_devices)
+    known = _load(subject, rows=machine.num_devices if batch_size is None else batch_size)
     ask = _Ask(known, subject, machine, compile=compile, python=python, timeout=timeout, price=price)
     # A model's rows are in its batch already.
     rows = batch_size if subject.model is None else None
@@ -119,7 +131,7 @@ def plan(
         rows=rows,
         remat=remat or "none",
         precision=precision,
-        num_minibatches=minibatches or 1,
+        num_minibatches=1 if minibatches is None else minibatches,
         sync=sync,
         view=view,
         zero_axis=zero_axis,
@@ -127,17 +139,30 @@ def plan(
         optimizer=optimizer,
     )
     if diff is not None:
-        sides = [read_plan(one) if _is_file(one) else ask.plan(parse_setup(one, base)).to_json() for one in diff]
+        given = [read_plan(one) if _is_file(one) else parse_setup(one, base) for one in diff]
+        if ask.compiles:  # before minutes of compiling
+            for one in given:
+                if isinstance(one, Setup):
+                    ask.check(one)
+        sides = [ask.plan(one).to_json() if isinstance(one, Setup) else one for one in given]
         return _show_diff(*sides, json=json, html=html)
     if search:
         if mesh or view != "local" or zero_axis is not None:
             wrong = "--mesh" if mesh else "--view" if view != "local" else "--zero-axis"
             raise ConfigError(f"a search does not take {wrong}.", hint='--constraints "tp<=8, fsdp>=16" narrows it.')
-        given = {"remat": remat, "minibatches": minibatches, "sync": sync, "batch": rows and f"{rows} rows"}
-        narrowed = [constraints, *(f"{name}={value}" for name, value in given.items() if value)]
+        asked = {
+            "remat": remat,
+            "minibatches": minibatches,
+            "sync": sync,
+            "batch": None if rows is None else f"{rows} rows",
+        }
+        narrowed = [constraints, *(f"{name}={value}" for name, value in asked.items() if value is not None)]
         limits = ", ".join(filter(None, narrowed))
-        if against is not None and not _is_file(against):  # before minutes of compiling
-            ask.check(parse_setup(against, base))
+        if against is not None:  # before minutes of compiling
+            if _is_file(against):
+                read_plan(against)
+            else:
+                ask.check(parse_setup(against, base))
         return _search(ask, limits, base, top=3 if top is None else top, json=json, html=html, against=against)
     if not base.mesh:
         raise JobError("no mesh was given, and the job names none.", hint='add --mesh "fsdp:8,tp:4", or --search.')
@@ -184,10 +209,15 @@ class _Ask:
         """What another process can load: the reference to a job where there is one."""
         return self.subject.job or self.job
 
+    def errors(self) -> contextlib.AbstractContextManager[None]:
+        """What a job's own functions raise is told with their lines."""
+        return job_errors(self.job, self.subject.job) if self.subject.job else contextlib.nullcontext()
+
     def check(self, setup: Setup) -> Plan:
         """Returns one plan, computed: an error tells what is wrong with a setup in a second."""
         mesh = str(parse_mesh(setup.mesh).resolve(self.target.num_devices))
-        return make_plan(self.job, self.target, replace(setup, mesh=mesh), price=self.price)
+        with self.errors():
+            return make_plan(self.job, self.target, replace(setup, mesh=mesh), price=self.price)
 
     def plan(self, setup: Setup) -> Plan:
         """Returns one plan, compiled if that is possible."""
@@ -210,14 +240,15 @@ class _Ask:
 def _search(
     ask: _Ask, constraints: str, base: Setup, *, top: int, json: bool, html: Path | None, against: str | None
 ) -> int:
-    found = search_plans(
-        ask.job,
-        ask.target,
-        constraints=constraints,
-        precision=base.precision,
-        optimizer=base.optimizer,
-        price=ask.price,
-    )
+    with ask.errors():
+        found = search_plans(
+            ask.job,
+            ask.target,
+            constraints=constraints,
+            precision=base.precision,
+            optimizer=base.optimizer,
+            price=ask.price,
+        )
     best: Sequence[Plan] = found.ranked[:top]
     failed: Sequence[Rejected] = ()
     if ask.compiles and best:
@@ -295,7 +326,21 @@ def _subject(job: str, model: str | None, model_options: tuple[str, ...], num_to
         if num_tokens is not None or model_options:
             raise ConfigError("a job brings its own model and tokens.", hint="leave the options of models out.")
         return Subject(job=job)
-    return Subject(model=model, model_options=model_options, num_tokens=num_tokens or DEFAULT_TOKENS)
+    tokens = DEFAULT_TOKENS if num_tokens is None else num_tokens
+    return Subject(model=model, model_options=model_options, num_tokens=tokens)
+
+
+def _check_numbers(counts: dict[str, int | None], *, timeout: float, price: float | None) -> None:
+    """Raises where an option has a number that it cannot have."""
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value} is not possible.", hint=f"{name} takes a whole number, 1 or more.")
+    if not timeout > 0:
+        raise ConfigError(f"--timeout {timeout:g} leaves no time.", hint="--timeout takes seconds, more than 0.")
+    if price is not None and not 0 <= price < math.inf:
+        raise ConfigError(
+            f"--price {price:g} is no price.", hint="--price takes dollars per hour of one device, 0 or more."
+        )
 
 
 def _load(subject: Subject, *, rows: int) -> Any:

@@ -10,7 +10,7 @@ import tyro
 
 from meshwright.cli.output import show
 from meshwright.errors import JobError, MeshwrightWarning
-from meshwright.job import abstract_init, load_job
+from meshwright.job import abstract_init, job_errors, load_job
 from meshwright.layout import explain_layout, make_layout
 from meshwright.mesh import create_abstract_mesh
 
@@ -40,12 +40,15 @@ def rules(
         picture: draw the tiles of this leaf.
         svg: write that picture to this file as SVG.
     """
+    if svg is not None and not picture:
+        raise JobError("--svg writes a picture, and none was asked for.", hint="add --picture LEAF, a leaf's name.")
     loaded = load_job(job)
     mesh = mesh or getattr(loaded, "mesh", None) or ""
     if not mesh:
         raise JobError("no mesh was given, and the job names none.", hint='add --mesh "fsdp:8,tp:4".')
     target = create_abstract_mesh(mesh, num_devices=num_devices)
-    tree = abstract_init(loaded.init)
+    with job_errors(loaded, job):
+        tree = abstract_init(loaded.init)
     report = explain_layout(loaded.rules, tree, target, pad=pad)
     if not report.ok:
         show(str(report))
@@ -58,8 +61,17 @@ def rules(
     elif picture:
         show(layout.picture(picture))
         if svg is not None:
-            svg.write_text(layout.picture(picture, svg=True))
+            _write(svg, layout.picture(picture, svg=True))
     else:
         show(f"{layout.table(collapse=False)}\n{layout.summary()}" if all else layout)
         show(str(report))
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise JobError(
+            f"cannot write {path}: {error.strerror}.", hint="name a file in a folder that is yours."
+        ) from None

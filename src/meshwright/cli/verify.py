@@ -10,7 +10,8 @@ import jax
 import tyro
 
 from meshwright.cli.output import show
-from meshwright.job import load_job
+from meshwright.errors import MeshError
+from meshwright.job import job_errors, load_job
 
 
 def verify(
@@ -44,6 +45,8 @@ def verify(
         devices: how many devices to use; all by default.
         json: print the report as JSON.
     """
+    if devices is not None and devices < 2:
+        raise MeshError(f"{devices} devices cannot be compared with one.", hint="2 or more; all by default.")
     with contextlib.suppress(RuntimeError):  # JAX may already be running, with the devices it has
         # Only the CPU backend reads this. It comes before the job's module, which may use JAX.
         jax.config.update("jax_num_cpu_devices", devices or 8)
@@ -51,18 +54,19 @@ def verify(
 
     loaded = load_job(job)
     views: Any = ("global", "local") if view == "both" else view
-    report = compare(
-        loaded,
-        meshes="all" if mesh == ("all",) else mesh or None,
-        views=views,
-        num_minibatches=minibatches,
-        num_steps=steps,
-        tolerance=tolerance,
-        precision=precision,
-        seed=seed,
-        devices=devices,
-        progress=lambda line: print(f"comparing {line}", file=sys.stderr, flush=True),
-    )
+    with job_errors(loaded, job):
+        report = compare(
+            loaded,
+            meshes="all" if mesh == ("all",) else mesh or None,
+            views=views,
+            num_minibatches=minibatches,
+            num_steps=steps,
+            tolerance=tolerance,
+            precision=precision,
+            seed=seed,
+            devices=devices,
+            progress=lambda line: print(f"comparing {line}", file=sys.stderr, flush=True),
+        )
     if json:
         print(report.to_json())
     else:

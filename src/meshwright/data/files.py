@@ -31,6 +31,19 @@ def find_files(path: str | None) -> list[Path]:
     """
     if path is None:
         return library_files()
+    if not path.strip():
+        raise DataError("the path of the data is empty.", hint="a file, folder or glob; is a shell variable not set?")
+    try:
+        return _find(path)
+    except (OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        shown = repr(path if len(path) <= 80 else f"{path[:60]}...{path[-15:]}")
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{shown} cannot be looked at: {reason}.", hint="name a file, a folder or a glob.") from error
+
+
+def _find(path: str) -> list[Path]:
     expanded = Path(path).expanduser()
     if expanded.is_file():
         return [expanded]

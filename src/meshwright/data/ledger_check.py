@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,11 @@ _MOST_PROBLEMS = 20
 
 
 def check_ledger(
-    folder: str | os.PathLike[str], *, rows_per_epoch: int | None = None, upto_step: int | None = None
+    folder: str | os.PathLike[str],
+    *,
+    rows_per_epoch: int | None = None,
+    upto_step: int | None = None,
+    done: Collection[int] = (),
 ) -> LedgerReport:
     """Reads what all processes of all starts of a run have written, and says whether each row was seen once.
 
@@ -31,10 +35,16 @@ def check_ledger(
         rows_per_epoch: how many rows the data has; the ledger says so itself where it is left out.
         upto_step: the last step to look at. Without it all are, and where a kill came while processes wrote, the
             last step may lack some of them: that is a note.
+        done: steps that the run has done, as its metrics and checkpoints say: from its first step on, a ledger must
+            have them.
     """
-    starts = _read(Path(folder))
+    if upto_step is not None and upto_step < 1:
+        raise DataError(f"upto_step={upto_step} is no step.", hint="steps are counted from 1.")
+    starts, lost = _read(Path(folder))
     problems = _Problems()
-    notes = [note for start in starts for note in start.notes]
+    notes = [note for start in starts for note in start.notes] + list(lost.values())
+    if not starts:
+        problems.add("no file of this ledger has a whole first line, so nothing is proven")
     sizes = sorted({start.facts.get("rows_per_epoch") or 0 for start in starts} | {rows_per_epoch or 0})
     sizes = [size for size in sizes if size]
     if len(sizes) > 1:
@@ -49,10 +59,14 @@ def check_ledger(
     counted, num_redone = _latest(starts)
     steps = [step for step in sorted(counted) if upto_step is None or step <= upto_step]
     if upto_step is None:
-        steps, unfinished = _without_unfinished(steps, counted)
+        redone = {step for step, times in _times(starts).items() if times > 1}
+        steps, unfinished = _without_unfinished(steps, counted, {step for step in done if step not in redone})
         notes += unfinished
-    elif upto_step not in counted and steps:
-        problems.add(f"the ledger ends with step {steps[-1]}, before step {upto_step}")
+    elif upto_step not in counted:
+        there = f"ends with step {steps[-1]}, before step {upto_step}" if steps else f"has no step up to {upto_step}"
+        problems.add(f"the ledger {there}")
+    _whole_beginning(starts, lost, counted, problems)
+    _all_that_was_done(starts, [step for step in done if upto_step is None or step <= upto_step], problems)
     seen = _follow(steps, counted, problems, notes)
     epochs = _count_epochs(seen, per_epoch, problems)
     return LedgerReport(
@@ -121,31 +135,104 @@ class _Problems:
         return self._lines[:_MOST_PROBLEMS] + ([f"and {rest} more"] if rest > 0 else [])
 
 
-def _read(folder: Path) -> list[_Start]:
-    files = ledger_files(folder)
+def _read(folder: Path) -> tuple[list[_Start], dict[int, str]]:
+    """Returns the starts in order, and of which nothing is left: their numbers, and what to say of them."""
+    try:
+        files = ledger_files(folder)
+        contents = {numbers: _lines(path) for numbers, path in files.items()}
+    except OSError as error:
+        raise DataError(
+            f"cannot read {error.filename}: {error.strerror}.", hint="who may read the run's files?"
+        ) from None
     if not files:
         raise DataError(f"there is no ledger in {str(folder)!r}.", hint="the run must be started with its ledger on.")
     starts: dict[int, _Start] = {}
-    for (number, rank), path in files.items():
-        lines, torn = _lines(path)
-        if not lines:
-            continue  # killed before its first line
+    lost = {number: f"start {number}: its files are gone" for number in range(1, max(files)[0])}
+    for (number, rank), (lines, torn) in contents.items():
+        lost.pop(number, None)
+        if not lines:  # killed before its first line
+            continue
         start = starts.setdefault(number, _Start(number, lines[0]))
         if torn:
             start.notes.append(f"start {number}, rank {rank}: the last line is not whole, as a kill leaves it")
         for line in lines[1:]:
             start.add(rank, line)
-    return [starts[number] for number in sorted(starts)]
+    for number, rank in files:
+        if number not in starts:
+            lost[number] = f"start {number}, rank {rank}: not even its first line is whole"
+    return [starts[number] for number in sorted(starts)], dict(sorted(lost.items()))
 
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    texts = path.read_text(encoding="utf-8").split("\n")
+    texts = path.read_bytes().split(b"\n")
     # Every whole line ends with a newline, so the last text is empty unless a kill cut it.
-    torn = texts.pop() != ""
+    torn = texts.pop() != b""
+    return [_line(path, number, text) for number, text in enumerate(texts, 1)], torn
+
+
+def _line(path: Path, number: int, text: bytes) -> dict[str, Any]:
     try:
-        return [json.loads(text) for text in texts], torn
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path} is damaged: {error}.", hint="nothing but a ledger should write there.") from None
+        line = json.loads(text.decode("utf-8"))
+        if not isinstance(line, dict):
+            raise ValueError("not an object")
+        if number > 1:
+            _require_batch(line)
+        elif type(line.get("next_row", 0)) is not int:
+            raise ValueError("a first row that is no whole number")
+    except ValueError as error:  # what is no text and what is no JSON are such errors as well
+        raise DataError(
+            f"{path} is damaged in line {number}: {error}.", hint="nothing but a ledger should write there."
+        ) from None
+    return line
+
+
+def _require_batch(line: dict[str, Any]) -> None:
+    numbers = [line.get(name) for name in ("step", "first_row", "num_rows")]
+    rows, positions = line.get("rows"), line.get("positions")
+    if not isinstance(rows, list) or not isinstance(positions, list):
+        raise ValueError("no rows")
+    if any(not isinstance(pair, list) or len(pair) != 2 for pair in positions):
+        raise ValueError("positions that are no pairs")
+    numbers += [*rows, *(number for pair in positions for number in pair)]
+    if any(type(number) is not int for number in numbers):
+        raise ValueError("not all that should be are whole numbers")
+
+
+def _whole_beginning(
+    starts: list[_Start], lost: dict[int, str], counted: dict[int, _Entry], problems: _Problems
+) -> None:
+    """Finds out whether a ledger that begins later than with step 1 has lost its beginning.
+
+    Starts are numbered from 1, and the first line of each says at which row it began, so this can be known.
+    """
+    step = min(counted, default=1)
+    if step == 1:
+        return
+    entry = counted[step]
+    row = min([entry.first_row, *(skipped["first_row"] for skipped in entry.start.facts.get("skipped", ()))])
+    before = [number for number in lost if number < entry.start.number]
+    until = [start for start in starts if start.number <= entry.start.number]
+    earlier = [start for start in until if start.facts.get("next_row", row) < row]
+    if earlier:
+        why = f"start {earlier[0].number} began at row {earlier[0].facts['next_row']}"
+    elif before:
+        why = f"nothing is left of start {before[0]}"
+    else:
+        return
+    problems.add(f"steps 1 to {step - 1} are not proven: {why}, and the first step that is written down is {step}")
+
+
+def _all_that_was_done(starts: list[_Start], done: Collection[int], problems: _Problems) -> None:
+    """A line is written before its step is done: from the first one on, each step that was done must have one."""
+    known = _times(starts)
+    missing = sorted(step for step in set(done) if step not in known and step > min(known, default=0))
+    if missing:
+        problems.add(f"the run has done steps that are not in its ledger, and not proven: {_some(missing)}")
+
+
+def _times(starts: list[_Start]) -> collections.Counter[int]:
+    """Returns how often each step was done."""
+    return collections.Counter(step for start in starts for step in start.steps)
 
 
 def _same_rows_at_same_place(starts: list[_Start], problems: _Problems) -> None:
@@ -167,19 +254,19 @@ def _latest(starts: list[_Start]) -> tuple[dict[int, _Entry], int]:
     A start takes back all that came before from its first step on, also what it has not yet done again.
     """
     counted: dict[int, _Entry] = {}
-    times: collections.Counter[int] = collections.Counter()
     for start in starts:
         if start.steps:
             counted = {step: entry for step, entry in counted.items() if step < min(start.steps)}
         counted |= start.steps
-        times.update(list(start.steps))
-    return counted, sum(number > 1 for number in times.values())
+    return counted, sum(number > 1 for number in _times(starts).values())
 
 
-def _without_unfinished(steps: list[int], counted: dict[int, _Entry]) -> tuple[list[int], list[str]]:
-    """Drops steps at the end that not all processes have written down."""
+def _without_unfinished(
+    steps: list[int], counted: dict[int, _Entry], done: Collection[int]
+) -> tuple[list[int], list[str]]:
+    """Drops steps at the end that not all processes have written down, unless they are known to have been done."""
     notes = []
-    while steps:
+    while steps and steps[-1] not in done:
         entry = counted[steps[-1]]
         ranks = entry.start.facts.get("num_ranks", 1)
         if len(entry.ranks) >= ranks:

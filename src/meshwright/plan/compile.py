@@ -238,9 +238,16 @@ def _run(command: list[str], errors: Path, timeout_s: float) -> int | None:
     # Nothing of this machine is used, so nothing of it is waited for.
     environment = {**TPU_ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
     with errors.open("wb") as stream:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment, start_new_session=True
-        )
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment, start_new_session=True
+            )
+        except OSError as error:
+            raise CompileError(
+                f"{command[0]!r} cannot be run: {error.strerror or error}.",
+                reason="missing",
+                hint="--python takes the path of an interpreter that has the machine's compiler.",
+            ) from None
         try:
             return process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:

@@ -20,6 +20,7 @@ from meshwright.parallel.rows import count_rows
 from meshwright.plan.compile import Compiled
 from meshwright.plan.links import axis_links
 from meshwright.plan.memory import MemoryPlan, plan_memory
+from meshwright.plan.mesh_check import check_mesh
 from meshwright.plan.profile import Profile, profile_job
 from meshwright.plan.rates import matmul_rate
 from meshwright.plan.sent import Sent, beside_matmuls, compiled_sent, computed_sent, host_copies
@@ -28,6 +29,7 @@ from meshwright.plan.stages import Stages, stages_of
 from meshwright.plan.step_time import TimePlan, step_time
 from meshwright.plan.target import Target, parse_target
 from meshwright.plan.traffic import step_traffic
+from meshwright.train.axes_used import check_axes
 from meshwright.train.state import state_layout
 
 # libtpu 0.0.42 died with SIGFPE on a 7B decoder with fsdp:4096, and compiled dp:16,fsdp:256 for the same chips.
@@ -138,14 +140,22 @@ def make_plan(
         (True, 524288, True)
     """
     target = parse_target(target)
-    if profile is None:
-        profile = profile_of(job, target, setup)
     spec = parse_mesh(setup.mesh).resolve(target.num_devices)
+    sizes = mesh_sizes(spec)
+    if profile is None:
+        check_axes(job, sizes)  # before seconds of counting
+        profile = profile_of(job, target, setup)
+    check_mesh(job, profile, sizes)
     layout, notes = lay_out(job, profile, spec, setup)
     rows = count_rows(batch_of(job, setup.rows), who="plan")
     return assemble(
         profile, layout, target, spec, setup, rows=rows, compiled=compiled, price=price, notes=notes + profile.notes
     )
+
+
+def mesh_sizes(spec: MeshSpec) -> dict[str, int]:
+    """Returns how many devices lie along each axis of a resolved mesh."""
+    return {axis.name: axis.size for axis in spec.axes}
 
 
 def profile_of(job: Any, target: Target, setup: Setup) -> Profile:
@@ -239,6 +249,9 @@ def assemble(
 
 def check_rows(sizes: Mapping[str, int], setup: Setup, rows: int, stages: Stages) -> None:
     """Raises where rows cannot be split over devices, minibatches, and microbatches of a pipeline."""
+    for count, what in ((rows, "rows"), (setup.num_minibatches, "minibatches")):
+        if count < 1:
+            raise PlacementError(f"a step of {count} {what} cannot be planned.", hint=f"use 1 or more {what}.")
     devices = sizes.get("dp", 1) * sizes.get("fsdp", 1)
     ways = devices * setup.num_minibatches * stages.microbatches
     if rows % ways:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.layout.leaf import format_bytes
 from meshwright.pages.numbers import compact, duration, percent
 from meshwright.plan.cost import Plan
@@ -19,6 +19,7 @@ from meshwright.plan.setup import Setup
 from meshwright.plan.summary import PART_NAMES, PARTS, Summary, Table
 
 PlanData = Mapping[str, Any]
+_WRITE = "write one with: meshwright plan ... --json > FILE"
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,22 @@ def read_plan(path: str | Path) -> PlanData:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise MeshwrightError(f"{path} cannot be read as a plan: {error}") from None
-    if isinstance(data, dict) and data.get("plans"):
+        raise MeshwrightError(f"{path} cannot be read as a plan: {error}.", hint=_WRITE) from None
+    if isinstance(data, dict) and isinstance(data.get("plans"), list):
+        if not data["plans"]:
+            raise MeshwrightError(f"{path} is of a search that found no plan.", hint=_WRITE)
         data = data["plans"][0]
     if not isinstance(data, dict) or not {"target", "setup", "memory", "sent"} <= data.keys():
-        raise MeshwrightError(f"{path} does not hold a plan.", hint="write one with: meshwright plan ... --json > FILE")
+        raise MeshwrightError(f"{path} does not hold a plan.", hint=_WRITE)
+    try:  # all that a comparison reads
+        changed = diff_plans(data, data)
+        changed.to_json()
+        for change in changed.changes:
+            _row(change)
+    except KeyError as error:
+        raise MeshwrightError(f"{path} holds a plan without {error}.", hint=_WRITE) from None
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise MeshwrightError(f"{path} holds a plan that cannot be read: {error}.", hint=_WRITE) from None
     return data
 
 
@@ -162,12 +174,15 @@ def _value(name: str, text: str, word: str) -> Any:
     }
     kind = kinds.get(name, str)
     try:
-        return kind[text] if isinstance(kind, dict) else kind(text)
+        value = kind[text] if isinstance(kind, dict) else kind(text)
     except (KeyError, ValueError):
         wanted = "True or False" if isinstance(kind, dict) else "a number"
         raise MeshwrightError(
             f"{word!r} is not {wanted}.", hint=f"such as {name}={'False' if kind is kinds['overlap'] else 2}."
         ) from None
+    if kind is int and value < 1:
+        raise ConfigError(f"{word!r} is less than 1.", hint=f"such as {name}=2.")
+    return value
 
 
 def _memory(old: PlanData, new: PlanData) -> list[Change]:

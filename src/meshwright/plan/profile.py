@@ -26,6 +26,7 @@ from meshwright.plan.cudnn import assumed_cudnn
 from meshwright.plan.kept import bytes_kept
 from meshwright.plan.kinds import REST
 from meshwright.plan.setup import batch_of, make_optimizer
+from meshwright.train.axes_used import run_of
 from meshwright.train.precision import Precision
 from meshwright.train.state import abstract_params, make_state, require_loss
 from meshwright.tree import named_leaves
@@ -156,7 +157,7 @@ def profile_job(
     params = abstract_params(job, dtypes)
     parts = [*getattr(job.loss, "args", ()), None]
     model = next((part for part in parts if isinstance(part, LanguageModel)), None)
-    run = next((part for part in parts if isinstance(part, Run)), Run())
+    run = run_of(job) or Run()
     heads = getattr(model, "num_heads", None)
     traced = {remat: _trace(job, params, dtypes, remat, _ROWS, platform) for remat in remats}
     # What does not grow with the rows hardly depends on the policy: gradients that the loss already has, and weights

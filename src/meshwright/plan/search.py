@@ -13,19 +13,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwright.errors import LayoutError, MeshwrightError, did_you_mean
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError, did_you_mean
 from meshwright.job import load_job
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.mesh_string import MeshSpec, parse_mesh
-from meshwright.parallel.heads import heads_fit
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compile import CompileError, compile_step
-from meshwright.plan.cost import Plan, assemble, known_to_fail, lay_out, make_plan, profile_of
+from meshwright.plan.cost import Plan, assemble, known_to_fail, lay_out, make_plan, mesh_sizes, profile_of
+from meshwright.plan.mesh_check import check_mesh, mesh_problem, one_of
 from meshwright.plan.profile import REMATS, Profile, profile_job
 from meshwright.plan.setup import Setup, batch_of
 from meshwright.plan.stages import stages_of
 from meshwright.plan.target import Target, parse_target
+from meshwright.train.axes_used import unused_axes
 
 AXES = ("dp", "fsdp", "pp", "tp")
 SYNCS = ("hybrid", "once")
@@ -85,6 +86,8 @@ def parse_constraints(text: str) -> Constraints:
             choices[name] = chosen
         elif name == "batch":
             count, unit = _amount(part, value)
+            if count < 1:
+                raise ConfigError(f"{part!r} is an empty batch.", hint="batch=4M tokens, or batch=512 rows.")
             tokens, rows = (count, None) if unit == "tokens" else (None, count)
             if sign != "=":
                 raise MeshwrightError(f"{part!r}: a batch has one size.", hint="batch=4M tokens, or batch=512 rows.")
@@ -173,6 +176,7 @@ def search(
         )
     if isinstance(constraints, str):
         constraints = parse_constraints(constraints)
+    _check_possible(target, constraints)
     remats = constraints.choices.get("remat", REMATS)
     if profile is None:
         wanted = tuple(dict.fromkeys(("none", *remats)))
@@ -183,7 +187,7 @@ def search(
     for mesh in _meshes(target, constraints):
         spec = parse_mesh(mesh)
         first = Setup(mesh=mesh, rows=rows, precision=precision, optimizer=optimizer)
-        problem = _mesh_problem(profile, spec)
+        problem = _mesh_problem(job, profile, mesh_sizes(spec))
         layout = None
         if problem is None:
             try:
@@ -246,6 +250,7 @@ def largest_batch(job: Any, target: str | Target, setup: Setup, *, profile: Prof
     if profile is None:
         profile = profile_of(job, target, setup)
     spec = parse_mesh(setup.mesh).resolve(target.num_devices)
+    check_mesh(job, profile, mesh_sizes(spec))
     layout, _ = lay_out(job, profile, spec, setup)
     sizes: dict[str, int] = dict(layout.mesh.shape)
     unit = _row_parts(profile, sizes, setup)
@@ -311,23 +316,42 @@ def _variants(first: Setup, constraints: Constraints, remats: Sequence[str]) -> 
                 yield replace(first, remat=remat, num_minibatches=count, sync=sync)
 
 
-def _mesh_problem(profile: Profile, spec: MeshSpec) -> tuple[str, str] | None:
-    sizes = {axis.name: axis.size for axis in spec.axes}
-    tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
-    if profile.heads and not heads_fit(profile.heads, tp):
-        return "do not divide the heads", f"tp={tp} does not divide {profile.heads} heads"
-    if profile.kv_heads and not heads_fit(profile.kv_heads, tp, shared=True):
-        return (
-            "do not divide the heads",
-            f"tp={tp} is no factor or multiple of {profile.kv_heads} key/value heads",
+def _check_possible(target: Target, constraints: Constraints) -> None:
+    """Raises where constraints leave nothing to try, and says which of them do."""
+    if not any(constraints.allows("minibatches", count) for count in MINIBATCHES):
+        raise ConfigError(
+            f"{_words(constraints, 'minibatches')} leaves no number of minibatches that a search tries.",
+            hint=f"minibatches may be {one_of(list(MINIBATCHES))}.",
         )
-    if profile.tokens_per_row % tp:
-        return "do not divide the tokens", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
-    if profile.num_layers % pp:
-        return "do not divide the layers", f"pp={pp} does not divide {profile.num_layers} layers"
-    if pp > 1 and not profile.by_layer:
-        return "have no stages", "the model is not one of ours, whose layers can be stages of a pipeline"
-    return None
+    if any(True for _ in _meshes(target, constraints)):
+        return
+    slices = target.num_slices
+    limited = [axis for axis in AXES if axis in constraints.limits]
+    for axis in limited:
+        least = slices if axis == "dp" else 1
+        each = target.num_devices // slices
+        sizes = [least * size for size in range(1, each + 1) if each % size == 0]
+        if not any(constraints.allows(axis, size) for size in sizes):
+            raise ConfigError(
+                f"{_words(constraints, axis)} leaves no mesh of {target.num_devices} devices"
+                f"{f' in {slices} slices' if slices > 1 else ''}.",
+                hint=f"{axis} may be {one_of(sizes)}.",
+            )
+    raise ConfigError(
+        f"{', '.join(_words(constraints, axis) for axis in limited)} together leave no mesh of {target.num_devices} "
+        "devices.",
+        hint=f"the sizes of all axes multiply to {target.num_devices}; leave one of them out.",
+    )
+
+
+def _words(constraints: Constraints, name: str) -> str:
+    return ", ".join(f"{name}{sign}{number}" for sign, number in constraints.limits[name])
+
+
+def _mesh_problem(job: Any, profile: Profile, sizes: Mapping[str, int]) -> tuple[str, str] | None:
+    problem = mesh_problem(job, profile, sizes)
+    unused = unused_axes(job, sizes) if problem is None else ()
+    return ("split nothing along an axis", f"nothing of the job is split over {unused[0]}") if unused else problem
 
 
 def _judge(

@@ -100,6 +100,10 @@ def verify(
         )
     views = (views,) if isinstance(views, str) else tuple(views)
     counts = (num_minibatches,) if isinstance(num_minibatches, int) else tuple(num_minibatches)
+    if not counts or min(counts) < 1:
+        raise MeshwrightError(f"verify got num_minibatches={counts}.", hint="1 or more each; 1 is the whole batch.")
+    if not 0 <= seed < 2**32:
+        raise MeshwrightError(f"verify got seed={seed}.", hint="a whole number from 0 to 4294967295.")
     setup = Setup(
         job,
         optimizer or optax.sgd(0.1),

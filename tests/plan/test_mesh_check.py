@@ -1,0 +1,129 @@
+"""Meshes that a job cannot run on: a plan refuses what a step refuses, and axes that split nothing."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.errors import MeshError, MeshwrightError, PlacementError
+from meshwright.models import XLSTM, Decoder, Run
+from meshwright.plan.cost import make_plan
+from meshwright.plan.search import largest_batch, search
+from meshwright.plan.setup import Setup, build_step
+from meshwright.train.axes_used import check_axes, known_axes, unused_axes
+from meshwright.train.language import language_job
+
+
+def decoder(tokens=64, run=None, **options):
+    return language_job(Decoder.named("tiny", **options), batch_size=8, num_tokens=tokens, run=run)
+
+
+def own_job(mesh=None, rules=(("w", P("fsdp", "tp")),)):
+    return mw.Job(
+        init=lambda key: {"w": jax.random.normal(key, (16, 32))},
+        rules=list(rules),
+        loss=lambda params, batch, rng: (jnp.mean((batch["x"] @ params["w"]) ** 2), {}),
+        batch={"x": jax.ShapeDtypeStruct((8, 16), "float32")},
+        mesh=mesh,
+    )
+
+
+WHOLE = Run(tensor_axis=None)
+REFUSED = {
+    "heads": (lambda: decoder(num_heads=4), Setup(mesh="tp:8"), "tp=8 does not divide 4 heads.*\nhint: tp may be 1, 2"),
+    "shared heads": (
+        lambda: decoder(tokens=96, num_heads=12, num_kv_heads=3, head_dim=8),
+        Setup(mesh="dp:2,tp:4"),
+        "tp=4 is no factor or multiple of 3 key/value heads.*\nhint: tp may be 1 only",
+    ),
+    "tokens": (
+        lambda: decoder(tokens=60),
+        Setup(mesh="tp:8"),
+        "tp=8 does not divide 60 tokens.*\nhint: tp may be 1, 2",
+    ),
+    "tokens of XLA": (lambda: decoder(tokens=60), Setup(mesh="tp:8", view="global"), "does not divide 60 tokens"),
+    "heads of an xLSTM": (
+        lambda: language_job(XLSTM.named("tiny", num_heads=4), batch_size=8, num_tokens=64),
+        Setup(mesh="tp:8"),
+        "tp=8 does not divide 4 heads",
+    ),
+    "layers": (lambda: decoder(), Setup(mesh="dp:2,pp:4"), "pp=4 does not divide 2 layers.*\nhint: pp may be 1 or 2"),
+}
+TAKEN = {
+    "heads": (lambda: decoder(num_heads=4), Setup(mesh="dp:2,tp:4")),
+    "shared heads": (lambda: decoder(num_heads=8, num_kv_heads=2), Setup(mesh="tp:8")),
+    "tokens that are not split": (lambda: decoder(tokens=60, run=Run(sequence_parallel=False)), Setup(mesh="tp:8")),
+    "left to XLA": (lambda: decoder(tokens=60, num_heads=4, run=WHOLE), Setup(mesh="tp:8", view="global")),
+    "a job of one's own": (own_job, Setup(mesh="fsdp:2,tp:4", view="global")),
+}
+
+
+def lower(job, setup):
+    step, batch = build_step(job, mw.create_mesh(setup.mesh), setup)
+    return step.lower(batch)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_plan_refuses_what_a_step_refuses(name):
+    make, setup, says = REFUSED[name]
+    job = make()
+    with pytest.raises(MeshError, match=says):
+        make_plan(job, "cpu:8", setup)
+    with pytest.raises(MeshwrightError):
+        lower(job, setup)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_plan_takes_what_a_step_takes(name):
+    make, setup = TAKEN[name]
+    job = make()
+    assert make_plan(job, "cpu:8", setup).memory.total > 0
+    lower(job, setup)
+
+
+def test_axes_that_split_nothing():
+    job = decoder()
+    assert known_axes(job) == ("dp", "fsdp", "pp", "tp")
+    assert unused_axes(job, {"fdsp": 4, "tpp": 2, "spare": 1, "pp": 2}) == ["fdsp", "tpp"]
+    with pytest.raises(
+        MeshError, match=r"axis 'fdsp' splits nothing of this job.\nhint: did you mean 'fsdp'\? its axes"
+    ):
+        make_plan(job, "h200:1x8", Setup(mesh="fdsp:8"))
+    with pytest.raises(
+        MeshError, match=r"axes 'q', 'zz' split nothing of this job.\nhint: its axes are dp, fsdp, pp, tp"
+    ):
+        check_axes(job, {"q": 2, "zz": 4})
+    with pytest.raises(MeshError, match="axis 'fdsp' splits nothing"):
+        largest_batch(job, "h200:1x8", Setup(mesh="fdsp:8"))
+    assert make_plan(job, "h200:1x8", Setup(mesh="fsdp:8,spare:1")).rows == 8
+
+
+def test_a_job_of_ones_own_knows_the_axes_of_its_rules_and_mesh():
+    assert known_axes(own_job()) == ("dp", "fsdp", "tp")
+    with pytest.raises(MeshError, match=r"axis 'sp' splits nothing[\s\S]*name that in the job's own mesh"):
+        check_axes(own_job(), {"sp": 8})
+    assert unused_axes(own_job(mesh="fsdp:2,sp:4"), {"sp": 8}) == []
+    assert unused_axes(language_job(Decoder.named("tiny"), batch_size=8, num_tokens=8, mesh="sp:8"), {"sp": 8}) == [
+        "sp"
+    ]
+
+
+def test_a_search_leaves_out_axes_that_split_nothing():
+    job = own_job(rules=[("w", P("fsdp"))])
+    batch = {"inputs": jnp.zeros((8, 16)), "targets": jnp.zeros((8, 16))}
+
+    def loss(params, batch, rng):
+        return jnp.mean((batch["inputs"] @ params["w"]) ** 2), {}
+
+    job = mw.Job(init=job.init, rules=mw.Rules(job.rules, optional_axes=("fsdp",)), loss=loss, batch=batch)
+    found = search(job, "h200:1x8", constraints="pp=1, minibatches=1")
+    assert {plan.setup.mesh for plan in found.ranked} == {"fsdp:8", "dp:2,fsdp:4", "dp:4,fsdp:2", "dp:8"}
+    details = {item.detail for item in found.rejected if item.reason == "split nothing along an axis"}
+    assert details == {"nothing of the job is split over tp"}
+
+
+@pytest.mark.parametrize(("rows", "parts", "what"), [(0, 1, "0 rows"), (-8, 1, "-8 rows"), (8, 0, "0 minibatches")])
+def test_a_step_of_nothing_is_not_planned(rows, parts, what):
+    with pytest.raises(PlacementError, match=f"a step of {what} cannot be planned"):
+        make_plan(decoder(), "h200:1x8", Setup(mesh="fsdp:8", rows=rows, num_minibatches=parts))

@@ -1,0 +1,83 @@
+"""What commands say of jobs and options that cannot be: one error with a hint, and no traceback."""
+
+import pytest
+
+from meshwright.cli.doctor import doctor
+from meshwright.cli.plan import plan
+from meshwright.cli.rules import rules
+from meshwright.cli.verify import verify
+from meshwright.errors import JobError, MeshError, MeshwrightError
+
+SOURCE = """
+import jax
+import jax.numpy as jnp
+import meshwright as mw
+
+BATCH = {"x": jax.ShapeDtypeStruct((16, 8), "float32")}
+
+def init(key):
+    return {"w": jnp.ones((8,))}
+
+def fails(*args):
+    return jnp.ones(2) @ jnp.ones(3)
+
+def bad(key):
+    return fails()
+
+def make(**changes):
+    given = {"init": init, "rules": [("w", mw.P("fsdp"))], "loss": fails, "batch": BATCH, "mesh": "fsdp:8"}
+    return mw.Job(**(given | changes))
+
+job = make()
+bad_init = make(init=bad)
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "commands_job.py"
+    path.write_text(SOURCE)
+    return f"{path}:job"
+
+
+def test_functions_that_raise(job, tmp_path):
+    where = r"\n.*commands_job\.py:12: TypeError: dot_general requires"
+    with pytest.raises(JobError, match=rf"`loss` of the job '.*commands_job\.py:job' failed\.{where}"):
+        verify(job)
+    with pytest.raises(JobError, match=rf"`loss` of the job '.*commands_job\.py:job' failed\.{where}"):
+        plan(job, target="cpu:8", mesh="fsdp:8", compile=False)
+    bad = job.replace(":job", ":bad_init")
+    for command in (rules, verify):
+        with pytest.raises(JobError, match=rf"`init` of the job '.*:bad_init' failed\.{where}"):
+            command(bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"minibatches": (0,)}, r"num_minibatches=\(0,\)\.\nhint: 1 or more"),
+        ({"minibatches": (1, -2)}, r"num_minibatches=\(1, -2\)"),
+        ({"minibatches": ()}, r"num_minibatches=\(\)"),
+        ({"seed": -1}, r"seed=-1\.\nhint: a whole number from 0"),
+        ({"seed": 2**32}, "seed=4294967296"),
+        ({"devices": -3}, "-3 devices cannot be compared"),
+    ],
+)
+def test_options_of_verify(job, options, text):
+    with pytest.raises(MeshwrightError, match=text):
+        verify(job, **options)
+
+
+def test_a_picture_that_cannot_be_written(job, tmp_path):
+    with pytest.raises(JobError, match=r"--svg writes a picture, and none was asked for\.\nhint: add --picture"):
+        rules(job, svg=tmp_path / "x.svg")
+    with pytest.raises(JobError, match=r"cannot write .*x\.svg: No such file or directory\."):
+        rules(job, picture="w", svg=tmp_path / "nothing" / "x.svg")
+    assert rules(job, picture="w", svg=tmp_path / "x.svg") == 0
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_devices_that_a_doctor_cannot_simulate(number):
+    with pytest.raises(MeshError, match=f"{number} CPU devices cannot be simulated"):
+        doctor(num_cpu_devices=number)
