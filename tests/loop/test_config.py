@@ -74,3 +74,28 @@ def test_a_missing_file_is_told(tmp_path):
 def test_an_unknown_preset_gets_a_spelling_hint():
     with pytest.raises(ConfigError, match="did you mean 'smoke'"):
         preset("smok")
+
+
+def test_a_key_that_comes_twice_is_refused(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 7\nbatch_size: 8\nsteps: 9\n")
+    with pytest.raises(ConfigError, match=r"gives `steps` twice, in lines 1 and 3.\nhint: leave one of them out"):
+        read_config(file)
+
+
+@pytest.mark.parametrize("name", ["steps", "batch_size", "warmup", "keep_last", "process_id"])
+def test_numbers_that_do_not_fit_are_refused(tmp_path, name):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{name}: 99999999999999999999999\n")
+    with pytest.raises(ConfigError, match=rf"{name} is 9+.\nhint: a whole number below 2\*\*31"):
+        read_config(file)
+    file.write_text(f"learning_rate: 1{'0' * 400}\n")
+    with pytest.raises(ConfigError, match="give a number"):
+        read_config(file)
+
+
+@pytest.mark.parametrize("name", ["data", "run", "data_cache", "tokenizer", "job"])
+def test_empty_texts_are_refused(name):
+    for value in ("", " "):
+        with pytest.raises(ConfigError, match=f"{name} is empty.\nhint: .* is a shell variable not set"):
+            TrainConfig().changed({name: value})

@@ -22,8 +22,10 @@ def test_options_change_fields_by_their_kind():
     [
         ("decoder-tinny", (), "did you mean 'decoder-tiny'"),
         ("decoder-tiny", ("layers=3",), "no option 'layers=3'"),
-        ("decoder-tiny", ("num_layers",), "no option 'num_layers'"),
-        ("decoder-tiny", ("num_layers=three",), "does not give a number"),
+        ("decoder-tiny", ("num_layers",), "has no value.\\nhint: write num_layers=VALUE"),
+        ("decoder-tiny", ("num_layers=three",), "does not give a whole number"),
+        ("decoder-tiny", ("num_layers=2.5",), "hint: a whole number, such as 4"),
+        ("decoder-tiny", ("num_kv_heads=2.5",), "hint: a whole number, such as 4"),
         ("decoder-tiny", ("tied_embeddings=yes",), "neither true nor false"),
     ],
 )

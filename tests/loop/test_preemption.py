@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from meshwright.loop.preemption import EXIT_PREEMPTED, Preemption
+from meshwright.loop.preemption import EXIT_PREEMPTED, EarlySignals, Interrupted, Preemption, check_early
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_asks_and_is_given_back(number, capfd):
     before = signal.getsignal(number)
     with Preemption() as preemption:
@@ -55,6 +55,47 @@ def test_other_threads_leave_signals_alone():
     thread.start()
     thread.join()
     assert seen == [(True, False)]
+
+
+def test_a_hangup_that_is_ignored_stays_so():
+    """As `nohup` has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with EarlySignals(), Preemption() as preemption:
+            signal.raise_signal(signal.SIGHUP)
+            assert not preemption.requested(1)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_asking_does_not_fail_where_nobody_reads_the_answer(monkeypatch):
+    def broken(*_):
+        raise BrokenPipeError
+
+    with Preemption() as preemption:
+        monkeypatch.setattr(os, "write", broken)
+        signal.raise_signal(signal.SIGINT)
+        assert preemption.requested(1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_an_early_signal_that_got_lost_is_raised_again(number, capfd):
+    before = signal.getsignal(number)
+    with EarlySignals():
+        check_early()
+
+        class Swallows:
+            def __del__(self):
+                signal.raise_signal(number)
+
+        Swallows()  # Python drops what a finalizer raises
+        for act in (check_early, Preemption().__enter__):
+            with pytest.raises(Interrupted, match=signal.Signals(number).name):
+                act()
+    assert signal.getsignal(number) is before
+    check_early()
+    assert capfd.readouterr().err == ""
 
 
 def test_the_exit_code_is_the_documented_one():

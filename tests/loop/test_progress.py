@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from meshwright.loop.progress import Progress
+from meshwright.loop.progress import Progress, let_go, steady
 
 
 class Clock:
@@ -25,6 +25,27 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("meshwright.loop.progress.time", clock)
     return clock
+
+
+def test_a_stream_that_cannot_be_written_ends_nothing():
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as pipe:
+        progress = Progress(2, stream=pipe)
+        progress.say("a line")
+        progress.update(2, {"loss": 1.0})
+        progress.close()
+        print("x" * 100_000, file=steady(pipe), flush=True)
+        assert steady(steady(pipe)) is not pipe
+        let_go(pipe)
+        pipe.flush()  # as Python does at its end
+    print("nothing", file=steady(pipe))  # closed
+    print("nothing", file=steady(None))
+
+
+def test_text_that_cannot_be_encoded_is_not_taken_for_a_closed_stream():
+    with pytest.raises(UnicodeEncodeError):
+        steady(io.TextIOWrapper(io.BytesIO(), "ascii")).write("\N{MIDDLE DOT}")
 
 
 def test_plain_lines_come_now_and_then_and_at_the_end(clock):

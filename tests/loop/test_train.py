@@ -1,11 +1,14 @@
 """A whole run: it trains, stops when asked, goes on as if nothing had happened, also on another mesh."""
 
+import errno
 import signal
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from meshwright.checkpoint import Checkpoints
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, TrainingError
 from meshwright.loop import loop as loop_module
 from meshwright.loop.run import train
@@ -64,8 +67,6 @@ def straight(tmp_path_factory):
 
 
 def fit_folder(config):
-    from pathlib import Path
-
     return Path(config.run.run)
 
 
@@ -296,6 +297,74 @@ def test_a_save_that_fails_is_not_called_written(make_config, stop_at, monkeypat
     result = train(config, say=said.append)
     assert (result.why, result.saved) == ("preempted", False)
     assert any("COULD NOT BE SAVED" in line for line in said)
+
+
+def test_an_end_that_is_not_saved_is_told_last_and_the_page_does_not_hide_it(make_config, read_run, monkeypatch):
+    save = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda self, *a, step, **k: step < 4 and save(self, *a, step=step, **k))
+    monkeypatch.setattr("meshwright.loop.report.build._write", _refuse)
+    said = []
+    config = make_config(steps=4, checkpoint_every=2, eval_every=0, report=True)
+    result = train(config, say=said.append)
+    assert (result.why, result.saved, result.last_saved) == ("finished", False, 2)
+    assert said[-1] == (
+        "error: step 4 COULD NOT BE SAVED: step 2 is the last that is saved; those after it, up to 4, exist nowhere"
+    )
+    # Nor does a page that cannot be written.
+    folder = fit_folder(config)
+    hint = f"hint: meshwright report {folder} --out FILE writes it elsewhere."
+    assert said[-3] == f"warning: there is no report page: the disk is full.\n{hint}"
+    assert said[-2].endswith("--resume")  # and no more steps than it had
+    assert read_run(folder)[2][-1]["kind"] == "error"
+
+
+def _refuse(path, text):
+    raise MeshwrightError("the disk is full.", hint="name another file with --out.")
+
+
+def test_a_run_of_skipped_steps_does_not_end_well(make_config, read_run):
+    said = []
+    config = make_config(learning_rate=1e30, warmup=0, clip=None, steps=4, eval_every=0)
+    result = train(config, say=said.append)
+    assert (result.skipped, result.mostly_skipped, result.saved) == (3, True, True)
+    assert said[-1].startswith("error: 3 OF 4 STEPS WERE SKIPPED, since something was not finite: little was learned")
+    assert read_run(fit_folder(config))[2][-1]["kind"] == "error"
+
+
+def test_a_resume_that_is_refused_changes_nothing(make_config, stop_at):
+    config = make_config(steps=4, checkpoint_every=0, eval_every=0)
+    train(config, **QUIET)
+    folder = fit_folder(config)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 9.0}\n')  # which a resumed run drops
+    before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    for changes in ({"seed": 3}, {"num_tokens": 8}, {"validation": 0.5}, {"steps": 3}):
+        said = []
+        with pytest.raises(MeshwrightError):
+            train(config.changed({"resume": True, **changes}), say=said.append)
+        assert not any("resumed" in line or "changed since" in line for line in said)
+        assert {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()} == before
+
+
+def test_a_disk_that_is_full_at_the_start_is_an_error_with_a_hint(make_config, monkeypatch):
+    def full(self, *args, **kwargs):
+        write_bytes(self, b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_bytes = Path.write_bytes
+    config = make_config(steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(ConfigError, match=r"cannot be written: No space left on device.\nhint: free some space"):
+            train(config, **QUIET)
+    assert not list(fit_folder(config).glob(".config*"))
+    assert train(config, **QUIET).step == 2  # what the attempt left is not in the way
+
+
+def test_steps_to_trace_that_never_come_are_told(make_config):
+    with pytest.raises(ConfigError, match="no such step comes, the run ends at step 2"):
+        train(make_config(steps=2, profile="100:200"), **QUIET)
+    assert not fit_folder(make_config()).exists()
 
 
 def test_skipped_steps_do_not_move_the_schedule(make_config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -9,12 +10,29 @@ from meshwright.errors import MeshwrightError
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs one subcommand and ends the process with its exit code: 0 fine, 1 a problem, 2 wrong usage."""
+    """Runs one subcommand and ends the process with its exit code: 0 fine, 1 a problem, 2 wrong usage, 130 Ctrl-C."""
+    args = list(sys.argv[1:] if args is None else args)
+    code: int | None = None
+    try:
+        with contextlib.ExitStack() as stack:
+            if args[:1] == ["train"]:  # what is printed never ends a run, nor does a signal end it halfway
+                from meshwright.loop.preemption import EarlySignals
+                from meshwright.loop.progress import steady_output
+
+                stack.enter_context(steady_output())
+                stack.enter_context(EarlySignals())
+            code = _run(args)
+    except KeyboardInterrupt as error:
+        code = _interrupted(error)
+    sys.exit(code)
+
+
+def _run(args: list[str]) -> int | None:
     try:
         import tyro
     except ModuleNotFoundError:
         print("error: the command line needs tyro.\nhint: pip install tyro rich", file=sys.stderr)
-        sys.exit(1)
+        return 1
 
     from meshwright.cli.checkpoint import checkpoint
     from meshwright.cli.doctor import doctor
@@ -25,10 +43,8 @@ def main(args: Sequence[str] | None = None) -> None:
     from meshwright.cli.train import make_train
     from meshwright.cli.verify import verify
 
-    args = list(sys.argv[1:] if args is None else args)
-
     try:
-        code = tyro.extras.subcommand_cli_from_dict(
+        code: int | None = tyro.extras.subcommand_cli_from_dict(
             {
                 "train": make_train(args),
                 "plan": plan,
@@ -43,10 +59,23 @@ def main(args: Sequence[str] | None = None) -> None:
             description="Place JAX models on any mesh, prove that they compute the same there, and train them.",
             args=args,
         )
+        return code
     except MeshwrightError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        return 1
     except BrokenPipeError:  # the reader of our output left, as `head` does
         sys.stderr.close()
-        sys.exit(0)
-    sys.exit(code)
+        return 0
+
+
+def _interrupted(error: KeyboardInterrupt) -> int:
+    """Says in one line what ended the command, and returns its exit code."""
+    import signal
+
+    from meshwright.loop.preemption import EXIT_INTERRUPTED, EXIT_PREEMPTED, Interrupted
+    from meshwright.loop.progress import let_go, steady
+
+    asked = isinstance(error, Interrupted) and error.number != signal.SIGINT
+    print(f"stopped by {error} before the run began" if asked else "interrupted", file=steady(sys.stderr), flush=True)
+    let_go(sys.stderr)
+    return EXIT_PREEMPTED if asked else EXIT_INTERRUPTED

@@ -34,7 +34,7 @@ def make_train(args: Sequence[str]) -> Callable[..., int]:
 
         Without options: a small byte-level decoder on the sources of Python's standard library, in about two minutes
         on a laptop's CPU, which plays eight devices. Exits with 0 at the end, and with 75 where it was asked to stop
-        (SIGTERM) and can be resumed.
+        (SIGTERM, Ctrl-C) and can be resumed.
 
         Args:
             preset: a set of options by name: small, smoke, xlstm-small, decoder-125m, decoder-1b.
@@ -58,9 +58,11 @@ def base_config(args: Sequence[str]) -> TrainConfig:
     run_folder, resume = _value(args, "run"), "--resume" in args
     or_start = any(arg in ("--or-start", "--or_start") for arg in args)
     base = TrainConfig()
+    if run_folder is not None and not run_folder.strip():
+        raise ConfigError("--run is empty.", hint="the folder of a run; is a shell variable not set?")
     if resume and run_folder is not None:
         path = Path(run_folder) / "config.yaml"
-        if path.is_file():
+        if os.path.isfile(path):  # a name that no file can have is none
             base = read_config(path)
             if or_start:  # the command that started it is given again: what the run has become since then counts
                 return base
@@ -84,10 +86,11 @@ def run(config: TrainConfig) -> int:
         jax.config.update("jax_num_cpu_devices", config.placement.devices or max(1, 8 // count))
     joined = join(together.coordinator, together.num_processes, together.process_id)
     from meshwright.job import load_job
-    from meshwright.loop.preemption import EXIT_PREEMPTED
+    from meshwright.loop.preemption import EXIT_INTERRUPTED, EXIT_PREEMPTED, check_early
     from meshwright.loop.prepared import shared_options
     from meshwright.loop.run import train
 
+    check_early()
     if joined is not None:
         if jax.process_index() == 0:
             print(joined, file=sys.stderr)
@@ -95,18 +98,21 @@ def run(config: TrainConfig) -> int:
         agree({"seed": config.run.seed, "config": shared_options(config)}, job=job)
     try:
         result = train(config)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if joined is None:
             raise
         # With others, an ordinary end would wait for them at JAX's barrier, and they may be waiting for this one.
         if isinstance(error, MeshwrightError):
             print(f"error: {error}", file=sys.stderr, flush=True)
+        elif isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr, flush=True)
+            os._exit(EXIT_INTERRUPTED)
         else:
             traceback.print_exc()
         os._exit(1)
-    if result.why != "preempted":
-        return 0
-    return EXIT_PREEMPTED if result.saved else 1
+    if not result.saved or result.mostly_skipped:
+        return 1
+    return EXIT_PREEMPTED if result.why == "preempted" else 0
 
 
 def _value(args: Sequence[str], name: str) -> Any:

@@ -31,6 +31,7 @@ class ModelOptions:
 
     def check(self) -> None:
         """Raises where an option has a value that it cannot have."""
+        _not_empty(self, "job")
         if self.job is not None and self.model_options:
             raise ConfigError("model_options change a model of ours, and a job was named.", hint="leave one out.")
 
@@ -61,6 +62,7 @@ class DataOptions:
     def check(self) -> None:
         """Raises where an option has a value that it cannot have."""
         _positive(self, "batch_size", "num_tokens", "epochs")
+        _not_empty(self, "data", "tokenizer", "data_cache")
         if not 0 <= self.validation < 1:
             raise ConfigError(f"validation is {self.validation}.", hint="a share of the documents, 0 up to below 1.")
 
@@ -178,6 +180,7 @@ class RunOptions:
         """Raises where an option has a value that it cannot have."""
         _positive(self, "steps", "keep_last", "keep_every", "eval_batches")
         _not_negative(self, "checkpoint_every", "eval_every", "sample_tokens", "seed")
+        _not_empty(self, "run", "wandb", "trackio")
         if self.or_start and not (self.resume and self.run):
             raise ConfigError("or_start belongs to --resume.", hint="--run FOLDER --resume --or-start.")
         if self.seed >= 1 << 32:
@@ -251,6 +254,9 @@ class TrainConfig:
             meshwright.errors.ConfigError: steps is -1.
             hint: a whole number from 1 on.
         """
+        for name, value in self.flat().items():
+            if isinstance(value, int) and name != "seed" and abs(value) >= 1 << 31:
+                raise ConfigError(f"{name} is {value}.", hint="a whole number below 2**31.")
         for group in dataclasses.fields(self):
             getattr(self, group.name).check()
 
@@ -356,7 +362,7 @@ def read_config(path: str | Path, *, base: TrainConfig | None = None) -> TrainCo
     yaml, path = _yaml(), Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-        options = yaml.safe_load(text) or {}
+        options = yaml.load(text, Loader=_loader(yaml, path)) or {}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -393,7 +399,7 @@ def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
         if each is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
             try:
                 return float(value)
-            except ValueError:
+            except (ValueError, OverflowError):
                 continue
         if each is str and isinstance(value, str):
             return value
@@ -422,11 +428,38 @@ def _positive(group: Any, *names: str) -> None:
             raise ConfigError(f"{name} is {value}.", hint="a whole number from 1 on.")
 
 
+def _not_empty(group: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(group, name)
+        if value is not None and not value.strip():
+            raise ConfigError(
+                f"{name} is empty.", hint=f"give {name} a value or leave it out; is a shell variable not set?"
+            )
+
+
 def _not_negative(group: Any, *names: str) -> None:
     for name in names:
         value = getattr(group, name)
         if value is not None and value < 0:
             raise ConfigError(f"{name} is {value}.", hint="a whole number, not below 0.")
+
+
+def _loader(yaml: Any, path: Path) -> Any:
+    """Returns a reader of YAML that refuses a key which comes twice: which of the two counts, nobody would see."""
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: dict[Any, int] = {}
+            for key, _ in node.value:
+                line = key.start_mark.line + 1
+                if isinstance(key.value, str) and seen.setdefault(key.value, line) != line:
+                    raise ConfigError(
+                        f"{path} gives `{key.value}` twice, in lines {seen[key.value]} and {line}.",
+                        hint="leave one of them out.",
+                    )
+            return super().construct_mapping(node, deep=deep)
+
+    return Loader
 
 
 def _yaml() -> Any:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fnmatch
 import json
 import os
 import re
 import shlex
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +21,41 @@ from meshwright.loop.config import TrainConfig
 from meshwright.loop.together import as_first, together
 
 CONFIG, FACTS = "config.yaml", "run.json"
+_FULL = "free some space, or name a folder on another disk with --run."
+_FORBIDDEN = "name a folder that you may write to with --run."
+_FILE = "--run names a folder, and there is a file of that name on the way."
+# What the system refuses, and what to do about it.
+_HINTS = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
+    errno.EROFS: _FORBIDDEN,
+    errno.EEXIST: _FILE,
+    errno.ENOTDIR: _FILE,
+    errno.EISDIR: "a file of the run has its name taken by a folder: name another one with --run.",
+    errno.ENAMETOOLONG: "a shorter name with --run.",
+    errno.EIO: "is the disk failing? Name a folder on another one with --run.",
+}
+# What may lie in the folder of a run that is new: what an attempt left, what a scheduler or a file system puts there.
+_NO_STRANGERS = (
+    ".*",
+    "lost+found",
+    "*.log",
+    "*.out",
+    "*.err",
+    FACTS,
+    "metrics.jsonl",
+    "events.jsonl",
+    "trackers.json",
+    "report.html",
+    "checkpoints",
+    "tensorboard",
+    "ledger",
+    "profile",
+    "wandb",
+    "hang-*.txt",
+)
 # How a process takes part, not what the run is.
 NOT_OF_THE_RUN = ("resume", "or_start", "run", "coordinator", "num_processes", "process_id")
 
@@ -41,7 +79,8 @@ class RunFolder:
 
         Process 0 decides, and what it meets, all processes are told: one that went on alone would wait for the others.
         """
-        folder, problem = cls(Path(), resumed=False), None
+        folder = cls(Path(), resumed=False)
+        problem: ConfigError | None = None
         if jax.process_index() == 0:
             try:
                 folder.path = _choose(config, name)
@@ -50,14 +89,16 @@ class RunFolder:
                     folder.path = folder.path.absolute()
                 folder.path.mkdir(parents=True, exist_ok=True)
                 folder._take_lock()
-            except (ConfigError, OSError) as error:
+            except ConfigError as error:
                 problem = error
+            except OSError as error:
+                problem = _cannot_write(folder.path if folder.path.name else Path(config.run.run or "runs"), error)
         kind = "resumed" if folder.resumed else "new"
         said = as_first(f"problem {problem}" if problem is not None else f"{kind} {folder.path}")
         kind, _, text = said.partition(" ")
         if problem is not None:
             folder.close()
-            raise problem if isinstance(problem, ConfigError) else ConfigError(f"the run's folder: {problem}.")
+            raise problem
         if kind == "problem":
             raise ConfigError(text)
         folder.path, folder.resumed = Path(text), kind == "resumed"
@@ -86,6 +127,16 @@ class RunFolder:
         facts = {"name": self.path.name, "resume_command": self.resume_command, "started": time.time(), **facts}
         self._write(FACTS, json.dumps(facts, indent=1))
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turns what the system refuses, on a full disk say, into an error with a hint."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _HINTS:
+                raise
+            raise _cannot_write(self.path, error) from error
+
     def close(self) -> None:
         """Lets other processes write here."""
         if self._lock is not None:
@@ -104,8 +155,13 @@ class RunFolder:
     def _write(self, name: str, text: str) -> None:
         if jax.process_index() == 0:
             new = self.path / f".{name}.new"
-            new.write_text(text, encoding="utf-8")
-            os.replace(new, self.path / name)
+            try:
+                new.write_text(text, encoding="utf-8")
+                os.replace(new, self.path / name)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    new.unlink(missing_ok=True)
+                raise
 
     def _take_lock(self) -> None:
         try:
@@ -133,11 +189,35 @@ def _choose(config: TrainConfig, name: str) -> Path:
             raise ConfigError("--resume needs the folder of a run.", hint="--run runs/NAME --resume.")
         if not config.run.or_start and not (Path(wanted) / CONFIG).is_file():
             raise ConfigError(f"{wanted} holds no run to resume.", hint="the folder with config.yaml in it.")
+        if not (Path(wanted) / CONFIG).is_file():
+            _require_no_strangers(Path(wanted))
         return Path(wanted)
     path = Path(wanted) if wanted is not None else _next_free(Path("runs"), name)
     if (path / CONFIG).is_file():
         raise ConfigError(f"{path} already holds a run.", hint="add --resume to go on with it, or name another --run.")
+    _require_no_strangers(path)
     return path
+
+
+def _require_no_strangers(path: Path) -> None:
+    """Raises where a folder holds something else than a run, or than what an attempt to start one has left."""
+    if not path.is_dir():
+        return
+    strangers = sorted(
+        entry.name for entry in path.iterdir() if not any(fnmatch.fnmatch(entry.name, name) for name in _NO_STRANGERS)
+    )
+    if strangers:
+        shown = ", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else "")
+        raise ConfigError(
+            f"{path} holds other files, and no run: {shown}.",
+            hint=f"name a folder of the run's own, such as --run {shlex.quote(str(path / 'run'))}.",
+        )
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    what = error.strerror or str(error)
+    hint = _HINTS.get(error.errno or 0, "name another folder with --run.")
+    return ConfigError(f"the run's folder {path} cannot be written: {what}.", hint=hint)
 
 
 def _next_free(parent: Path, name: str) -> Path:

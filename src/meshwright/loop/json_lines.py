@@ -6,6 +6,7 @@ dropped when the file is opened again; cutting a file back makes a new one and p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -127,11 +128,16 @@ def plain(value: Any) -> Any:
 def replace_file(path: Path, content: bytes) -> None:
     """Puts new content in the place of a file's old one: who looks, also after a power cut, sees one or the other."""
     new = path.with_name(f".{path.name}.new")
-    with new.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    try:
+        with new.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

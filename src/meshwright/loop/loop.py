@@ -78,13 +78,25 @@ class Loop:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: its last state, the step it stands at, its last metrics, and whether that step is saved."""
+    """How a run ended: its last state, the step it stands at, its last metrics, and whether that step is saved.
+
+    Args:
+        last_saved: the last step that is; None where there is none.
+        skipped: how many of its steps were skipped, since something was not finite.
+    """
 
     state: State
     step: int
     why: Literal["finished", "preempted", "out of data"]
     metrics: Mapping[str, float]
     saved: bool = False
+    last_saved: int | None = None
+    skipped: int = 0
+
+    @property
+    def mostly_skipped(self) -> bool:
+        """Whether it came to its end, and was trained by less than half of its steps."""
+        return self.why != "preempted" and 2 * self.skipped > self.step
 
 
 def fit(loop: Loop, state: State, batches: Any) -> Result:
@@ -137,7 +149,16 @@ class _Fit:
             if self.loop.profile is not None and (told := self.loop.profile.close()) is not None:
                 self.tell("profile", self.number, told)
             self.batches.close()
-        return Result(self.state, self.number, why, self.last_metrics, self.is_saved())
+        last_saved = self.last_saved()
+        return Result(
+            self.state,
+            self.number,
+            why,
+            self.last_metrics,
+            saved=last_saved == self.number,
+            last_saved=last_saved,
+            skipped=int(self.state.skipped),
+        )
 
     # --- One step ---
 
@@ -301,9 +322,13 @@ class _Fit:
         if self.loop.checkpoints is not None:
             self.loop.checkpoints.wait()
 
-    def is_saved(self) -> bool:
+    def last_saved(self) -> int | None:
+        """Returns the last step up to here that is saved."""
         checkpoints = self.loop.checkpoints
-        return checkpoints is not None and bool(from_first(int(self.number in checkpoints.steps())))
+        if checkpoints is None:
+            return None
+        found = from_first(max((step for step in checkpoints.steps() if step <= self.number), default=-1))
+        return None if found < 0 else found
 
     # --- Telling ---
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -42,10 +43,12 @@ def make_model(name: str, options: tuple[str, ...] = (), *, vocab_size: int | No
     changes: dict[str, Any] = {}
     for option in options:
         field, equals, text = option.partition("=")
+        if not equals and field in fields:
+            raise ConfigError(f"the model option {option!r} has no value.", hint=f"write {field}=VALUE.")
         if not equals or field not in fields:
             hint = did_you_mean(field, fields) or f"write one of {', '.join(fields)}, then = and its value."
             raise ConfigError(f"{name} has no option {option!r}.", hint=hint)
-        changes[field] = _value(option, text, kind.SIZES[size].get(field, fields[field].default))
+        changes[field] = _value(option, text, fields[field].type)
     model = kind.named(size, **changes)
     if vocab_size is not None and model.vocab_size < vocab_size:
         if "vocab_size" in changes:
@@ -57,17 +60,20 @@ def make_model(name: str, options: tuple[str, ...] = (), *, vocab_size: int | No
     return model
 
 
-def _value(option: str, text: str, like: Any) -> Any:
-    """Returns text as a value of the kind that the field has; where it is None by default, as a number."""
-    if isinstance(like, bool):
+def _value(option: str, text: str, kind: Any) -> Any:
+    """Returns text as a value of the kind that the field has, which its annotation says."""
+    kinds = str(kind).split(" | ")
+    if "bool" in kinds:
         if text not in ("true", "false"):
-            raise ConfigError(f"{option!r} is neither true nor false.")
+            raise ConfigError(f"{option!r} is neither true nor false.", hint="write true or false.")
         return text == "true"
-    for kind in (int,) if isinstance(like, int) else (float,) if isinstance(like, float) else (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    if isinstance(like, str):
+    if text in ("none", "None", "null") and "None" in kinds:
+        return None
+    for name, parse in (("int", int), ("float", float)):
+        if name in kinds:
+            with contextlib.suppress(ValueError):
+                return parse(text)
+    if "str" in kinds:
         return text
-    raise ConfigError(f"{option!r} does not give a number.")
+    hint = "a whole number, such as 4." if "int" in kinds else "a number, such as 0.1."
+    raise ConfigError(f"{option!r} does not give {'a whole number' if 'int' in kinds else 'a number'}.", hint=hint)

@@ -22,7 +22,8 @@ from meshwright.loop.memory import read_memory
 from meshwright.loop.mesh_choice import MeshChoice, choose_mesh
 from meshwright.loop.models import make_model
 from meshwright.loop.optimizers import make_optimizer
-from meshwright.loop.progress import Progress
+from meshwright.loop.preemption import check_early
+from meshwright.loop.progress import Progress, steady
 from meshwright.loop.sources import JobSource, TextSource, make_source, rows_of
 from meshwright.loop.together import as_first, together
 from meshwright.mesh import create_mesh
@@ -34,17 +35,19 @@ from meshwright.train import (
     require_agreement,
     state_layout,
 )
+from meshwright.train.axes_used import check_axes
 
 
 class Voice:
     """Tells what is done, on process 0: above the progress line while there is one."""
 
     def __init__(self, say: Callable[[str], None] | None) -> None:
-        self.say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+        self.say = say or (lambda text: print(text, file=steady(sys.stderr), flush=True))
         self.shows = say is None and jax.process_index() == 0
         self.progress: Progress | None = None
 
     def __call__(self, text: str) -> None:
+        check_early()
         if jax.process_index() != 0:
             return
         if self.progress is not None and self.shows:
@@ -75,6 +78,8 @@ def prepare(config: TrainConfig, tell: Voice, stack: ExitStack) -> Prepared:
 
     def load() -> tuple[Any, TextSource | JobSource]:
         job = load_job(config.model.job) if config.model.job is not None else None
+        if job is None:  # wrong options are told before any text is read
+            make_model(config.model.model, config.model.model_options)
         return job, make_source(config, job, tell=tell)
 
     job, source = together("loading the job and its data", load)
@@ -92,9 +97,9 @@ def prepare(config: TrainConfig, tell: Voice, stack: ExitStack) -> Prepared:
     choice = together("choosing a mesh", lambda: _choose_mesh(config, model, job, optimizer, precision))
     choice = MeshChoice(as_first(choice.mesh), as_first(choice.reason))
     tell(f"mesh: {choice.mesh} ({_devices()}); {choice.reason}")
-    layout = state_layout(
-        job, optimizer, create_mesh(choice.mesh), zero_axis=config.placement.zero_axis, precision=precision
-    )
+    mesh = create_mesh(choice.mesh)
+    check_axes(job, mesh.shape)
+    layout = state_layout(job, optimizer, mesh, zero_axis=config.placement.zero_axis, precision=precision)
     tell(
         f"model: {config.model.job or config.model.model}, {num_params(job):,} parameters; the state takes "
         f"{format_bytes(layout.bytes_per_device)} on each device; precision {precision}"

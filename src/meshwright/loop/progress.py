@@ -2,15 +2,95 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
 
 from meshwright.layout import format_bytes
+
+
+class Steady:
+    """A stream that ends no run: what cannot be written, into a pipe without a reader say, is left out.
+
+    Example:
+        >>> broken, writes = os.pipe()
+        >>> os.close(broken)
+        >>> with open(writes, "w") as pipe:
+        ...     print("a line", file=steady(pipe), flush=True)
+        ...     let_go(pipe)
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._survived():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._survived():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _survived(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            pass
+        except ValueError:
+            if not self._stream.closed:  # text that the encoding does not have is another matter
+                raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def steady(stream: TextIO | None) -> TextIO:
+    """Returns a stream that raises nothing where it cannot be written; None, a closed one, is written nowhere."""
+    if isinstance(cast(object, stream), Steady):
+        assert stream is not None
+        return stream
+    return cast(TextIO, Steady(stream if stream is not None else cast(TextIO, _Nowhere())))
+
+
+@contextlib.contextmanager
+def steady_output() -> Iterator[None]:
+    """Makes stdout and stderr steady for a while, for all that prints: jobs, libraries, a live line."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = steady(sys.stdout), steady(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        for stream in before:
+            let_go(stream)
+
+
+def let_go(stream: TextIO | None) -> None:
+    """Drops what a stream cannot write: Python would try again at its end, and fail with a code of its own."""
+    if stream is None or stream.closed:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        with contextlib.suppress(OSError):
+            stream.flush()
 
 
 class Progress:
@@ -43,6 +123,7 @@ class Progress:
     ) -> None:
         self.total_steps, self.tokens_per_step = total_steps, tokens_per_step
         self._step, self._metrics = start_step, dict[str, Any]()
+        stream = steady(stream) if stream is not None else None
         self._stream, self._plain_seconds = stream, plain_seconds
         self._next_line = -math.inf
         self._phase: str | None = "starting"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,38 +32,56 @@ class Start:
     Args:
         data: where the data stands; None at its beginning.
         spikes: the losses that a guard against jumps remembers; None where there was no such guard.
+        event: what is written down about it; `facts` go with it.
+        said: what is told about it.
     """
 
     state: State
+    event: str
+    said: Sequence[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] | None = None
     spikes: Mapping[str, Any] | None = None
 
+    @property
+    def step(self) -> int:
+        """How many steps were taken before it."""
+        return int(self.state.step)
 
-def find_start(run: Prepared, checkpoints: Checkpoints, log: RunLog) -> Start:
-    """Returns the first state, or that of the last good checkpoint."""
+    def announce(self, run: Prepared, log: RunLog) -> None:
+        """Tells and writes down where the run begins, once nothing speaks against it."""
+        if run.folder.resumed:
+            log.rewind(self.step)
+        log.event("resume" if run.folder.resumed else "start", self.step, self.event, **self.facts)
+        for text in self.said:
+            run.tell(text)
+
+
+def find_start(run: Prepared, checkpoints: Checkpoints) -> Start:
+    """Returns the first state, or that of the last good checkpoint; nothing is written or told yet."""
     config = run.config
     if not run.folder.resumed or checkpoints.latest() is None:
+        event, said = f"started on {run.choice.mesh}", []
         if run.folder.resumed:
-            log.rewind(0)
-            run.tell("the run ended before its first checkpoint: it starts again")
-            log.event("resume", 0, "no checkpoint was there: started again")
-        else:
-            log.event("start", 0, f"started on {run.choice.mesh}")
-            if config.run.or_start:
-                run.tell(f"there was no run in {run.folder.path} to resume: it starts")
+            event = "no checkpoint was there: started again"
+            said = ["the run ended before its first checkpoint: it starts again"]
+        elif config.run.or_start:
+            said = [f"there was no run in {run.folder.path} to resume: it starts"]
         key = jax.random.key(config.run.seed)
-        return Start(init_state(run.job, run.optimizer, run.layout, key, precision=run.precision))
+        return Start(init_state(run.job, run.optimizer, run.layout, key, precision=run.precision), event, said)
     restored = checkpoints.restore(run.layout, cast=config.run.cast)
     _require_same_model(run, restored.facts)
-    for note in [*restored.notes, *_changes(run, restored.facts, restored.step)]:
-        run.tell(note)
-    log.rewind(restored.step)
     text = f"resumed from the checkpoint of step {restored.step} on {run.choice.mesh}"
-    log.event("resume", restored.step, text, notes=restored.notes)
-    run.tell(text)
     undone = _rolled_back(run.folder.path / EVENTS, restored.step)
     data = undone if undone is not None else restored.facts.get("data")
-    return Start(restored.state, data, restored.facts.get("spikes"))
+    return Start(
+        restored.state,
+        text,
+        [*restored.notes, *_changes(run, restored.facts, restored.step), text],
+        {"notes": restored.notes},
+        data,
+        restored.facts.get("spikes"),
+    )
 
 
 def _require_same_model(run: Prepared, facts: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ mesh -> rules -> layout -> state -> step -> loop -> checkpoint
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from meshwright.checkpoint import Checkpoints, Keep
 from meshwright.checkpoint.arrays import load_ahead
 from meshwright.checkpoint.processes import from_first
 from meshwright.data import Ledger
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.loop.config import TrainConfig
 from meshwright.loop.figures import (
     checkpoint_facts,
@@ -30,7 +31,7 @@ from meshwright.loop.log import EVENTS, METRICS, RunLog
 from meshwright.loop.loop import Loop, Result, fit
 from meshwright.loop.preemption import Preemption
 from meshwright.loop.prepared import Prepared, Voice, prepare
-from meshwright.loop.profile import Profile
+from meshwright.loop.profile import Profile, parse_steps
 from meshwright.loop.progress import Progress
 from meshwright.loop.resume import find_start, was_evaluated, was_sampled
 from meshwright.loop.sample import make_sampler
@@ -57,9 +58,20 @@ def train(config: TrainConfig, *, say: Callable[[str], None] | None = None) -> R
         say: where to tell what is done, instead of showing it on stderr with a line of progress.
     """
     config.check()
+    _require_steps_to_trace(config)
     with ExitStack() as stack:
         run = prepare(config, Voice(say), stack)
         return _run(run, stack)
+
+
+def _require_steps_to_trace(config: TrainConfig) -> None:
+    # Not one of `check`: a file may name the steps to trace, and the command line more steps than the file.
+    first, _ = parse_steps(config.run.profile)
+    if first > config.run.steps:
+        raise ConfigError(
+            f"--profile {config.run.profile}: no such step comes, the run ends at step {config.run.steps}.",
+            hint="name earlier steps, or ask for more with --steps.",
+        )
 
 
 def _run(run: Prepared, stack: ExitStack) -> Result:
@@ -67,19 +79,6 @@ def _run(run: Prepared, stack: ExitStack) -> Result:
     preemption = stack.enter_context(Preemption())
     profile = Profile(options.profile, folder.path / "profile") if options.profile else None
     sampler = _Sampler(run) if run.model is not None and options.sample_tokens else None
-    log = stack.enter_context(
-        together(
-            "opening its logs",
-            lambda: RunLog(
-                folder.path,
-                rank=jax.process_index(),
-                tensorboard=options.tensorboard,
-                wandb=options.wandb,
-                trackio=options.trackio,
-                tell=run.tell,
-            ),
-        )
-    )
 
     def told(kind: str, step: int, text: str) -> None:
         log.event(kind, step, text)
@@ -87,10 +86,9 @@ def _run(run: Prepared, stack: ExitStack) -> Result:
 
     keep = Keep(last=options.keep_last, every=options.keep_every)
     checkpoints = Checkpoints(folder.checkpoints, keep=keep, tell=told)
-    stack.callback(checkpoints.close)
     load_ahead()
-    begin = find_start(run, checkpoints, log)
-    start = int(begin.state.step)
+    begin = find_start(run, checkpoints)
+    start = begin.step
     if start > options.steps:
         raise ConfigError(
             f"{folder.path} stands at step {start} of {options.steps} already.", hint="ask for more with --steps."
@@ -114,11 +112,29 @@ def _run(run: Prepared, stack: ExitStack) -> Result:
     stack.callback(batches.close)
     flops, peak = flops_per_step(run), peak_flops(run)
 
-    def write() -> None:
-        folder.write_config(config)
-        folder.write_facts(run_facts(run, flops, peak))
+    def open_log() -> RunLog:
+        with folder.writing():
+            return RunLog(
+                folder.path,
+                rank=jax.process_index(),
+                tensorboard=options.tensorboard,
+                wandb=options.wandb,
+                trackio=options.trackio,
+                tell=run.tell,
+            )
 
+    def write() -> None:
+        with folder.writing():
+            folder.write_config(config)
+            folder.write_facts(run_facts(run, flops, peak))
+
+    log = stack.enter_context(together("opening its logs", open_log))
+    stack.callback(checkpoints.close)
     together("writing its configuration", write)
+    with folder.writing():
+        begin.announce(run, log)
+    if profile is not None and profile.stop <= start + 1:
+        run.tell(f"no step of --profile {options.profile} comes: the run stands at step {start}")
     if sampler is not None and start == 0:
         sampler.show(begin.state, log, "before")
 
@@ -238,8 +254,8 @@ def _end(run: Prepared, log: RunLog, result: Result) -> None:
     loss = result.metrics.get("eval/loss")
     text = {
         "finished": f"finished at step {result.step}",
-        "preempted": f"stopped at step {result.step}, as asked; "
-        + ("its checkpoint is written" if result.saved else "it COULD NOT BE SAVED: an older checkpoint is the last"),
+        "preempted": f"stopped at step {result.step}, as asked"
+        + ("; its checkpoint is written" if result.saved else ""),
         "out of data": f"the data ended at step {result.step}",
     }[result.why]
     text += f"; evaluation loss {loss:.4f}" if loss is not None and result.why != "preempted" else ""
@@ -248,15 +264,46 @@ def _end(run: Prepared, log: RunLog, result: Result) -> None:
         "finished": f" --steps {2 * run.config.run.steps}",
         "out of data": f" --epochs {2 * (run.config.data.epochs or 1)}",
     }[result.why]
-    go_on = f"{run.folder.resume_command}{more}"
-    log.event("preempted" if result.why == "preempted" else "finish", result.step, text, go_on=go_on)
+    problems = _problems(result)
+    go_on = f"{run.folder.resume_command}{more if result.saved else ''}"
+    kind = "error" if problems else "preempted" if result.why == "preempted" else "finish"
+    log.event(kind, result.step, "; ".join([text, *problems]), go_on=go_on)
     run.tell(text)
     if run.config.run.report:
-        from meshwright.loop.report import build_report
-
         log.flush()
-        run.tell(f"report: {build_report(run.folder.path)}")
+        run.tell(_report(run))
     run.tell(f"to go on: {go_on}")
+    for problem in problems:  # last, where it is seen
+        run.tell(f"error: {problem}")
+
+
+def _problems(result: Result) -> list[str]:
+    """Returns why a run that came to its end did not end well."""
+    problems = []
+    if result.mostly_skipped:
+        learned = "nothing was learned" if result.skipped == result.step else "little was learned"
+        problems.append(
+            f"{result.skipped} OF {result.step} STEPS WERE SKIPPED, since something was not finite: {learned}. A lower "
+            "--learning-rate, or other data, may help"
+        )
+    if not result.saved:
+        last = result.last_saved
+        saved = f"step {last} is the last that is saved" if last is not None else "no step is saved"
+        lost = f"those after it, up to {result.step}," if last is not None else f"all {result.step}"
+        problems.append(f"step {result.step} COULD NOT BE SAVED: {saved}; {lost} exist nowhere")
+    return problems
+
+
+def _report(run: Prepared) -> str:
+    """Writes the page, and says where it is; a page that cannot be written does not change how a run ended."""
+    from meshwright.loop.report import build_report
+
+    try:
+        return f"report: {build_report(run.folder.path)}"
+    except (MeshwrightError, OSError) as error:
+        why = str(error).partition("\n")[0]
+        command = f"meshwright report {shlex.quote(str(run.folder.path))} --out FILE"
+        return f"warning: there is no report page: {why}\nhint: {command} writes it elsewhere."
 
 
 def _indented(text: str) -> str:

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from meshwright.errors import ConfigError
 from meshwright.models.attention import attention
 from meshwright.models.language import Context, LanguageModel, scaled_normal
 from meshwright.models.ops import rotary_tables, rotate
 from meshwright.models.run import PROJECTION
+from meshwright.models.sizes import check_division, check_sizes
 from meshwright.parallel.heads import split_heads
 from meshwright.parallel.tensor import sequence_norm
 from meshwright.types import PRNGKeyArray, PyTree
@@ -80,6 +82,19 @@ class Decoder(LanguageModel):
         ("mlp/down", P("tp", "fsdp")),
         ("(attn|attn/q|attn/k|mlp)_norm", P()),
     )
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if self.head_dim is None:
+            check_division(self, "d_model", "num_heads")
+        if self._head_dim % 2:
+            from_sizes = f" (d_model {self.d_model} / num_heads {self.num_heads})" if self.head_dim is None else ""
+            raise ConfigError(
+                f"a head of Decoder has {self._head_dim} features{from_sizes}; rotary positions turn them in pairs.",
+                hint="an even number of features per head.",
+            )
+        if self.num_kv_heads is not None:
+            check_division(self, "num_heads", "num_kv_heads")
 
     @property
     def _kv_heads(self) -> int:

@@ -5,6 +5,7 @@ Shapes: B rows of a batch, S tokens, D features, H heads, K features of a head's
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,9 +15,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from meshwright.errors import ConfigError
 from meshwright.models.language import Context, LanguageModel, scaled_normal
 from meshwright.models.mlstm import mlstm_chunkwise
 from meshwright.models.run import PROJECTION
+from meshwright.models.sizes import check_division, check_sizes
 from meshwright.parallel.heads import local_heads
 from meshwright.types import PRNGKeyArray, PyTree
 
@@ -65,6 +68,15 @@ class XLSTM(LanguageModel):
         ("mlp/down", P("tp", "fsdp")),
         ("(mlstm|mlp)_norm", P()),
     )
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        check_division(self, "d_model", "num_heads")
+        if not (0 < self.qk_factor < math.inf and self._key_dim):
+            raise ConfigError(
+                f"qk_factor of XLSTM is {self.qk_factor!r}: no feature is left for the keys of {self.num_heads} heads.",
+                hint="a share of d_model, such as 0.5.",
+            )
 
     @property
     def _key_dim(self) -> int:
