@@ -27,8 +27,8 @@ pytest_collect_file = Sybil(
 
 collect_ignore = ["dev.py", "docs/conf.py", "docs/_build"]
 
-# All slow tests together take longer than a run of the whole suite should. Each is run every fifth day.
-DAYS = 5
+# All slow tests together take longer than a run of the whole suite should. Each is run every tenth day.
+DAYS = 10
 SLOW = ("some", "all", "none")
 
 

@@ -4,7 +4,7 @@
 usage: python3 dev.py [--venv DIR] COMMAND [ARGUMENTS]
 
   test [PYTEST ARGUMENTS]   run the tests, the docstring examples and the code in the docs; of the slow tests those
-                            of today, a fifth of them (--slow all: all)
+                            of today, a tenth of them (--slow all: all)
   check [NAME ...]          run ruff, format, mypy, imports and docs, or only those named
   docs                      build the documentation into docs/_build/html
   lock [UV ARGUMENTS]       rewrite constraints/ (add --upgrade to move to the newest versions)

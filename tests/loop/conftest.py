@@ -1,6 +1,7 @@
 """A tiny run on generated text, which all tests of the loop start from."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -64,3 +65,13 @@ def read_run():
         return steps, evaluations, events
 
     return read
+
+
+@pytest.fixture
+def usual_signals():
+    """Signals as in a terminal: tests that were started in the background, or under `nohup`, inherit ignored ones."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -117,6 +117,7 @@ def test_what_cannot_be_is_told_before_text_is_read(cli, args, message, tmp_path
         (signal.SIGHUP, 75, "stopped by SIGHUP before the run began\n"),
     ],
 )
+@pytest.mark.usefixtures("usual_signals")
 def test_a_signal_before_the_run_ends_the_command_in_one_line(cli, monkeypatch, number, code, text):
     before = signal.getsignal(number)
     monkeypatch.setattr("meshwright.cli.train.run", lambda options: signal.raise_signal(number))
@@ -124,6 +125,7 @@ def test_a_signal_before_the_run_ends_the_command_in_one_line(cli, monkeypatch, 
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.usefixtures("usual_signals")
 def test_ctrl_c_shows_no_traceback_in_other_commands(cli, monkeypatch):
     monkeypatch.setattr("meshwright.cli.report.build_report", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     assert cli("report", "somewhere") == (130, "", "interrupted\n")

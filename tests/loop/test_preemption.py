@@ -8,6 +8,8 @@ import pytest
 
 from meshwright.loop.preemption import EXIT_PREEMPTED, EarlySignals, Interrupted, Preemption, check_early
 
+pytestmark = pytest.mark.usefixtures("usual_signals")
+
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_asks_and_is_given_back(number, capfd):

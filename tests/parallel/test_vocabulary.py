@@ -102,7 +102,10 @@ def test_huge_logits_stay_finite():
     np.testing.assert_allclose(loss, 1e4 * (head[0, 7] - head[0, 6]), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "vocab"), [("uint8", 256), ("int8", 128), ("uint16", 65536)])
+@pytest.mark.parametrize(
+    ("dtype", "vocab"),
+    [("uint8", 256), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("int8", 128), ("uint16", 65536)))],
+)
 @pytest.mark.parametrize("axis", [None, "tp"])
 def test_narrow_ids_of_a_vocabulary_as_large_as_their_dtype(dtype, vocab, axis):
     """The size of the vocabulary does not fit their dtype, and must not wrap around in it."""
