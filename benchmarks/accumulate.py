@@ -22,7 +22,7 @@ from measure import machine, table, verdict, versions
 
 import meshwright as mw
 from meshwright.parallel import local_map
-from meshwright.plan.schedule import read_schedule
+from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.train import Accumulated, accumulate
 
 MESHES = ("dp:8", "fsdp:8", "dp:2,fsdp:4")

@@ -52,8 +52,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from meshwright.parallel import Form, gather_matmul, matmul_scatter  # noqa: E402
-from meshwright.parallel.overlap_forms import FORMS  # noqa: E402
-from meshwright.plan.schedule import read_schedule  # noqa: E402
+from meshwright.parallel.overlap.forms import FORMS  # noqa: E402
+from meshwright.plan.compiled.collectives import read_schedule  # noqa: E402
 
 WAYS = ARGUMENTS.ways
 LEAD = [None] if ARGUMENTS.batch else []

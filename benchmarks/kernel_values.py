@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.parallel.cut_kernel import cut_columns
-from meshwright.parallel.matmul_kernel import can_write, write_product
+from meshwright.parallel.kernels.cut_kernel import cut_columns
+from meshwright.parallel.kernels.matmul_kernel import can_write, write_product
 
 # Devices, blocks of rows, where parts of a block's rows end, features of rows and of products.
 PRODUCTS: list[tuple[int, int, tuple[int, ...], int, int, str]] = [

@@ -21,9 +21,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.parallel import async_gather, async_scatter, gather_matmul, matmul_scatter
-from meshwright.plan.schedule import Schedule, read_schedule
-from meshwright.plan.topology import can_compile_for, target_devices, target_mesh
+from meshwright.linen import async_gather, async_scatter
+from meshwright.parallel import gather_matmul, matmul_scatter
+from meshwright.plan.compiled.collectives import ProgramSchedule, read_schedule
+from meshwright.plan.compiled.topology import can_compile_for, target_devices, target_mesh
 
 ROWS, COLUMNS = P("tp", None), P(None, "tp")
 WAYS = {"v5e": 16, "v5p": 8, "v6e": 16, "h200": 8}
@@ -149,7 +150,7 @@ def cases(s: int, d: int, f: int) -> dict[str, tuple[dict[str, Any], tuple[Any, 
     }
 
 
-def measure(target: str, run: Any, in_specs: Any, out_specs: Any, shapes: Any) -> tuple[Schedule, Any, float]:
+def measure(target: str, run: Any, in_specs: Any, out_specs: Any, shapes: Any) -> tuple[ProgramSchedule, Any, float]:
     ways = WAYS[target.partition(":")[0]]
     mesh = target_mesh(target, (len(target_devices(target)) // ways, ways), ("dp", "tp"))
     program = jax.jit(
@@ -166,7 +167,7 @@ def measure(target: str, run: Any, in_specs: Any, out_specs: Any, shapes: Any) -
     return read_schedule(compiled.as_text()), compiled.memory_analysis(), time.perf_counter() - begin
 
 
-def measure_jit(target: str, s: int, d: int, f: int) -> tuple[Schedule, Any, float]:
+def measure_jit(target: str, s: int, d: int, f: int) -> tuple[ProgramSchedule, Any, float]:
     """The same MLP block, both passes, written as plain `jit` with sharding constraints."""
     ways = WAYS[target.partition(":")[0]]
     mesh = target_mesh(target, (len(target_devices(target)) // ways, ways), ("dp", "tp"))

@@ -60,7 +60,7 @@ def measure(side: str, mib: int) -> dict[str, Any]:
 
     import meshwright as mw
     from meshwright import P
-    from meshwright.loop.memory import peak_resident
+    from meshwright.loop.logging.memory_use import peak_resident
 
     mw.simulate_cpu_devices(8)
     mesh = mw.create_mesh("fsdp:4,tp:2")

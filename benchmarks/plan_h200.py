@@ -45,10 +45,10 @@ def main() -> None:
 
 
 def job_of(size: str, rows: int, tokens: int, layers: Any = "auto") -> Any:
-    from meshwright.models import Decoder, Run
+    from meshwright.models import Decoder, Execution
     from meshwright.train import language_job
 
-    return language_job(Decoder.named(size), batch_size=rows, num_tokens=tokens, run=Run(layers=layers))
+    return language_job(Decoder.named(size), batch_size=rows, num_tokens=tokens, run=Execution(layers=layers))
 
 
 def measure(args: argparse.Namespace, rows: int, remat: str) -> dict[str, Any]:
@@ -84,10 +84,10 @@ def measure(args: argparse.Namespace, rows: int, remat: str) -> dict[str, Any]:
 
 
 def compare(args: argparse.Namespace, measured: list[dict[str, Any]]) -> None:
-    from meshwright.plan.compile import compile_step
-    from meshwright.plan.cost import make_plan
-    from meshwright.plan.profile import profile_job
-    from meshwright.plan.setup import Setup
+    from meshwright.plan.compiled.compile import compile_step
+    from meshwright.plan.costs.job_costs import profile_job
+    from meshwright.plan.plan import make_plan
+    from meshwright.plan.step_setup import Setup
 
     shown, memory_off, time_off = [], [], []
     predicted: dict[int, list[tuple[float, str]]] = {}

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from measure import table
 
 from meshwright.parallel import local_map
-from meshwright.parallel.compiler_options import overlap_options
-from meshwright.plan.topology import mesh_on_target
+from meshwright.parallel.overlap.compiler_options import overlap_options
+from meshwright.plan.compiled.topology import mesh_on_target
 
 ROWS, FEATURES = 4096, (4096, 11008, 11264, 12288, 28672)
 

@@ -23,11 +23,11 @@ import jax
 import optax
 
 import meshwright as mw
-from meshwright.models import Decoder, Run
-from meshwright.parallel.compiler_options import overlap_options
-from meshwright.plan.schedule import Schedule, read_schedule
-from meshwright.plan.topology import can_compile_for, target_mesh
-from meshwright.train.language import language_job
+from meshwright.models import Decoder, Execution
+from meshwright.parallel.overlap.compiler_options import overlap_options
+from meshwright.plan.compiled.collectives import ProgramSchedule, read_schedule
+from meshwright.plan.compiled.topology import can_compile_for, target_mesh
+from meshwright.train.language_job import language_job
 from meshwright.train.precision import Precision
 from meshwright.train.state import state_layout
 from meshwright.train.step import make_train_step
@@ -85,11 +85,11 @@ def compile_step(
     options: dict[str, Any],
     precision: Precision = BFLOAT16,
     save_to: str | None = None,
-) -> tuple[Schedule, Any, float]:
+) -> tuple[ProgramSchedule, Any, float]:
     sizes = dict(mesh.shape)
     data_ways = sizes.get("fsdp", 1) * sizes.get("dp", 1)
     # cuDNN is not there to be asked about; its attention has no collectives, and XLA's needs more memory.
-    run = Run(attention="xla", **case.run)
+    run = Execution(attention="xla", **case.run)
     job = language_job(model, batch_size=rows * data_ways, num_tokens=num_tokens, run=run)
     optimizer = optax.adamw(3e-4)
     layout = state_layout(job, optimizer, mesh)
@@ -113,7 +113,7 @@ def compile_step(
     return read_schedule(compiled.as_text()), compiled.memory_analysis(), seconds
 
 
-def describe(schedule: Schedule, sizes: dict[str, int], floors: dict[str, float]) -> dict[str, Any]:
+def describe(schedule: ProgramSchedule, sizes: dict[str, int], floors: dict[str, float]) -> dict[str, Any]:
     bytes_by_axis: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     for collective in schedule.collectives:

@@ -19,7 +19,7 @@ from jax import lax
 
 import meshwright as mw
 from meshwright import P
-from meshwright.nn import DenseForm, ModelParallelismWrapper, TPAsyncDense, TPDense, from_global, to_global
+from meshwright.linen import DenseForm, ModelParallelismWrapper, TPAsyncDense, TPDense, from_global, to_global
 from meshwright.parallel import axis_size, fused_column_dense, local_heads, local_map, row_dense, sequence_norm
 
 DIM, HEADS, MLP, LAYERS, SEQ, BATCH, STEPS, RATE = 32, 4, 64, 2, 16, 8, 20, 0.5

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import meshwright as mw
 from meshwright import P
-from meshwright.nn import equinox_job
+from meshwright.train import equinox_job
 from meshwright.verify import verify
 
 

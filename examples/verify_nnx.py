@@ -10,7 +10,7 @@ from flax import nnx
 
 import meshwright as mw
 from meshwright import P
-from meshwright.nn import nnx_job
+from meshwright.train import nnx_job
 from meshwright.verify import verify
 
 VOCAB, DIM = 64, 16

@@ -281,10 +281,11 @@ def fake_devices(num_hosts, each):
 
 
 def warn_of_spanning_axis():
-    from meshwright import mesh
+    from meshwright.mesh import build as mesh
+    from meshwright.mesh.string import parse_mesh
 
     devices = fake_devices(2, 4)
-    mesh._warn_if_latency_bound_axes_span_hosts(mw.mesh_string.parse_mesh("dp:1,tp:8"), mesh._domains(devices, None)[0])
+    mesh._warn_if_latency_bound_axes_span_hosts(parse_mesh("dp:1,tp:8"), mesh._domains(devices, None)[0])
 
 
 WARNINGS = [

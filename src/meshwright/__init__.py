@@ -25,9 +25,8 @@ from meshwright.errors import (
     TrainingError,
     TreeError,
 )
-from meshwright.job import Job, abstract_init, load_job
 from meshwright.layout import Layout, LayoutReport, explain_layout, make_layout
-from meshwright.mesh import (
+from meshwright.mesh.build import (
     create_abstract_mesh,
     create_mesh,
     current_mesh,
@@ -51,6 +50,7 @@ from meshwright.tree import flatten_tree, named_tree_map, tree_apply, tree_path_
 from meshwright.types import Metrics, PRNGKeyArray, PyTree
 
 if TYPE_CHECKING:
+    from meshwright.train.job import Job, abstract_init, load_job
     from meshwright.types import Batch, Parameter, TrainState
 
 __version__ = "0.1.0"
@@ -119,15 +119,16 @@ __all__ = [
 # Reached as attributes (`mw.parallel.local_map`), imported when first used.
 _LATER_STAGES = (
     "parallel",
-    "nn",
+    "linen",
     "models",
     "train",
     "data",
     "checkpoint",
     "loop",
-    "launch",
+    "distributed",
     "verify",
     "plan",
+    "hardware",
     "compat",
 )
 
@@ -140,4 +141,8 @@ def __getattr__(name: str) -> Any:
         from meshwright import types
 
         return getattr(types, name)
+    if name in ("Job", "abstract_init", "load_job"):
+        from meshwright.train import job
+
+        return getattr(job, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

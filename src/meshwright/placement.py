@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.dtypes import as_dtype, cast_target, is_dtype_like
 from meshwright.errors import MeshError, PlacementError
-from meshwright.mesh import current_concrete_mesh, current_mesh, describe_mesh, require_axes
+from meshwright.mesh.build import current_concrete_mesh, current_mesh, describe_mesh, require_axes
 from meshwright.specs import check_spec_type, dim_axes, format_spec, keep_axes, spec_axes, spec_problem
 from meshwright.types import PyTree
 

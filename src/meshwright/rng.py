@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.axes import place_on
 from meshwright.errors import RngError
-from meshwright.mesh import current_mesh
+from meshwright.mesh.axes import place_on
+from meshwright.mesh.build import current_mesh
 from meshwright.types import PRNGKeyArray
 
 R = TypeVar("R")

@@ -13,13 +13,14 @@ import pytest
 import tyro
 
 import meshwright as mw
-from meshwright.checkpoint import Checkpoints, files, read_manifest
-from meshwright.checkpoint.llama import read_llama
+from meshwright.checkpoint import Checkpoints, read_manifest
+from meshwright.checkpoint import step_files as files
+from meshwright.checkpoint.convert.llama import read_llama
 from meshwright.cli.checkpoint import checkpoint, convert
 from meshwright.cli.rules import rules
 from meshwright.errors import CheckpointError
+from meshwright.linen.global_params import DenseForm, from_global
 from meshwright.models import Decoder
-from meshwright.nn.convert import DenseForm, from_global
 from meshwright.train import language_job, state_layout
 
 MODEL = Decoder(vocab_size=48, num_layers=2, d_model=16, num_heads=2, d_ff=24)
@@ -184,7 +185,7 @@ def test_convert_to_where_nothing_can_be_written(cli, run_folder, tmp_path, monk
                 ):
                     cli("convert", source, target)
     with monkeypatch.context() as patch:
-        patch.setattr("meshwright.checkpoint.llama.write_atomically", refuse)
+        patch.setattr("meshwright.checkpoint.convert.llama.write_atomically", refuse)
         for target in (tmp_path / "kept", tmp_path / "new"):
             with pytest.raises(CheckpointError, match=r"cannot write to .*: PermissionError"):
                 cli("convert", folder, target)

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.loop.config import OptimizerOptions
-from meshwright.loop.models import make_model, model_names
+from meshwright.loop.model_choice import make_model, model_names
 from meshwright.loop.optimizers import decayed, make_optimizer, make_schedule
 
 

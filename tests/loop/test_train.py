@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.checkpoint import Checkpoints
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, TrainingError
-from meshwright.loop import loop as loop_module
+from meshwright.loop import fit as loop_module
 from meshwright.loop.run import train
 
 QUIET = {"say": lambda text: None}
@@ -265,14 +265,14 @@ def test_a_batch_that_cannot_be_split_is_an_error_before_anything_is_written(mak
 
 
 def test_only_one_process_trains_in_a_folder(make_config, run_python):
-    from meshwright.loop.folder import RunFolder
+    from meshwright.loop.run_dir import RunFolder
 
     folder = RunFolder.open(make_config(), name="x")
     done = run_python(
         """
         import sys
         from meshwright.loop.config import TrainConfig
-        from meshwright.loop.folder import RunFolder
+        from meshwright.loop.run_dir import RunFolder
         RunFolder.open(TrainConfig().changed({"run": sys.argv[1]}), name="x")
         """,
         str(folder.path),
@@ -302,7 +302,7 @@ def test_a_save_that_fails_is_not_called_written(make_config, stop_at, monkeypat
 def test_an_end_that_is_not_saved_is_told_last_and_the_page_does_not_hide_it(make_config, read_run, monkeypatch):
     save = Checkpoints.save
     monkeypatch.setattr(Checkpoints, "save", lambda self, *a, step, **k: step < 4 and save(self, *a, step=step, **k))
-    monkeypatch.setattr("meshwright.loop.report.build._write", _refuse)
+    monkeypatch.setattr("meshwright.loop.report.run_page._write", _refuse)
     said = []
     config = make_config(steps=4, checkpoint_every=2, eval_every=0, report=True)
     result = train(config, say=said.append)

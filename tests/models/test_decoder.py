@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.models import Decoder, Run
+from meshwright.models import Decoder, Execution
 
 TINY = {"vocab_size": 32, "num_layers": 4, "d_model": 32, "num_heads": 4, "d_ff": 48}
 VARIANTS = {
@@ -92,13 +92,13 @@ def test_logits_are_those_of_the_papers(variant):
 
 
 @pytest.mark.parametrize("options", [
-    {"run": Run(layers="unroll")},
-    {"run": Run(layers=2)},
+    {"run": Execution(layers="unroll")},
+    {"run": Execution(layers=2)},
     {"remat": "dots"},
     {"remat": "full"},
     {"remat": "offload"},
-    {"remat": "full", "run": Run(layers="unroll")},
-    {"remat": jax.checkpoint_policies.everything_saveable, "run": Run(layers=4)},
+    {"remat": "full", "run": Execution(layers="unroll")},
+    {"remat": jax.checkpoint_policies.everything_saveable, "run": Execution(layers=4)},
 ], ids=["unroll", "blocks", "dots", "full", "offload", "full_unroll", "policy"])  # fmt: skip
 def test_no_way_to_run_it_changes_loss_or_gradients(options):
     model, params, tokens = make()
@@ -153,7 +153,7 @@ def test_errors_say_what_fits():
         Decoder.named("7B")
     model, params, tokens = make()
     with pytest.raises(mw.LayoutError, match=r"4 layers cannot be run in blocks of 3.\nhint: .*1, 2, 4"):
-        model.apply(params, tokens, run=Run(layers=3))
+        model.apply(params, tokens, run=Execution(layers=3))
     with pytest.raises(mw.MeshwrightError, match=r"no remat policy 'dot'.\nhint: did you mean 'dots'"):
         model.apply(params, tokens, remat="dot")
     with pytest.raises(mw.PlacementError, match=r"tokens of shape \(12,\)"):

@@ -10,10 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.models.run import PROJECTION
+from meshwright.models.execution import PROJECTION
 from meshwright.models.stack import run_layers
-from meshwright.parallel.gather import Gather
-from meshwright.plan.schedule import read_schedule
+from meshwright.parallel.fsdp import Gather
+from meshwright.plan.compiled.collectives import read_schedule
 
 NUM_LAYERS, DIM, HIDDEN = 5, 16, 32
 SPECS = {"up": P(None, "fsdp"), "down": P(None, None, "fsdp"), "scale": P()}

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.parallel import linear_cross_entropy, local_map, vary
-from meshwright.plan.schedule import read_schedule
+from meshwright.plan.compiled.collectives import read_schedule
 
 from .losses import HEAD, TOKENS, naive
 from .one_device import mesh_of

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.parallel.dropout import dropout
-from meshwright.parallel.local import local_map
+from meshwright.parallel.local_map import local_map
 from meshwright.parallel.rows import row_key
 
 KEY = jax.random.key(7)

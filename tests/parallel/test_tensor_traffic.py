@@ -18,7 +18,7 @@ from meshwright.parallel import (
     vocab_cross_entropy,
     vocab_embed,
 )
-from meshwright.plan.schedule import read_schedule
+from meshwright.plan.compiled.collectives import read_schedule
 
 from .layers import DIM, DOWN, UP, F, R, values
 

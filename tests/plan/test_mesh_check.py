@@ -7,12 +7,12 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.errors import MeshError, MeshwrightError, PlacementError
-from meshwright.models import XLSTM, Decoder, Run
-from meshwright.plan.cost import make_plan
+from meshwright.models import XLSTM, Decoder, Execution
+from meshwright.plan.plan import make_plan
 from meshwright.plan.search import largest_batch, search
-from meshwright.plan.setup import Setup, build_step
+from meshwright.plan.step_setup import Setup, build_step
 from meshwright.train.axes_used import check_axes, known_axes, unused_axes
-from meshwright.train.language import language_job
+from meshwright.train.language_job import language_job
 
 
 def decoder(tokens=64, run=None, **options):
@@ -29,7 +29,7 @@ def own_job(mesh=None, rules=(("w", P("fsdp", "tp")),)):
     )
 
 
-WHOLE = Run(tensor_axis=None)
+WHOLE = Execution(tensor_axis=None)
 REFUSED = {
     "heads": (lambda: decoder(num_heads=4), Setup(mesh="tp:8"), "tp=8 does not divide 4 heads.*\nhint: tp may be 1, 2"),
     "shared heads": (
@@ -53,7 +53,10 @@ REFUSED = {
 TAKEN = {
     "heads": (lambda: decoder(num_heads=4), Setup(mesh="dp:2,tp:4")),
     "shared heads": (lambda: decoder(num_heads=8, num_kv_heads=2), Setup(mesh="tp:8")),
-    "tokens that are not split": (lambda: decoder(tokens=60, run=Run(sequence_parallel=False)), Setup(mesh="tp:8")),
+    "tokens that are not split": (
+        lambda: decoder(tokens=60, run=Execution(sequence_parallel=False)),
+        Setup(mesh="tp:8"),
+    ),
     "left to XLA": (lambda: decoder(tokens=60, num_heads=4, run=WHOLE), Setup(mesh="tp:8", view="global")),
     "a job of one's own": (own_job, Setup(mesh="fsdp:2,tp:4", view="global")),
 }

@@ -7,12 +7,12 @@ import pytest
 from meshwright.errors import MeshwrightError
 from meshwright.models import Decoder
 from meshwright.plan import search as search_module
-from meshwright.plan.compile import Compiled, CompileError
-from meshwright.plan.cost import make_plan
-from meshwright.plan.profile import profile_job
+from meshwright.plan.compiled.compile import Compiled, CompileError
+from meshwright.plan.costs.job_costs import profile_job
+from meshwright.plan.plan import make_plan
 from meshwright.plan.search import compile_best, largest_batch, parse_constraints, search
-from meshwright.plan.setup import Setup
-from meshwright.train.language import language_job
+from meshwright.plan.step_setup import Setup
+from meshwright.train.language_job import language_job
 
 
 @functools.cache

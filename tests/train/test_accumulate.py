@@ -13,16 +13,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.parallel.local import local_map
-from meshwright.parallel.pipeline import pipeline
+from meshwright.linen import accumulate_gradients, accumulate_gradients_loop, accumulate_gradients_scan
+from meshwright.parallel.local_map import local_map
+from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.rows import row_key
-from meshwright.plan.schedule import read_schedule
+from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.train.accumulate import (
     Accumulated,
     accumulate,
-    accumulate_gradients,
-    accumulate_gradients_loop,
-    accumulate_gradients_scan,
 )
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # a third of the time to compile, and the same function

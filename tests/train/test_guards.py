@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
+from meshwright.distributed.agreement import report_disagreement
 from meshwright.train import NonFiniteGuard, fingerprint, init_state, make_train_step, state_layout
-from meshwright.train.guards import report_disagreement
 
 
 def job():

@@ -1,6 +1,7 @@
 """The step on any mesh is the step on one device: parameters, clipping, optimizers, precision, communication."""
 
 import dataclasses
+import importlib
 import re
 
 import jax
@@ -11,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.models import XLSTM, Decoder, Run, language, stack
-from meshwright.plan.schedule import read_schedule
+from meshwright.models import XLSTM, Decoder, Execution, language, stack
+from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.train import (
     Precision,
     global_norm,
@@ -21,7 +22,6 @@ from meshwright.train import (
     make_gradients,
     make_train_step,
     state_layout,
-    weighted,
 )
 
 
@@ -146,7 +146,7 @@ def test_twenty_steps_stay_together(lab, model):
 @pytest.mark.parametrize("mesh", ["dp:2,fsdp:2,tp:2", "dp:4,tp:2"])
 def test_what_is_done_for_gpus_does_not_change_the_function(lab, mesh, monkeypatch):
     # Barriers and unrolled layers, on devices that have no use for them; overlapped matmuls keep their form.
-    for module in (language, stack, weighted):
+    for module in (language, stack, importlib.import_module("meshwright.train.accumulate")):
         monkeypatch.setattr(module, "chip_family", lambda: "gpu")
     lab.assert_same_change(lab.train(lab.decoder_job(), mesh, num_minibatches=2), lab.reference())
 
@@ -222,7 +222,9 @@ def test_a_loss_that_knows_no_remat_is_recomputed_as_a_whole(remat):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [Run(sequence_parallel=False), Run(save_gathered=True), Run(tensor_axis=None)], ids=str)
+@pytest.mark.parametrize(
+    "run", [Execution(sequence_parallel=False), Execution(save_gathered=True), Execution(tensor_axis=None)], ids=str
+)
 def test_choices_of_a_run_do_not_change_the_function(lab, run):
     options = {"view": "global"} if run.tensor_axis is None else {}
     lab.assert_same_change(lab.train(lab.decoder_job(run=run), "dp:2,fsdp:2,tp:2", **options), lab.reference())

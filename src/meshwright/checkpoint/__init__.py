@@ -1,8 +1,8 @@
 """Checkpoints that cannot lie: hashed, verified before they are used, restored onto any mesh."""
 
-from meshwright.checkpoint.keeping import Keep
 from meshwright.checkpoint.manifest import Manifest, read_manifest, verify_step
 from meshwright.checkpoint.restoring import Restored
+from meshwright.checkpoint.retention import Keep
 from meshwright.checkpoint.store import Checkpoints
 
 __all__ = ["Checkpoints", "Keep", "Restored", "Manifest", "read_manifest", "verify_step"]

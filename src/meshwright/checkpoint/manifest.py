@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshwright.checkpoint.files import FileHash, compare_files, unreadable, write_atomically
+from meshwright.checkpoint.step_files import FileHash, compare_files, unreadable, write_atomically
 from meshwright.errors import CheckpointError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout

@@ -13,14 +13,14 @@ from jax.sharding import Mesh
 
 from meshwright.checkpoint import arrays
 from meshwright.checkpoint.manifest import STATE, Manifest, StoredLeaf, is_key, read_manifest, stored_leaf, verify_step
-from meshwright.checkpoint.processes import gather_texts
 from meshwright.checkpoint.stored_tree import abstract_stored, check_names, from_stored
+from meshwright.distributed.agreement import gather_texts
 from meshwright.dtypes import is_float
 from meshwright.errors import CheckpointError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout, count_leaves
-from meshwright.layout.table import text_table
-from meshwright.mesh import describe_mesh
+from meshwright.layout.text_table import text_table
+from meshwright.mesh.build import describe_mesh
 from meshwright.specs import spec_to_json
 from meshwright.types import PyTree
 

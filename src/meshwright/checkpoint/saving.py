@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from meshwright.checkpoint import arrays
-from meshwright.checkpoint.files import FileHash, hash_files, list_files, sync_folders, write_atomically
-from meshwright.checkpoint.keeping import SAVING
 from meshwright.checkpoint.manifest import STATE, Manifest, write_manifest
+from meshwright.checkpoint.retention import SAVING
+from meshwright.checkpoint.step_files import FileHash, hash_files, list_files, sync_folders, write_atomically
 from meshwright.errors import CheckpointError
 
 PEER_SECONDS = 600.0

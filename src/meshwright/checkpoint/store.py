@@ -16,13 +16,13 @@ import jax
 from jax.sharding import Mesh
 
 from meshwright.checkpoint import arrays
-from meshwright.checkpoint.files import FileHash, explain_failure, is_unreadable, remove_folder
-from meshwright.checkpoint.keeping import SAVING, Keep, finished_steps, remove_step, unfinished_steps
 from meshwright.checkpoint.manifest import MANIFEST, STATE, Manifest, current_versions, describe_layout, plain_facts
-from meshwright.checkpoint.processes import from_first, gather_texts, is_first
 from meshwright.checkpoint.restoring import Restored, part_of, problems_of, read_step
+from meshwright.checkpoint.retention import SAVING, Keep, finished_steps, remove_step, unfinished_steps
 from meshwright.checkpoint.saving import finish_save
+from meshwright.checkpoint.step_files import FileHash, explain_failure, is_unreadable, remove_folder
 from meshwright.checkpoint.stored_tree import check_names, to_stored
+from meshwright.distributed.agreement import from_first, gather_texts, is_first
 from meshwright.errors import CheckpointError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes

@@ -16,8 +16,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         with contextlib.ExitStack() as stack:
             if args[:1] == ["train"]:  # what is printed never ends a run, nor does a signal end it halfway
-                from meshwright.loop.preemption import EarlySignals
-                from meshwright.loop.progress import steady_output
+                from meshwright.loop.logging.progress import steady_output
+                from meshwright.loop.safety.preemption import EarlySignals
 
                 stack.enter_context(steady_output())
                 stack.enter_context(EarlySignals())
@@ -72,8 +72,8 @@ def _interrupted(error: KeyboardInterrupt) -> int:
     """Says in one line what ended the command, and returns its exit code."""
     import signal
 
-    from meshwright.loop.preemption import EXIT_INTERRUPTED, EXIT_PREEMPTED, Interrupted
-    from meshwright.loop.progress import let_go, steady
+    from meshwright.loop.logging.progress import let_go, steady
+    from meshwright.loop.safety.preemption import EXIT_INTERRUPTED, EXIT_PREEMPTED, Interrupted
 
     asked = isinstance(error, Interrupted) and error.number != signal.SIGINT
     print(f"stopped by {error} before the run began" if asked else "interrupted", file=steady(sys.stderr), flush=True)

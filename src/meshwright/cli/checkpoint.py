@@ -13,12 +13,13 @@ from typing import Annotated, Any, Union
 
 import tyro
 
-from meshwright.checkpoint import keeping, read_manifest, verify_step
-from meshwright.checkpoint.files import is_unreadable
+from meshwright.checkpoint import read_manifest, verify_step
+from meshwright.checkpoint import retention as keeping
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
+from meshwright.checkpoint.step_files import is_unreadable
 from meshwright.errors import CheckpointError
 from meshwright.layout.leaf import format_bytes
-from meshwright.layout.table import text_table
+from meshwright.layout.text_table import text_table
 from meshwright.specs import format_spec, spec_from_json
 
 _FORM = re.compile(r"(?P<path>[^=]+)=(?P<mode>none|gather|scatter):(?P<size>\d+)(?P<more>(:pieces|:split)*)")
@@ -128,7 +129,7 @@ def convert(
         shard_bytes: how large a safetensors file may become.
         linen: PATH=MODE:AXIS_SIZE, with :pieces for TPAsyncDense: block/up=gather:4.
     """
-    from meshwright.checkpoint import convert as conversions
+    from meshwright.checkpoint.convert import import_export as conversions
 
     place = Path(source)
     if os.path.exists(place / "config.json") and not _is_step(source) and not _has_steps(place):
@@ -141,7 +142,7 @@ def convert(
         return 0
     options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": shard_bytes, "tell": _tell}
     if model is not None:
-        from meshwright.loop.models import make_model
+        from meshwright.loop.model_choice import make_model
 
         options["model"] = make_model(model, model_options)
     if step is None and not _is_step(source):
@@ -263,7 +264,7 @@ def _tell(line: str) -> None:
 
 
 def _form(text: str) -> tuple[str, Any]:
-    from meshwright.nn.convert import DenseForm
+    from meshwright.linen.global_params import DenseForm
 
     found = _FORM.fullmatch(text)
     if found is None:

@@ -15,8 +15,8 @@ import numpy as np
 
 from meshwright.errors import MeshError
 from meshwright.layout import format_bytes, make_layout
-from meshwright.layout.table import text_table
-from meshwright.mesh import create_mesh
+from meshwright.layout.text_table import text_table
+from meshwright.mesh.build import create_mesh
 from meshwright.rules import P
 
 _PACKAGES = ("meshwright", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "rich", "tyro")

@@ -15,18 +15,18 @@ import tyro
 
 from meshwright.cli.output import show
 from meshwright.errors import ConfigError, JobError
-from meshwright.job import job_errors, load_job
-from meshwright.mesh_string import parse_mesh
-from meshwright.plan.commands import Subject, plan_command, train_command
-from meshwright.plan.compile import Compiled, CompileError, compile_step
-from meshwright.plan.cost import Plan, make_plan
-from meshwright.plan.diff import PlanData, PlanDiff, diff_plans, parse_setup, read_plan
+from meshwright.mesh.string import parse_mesh
+from meshwright.plan.compiled.compile import Compiled, CompileError, compile_step
+from meshwright.plan.compiled.topology import can_compile_for
+from meshwright.plan.output.commands import PlannedJob, plan_command, train_command
+from meshwright.plan.output.plan_diff import PlanData, PlanDiff, diff_plans, parse_setup, read_plan
+from meshwright.plan.output.summary import Summary, plan_summary, search_summary
+from meshwright.plan.plan import Plan, make_plan
 from meshwright.plan.search import Rejected, compile_best
 from meshwright.plan.search import search as search_plans
-from meshwright.plan.setup import Setup
-from meshwright.plan.summary import Summary, plan_summary, search_summary
+from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target, parse_target
-from meshwright.plan.topology import can_compile_for
+from meshwright.train.job import job_errors, load_job
 
 DEFAULT_TOKENS = 4096
 
@@ -181,7 +181,7 @@ class _Ask:
     def __init__(
         self,
         job: Any,
-        subject: Subject,
+        subject: PlannedJob,
         target: Target,
         *,
         compile: bool,
@@ -289,7 +289,7 @@ def _show_diff(before: PlanData, after: PlanData, *, json: bool, html: Path | No
     else:
         show(changed)
     if html is not None:
-        from meshwright.plan.report.difference import build_diff_page
+        from meshwright.plan.output.diff_page import build_diff_page
 
         _tell(f"wrote {build_diff_page(changed, html)}")
     return 0
@@ -303,7 +303,7 @@ def _page(
     if not plans:
         _tell("note: nothing fits, so there is no page.")
         return
-    from meshwright.plan.report import build_plan_page
+    from meshwright.plan.output.plan_page import build_plan_page
 
     first, *others = plans
     place = build_plan_page(
@@ -319,15 +319,15 @@ def _page(
     _tell(f"wrote {place}")
 
 
-def _subject(job: str, model: str | None, model_options: tuple[str, ...], num_tokens: int | None) -> Subject:
+def _subject(job: str, model: str | None, model_options: tuple[str, ...], num_tokens: int | None) -> PlannedJob:
     if bool(job) == (model is not None):
         raise ConfigError("a plan is of a job or of a model.", hint="my_pkg.train:job, or --model decoder-7b.")
     if job:
         if num_tokens is not None or model_options:
             raise ConfigError("a job brings its own model and tokens.", hint="leave the options of models out.")
-        return Subject(job=job)
+        return PlannedJob(job=job)
     tokens = DEFAULT_TOKENS if num_tokens is None else num_tokens
-    return Subject(model=model, model_options=model_options, num_tokens=tokens)
+    return PlannedJob(model=model, model_options=model_options, num_tokens=tokens)
 
 
 def _check_numbers(counts: dict[str, int | None], *, timeout: float, price: float | None) -> None:
@@ -343,11 +343,11 @@ def _check_numbers(counts: dict[str, int | None], *, timeout: float, price: floa
         )
 
 
-def _load(subject: Subject, *, rows: int) -> Any:
+def _load(subject: PlannedJob, *, rows: int) -> Any:
     if subject.job is not None:
         return load_job(subject.job)
-    from meshwright.loop.models import make_model
-    from meshwright.train.language import language_job
+    from meshwright.loop.model_choice import make_model
+    from meshwright.train.language_job import language_job
 
     assert subject.model is not None
     assert subject.num_tokens is not None
@@ -356,7 +356,7 @@ def _load(subject: Subject, *, rows: int) -> Any:
     return language_job(model, batch_size=rows, num_tokens=subject.num_tokens, packed=True)
 
 
-def _plan_json(plan: Plan, subject: Subject) -> dict[str, Any]:
+def _plan_json(plan: Plan, subject: PlannedJob) -> dict[str, Any]:
     commands = {"command": train_command(plan, subject), "plan_command": plan_command(plan, subject)}
     return {"subject": subject.name, **plan.to_json(), **commands}
 

@@ -10,9 +10,9 @@ import tyro
 
 from meshwright.cli.output import show
 from meshwright.errors import JobError, MeshwrightWarning
-from meshwright.job import abstract_init, job_errors, load_job
 from meshwright.layout import explain_layout, make_layout
-from meshwright.mesh import create_abstract_mesh
+from meshwright.mesh.build import create_abstract_mesh
+from meshwright.train.job import abstract_init, job_errors, load_job
 
 
 def rules(

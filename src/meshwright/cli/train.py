@@ -76,8 +76,8 @@ def base_config(args: Sequence[str]) -> TrainConfig:
 
 def run(config: TrainConfig) -> int:
     """Joins the other processes, if there are any, and trains."""
-    from meshwright.launch import agree, join
-    from meshwright.launch.schedulers import find_place
+    from meshwright.distributed import agree, join
+    from meshwright.distributed.schedulers import find_place
 
     together, place = config.processes, find_place()
     count = together.num_processes or (place.num_processes if place is not None else 1)
@@ -85,10 +85,10 @@ def run(config: TrainConfig) -> int:
         # Only the CPU backend reads this. It comes before the job's module, which may use JAX.
         jax.config.update("jax_num_cpu_devices", config.placement.devices or max(1, 8 // count))
     joined = join(together.coordinator, together.num_processes, together.process_id)
-    from meshwright.job import load_job
-    from meshwright.loop.preemption import EXIT_INTERRUPTED, EXIT_PREEMPTED, check_early
-    from meshwright.loop.prepared import shared_options
     from meshwright.loop.run import train
+    from meshwright.loop.safety.preemption import EXIT_INTERRUPTED, EXIT_PREEMPTED, check_early
+    from meshwright.loop.setup import shared_options
+    from meshwright.train.job import load_job
 
     check_early()
     if joined is not None:

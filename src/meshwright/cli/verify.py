@@ -11,7 +11,7 @@ import tyro
 
 from meshwright.cli.output import show
 from meshwright.errors import MeshError
-from meshwright.job import job_errors, load_job
+from meshwright.train.job import job_errors, load_job
 
 
 def verify(

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from meshwright.data.host_rows import local_rows, place_rows
 from meshwright.data.late import load_grain
-from meshwright.data.share import local_rows, place_rows
-from meshwright.data.stream import Batch, BatchStream, Shardings, Writer, start_of
+from meshwright.data.stream import BatchStream, PlacedBatch, Shardings, Writer, start_of
 from meshwright.errors import DataError
 
 
@@ -84,7 +84,7 @@ class Batches(BatchStream):
         order = grain.MapDataset.source(_Numbered(rows)).seed(seed).shuffle().repeat(epochs)
         placer = _Placer(rows, batch_size, shardings)
 
-        def load(first: int) -> Batch:
+        def load(first: int) -> PlacedBatch:
             positions = first + placer.numbers
             return placer.batch(first, positions, [order[int(position)] for position in positions])
 
@@ -104,7 +104,7 @@ class Batches(BatchStream):
 
 def eval_batches(
     rows: RowSource, batch_size: int, shardings: Shardings, num_batches: int | None = None, *, prefetch: int = 2
-) -> Iterator[Batch]:
+) -> Iterator[PlacedBatch]:
     """Gives the first rows in order, the same every time; all of them where `num_batches` is left out.
 
     The last batch may have fewer rows than it has room for. It is filled up with zeros, whose weights do not count.
@@ -120,7 +120,7 @@ def eval_batches(
             hint=f"num_batches={len(rows) // batch_size}, or rows with weights.",
         )
 
-    def load(first: int) -> Batch:
+    def load(first: int) -> PlacedBatch:
         positions = first + placer.numbers
         found = [(int(place), rows[int(place)]) for place in positions if place < len(rows)]
         return placer.batch(first, positions, found)
@@ -166,12 +166,12 @@ class _Placer:
         self.shardings = shardings(self.shapes)
         self.numbers = local_rows(self.shapes, self.shardings)
 
-    def batch(self, first: int, positions: np.ndarray, found: list[tuple[int, Any]]) -> Batch:
+    def batch(self, first: int, positions: np.ndarray, found: list[tuple[int, Any]]) -> PlacedBatch:
         """Returns a batch from numbered rows; where there are fewer than positions, zeros fill it up."""
         empty = jax.tree.map(np.zeros_like, self.example)
         values = [row for _, row in found] + [empty] * (len(positions) - len(found))
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *values)
-        return Batch(
+        return PlacedBatch(
             arrays=place_rows(stacked, self.numbers, self.shapes, self.shardings),
             first_row=first,
             num_rows=self.batch_size,

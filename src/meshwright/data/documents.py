@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.files import find_files
 from meshwright.data.late import load_grain
+from meshwright.data.text_files import find_files
 from meshwright.errors import DataError, did_you_mean
 
 BLOCK = 1 << 22

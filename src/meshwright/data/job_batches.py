@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.data.share import local_rows, place_rows
-from meshwright.data.stream import Batch, BatchStream, Shardings, Writer, start_of
+from meshwright.data.host_rows import local_rows, place_rows
+from meshwright.data.stream import BatchStream, PlacedBatch, Shardings, Writer, start_of
 from meshwright.errors import DataError
 
 
@@ -53,11 +53,11 @@ def job_batches(
     if start_row % sizes[0]:
         raise DataError(f"row {start_row} is inside a batch of {sizes[0]} rows, which the job can only make whole.")
 
-    def load(first: int) -> Batch:
+    def load(first: int) -> PlacedBatch:
         drawn = np.random.SeedSequence([seed, first // sizes[0]]).generate_state(1)[0]
         whole = jax.tree.map(np.asarray, make(int(drawn)))
         arrays = place_rows(whole, np.arange(sizes[0]), shapes, split)
-        return Batch(arrays, first, sizes[0], first + mine, first + mine)
+        return PlacedBatch(arrays, first, sizes[0], first + mine, first + mine)
 
     return BatchStream(
         load,

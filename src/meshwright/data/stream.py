@@ -19,7 +19,7 @@ Shardings = Callable[[PyTree], PyTree]
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class PlacedBatch:
     """A batch on the mesh.
 
     Attributes:
@@ -42,10 +42,10 @@ class Writer(Protocol):
 
     def begin(self, facts: Mapping[str, Any]) -> None: ...
 
-    def append(self, step: int, batch: Batch) -> None: ...
+    def append(self, step: int, batch: PlacedBatch) -> None: ...
 
 
-class BatchStream(Iterator[Batch]):
+class BatchStream(Iterator[PlacedBatch]):
     """An iterator over batches that reads ahead.
 
     A position is a number of rows, not of batches: a run that goes on from `state` may have another batch size, mesh
@@ -54,7 +54,7 @@ class BatchStream(Iterator[Batch]):
 
     def __init__(
         self,
-        load: Callable[[int], Batch],
+        load: Callable[[int], PlacedBatch],
         *,
         batch_size: int,
         start_row: int,
@@ -112,13 +112,13 @@ class BatchStream(Iterator[Batch]):
                 hint="more epochs (None for no end), more data, or fewer steps.",
             )
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> PlacedBatch:
         if self._error is not None:
             raise self._error
         if self._closing:
             raise DataError("the batches were closed.", hint="make new ones, from the state of these.")
         try:
-            batch: Batch = next(self._batches)
+            batch: PlacedBatch = next(self._batches)
         except StopIteration:
             raise
         except BaseException as error:
@@ -147,7 +147,7 @@ class BatchStream(Iterator[Batch]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, number: int) -> Batch | None:
+    def _read(self, number: int) -> PlacedBatch | None:
         with self._idle:
             if self._closing:
                 return None

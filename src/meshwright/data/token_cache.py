@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.build import write_tokens
 from meshwright.data.documents import Documents
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.tokens import Tokens
+from meshwright.data.write_tokens import write_tokens
 from meshwright.errors import DataError
 
 Tell = Callable[[str], None]

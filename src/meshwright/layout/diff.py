@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.layout.leaf import LeafLayout, format_bytes
-from meshwright.layout.table import fold_names, text_table
-from meshwright.mesh import AnyMesh, describe_mesh
+from meshwright.layout.text_table import fold_names, text_table
+from meshwright.mesh.build import AnyMesh, describe_mesh
 from meshwright.specs import canonical, format_spec
 
 

@@ -19,8 +19,8 @@ from meshwright.layout.diff import LayoutDiff, diff_leaves
 from meshwright.layout.leaf import LeafLayout, count_leaves, format_bytes, make_leaf
 from meshwright.layout.picture import tile_svg, tile_text
 from meshwright.layout.report import LayoutReport, PadPolicy, explain_layout
-from meshwright.layout.table import HEADINGS, leaf_rows, rich_table, text_table
-from meshwright.mesh import AnyMesh, describe_mesh
+from meshwright.layout.text_table import HEADINGS, leaf_rows, rich_table, text_table
+from meshwright.mesh.build import AnyMesh, describe_mesh
 from meshwright.placement import gather_leaves, other_mesh_error, shard_leaves
 from meshwright.specs import spec_from_json, spec_to_json
 from meshwright.tree import named_leaves

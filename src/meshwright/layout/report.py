@@ -11,16 +11,10 @@ from typing import Any
 
 from meshwright.errors import LayoutError
 from meshwright.layout.leaf import LeafLayout, count_leaves, format_bytes
-from meshwright.layout.table import leaf_rows
-from meshwright.mesh import AnyMesh, describe_mesh
+from meshwright.layout.text_table import leaf_rows
+from meshwright.mesh.build import AnyMesh, describe_mesh
 from meshwright.rules import RuleMatches, Rules, as_rules, match_rules
-from meshwright.rules.findings import (
-    IdleRule,
-    idle_rules,
-    inside_word_hits,
-    suggested_rules,
-    unmatched_message,
-)
+from meshwright.rules.findings import IdleRule, idle_rules, inside_word_hits, suggested_rules, unmatched_message
 from meshwright.rules.matching import LeafMatch
 from meshwright.rules.patterns import compile_pattern
 from meshwright.specs import SpecProblem, padded_shape, shard_shape, spec_problem

@@ -188,7 +188,7 @@ class RunOptions:
         if self.sample_tokens and not self.prompt:
             raise ConfigError("prompt is empty.", hint="some text, or sample_tokens of 0 for no samples.")
         if self.profile is not None:
-            from meshwright.loop.profile import parse_steps
+            from meshwright.loop.logging.profiler import parse_steps
 
             parse_steps(self.profile)
         if not 0 <= self.log_seconds < math.inf:

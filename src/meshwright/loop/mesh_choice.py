@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.errors import LayoutError, MeshError
 from meshwright.layout import format_bytes
-from meshwright.mesh import create_abstract_mesh
+from meshwright.mesh.build import create_abstract_mesh
 from meshwright.parallel.heads import heads_fit
 from meshwright.train.state import state_layout
 

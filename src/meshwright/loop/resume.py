@@ -13,16 +13,13 @@ import jax
 from meshwright.checkpoint import Checkpoints
 from meshwright.errors import ConfigError
 from meshwright.loop.config import TrainConfig
-from meshwright.loop.figures import checkpoint_facts
-from meshwright.loop.folder import NOT_OF_THE_RUN
-from meshwright.loop.json_lines import read_lines
-from meshwright.loop.log import EVENTS, RunLog
+from meshwright.loop.logging.json_lines import read_lines
+from meshwright.loop.logging.run_log import EVENTS, RunLog
+from meshwright.loop.logging.run_stats import checkpoint_facts
 from meshwright.loop.optimizers import make_schedule
-from meshwright.loop.prepared import Prepared
-from meshwright.train import (
-    State,
-    init_state,
-)
+from meshwright.loop.run_dir import NOT_OF_THE_RUN
+from meshwright.loop.setup import Prepared
+from meshwright.train import RunState, init_state
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Start:
         said: what is told about it.
     """
 
-    state: State
+    state: RunState
     event: str
     said: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)

@@ -15,11 +15,15 @@ import jax
 
 from meshwright.checkpoint import Checkpoints, Keep
 from meshwright.checkpoint.arrays import load_ahead
-from meshwright.checkpoint.processes import from_first
 from meshwright.data import Ledger
+from meshwright.distributed.agreement import from_first, together
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.loop.config import TrainConfig
-from meshwright.loop.figures import (
+from meshwright.loop.fit import Loop, Result, fit
+from meshwright.loop.logging.profiler import StepProfiler, parse_steps
+from meshwright.loop.logging.progress import Progress
+from meshwright.loop.logging.run_log import EVENTS, METRICS, RunLog
+from meshwright.loop.logging.run_stats import (
     checkpoint_facts,
     flops_per_step,
     learning_rates,
@@ -27,23 +31,14 @@ from meshwright.loop.figures import (
     run_facts,
     tokens_per_step,
 )
-from meshwright.loop.log import EVENTS, METRICS, RunLog
-from meshwright.loop.loop import Loop, Result, fit
-from meshwright.loop.preemption import Preemption
-from meshwright.loop.prepared import Prepared, Voice, prepare
-from meshwright.loop.profile import Profile, parse_steps
-from meshwright.loop.progress import Progress
 from meshwright.loop.resume import find_start, was_evaluated, was_sampled
+from meshwright.loop.safety.preemption import Preemption
+from meshwright.loop.safety.spike import SpikeGuard
+from meshwright.loop.safety.watchdog import Watchdog
 from meshwright.loop.sample import make_sampler
-from meshwright.loop.sources import Place, TextSource
-from meshwright.loop.spike import SpikeGuard
-from meshwright.loop.together import together
-from meshwright.loop.watchdog import Watchdog
-from meshwright.train import (
-    NonFiniteGuard,
-    State,
-    make_eval_step,
-)
+from meshwright.loop.setup import Prepared, Voice, prepare
+from meshwright.loop.sources import StreamStart, TextSource
+from meshwright.train import NonFiniteGuard, RunState, make_eval_step
 
 TEMPERATURE = 0.7
 """How freely samples are drawn: a little more likely than what the model says, so that short training shows."""
@@ -77,7 +72,7 @@ def _require_steps_to_trace(config: TrainConfig) -> None:
 def _run(run: Prepared, stack: ExitStack) -> Result:
     config, folder, options = run.config, run.folder, run.config.run
     preemption = stack.enter_context(Preemption())
-    profile = Profile(options.profile, folder.path / "profile") if options.profile else None
+    profile = StepProfiler(options.profile, folder.path / "profile") if options.profile else None
     sampler = _Sampler(run) if run.model is not None and options.sample_tokens else None
 
     def told(kind: str, step: int, text: str) -> None:
@@ -100,7 +95,7 @@ def _run(run: Prepared, stack: ExitStack) -> Result:
         stack.callback(ledger.close)
 
     def open_batches(data: Mapping[str, Any] | None, first_step: int) -> Any:
-        return run.source.open(run.step, Place(data, first_step, ledger), seed=options.seed)
+        return run.source.open(run.step, StreamStart(data, first_step, ledger), seed=options.seed)
 
     def reopen(undone: Mapping[str, Any], after: Mapping[str, Any], first_step: int) -> Any:
         if ledger is not None:
@@ -196,7 +191,7 @@ def _run(run: Prepared, stack: ExitStack) -> Result:
     return result
 
 
-def _make_evaluation(run: Prepared) -> Callable[[State], Mapping[str, float]] | None:
+def _make_evaluation(run: Prepared) -> Callable[[RunState], Mapping[str, float]] | None:
     count = run.config.run.eval_batches
     if not run.config.run.eval_every:
         return None
@@ -205,7 +200,7 @@ def _make_evaluation(run: Prepared) -> Callable[[State], Mapping[str, float]] | 
         run.tell(f"there is no evaluation: {run.source.why_no_evaluation}")
         return None
 
-    def evaluate(state: State) -> Mapping[str, float]:
+    def evaluate(state: RunState) -> Mapping[str, float]:
         batches = run.source.evaluation(step, count)
         assert batches is not None
         sums: dict[str, float] = {}
@@ -238,7 +233,7 @@ class _Sampler:
             vocab_size=self.tokenizer.vocab_size,
         )
 
-    def show(self, state: State, log: RunLog, when: str) -> None:
+    def show(self, state: RunState, log: RunLog, when: str) -> None:
         tokens = self.generate(
             state.params, self.prompt, self.options.sample_tokens, seed=self.options.seed, temperature=TEMPERATURE
         )

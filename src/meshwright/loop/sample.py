@@ -18,15 +18,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
-from meshwright.mesh import current_mesh
+from meshwright.mesh.build import current_mesh
+from meshwright.models.execution import Execution
 from meshwright.models.language import LanguageModel
-from meshwright.models.run import Run
 from meshwright.specs import spec_axes
 from meshwright.train.precision import Precision
 from meshwright.types import PyTree
 
 # XLA decides how the work is split: there is one row, and a handful of tokens.
-_RUN = Run(tensor_axis=None, data_axes=(), pipeline_axis=None, sequence_parallel=False, attention="xla")
+_RUN = Execution(tensor_axis=None, data_axes=(), pipeline_axis=None, sequence_parallel=False, attention="xla")
 
 
 def make_sampler(

@@ -32,7 +32,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamStart:
     """Where in the data to begin.
 
     Args:
@@ -83,7 +83,7 @@ class TextSource:
         """What all processes must agree on."""
         return {"data": self.fingerprint, "rows": len(self.rows)}
 
-    def open(self, step: Step, place: Place, *, seed: int) -> BatchStream:
+    def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
         """Returns the batches from a place on, on the step's devices."""
         options = self.options
         return Batches(
@@ -126,7 +126,7 @@ class JobSource:
         """What all processes must agree on."""
         return {"batch": jax.tree.leaves(self.job.batch)}
 
-    def open(self, step: Step, place: Place, *, seed: int) -> BatchStream:
+    def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
         """Returns the batches from a place on, on the step's devices."""
         return job_batches(
             self.job,

@@ -2,9 +2,9 @@
 
 from meshwright.models.attention import attention
 from meshwright.models.decoder import Decoder
+from meshwright.models.execution import Execution, remat_policy
 from meshwright.models.language import Context, LanguageModel
 from meshwright.models.mlstm import MLSTMState, init_mlstm_state, mlstm_chunkwise, mlstm_parallel, mlstm_recurrent
-from meshwright.models.run import Run, remat_policy
 from meshwright.models.xlstm import XLSTM
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "XLSTM",
     "LanguageModel",
     "Context",
-    "Run",
+    "Execution",
     "remat_policy",
     "attention",
     "mlstm_chunkwise",

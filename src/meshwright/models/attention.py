@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.axes import vary_alike
 from meshwright.errors import PlacementError
-from meshwright.mesh import current_mesh
-from meshwright.parallel.overlap_forms import chip_family
+from meshwright.mesh.axes import vary_alike
+from meshwright.mesh.build import current_mesh
+from meshwright.parallel.overlap.forms import chip_family
 
 Implementation = Literal["xla", "cudnn"]
 

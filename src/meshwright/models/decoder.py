@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import ConfigError
 from meshwright.models.attention import attention
+from meshwright.models.execution import PROJECTION
 from meshwright.models.language import Context, LanguageModel, scaled_normal
 from meshwright.models.ops import rotary_tables, rotate
-from meshwright.models.run import PROJECTION
 from meshwright.models.sizes import check_division, check_sizes
 from meshwright.parallel.heads import split_heads
 from meshwright.parallel.tensor import sequence_norm

@@ -21,17 +21,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from meshwright.axes import is_manual, place_on, ways_along
 from meshwright.errors import LayoutError, MeshwrightError, PlacementError, did_you_mean
-from meshwright.mesh import current_mesh
+from meshwright.mesh.axes import is_manual, place_on, ways_along
+from meshwright.mesh.build import current_mesh
+from meshwright.models.execution import PROJECTION, Execution, Remat
 from meshwright.models.ops import swiglu
-from meshwright.models.run import PROJECTION, Remat, Run
 from meshwright.models.stack import run_layers
 from meshwright.parallel.dropout import dropout
-from meshwright.parallel.gather import Gather
-from meshwright.parallel.norm_kernel import residual_norm
-from meshwright.parallel.overlap_forms import chip_family
-from meshwright.parallel.pipeline import pipeline
+from meshwright.parallel.fsdp import Gather
+from meshwright.parallel.kernels.norm_kernel import residual_norm
+from meshwright.parallel.overlap.forms import chip_family
+from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_embed
 from meshwright.placement import with_sharding_constraint
@@ -124,7 +124,7 @@ class LanguageModel(abc.ABC):
         positions: Any = None,
         segment_ids: Any = None,
         rng: PRNGKeyArray | None = None,
-        run: Run | None = None,
+        run: Execution | None = None,
         gather: Gather | None = None,
         remat: Remat = "none",
         finish: Finish | None = None,
@@ -152,7 +152,7 @@ class LanguageModel(abc.ABC):
             >>> model.apply(params, jnp.zeros((1, 8), jnp.int32)).shape
             (1, 8, 256)
         """
-        run = run or Run()
+        run = run or Execution()
         if tokens.ndim != 2:
             raise PlacementError(f"{type(self).__name__} got tokens of shape {tokens.shape}.", hint="use [B, S].")
         rng = rng if self.dropout else None
@@ -219,7 +219,7 @@ class LanguageModel(abc.ABC):
         )
 
     def _finish(
-        self, params: PyTree, h: Any, targets: PyTree, *, run: Run, gather: Gather | None, finish: Finish
+        self, params: PyTree, h: Any, targets: PyTree, *, run: Execution, gather: Gather | None, finish: Finish
     ) -> Any:
         h = sequence_norm(h, params["final_norm"]["scale"], axis=run.tensor(), eps=self.norm_eps)
         if self.tied_embeddings:
@@ -228,7 +228,7 @@ class LanguageModel(abc.ABC):
             head = _whole(params["head"], gather, "head")["kernel"]
         return finish(h, head, targets)
 
-    def _logits(self, run: Run) -> Finish:
+    def _logits(self, run: Execution) -> Finish:
         def finish(h: Any, head: Any, targets: PyTree) -> Any:
             logits = column_dense(h, head, axis=run.tensor(), sequence_parallel=run.sequence_parallel)
             logits = logits.astype(jnp.float32)
@@ -237,7 +237,7 @@ class LanguageModel(abc.ABC):
 
         return finish
 
-    def _context_maker(self, extras: PyTree, *, run: Run, rng: Any, num_tokens: int) -> Callable[[Any], Context]:
+    def _context_maker(self, extras: PyTree, *, run: Execution, rng: Any, num_tokens: int) -> Callable[[Any], Context]:
         positions, segment_ids = extras["positions"], extras["segment_ids"]
         if positions is None:
             positions = _positions(segment_ids, num_tokens)
@@ -258,7 +258,7 @@ class LanguageModel(abc.ABC):
 class Context:
     """What a layer needs besides its parameters: the run, and dense layers and norms that use it."""
 
-    run: Run
+    run: Execution
     segment_ids: Any
     shared: Any
     key: Any
@@ -315,7 +315,7 @@ def _whole(params: PyTree, gather: Gather | None, name: str) -> PyTree:
     return params if gather is None else gather[name](params)
 
 
-def _rows_split(h: Any, run: Run) -> Any:
+def _rows_split(h: Any, run: Execution) -> Any:
     """Tells XLA, where it decides, to keep activations split by rows and, between blocks, by the sequence."""
     return _constrained(h, P(run.data_axes, run.tensor_axis if run.sequence_parallel else None))
 

@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.axes import vary, varying_axes
 from meshwright.errors import PlacementError
+from meshwright.mesh.axes import vary, varying_axes
 
 _ANY_DOCUMENT = -1  # of a state that has not seen segment_ids: whatever comes first continues it
 

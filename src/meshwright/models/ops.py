@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.axes import vary_alike
 from meshwright.errors import PlacementError
-from meshwright.parallel.stack_kernel import stack
+from meshwright.mesh.axes import vary_alike
+from meshwright.parallel.kernels.stack_kernel import stack
 from meshwright.types import PyTree
 
 # --- Rotary positions ---

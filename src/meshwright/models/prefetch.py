@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.axes import varying_axes
+from meshwright.mesh.axes import varying_axes
 from meshwright.types import PyTree
 
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.errors import LayoutError
+from meshwright.models.execution import Layers, Remat, remat_policy
 from meshwright.models.ops import unstack
 from meshwright.models.prefetch import run_prefetched
-from meshwright.models.run import Layers, Remat, remat_policy
-from meshwright.parallel.gather import Gather
-from meshwright.parallel.overlap_forms import chip_family
+from meshwright.parallel.fsdp import Gather
+from meshwright.parallel.overlap.forms import chip_family
 from meshwright.types import PyTree
 
 # Measured (benchmarks/RESULTS.md): on GPUs a scan's slices of stacked weights and residuals cost about a tenth. Where
@@ -40,10 +40,10 @@ def run_layers(
         layers: the layers' parameters, stacked along their leading dim.
         first: the number of the first layer.
         form: "scan", "unroll", a number of layers per step of the loop, or "auto".
-        remat: what the backward pass computes again; see `Run`.
+        remat: what the backward pass computes again; see `Execution`.
         gather: makes a layer's slices whole, just before they are used. They are gathered again for the backward pass.
         prefetch: gathers each layer's while the one before it computes.
-        kernels: whether a kernel of ours puts the layers' gradients together; see `Run`.
+        kernels: whether a kernel of ours puts the layers' gradients together; see `Execution`.
     """
     count = int(jax.tree.leaves(layers)[0].shape[0])
     if form == "auto":

@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import ConfigError
+from meshwright.models.execution import PROJECTION
 from meshwright.models.language import Context, LanguageModel, scaled_normal
 from meshwright.models.mlstm import mlstm_chunkwise
-from meshwright.models.run import PROJECTION
 from meshwright.models.sizes import check_division, check_sizes
 from meshwright.parallel.heads import local_heads
 from meshwright.types import PRNGKeyArray, PyTree

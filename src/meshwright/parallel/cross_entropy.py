@@ -22,13 +22,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.axes import axis_size, is_manual, place_on, summing_dtype, vary, vary_alike, varying_axes, view_of
 from meshwright.errors import PlacementError
-from meshwright.mesh import current_mesh, require_axes
-from meshwright.parallel.kernels import uses_kernels
-from meshwright.parallel.local import local_map
-from meshwright.parallel.overlap_loops import dot, dot_rows
-from meshwright.parallel.softmax_kernel import softmax_gradient
+from meshwright.mesh.axes import axis_size, is_manual, place_on, summing_dtype, vary, vary_alike, varying_axes, view_of
+from meshwright.mesh.build import current_mesh, require_axes
+from meshwright.parallel.kernels.dispatch import uses_kernels
+from meshwright.parallel.kernels.softmax_kernel import softmax_gradient
+from meshwright.parallel.local_map import local_map
+from meshwright.parallel.overlap.loops import dot, dot_rows
 from meshwright.parallel.tensor import check_divides, check_matmul, check_split
 from meshwright.parallel.vocabulary import check_targets, checked_vocab_size, own_zeros, whole_numbers
 
@@ -132,7 +132,7 @@ def linear_cross_entropy(
         check_divides(head.shape[1], axis, "tokens of vocabulary", who=WHO)
         if sequence_parallel:
             check_divides(x.shape[-2], axis, "rows", who=WHO)
-    plan = _Plan(
+    plan = _Options(
         axis=axis if view != "plain" else None,
         gathers=view != "plain" and sequence_parallel,
         batch_axes=data_axes,
@@ -158,7 +158,7 @@ def linear_cross_entropy(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Options:
     axis: str | None
     gathers: bool
     batch_axes: tuple[str, ...]
@@ -176,15 +176,15 @@ class _Plan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss_sums(plan: _Plan, x: Any, head: Any, targets: Any, weights: Any) -> LossSums:
+def _loss_sums(plan: _Options, x: Any, head: Any, targets: Any, weights: Any) -> LossSums:
     return _run(plan, False, x, head, targets, weights)[0]
 
 
-def _loss_sums_fwd(plan: _Plan, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+def _loss_sums_fwd(plan: _Options, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
     return _run(plan, True, x, head, targets, weights)
 
 
-def _loss_sums_bwd(plan: _Plan, grads: Any, d_sums: LossSums) -> tuple[Any, ...]:
+def _loss_sums_bwd(plan: _Options, grads: Any, d_sums: LossSums) -> tuple[Any, ...]:
     dx, dhead = ((grad.astype(jnp.float32) * d_sums.total).astype(grad.dtype) for grad in grads)
     return dx, dhead, None, None
 
@@ -192,7 +192,7 @@ def _loss_sums_bwd(plan: _Plan, grads: Any, d_sums: LossSums) -> tuple[Any, ...]
 _loss_sums.defvjp(_loss_sums_fwd, _loss_sums_bwd)
 
 
-def _run(plan: _Plan, with_grads: bool, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+def _run(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
     """Runs on this device's slices: as they are, or as an island of a program that XLA splits."""
     call: Callable[..., Any] = functools.partial(_on_device, plan, with_grads)
     if plan.island:
@@ -216,7 +216,7 @@ def _specs(batch_axes: tuple[str, ...], axis: str | None, rows_split: bool, ndim
     return P(batch_axes, *[None] * (ndim - 3), of_rows), P(None, axis), P(batch_axes)
 
 
-def _on_device(plan: _Plan, with_grads: bool, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+def _on_device(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
     whole = lax.all_gather(x, plan.axis, axis=x.ndim - 2, tiled=True) if plan.gathers else x
     kind = jnp.result_type(x.dtype, head.dtype)
     wire = jnp.dtype(plan.logits_dtype or kind)
@@ -265,7 +265,7 @@ def _summed_as(value: Any, grad: Any) -> Any:
 # --- One chunk ---
 
 
-def _chunk_loss(plan: _Plan, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+def _chunk_loss(plan: _Options, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
     """Returns the sums of a chunk, and a function that returns the gradient of `total` with respect to `products`."""
     num_columns, last = products.shape[-1], products.ndim - 1
     places, first = lax.broadcasted_iota(jnp.int32, products.shape, last), place_on(plan.axis, who=WHO) * num_columns
@@ -309,14 +309,14 @@ def _chunk_loss(plan: _Plan, products: Any, targets: Any, weights: Any) -> tuple
     return sums, make_dlogits
 
 
-def _factors(plan: _Plan, targets: Any, weights: Any) -> Any:
+def _factors(plan: _Options, targets: Any, weights: Any) -> Any:
     """Returns the weights, NaN where a target that counts is none."""
     is_valid = (targets >= 0) & (targets < plan.vocab_size)
     return jnp.where((weights != 0) & ~is_valid, jnp.nan, weights)
 
 
 def _sums(
-    plan: _Plan, smoothed: Any, cross_entropy: Any, log_sum: Any, correct: Any, factor: Any, weights: Any
+    plan: _Options, smoothed: Any, cross_entropy: Any, log_sum: Any, correct: Any, factor: Any, weights: Any
 ) -> LossSums:
     def add_up(terms: Any, factor: Any = factor) -> Any:
         return jnp.where(weights != 0, terms * factor, 0.0).sum()
@@ -331,13 +331,13 @@ def _sums(
     )
 
 
-def _suits_kernel(plan: _Plan, num_columns: int) -> bool:
+def _suits_kernel(plan: _Options, num_columns: int) -> bool:
     """Returns whether our kernel does a chunk; the others need other devices' logits, or other functions of them."""
     is_plain = plan.axis is None and plan.vocab_size == num_columns and plan.soft_cap is None
     return is_plain and not plan.label_smoothing and uses_kernels(plan.kernels)
 
 
-def _chunk_by_kernel(plan: _Plan, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+def _chunk_by_kernel(plan: _Options, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
     factor = _factors(plan, targets, weights)
     flat = products.reshape(-1, products.shape[-1]), targets.ravel(), factor.ravel()
     found = softmax_gradient(*vary_alike(*flat), z_loss=plan.z_loss)

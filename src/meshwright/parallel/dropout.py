@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.axes import axis_size, place_on
 from meshwright.errors import PlacementError
+from meshwright.mesh.axes import axis_size, place_on
 from meshwright.parallel.rows import bits_by_place, global_rows, row_key
 from meshwright.specs import dim_axes, format_spec, spec_axes
 from meshwright.types import PRNGKeyArray

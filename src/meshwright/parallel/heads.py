@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from meshwright.axes import summing_dtype, vary, view_of, ways_along
 from meshwright.errors import PlacementError
+from meshwright.mesh.axes import summing_dtype, vary, view_of, ways_along
 from meshwright.parallel.tensor import check_split
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend import random as prng
 
-from meshwright.axes import vary, varying_axes
 from meshwright.errors import PlacementError
+from meshwright.mesh.axes import vary, varying_axes
 from meshwright.tree import named_leaves
 from meshwright.types import PRNGKeyArray, PyTree
 

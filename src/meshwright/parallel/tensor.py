@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.axes import summing_dtype, vary, vary_alike, varying_axes, view_of, ways_along
 from meshwright.errors import PlacementError
-from meshwright.parallel.collective_matmul import gather_matmul, matmul_scatter
-from meshwright.parallel.overlap_forms import Form
-from meshwright.parallel.overlap_loops import dot
+from meshwright.mesh.axes import summing_dtype, vary, vary_alike, varying_axes, view_of, ways_along
+from meshwright.parallel.overlap.collective_matmul import gather_matmul, matmul_scatter
+from meshwright.parallel.overlap.forms import Form
+from meshwright.parallel.overlap.loops import dot
 
 
 class ScatterOptions(TypedDict, total=False):

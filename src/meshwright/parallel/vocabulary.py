@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.axes import axis_size, place_on, summing_dtype, vary, varying_axes, view_of
 from meshwright.errors import PlacementError
-from meshwright.parallel.collective_matmul import gather_matmul
-from meshwright.parallel.local import island
-from meshwright.parallel.overlap_loops import dot
+from meshwright.mesh.axes import axis_size, place_on, summing_dtype, vary, varying_axes, view_of
+from meshwright.parallel.local_map import island
+from meshwright.parallel.overlap.collective_matmul import gather_matmul
+from meshwright.parallel.overlap.loops import dot
 from meshwright.parallel.tensor import GatherOptions, check_divides, check_matmul, check_split, refuse_options
 
 

@@ -6,13 +6,13 @@ import dataclasses
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.job import load_job
 from meshwright.layout.leaf import format_bytes
-from meshwright.plan.compile import Compiled, CompiledCollective, compile_step
-from meshwright.plan.cost import Plan, make_plan
-from meshwright.plan.profile import Profile
-from meshwright.plan.setup import Setup
+from meshwright.plan.compiled.compile import Compiled, CompiledCollective, compile_step
+from meshwright.plan.costs.job_costs import JobCosts
+from meshwright.plan.plan import Plan, make_plan
+from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
+from meshwright.train.job import load_job
 
 
 class PlanError(MeshwrightError, AssertionError):
@@ -37,7 +37,7 @@ def assert_plan(
     max_seconds: float | None = None,
     min_mfu: float | None = None,
     compile: bool | Compiled = False,
-    profile: Profile | None = None,
+    profile: JobCosts | None = None,
     **limits: Any,
 ) -> Plan:
     """Plans a job and raises a `PlanError` where it does not fit the machine or goes beyond a limit.

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import MeshError
-from meshwright.models.run import Run
+from meshwright.models.execution import Execution
 from meshwright.parallel.heads import heads_fit
-from meshwright.plan.profile import Profile
-from meshwright.plan.stages import PIPELINE_AXIS
-from meshwright.plan.traffic import TENSOR_AXIS
+from meshwright.plan.costs.communication import TENSOR_AXIS
+from meshwright.plan.costs.job_costs import JobCosts
+from meshwright.plan.costs.stages import PIPELINE_AXIS
 from meshwright.train.axes_used import check_axes, run_of
 
 
-def mesh_problem(job: Any, profile: Profile, sizes: Mapping[str, int]) -> tuple[str, str] | None:
+def mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple[str, str] | None:
     """Returns what keeps a job from a mesh: in a few words that many meshes share, and for this one; or None."""
     tp, pp = sizes.get(TENSOR_AXIS, 1), sizes.get(PIPELINE_AXIS, 1)
-    run = run_of(job) or Run()
+    run = run_of(job) or Execution()
     if run.tensor_axis is not None:  # otherwise XLA splits what it can
         if profile.heads and not heads_fit(profile.heads, tp):
             return "do not divide the heads", f"tp={tp} does not divide {profile.heads} heads"
@@ -36,7 +36,7 @@ def mesh_problem(job: Any, profile: Profile, sizes: Mapping[str, int]) -> tuple[
     return None
 
 
-def check_mesh(job: Any, profile: Profile, sizes: Mapping[str, int]) -> None:
+def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> None:
     """Raises where a job cannot run on a mesh; of models that are not ours, only what their rules say is known."""
     check_axes(job, sizes)
     if profile.d_model is None:

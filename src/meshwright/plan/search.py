@@ -14,19 +14,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, did_you_mean
-from meshwright.job import load_job
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
-from meshwright.mesh_string import MeshSpec, parse_mesh
+from meshwright.mesh.string import MeshSpec, parse_mesh
 from meshwright.parallel.rows import count_rows
-from meshwright.plan.compile import CompileError, compile_step
-from meshwright.plan.cost import Plan, assemble, known_to_fail, lay_out, make_plan, mesh_sizes, profile_of
+from meshwright.plan.compiled.compile import CompileError, compile_step
+from meshwright.plan.costs.job_costs import REMATS, JobCosts, profile_job
+from meshwright.plan.costs.stages import stages_of
 from meshwright.plan.mesh_check import check_mesh, mesh_problem, one_of
-from meshwright.plan.profile import REMATS, Profile, profile_job
-from meshwright.plan.setup import Setup, batch_of
-from meshwright.plan.stages import stages_of
+from meshwright.plan.plan import Plan, assemble, known_to_fail, lay_out, make_plan, mesh_sizes, profile_of
+from meshwright.plan.step_setup import Setup, batch_of
 from meshwright.plan.target import Target, parse_target
 from meshwright.train.axes_used import unused_axes
+from meshwright.train.job import load_job
 
 AXES = ("dp", "fsdp", "pp", "tp")
 SYNCS = ("hybrid", "once")
@@ -123,7 +123,7 @@ class Search:
     tokens_per_row: int
     seconds: float
     constraints: Constraints
-    profile: Profile = field(repr=False)
+    profile: JobCosts = field(repr=False)
 
     @property
     def considered(self) -> int:
@@ -155,7 +155,7 @@ def search(
     constraints: str | Constraints = "",
     precision: str | Mapping[str, str] = "mixed",
     optimizer: str = "adamw",
-    profile: Profile | None = None,
+    profile: JobCosts | None = None,
     price: float | None = None,
 ) -> Search:
     """Ranks all ways to run a job on a target, by arithmetic; nothing is compiled.
@@ -244,7 +244,7 @@ def compile_best(
     return tuple(sorted(done, key=_rank)), tuple(failed)
 
 
-def largest_batch(job: Any, target: str | Target, setup: Setup, *, profile: Profile | None = None) -> int:
+def largest_batch(job: Any, target: str | Target, setup: Setup, *, profile: JobCosts | None = None) -> int:
     """Returns the most rows that fit with a setup, by arithmetic; 0 where not even the fewest do."""
     target = parse_target(target)
     if profile is None:
@@ -273,7 +273,7 @@ def largest_batch(job: Any, target: str | Target, setup: Setup, *, profile: Prof
 # --- Candidates ---
 
 
-def _rows(job: Any, profile: Profile, constraints: Constraints, target: Target) -> int:
+def _rows(job: Any, profile: JobCosts, constraints: Constraints, target: Target) -> int:
     """Returns the rows of a batch; a number of tokens is rounded to rows that devices can share."""
     if constraints.rows is not None:
         return constraints.rows
@@ -348,14 +348,14 @@ def _words(constraints: Constraints, name: str) -> str:
     return ", ".join(f"{name}{sign}{number}" for sign, number in constraints.limits[name])
 
 
-def _mesh_problem(job: Any, profile: Profile, sizes: Mapping[str, int]) -> tuple[str, str] | None:
+def _mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple[str, str] | None:
     problem = mesh_problem(job, profile, sizes)
     unused = unused_axes(job, sizes) if problem is None else ()
     return ("split nothing along an axis", f"nothing of the job is split over {unused[0]}") if unused else problem
 
 
 def _judge(
-    profile: Profile, layout: Layout, target: Target, spec: MeshSpec, setup: Setup, *, rows: int, price: float | None
+    profile: JobCosts, layout: Layout, target: Target, spec: MeshSpec, setup: Setup, *, rows: int, price: float | None
 ) -> Plan | Rejected:
     sizes = dict(layout.mesh.shape)
     parts = _row_parts(profile, sizes, setup)
@@ -367,7 +367,7 @@ def _judge(
     return plan
 
 
-def _row_parts(profile: Profile, sizes: Mapping[str, int], setup: Setup) -> int:
+def _row_parts(profile: JobCosts, sizes: Mapping[str, int], setup: Setup) -> int:
     """Returns in how many parts rows are cut: for devices, minibatches, and microbatches of a pipeline."""
     parts = setup.num_minibatches * stages_of(profile, sizes).microbatches
     return sizes.get("dp", 1) * sizes.get("fsdp", 1) * parts

@@ -1,6 +1,6 @@
 """Machines by name: `v5p:4x4x8`, `h200:8x8`, `cpu:8`. Nothing here needs a device, or a compiler for it.
 
-Grammar: `KIND:SHAPE[*SLICES]`. KIND is `cpu` or a chip of `meshwright.chips`. SHAPE is a TPU's torus (`16x16`,
+Grammar: `KIND:SHAPE[*SLICES]`. KIND is `cpu` or a chip of `meshwright.hardware.chips`. SHAPE is a TPU's torus (`16x16`,
 `4x4x8`), hosts x GPUs per host (`8x8`), or a number of simulated CPU devices. `*4` is four slices of a TPU, joined by
 the network.
 """
@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.chips import ALIASES, CHIPS, Chip, chip_of
 from meshwright.errors import MeshError, did_you_mean
+from meshwright.hardware.chips import ALIASES, CHIPS, Chip, chip_of
 
 _FORM = re.compile(r"(?P<kind>[A-Za-z][\w.\-]*):(?P<shape>\d+(?:[xX]\d+)*)(?:\*(?P<slices>\d+))?")
 _EXAMPLES = "for example v5e:16x16, v5p:4x4x8, v5p:4x4x8*4 (four slices), h200:8x8 (hosts x GPUs per host), cpu:8."

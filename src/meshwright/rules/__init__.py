@@ -13,7 +13,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import LayoutError, RuleError
-from meshwright.mesh import AnyMesh, current_mesh
+from meshwright.mesh.build import AnyMesh, current_mesh
 from meshwright.rules.findings import suggested_rules, unmatched_message, warn_of_idle_rules
 from meshwright.rules.matching import LeafMatch, RuleMatches, match_rules
 from meshwright.rules.patterns import compile_pattern

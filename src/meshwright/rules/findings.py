@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightWarning
-from meshwright.mesh import AnyMesh
+from meshwright.mesh.build import AnyMesh
 from meshwright.rules.matching import RuleMatches
 from meshwright.rules.patterns import Pattern
 from meshwright.rules.roles import Subject

@@ -1,27 +1,30 @@
 """Training: the state of a run, and the step that takes it on, on any number of devices."""
 
-from meshwright.train.accumulate import (
-    Accumulated,
-    accumulate,
-    accumulate_gradients,
-    accumulate_gradients_loop,
-    accumulate_gradients_scan,
-)
+from meshwright.distributed.agreement import fingerprint, require_agreement
+from meshwright.train.accumulate import Accumulated, accumulate
+from meshwright.train.adapters import equinox_job, linen_job, nnx_job
 from meshwright.train.gradients import Gradients, View, make_gradients
-from meshwright.train.guards import NonFiniteGuard, fingerprint, require_agreement
-from meshwright.train.language import language_job
+from meshwright.train.guards import NonFiniteGuard
+from meshwright.train.job import Job, abstract_init, load_job
+from meshwright.train.language_job import language_job
 from meshwright.train.loss import next_token_loss, shift_targets
 from meshwright.train.norms import global_norm
 from meshwright.train.precision import Precision
-from meshwright.train.state import State, init_state, make_state, state_layout
+from meshwright.train.state import RunState, init_state, make_state, state_layout
 from meshwright.train.step import Step, make_eval_step, make_train_step
 from meshwright.train.sync import Sync
 
 __all__ = [
+    "Job",
+    "abstract_init",
+    "load_job",
+    "linen_job",
+    "nnx_job",
+    "equinox_job",
     "language_job",
     "next_token_loss",
     "shift_targets",
-    "State",
+    "RunState",
     "state_layout",
     "init_state",
     "make_state",
@@ -39,7 +42,4 @@ __all__ = [
     "accumulate",
     "Accumulated",
     "Sync",
-    "accumulate_gradients",
-    "accumulate_gradients_loop",
-    "accumulate_gradients_scan",
 ]

@@ -5,147 +5,25 @@ of targets. So each is weighted by the denominator of its own loss. Sums are kep
 are, and random draws belong to rows (`meshwright.parallel.row_key`), so that dropout does not change with the number of
 minibatches either.
 
-`accumulate_gradients` and its two forms run on one device, or see one device's rows. `accumulate` runs in the local
-view on any mesh, and decides how often devices exchange gradients.
+A metric is a `(sum, count)` pair, whose two numbers are added up, or any other number or array, whose average is taken
+with the weights of the parts. A part of no weight (nothing but masked targets) adds nothing, even if it holds NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.axes import vary
-from meshwright.parallel.rows import Parts, row_key, split_rows
+from meshwright.dtypes import is_float
+from meshwright.mesh.axes import vary, varying_axes
+from meshwright.parallel.overlap.forms import chip_family
+from meshwright.parallel.rows import row_key, split_rows
 from meshwright.train.sync import Sync, make_sync_plan
-from meshwright.train.weighted import (
-    add,
-    after,
-    average,
-    denominator,
-    is_pair,
-    over,
-    times,
-    weigh,
-    wide,
-    written_once,
-    zeros_for,
-)
 from meshwright.types import Metrics, PRNGKeyArray, PyTree
-
-# --- One device, or one device's rows ---
-
-
-def accumulate_gradients(
-    state: Any,
-    batch: PyTree,
-    rng: PRNGKeyArray | None,
-    num_minibatches: int,
-    loss_fn: Callable[..., Any],
-    use_scan: bool = False,
-    *,
-    weight_key: str = "loss",
-) -> tuple[PyTree, Metrics, PyTree]:
-    """Returns gradients, metrics and mutable variables of a batch, computed in minibatches.
-
-    Gradients are those of the whole batch, in float32 or wider. Metrics that are `(sum, count)` pairs are added up,
-    others averaged. Mutable variables are stacked: their leading dim is the minibatches.
-
-    Args:
-        state: a train state; `params` and `apply_fn` are used.
-        batch: arrays with a common leading dim, cut into minibatches, and scalars, which every minibatch gets.
-        rng: a key; each minibatch gets a `row_key` of it. None is passed on.
-        loss_fn: `loss_fn(params, apply_fn, minibatch, rng) -> (loss, (metrics, mutable_variables))`.
-        use_scan: compiles one minibatch and loops over it, instead of writing them out one after the other.
-        weight_key: the metric whose count is the denominator of the loss. If `metrics[weight_key]` is a `(sum, count)`
-            pair, a minibatch weighs as much as its count, and nothing if that is zero; if not, all weigh the same.
-
-    Example:
-        >>> import meshwright as mw, numpy as np, optax
-        >>> state = mw.TrainState.create(apply_fn=lambda w, x: w * x, params=jnp.float32(2.0), tx=optax.sgd(0.1))
-        >>> def loss_fn(params, apply_fn, minibatch, rng):
-        ...     valid = minibatch.targets >= 0
-        ...     total = jnp.where(valid, apply_fn(params, minibatch.inputs), 0.0).sum()
-        ...     return total / valid.sum(), ({"loss": (total, valid.sum())}, None)
-        >>> batch = mw.Batch(inputs=jnp.arange(1.0, 5.0), targets=jnp.array([0, 0, 0, -1]))
-        >>> grads, metrics, _ = accumulate_gradients(state, batch, jax.random.key(0), 2, loss_fn)
-        >>> float(grads), [float(part) for part in metrics["loss"]]  # (1 + 2 + 3) / 3
-        (2.0, [12.0, 3.0])
-    """
-    form = accumulate_gradients_scan if use_scan else accumulate_gradients_loop
-    return form(state, batch, rng, num_minibatches, loss_fn, weight_key=weight_key)
-
-
-def accumulate_gradients_loop(
-    state: Any,
-    batch: PyTree,
-    rng: PRNGKeyArray | None,
-    num_minibatches: int,
-    loss_fn: Callable[..., Any],
-    *,
-    weight_key: str = "loss",
-) -> tuple[PyTree, Metrics, PyTree]:
-    """Does what `accumulate_gradients` does, with the minibatches written out one after the other."""
-    parts, step = _minibatches(state, batch, rng, num_minibatches, loss_fn, weight_key)
-    sums, mutable = step(0, [array[0] for array in parts.arrays])
-    collected = [mutable]
-    for index in range(1, num_minibatches):
-        # The next minibatch waits for this sum: side by side, they would all hold their gradients at once.
-        more, mutable = step(index, after(sums, [array[index] for array in parts.arrays]))
-        sums = add(sums, more)
-        collected.append(mutable)
-    return _finish(sums, jax.tree.map(lambda *leaves: jnp.stack(leaves), *collected))
-
-
-def accumulate_gradients_scan(
-    state: Any,
-    batch: PyTree,
-    rng: PRNGKeyArray | None,
-    num_minibatches: int,
-    loss_fn: Callable[..., Any],
-    *,
-    weight_key: str = "loss",
-) -> tuple[PyTree, Metrics, PyTree]:
-    """Does what `accumulate_gradients` does, with one compiled minibatch in a loop."""
-    parts, step = _minibatches(state, batch, rng, num_minibatches, loss_fn, weight_key)
-    if num_minibatches == 1:
-        sums, mutable = step(0, [array[0] for array in parts.arrays])
-        return _finish(sums, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], mutable))
-    zeros = zeros_for(lambda: step(0, [array[0] for array in parts.arrays])[0])
-
-    def body(sums: PyTree, x: Any) -> tuple[PyTree, PyTree]:
-        more, mutable = step(*x)
-        return add(sums, more), mutable
-
-    sums, mutable = lax.scan(body, zeros, (jnp.arange(num_minibatches), parts.arrays))
-    return _finish(sums, mutable)
-
-
-def _minibatches(
-    state: Any, batch: PyTree, rng: Any, num_minibatches: int, loss_fn: Callable[..., Any], weight_key: str
-) -> tuple[Parts, Callable[[Any, Any], tuple[PyTree, PyTree]]]:
-    parts = split_rows(batch, num_minibatches, who="accumulate_gradients", part="minibatch")
-
-    def step(index: Any, slices: Any) -> tuple[PyTree, PyTree]:
-        key = None if rng is None else row_key(rng, index * parts.num_rows)
-        gradient = jax.grad(loss_fn, has_aux=True)
-        grads, (metrics, mutable) = gradient(state.params, state.apply_fn, parts.join(slices), key)
-        weight = lax.stop_gradient(denominator(metrics, weight_key))
-        grads = jax.tree.map(lambda leaf: times(leaf, weight), grads)
-        return (weight, grads, weigh(metrics, weight)), mutable
-
-    return parts, step
-
-
-def _finish(sums: PyTree, mutable: PyTree) -> tuple[PyTree, Metrics, PyTree]:
-    total, grads, metrics = sums
-    return jax.tree.map(lambda leaf: over(leaf, total), grads), average(metrics, total), mutable
-
-
-# --- Any mesh ---
 
 
 class Accumulated(NamedTuple):
@@ -284,3 +162,97 @@ def accumulate(
         (grads,) = pull(grads)
         grads = jax.tree.map(lambda leaf: over(leaf, count), grads)
     return Accumulated(over(total, count), grads, average(metrics, count))
+
+
+# --- Sums over parts of a batch that become averages over the whole ---
+
+
+def is_pair(node: Any) -> bool:
+    """Returns whether this is a `(sum, count)` pair: a tuple of two scalars."""
+    return type(node) is tuple and len(node) == 2 and all(_is_scalar(item) for item in node)
+
+
+def denominator(metrics: Any, key: str) -> Any:
+    """Returns the count of the pair `metrics[key]`; 1 where there is none, which makes all parts weigh the same."""
+    pair: Any = metrics.get(key) if isinstance(metrics, Mapping) else None
+    return jnp.asarray(pair[1]) if is_pair(pair) else jnp.float32(1)
+
+
+def weigh(metrics: PyTree, weight: Any) -> PyTree:
+    """Returns metrics in the form in which those of several parts are added: sums, of weighted values or of pairs."""
+
+    def summand(node: Any) -> Any:
+        if is_pair(node):
+            total, count = (wide(item) for item in node)
+            return (jnp.where(count > 0, total, jnp.zeros_like(total)), count)
+        return times(node, weight)
+
+    return jax.tree.map(summand, metrics, is_leaf=is_pair)
+
+
+def times(value: Any, weight: Any) -> Any:
+    """Returns `value * weight` in float32 or wider, and zero where the weight is zero, even of NaN."""
+    value = jnp.asarray(value)
+    product = value.astype(jnp.promote_types(value.dtype, jnp.float32)) * weight
+    return jnp.where(weight > 0, product, jnp.zeros_like(product))
+
+
+def over(value: Any, total: Any) -> Any:
+    """Returns `value / total`, and zero where the total is zero."""
+    return jnp.where(total > 0, value / jnp.where(total > 0, total, 1), jnp.zeros_like(value))
+
+
+def average(sums: PyTree, total: Any) -> PyTree:
+    """Returns what `weigh` made, added up, as metrics again: pairs stay pairs, the rest is divided by the total."""
+    return jax.tree.map(lambda node: node if is_pair(node) else over(node, total), sums, is_leaf=is_pair)
+
+
+def add(first: PyTree, second: PyTree) -> PyTree:
+    """Returns the sum of two trees, leaf by leaf."""
+    return jax.tree.map(jnp.add, first, second)
+
+
+def after(done: PyTree, tree: PyTree) -> PyTree:
+    """Returns a tree that cannot be used before `done` is computed; XLA keeps this order.
+
+    Only those of `done` are waited for that vary no further than the leaf in question, whose type would change.
+    """
+
+    def wait(leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # random keys cannot be tied to anything
+            return leaf
+        known = [item for item in jax.tree.leaves(done) if varying_axes(item) <= varying_axes(leaf)]
+        return lax.optimization_barrier((leaf, *known))[0]
+
+    return jax.tree.map(wait, tree)
+
+
+def written_once(tree: PyTree) -> PyTree:
+    """Returns a tree whose leaves are in memory before anything uses them, where that pays: on GPUs.
+
+    Layers' gradients are put together to stacked leaves. Fused into an optimizer's update, which then becomes one
+    kernel for each of its results, that costs more than it saves (benchmarks/RESULTS.md).
+    """
+    # Leaf by leaf: what passes a barrier together varies along the same axes after it.
+    return jax.tree.map(lax.optimization_barrier, tree) if chip_family() == "gpu" else tree
+
+
+def zeros_for(function: Callable[..., PyTree], *args: Any) -> PyTree:
+    """Returns zeros of the shapes, dtypes and varying axes that `function(*args)` would have; runs nothing."""
+    shapes = jax.eval_shape(function, *args)
+    return jax.tree.map(lambda leaf: vary(jnp.zeros(leaf.shape, leaf.dtype), sorted(varying_axes(leaf))), shapes)
+
+
+def wide(value: Any) -> Any:
+    """Returns a value in the dtype it is summed in: float32 at least, integers as they are, booleans counted.
+
+    A sum of ones in bfloat16 stops growing at 256.
+    """
+    value = jnp.asarray(value)
+    if value.dtype == jnp.bool_:
+        return value.astype(jnp.int32)
+    return value.astype(jnp.promote_types(value.dtype, jnp.float32)) if is_float(value.dtype) else value
+
+
+def _is_scalar(item: Any) -> bool:
+    return isinstance(item, (int, float)) or (hasattr(item, "ndim") and item.ndim == 0)

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import MeshError, did_you_mean
-from meshwright.mesh_string import parse_mesh
-from meshwright.models.run import Run
+from meshwright.mesh.string import parse_mesh
+from meshwright.models.execution import Execution
 from meshwright.rules import as_rules
 from meshwright.specs import spec_axes
 from meshwright.train.gradients import DATA_AXES
 
 
-def run_of(job: Any) -> Run | None:
+def run_of(job: Any) -> Execution | None:
     """Returns how the model of a job runs, where it is one of ours."""
     loss = getattr(job, "loss", None)
-    return next((part for part in getattr(loss, "args", ()) if isinstance(part, Run)), None)
+    return next((part for part in getattr(loss, "args", ()) if isinstance(part, Execution)), None)
 
 
 def known_axes(job: Any) -> tuple[str, ...]:

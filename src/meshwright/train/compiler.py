@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightWarning
-from meshwright.mesh import AnyMesh
-from meshwright.parallel.compiler_options import overlap_options
+from meshwright.mesh.build import AnyMesh
+from meshwright.parallel.overlap.compiler_options import overlap_options
 
 # On an H200, a step of a 956M decoder: cuBLAS's matmuls are faster than XLA's own by 3%. The fusion of slices with
 # matmuls comes before autotuning and keeps it away from every matmul whose weight is one of stacked layers: 1.5%.

@@ -16,17 +16,16 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import JobError, MeshwrightError, did_you_mean
 from meshwright.layout import Layout
-from meshwright.mesh import AnyMesh, require_axes
-from meshwright.models.run import Remat, remat_policy
-from meshwright.parallel.gather import Gather
-from meshwright.parallel.local import local_map
+from meshwright.mesh.build import AnyMesh, require_axes
+from meshwright.models.execution import Remat, remat_policy
+from meshwright.parallel.fsdp import Gather
+from meshwright.parallel.local_map import local_map
 from meshwright.specs import spec_axes
-from meshwright.train.accumulate import Accumulated, accumulate
+from meshwright.train.accumulate import Accumulated, accumulate, is_pair, over
 from meshwright.train.norms import leaf_square_sums
 from meshwright.train.precision import Precision
 from meshwright.train.state import gradient_specs, params_layout, require_loss
 from meshwright.train.sync import Sync
-from meshwright.train.weighted import is_pair, over
 from meshwright.types import Metrics, PyTree
 
 View = Literal["global", "local"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.errors import MeshwrightError, TrainingError
+from meshwright.errors import TrainingError
 from meshwright.layout import Layout
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
@@ -95,53 +93,3 @@ class NonFiniteGuard:
                 hint="lower the learning rate, clip gradients, or look at these batches.",
             )
         return told
-
-
-def fingerprint(*things: Any) -> str:
-    """Returns a hash of what must be the same on all processes: configurations, seeds, shapes.
-
-    Example:
-        >>> fingerprint({"seed": 1}) == fingerprint({"seed": 1}), fingerprint({"seed": 1}) == fingerprint({"seed": 2})
-        (True, False)
-    """
-    text = json.dumps([_plain(thing) for thing in things], sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def require_agreement(facts: Mapping[str, Any]) -> None:
-    """Raises, on every process, where processes differ in one of these facts; names the fact and the ranks.
-
-    Call it at the start of a run, with the configuration, the seed and the shapes of a batch.
-    """
-    if jax.process_count() == 1:
-        return
-    from jax.experimental import multihost_utils
-
-    names = sorted(facts)
-    digests = np.stack([np.frombuffer(bytes.fromhex(fingerprint(facts[name])), np.uint8) for name in names])
-    everywhere = np.asarray(multihost_utils.process_allgather(digests))
-    report_disagreement(names, everywhere, {name: repr(facts[name])[:200] for name in names}, jax.process_index())
-
-
-def report_disagreement(names: list[str], digests: np.ndarray, own: Mapping[str, str], rank: int) -> None:
-    """Raises for the first fact whose digests `[process, fact, byte]` are not all those of the majority."""
-    for place, name in enumerate(names):
-        rows = [bytes(row) for row in digests[:, place]]
-        usual = max(dict.fromkeys(rows), key=rows.count)
-        others = [str(index) for index, row in enumerate(rows) if row != usual]
-        if others:
-            raise MeshwrightError(
-                f"the processes of this run differ in `{name}`: rank {', '.join(others)} of {len(rows)} has another "
-                f"value than the rest. Here, on rank {rank}, it is {own[name]}.",
-                hint="start every process with the same configuration, seed and code.",
-            )
-
-
-def _plain(thing: Any) -> Any:
-    if isinstance(thing, Mapping):
-        return {str(key): _plain(value) for key, value in thing.items()}
-    if isinstance(thing, (list, tuple)):
-        return [_plain(item) for item in thing]
-    if hasattr(thing, "shape") and hasattr(thing, "dtype"):
-        return [str(thing.dtype), list(thing.shape)]
-    return thing

@@ -15,20 +15,20 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import JobError, LayoutError
-from meshwright.job import abstract_init
 from meshwright.layout import Layout, make_layout
 from meshwright.layout.leaf import LeafLayout, make_leaf
 from meshwright.layout.report import PadPolicy
-from meshwright.mesh import AnyMesh, require_axes
+from meshwright.mesh.build import AnyMesh, require_axes
 from meshwright.rules.roles import find_subjects
 from meshwright.specs import canonical, dim_axes, format_spec, shard_shape, spec_axes
+from meshwright.train.job import abstract_init
 from meshwright.train.precision import Precision
 from meshwright.types import PRNGKeyArray, PyTree
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class State:
+class RunState:
     """All that a run carries from step to step.
 
     Args:
@@ -46,12 +46,12 @@ class State:
     skipped_in_a_row: Any
 
 
-def make_state(job: Any, optimizer: Any, key: PRNGKeyArray, *, precision: Precision | str = "float32") -> State:
+def make_state(job: Any, optimizer: Any, key: PRNGKeyArray, *, precision: Precision | str = "float32") -> RunState:
     """Returns the first state of a run, wherever the caller's program puts it; `init_state` puts it on a mesh."""
     init_key, run_key = jax.random.split(key)
     params = Precision.named(precision).stored(job.init(init_key))
     zero = jnp.zeros((), jnp.int32)
-    return State(zero, params, optimizer.init(params), run_key, zero, zero)
+    return RunState(zero, params, optimizer.init(params), run_key, zero, zero)
 
 
 def state_layout(
@@ -92,7 +92,7 @@ def state_layout(
 
 def init_state(
     job: Any, optimizer: Any, layout: Layout, key: PRNGKeyArray, *, precision: Precision | str = "float32"
-) -> State:
+) -> RunState:
     """Makes the first state of a run in place: one seed gives one state, bit for bit, on every mesh.
 
     Example:
@@ -111,7 +111,7 @@ def init_state(
             hint="make the layout without pad=, with rules or sizes that divide.",
         )
     program = init_program(lambda key: make_state(job, optimizer, key, precision=precision), layout)
-    state: State = program(key)
+    state: RunState = program(key)
     return state
 
 
@@ -140,8 +140,8 @@ def gradient_specs(layout: Layout) -> PyTree:
 
 
 def _part(layout: Layout, field: str) -> Layout:
-    parts: State = layout.structure.unflatten(layout.leaves)
-    if not isinstance(parts, State):
+    parts: RunState = layout.structure.unflatten(layout.leaves)
+    if not isinstance(parts, RunState):
         raise LayoutError(
             "this is not the layout of a run's state.", hint="meshwright.train.state_layout(job, optimizer, mesh)."
         )

@@ -20,13 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError, PlacementError
 from meshwright.layout import Layout
-from meshwright.models.run import Remat
+from meshwright.models.execution import Remat
 from meshwright.parallel.rows import count_rows
 from meshwright.train.compiler import compiler_options as options_for
 from meshwright.train.gradients import View, make_gradients, named_shardings
 from meshwright.train.guards import require_live_state, require_same_state
 from meshwright.train.precision import Precision
-from meshwright.train.state import State, gradient_specs
+from meshwright.train.state import RunState, gradient_specs
 from meshwright.train.sync import Sync
 from meshwright.types import Metrics, PyTree
 
@@ -99,7 +99,7 @@ def make_train_step(
         raise MeshwrightError(f"clip={clip} is not a norm.", hint="a number above 0, or None.")
     fine = named_shardings(layout.mesh, gradient_specs(layout))
 
-    def step(state: State, batch: PyTree) -> tuple[State, Metrics]:
+    def step(state: RunState, batch: PyTree) -> tuple[RunState, Metrics]:
         result, squares = gradients(state.params, batch, jax.random.fold_in(state.rng, state.step))
         loss, grads, metrics = result
         norm = jnp.sqrt(squares.sum())
@@ -116,7 +116,7 @@ def make_train_step(
                 lambda new, old: jnp.where(good, new, old), (params, opt_state), (mine, state.opt_state)
             )
         bad = (~good & skip_nonfinite).astype(jnp.int32)
-        state = State(
+        state = RunState(
             step=state.step + 1,
             params=params,
             opt_state=opt_state,
@@ -172,7 +172,7 @@ def make_eval_step(
         with_gradients=False,
     )
 
-    def step(state: State, batch: PyTree) -> Metrics:
+    def step(state: RunState, batch: PyTree) -> Metrics:
         (loss, _, metrics), _ = losses(state.params, batch, None)
         return {**metrics, "loss": loss}
 
@@ -199,7 +199,7 @@ class Step:
         self._shardings: dict[Any, PyTree] = {}
 
         @functools.wraps(function)
-        def under_mesh(state: State, batch: PyTree) -> Any:
+        def under_mesh(state: RunState, batch: PyTree) -> Any:
             with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
                 return function(state, batch)
 
@@ -212,13 +212,13 @@ class Step:
             compiler_options=compiler_options,
         )
 
-    def __call__(self, state: State, batch: PyTree) -> Any:
+    def __call__(self, state: RunState, batch: PyTree) -> Any:
         if not self._is_expected(state):  # then find out what is wrong with it; names take a while to make
             require_live_state(state, donates=self.donates)
             require_same_state(state, self.layout)
         return self._jit(state, self.place(batch))
 
-    def _is_expected(self, state: State) -> bool:
+    def _is_expected(self, state: RunState) -> bool:
         leaves, structure = jax.tree.flatten(state)
         return structure == self.layout.structure and all(
             isinstance(leaf, jax.Array)

@@ -23,11 +23,11 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.axes import axis_size, is_manual, place_on, summing_dtype, vary, varying_axes
 from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import MeshwrightError, PlacementError, TreeError, did_you_mean
-from meshwright.mesh import current_mesh, require_axes
-from meshwright.parallel.gather import gather_array, leaf_scope
+from meshwright.mesh.axes import axis_size, is_manual, place_on, summing_dtype, vary, varying_axes
+from meshwright.mesh.build import current_mesh, require_axes
+from meshwright.parallel.fsdp import gather_array, leaf_scope
 from meshwright.specs import canonical, check_spec_type, dim_axes, format_spec, spec_axes
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.mesh import create_mesh
+from meshwright.mesh.build import create_mesh
 from meshwright.train.gradients import View
 from meshwright.verify import causes
 from meshwright.verify.causes import Cause

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from meshwright.errors import LayoutError, MeshError, MeshwrightError
-from meshwright.models.run import Remat
+from meshwright.models.execution import Remat
 from meshwright.parallel.rows import count_rows
 from meshwright.train.gradients import GATHER_AXES, View
 from meshwright.train.precision import Precision
@@ -23,7 +23,7 @@ from meshwright.verify import causes
 from meshwright.verify.compare import compare
 from meshwright.verify.diagnosis import Finding
 from meshwright.verify.example_batch import example_batch
-from meshwright.verify.measure import Placed, Setup, measure, place, worst_copies
+from meshwright.verify.measure import Placed, SharedInputs, measure, place, worst_copies
 from meshwright.verify.meshes import (
     all_meshes,
     each_axis_alone,
@@ -104,7 +104,7 @@ def verify(
         raise MeshwrightError(f"verify got num_minibatches={counts}.", hint="1 or more each; 1 is the whole batch.")
     if not 0 <= seed < 2**32:
         raise MeshwrightError(f"verify got seed={seed}.", hint="a whole number from 0 to 4294967295.")
-    setup = Setup(
+    setup = SharedInputs(
         job,
         optimizer or optax.sgd(0.1),
         example_batch(job, seed=seed) if batch is None else batch,
@@ -146,7 +146,7 @@ def _wanted(
     return [meshes] if isinstance(meshes, str) else list(meshes), True
 
 
-def _reference(setup: Setup, mesh: Mesh) -> Reference:
+def _reference(setup: SharedInputs, mesh: Mesh) -> Reference:
     try:
         placed = place(setup, mesh, quiet=False)
         reference = Reference(setup, placed, measure(setup, placed, view="global", num_minibatches=1))
@@ -211,13 +211,13 @@ def _case(reference: Reference, placed: Placed, view: View, num_minibatches: int
     return Case(mesh_text(placed.mesh), view, num_minibatches, verdict, comparisons, tuple(found))
 
 
-def _other_axes(setup: Setup, mesh: Mesh) -> list[str]:
+def _other_axes(setup: SharedInputs, mesh: Mesh) -> list[str]:
     """Returns the axes along which neither rows are split nor parameters gathered: what is done there is the loss's."""
     known = (*setup.row_axes(mesh), *GATHER_AXES)
     return [axis for axis, size in mesh.shape.items() if size > 1 and axis not in known]
 
 
-def _rows_problem(setup: Setup, mesh: Mesh, num_minibatches: int) -> str:
+def _rows_problem(setup: SharedInputs, mesh: Mesh, num_minibatches: int) -> str:
     ways = math.prod(mesh.shape[axis] for axis in setup.row_axes(mesh))
     rows = count_rows(setup.batch, who="verify")
     if rows % (ways * num_minibatches) == 0:

@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightWarning
 from meshwright.layout import Layout
-from meshwright.models.run import Remat
+from meshwright.models.execution import Remat
 from meshwright.train.gradients import DATA_AXES, View, make_gradients
 from meshwright.train.precision import Precision
-from meshwright.train.state import State, init_state, state_layout
+from meshwright.train.state import RunState, init_state, state_layout
 from meshwright.train.step import make_train_step
 from meshwright.train.sync import Sync
 from meshwright.tree import named_leaves
@@ -31,7 +31,7 @@ from meshwright.types import PyTree
 
 
 @dataclass(frozen=True)
-class Setup:
+class SharedInputs:
     """What all measurements of a report share."""
 
     job: Any
@@ -71,7 +71,7 @@ class Placed:
     """A job on one mesh: its layout and its first state."""
 
     layout: Layout
-    state: State
+    state: RunState
 
     @property
     def mesh(self) -> Mesh:
@@ -83,7 +83,7 @@ class Placed:
     def initial(self) -> dict[str, Any]:
         return named(self.state.params)
 
-    def starting_from(self, params: PyTree, setup: Setup) -> Placed:
+    def starting_from(self, params: PyTree, setup: SharedInputs) -> Placed:
         """Returns the same with other parameters."""
         shardings = self.layout.shardings
         placed = jax.device_put(params, shardings.params)
@@ -103,7 +103,7 @@ class Measured:
     """Parameters after all steps."""
 
 
-def place(setup: Setup, mesh: Mesh, *, quiet: bool = True) -> Placed:
+def place(setup: SharedInputs, mesh: Mesh, *, quiet: bool = True) -> Placed:
     """Makes a job's first state on a mesh; raises where its rules do not fit it."""
     with warnings.catch_warnings():
         if quiet:  # what there is to say about the rules was said for the reference
@@ -112,7 +112,7 @@ def place(setup: Setup, mesh: Mesh, *, quiet: bool = True) -> Placed:
         return Placed(layout, init_state(setup.job, setup.recording, layout, setup.key, precision=setup.precision))
 
 
-def measure(setup: Setup, placed: Placed, *, view: View, num_minibatches: int) -> Measured:
+def measure(setup: SharedInputs, placed: Placed, *, view: View, num_minibatches: int) -> Measured:
     """Takes a few steps on a mesh."""
     step = make_train_step(
         setup.job,
@@ -131,7 +131,7 @@ def measure(setup: Setup, placed: Placed, *, view: View, num_minibatches: int) -
 
 
 def gradient_function(
-    setup: Setup, placed: Placed, *, view: View, num_minibatches: int
+    setup: SharedInputs, placed: Placed, *, view: View, num_minibatches: int
 ) -> Callable[[PyTree, Any], tuple[Any, dict[str, Any]]]:
     """Returns `gradients(batch, rng) -> (loss, gradients by name)` at a placed job's first parameters."""
     gradients = make_gradients(

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
-from meshwright.mesh import create_mesh
-from meshwright.mesh_string import parse_mesh
+from meshwright.mesh.build import create_mesh
+from meshwright.mesh.string import parse_mesh
 from meshwright.rules import Rules
 from meshwright.specs import spec_axes
 

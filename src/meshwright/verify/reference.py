@@ -15,7 +15,7 @@ from meshwright.parallel.rows import count_rows, row_key
 from meshwright.train.gradients import View
 from meshwright.types import PyTree
 from meshwright.verify.compare import GROWTH, Comparison, Named, compare, largest
-from meshwright.verify.measure import Measured, Placed, Setup, gradient_function, place, worst_copies
+from meshwright.verify.measure import Measured, Placed, SharedInputs, gradient_function, place, worst_copies
 
 # A gradient that should be zero is the rounding of what cancels, which is about as large as other gradients. So errors
 # are relative to a leaf's largest gradient, or to this part of the largest of all leaves where that is more.
@@ -26,7 +26,7 @@ LEAST = 1e-2
 class Reference:
     """The step on one device."""
 
-    setup: Setup
+    setup: SharedInputs
     placed: Placed
     measured: Measured
     _blocks: dict[Any, Any] = field(default_factory=dict)

@@ -9,8 +9,8 @@ import tyro
 from meshwright.cli.report import report
 from meshwright.errors import MeshwrightError
 from meshwright.loop.report import build_report
-from meshwright.loop.report.build import render
-from meshwright.loop.report.record import read_run
+from meshwright.loop.report.run_page import render
+from meshwright.loop.report.run_record import read_run
 from meshwright.loop.report.story import ending, loss_sentences
 
 

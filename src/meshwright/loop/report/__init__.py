@@ -1,5 +1,5 @@
 """The report of a run: one page from what its folder holds, while it runs or after."""
 
-from meshwright.loop.report.build import build_report
+from meshwright.loop.report.run_page import build_report
 
 __all__ = ["build_report"]

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from meshwright.loop.report.record import Run, step_of
+from meshwright.loop.report.run_record import RunRecord, step_of
 from meshwright.loop.report.story import fall_sentences, part_seconds, speed_sentences, time_sentences
 from meshwright.pages import (
     Bar,
@@ -35,7 +35,7 @@ MAX_POINTS = 2000  # of a curve: about two per pixel
 _TAKEN = ("loss", "time", "tokens", "tokens_per_second", "grad_norm", "learning_rate", "mfu", "memory_bytes", "skipped")
 
 
-def loss_section(run: Run) -> Section:
+def loss_section(run: RunRecord) -> Section:
     """Returns the loss in words and as curves, with learning rate and gradient norm."""
     losses = run.steps["loss"]
     roof = _roof(losses)
@@ -56,7 +56,7 @@ def loss_section(run: Run) -> Section:
     return Section("Loss", join(body))
 
 
-def speed_section(run: Run) -> Section:
+def speed_section(run: RunRecord) -> Section:
     """Returns the throughput, with restarts and checkpoints marked."""
     saves = [
         Mark(at, "checkpoint", tall=False) for event in run.happened("checkpoint") if (at := step_of(event)) is not None
@@ -76,7 +76,7 @@ def speed_section(run: Run) -> Section:
     return Section("Speed", join([prose(*speed_sentences(run)), chart, side_by_side(*more) if more else None]))
 
 
-def time_section(run: Run) -> Section:
+def time_section(run: RunRecord) -> Section:
     """Returns what the time was spent on, in total and step by step."""
     totals = part_seconds(run)
     parts = list(totals)
@@ -91,7 +91,7 @@ def time_section(run: Run) -> Section:
     return Section("Where the time went", join(body), short="Time")
 
 
-def _with_mean(run: Run, name: str, *, roof: float | None = None) -> tuple[list[Series], str]:
+def _with_mean(run: RunRecord, name: str, *, roof: float | None = None) -> tuple[list[Series], str]:
     """Returns a curve as it was measured and, of enough steps, smoothed; and how, in words."""
     steps, values = run.steps.steps, run.steps[name]
     if len(steps) < 30:
@@ -106,7 +106,7 @@ def _with_mean(run: Run, name: str, *, roof: float | None = None) -> tuple[list[
     return curves, f"smoothed over {window} steps" + ("" if roof is None else " without what lies above the frame")
 
 
-def _columns(run: Run, parts: Sequence[str]) -> list[tuple[float, float, list[float]]]:
+def _columns(run: RunRecord, parts: Sequence[str]) -> list[tuple[float, float, list[float]]]:
     """Returns equally many neighbouring steps together: where they start and end, and the means of their parts."""
     steps = run.steps.steps
     size = max(1, -(-len(steps) // MAX_COLUMNS))
@@ -120,17 +120,17 @@ def _columns(run: Run, parts: Sequence[str]) -> list[tuple[float, float, list[fl
     return found
 
 
-def _restarts(run: Run) -> list[Mark]:
+def _restarts(run: RunRecord) -> list[Mark]:
     names = {"resume": "resumed", "rollback": "rolled back"}
     return [Mark(at, names[event["kind"]]) for event in run.happened(*names) if (at := step_of(event)) is not None]
 
 
-def _small(title: str, run: Run, name: str, **options: object) -> Markup:
+def _small(title: str, run: RunRecord, name: str, **options: object) -> Markup:
     xs, ys = thin(run.steps.steps, run.steps[name])
     return line_chart(title, [Series(title.lower(), xs, ys)], height=130, **options)  # type: ignore[arg-type]
 
 
-def _others(run: Run) -> Markup | None:
+def _others(run: RunRecord) -> Markup | None:
     """Returns what else was measured, such as accuracy, under a fold."""
     charts = []
     names = [name for name in run.steps.values if not name.startswith("seconds/")]

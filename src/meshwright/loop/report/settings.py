@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any
 
 from meshwright.loop.config import TrainConfig
-from meshwright.loop.report.record import Run
+from meshwright.loop.report.run_record import RunRecord
 from meshwright.pages import Markup, Section, join, pairs, prose, tag
 
 
-def config_section(run: Run) -> Section:
+def config_section(run: RunRecord) -> Section:
     """Returns all options; those that are not at their defaults are set apart."""
     config = run.config
     if not config:
@@ -47,7 +47,7 @@ def config_section(run: Run) -> Section:
     return Section("Configuration", join([prose(sentence), *blocks]))
 
 
-def versions_section(run: Run) -> Section:
+def versions_section(run: RunRecord) -> Section:
     """Returns the versions of what took part."""
     versions = run.facts.get("versions")
     if not versions:
@@ -73,7 +73,7 @@ def _shown(value: Any) -> str:
     return str(value) if str(value) else '""'
 
 
-def _config_file(run: Run) -> str:
+def _config_file(run: RunRecord) -> str:
     try:
         return (run.folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.layout import format_bytes
-from meshwright.loop.report.record import Run, event_time
+from meshwright.loop.report.run_record import RunRecord, event_time
 from meshwright.pages import Figure, compact, duration, number, percent
 
 PARTS = ("step", "data", "checkpoint", "eval", "other")
@@ -25,7 +25,7 @@ class Ending:
     sentence: str
 
 
-def ending(run: Run, *, now: float) -> Ending:
+def ending(run: RunRecord, *, now: float) -> Ending:
     """Returns whether a run is finished, stopped or still going, as far as its folder tells."""
     at = run.steps.steps[-1] if run.steps.steps else None
     where = "before its first step" if at is None else f"at step {at:,}"
@@ -49,7 +49,7 @@ def ending(run: Run, *, now: float) -> Ending:
     return Ending(f"stopped {where}", "warn", f"It ended {where} without saying why{since}.")
 
 
-def figures(run: Run) -> list[Figure]:
+def figures(run: RunRecord) -> list[Figure]:
     """Returns the headline numbers that are known."""
     found = []
     losses, evals = run.steps.known("loss"), run.evals.known("eval/loss")
@@ -82,7 +82,7 @@ def figures(run: Run) -> list[Figure]:
     return found
 
 
-def loss_sentences(run: Run) -> list[str]:
+def loss_sentences(run: RunRecord) -> list[str]:
     """Returns what the loss did."""
     losses, evals = run.steps.known("loss"), run.evals.known("eval/loss")
     if not losses:
@@ -106,7 +106,7 @@ def loss_sentences(run: Run) -> list[str]:
     return said
 
 
-def fall_sentences(run: Run) -> list[str]:
+def fall_sentences(run: RunRecord) -> list[str]:
     """Returns how the loss got there: when it was halfway, and where its curve has gaps."""
     losses, evals = run.steps.known("loss"), run.evals.known("eval/loss")
     said = []
@@ -127,7 +127,7 @@ def fall_sentences(run: Run) -> list[str]:
     return said
 
 
-def speed_sentences(run: Run) -> list[str]:
+def speed_sentences(run: RunRecord) -> list[str]:
     """Returns how long steps took, and why the first ones took longer."""
     totals = run.step_seconds
     known = sorted(total for total in totals if math.isfinite(total))
@@ -155,7 +155,7 @@ def speed_sentences(run: Run) -> list[str]:
     return said
 
 
-def time_sentences(run: Run) -> list[str]:
+def time_sentences(run: RunRecord) -> list[str]:
     """Returns where the time went."""
     totals = part_seconds(run)
     whole = sum(totals.values())
@@ -176,7 +176,7 @@ def time_sentences(run: Run) -> list[str]:
     return [f"Of {duration(whole)}, {_listed(named)}."]
 
 
-def part_seconds(run: Run) -> dict[str, float]:
+def part_seconds(run: RunRecord) -> dict[str, float]:
     """Returns the seconds of all steps together, by what they were for; known parts first."""
     found = {
         name.removeprefix("seconds/"): column
@@ -187,17 +187,17 @@ def part_seconds(run: Run) -> dict[str, float]:
     return {part: math.fsum(value for value in found[part] if math.isfinite(value)) for part in order}
 
 
-def total_seconds(run: Run) -> float:
+def total_seconds(run: RunRecord) -> float:
     """Returns how long all steps that count took together."""
     return sum(part_seconds(run).values())
 
 
-def total_tokens(run: Run) -> float:
+def total_tokens(run: RunRecord) -> float:
     """Returns how many tokens all steps that count were given."""
     return math.fsum(value for _, value in run.steps.known("tokens"))
 
 
-def wall_seconds(run: Run) -> float | None:
+def wall_seconds(run: RunRecord) -> float | None:
     """Returns the time from the first start to the last thing written; None where no time is known."""
     times = [time for event in run.events if math.isfinite(time := event_time(event))]
     times += [value for _, value in run.steps.known("time")[:1]]
@@ -206,7 +206,7 @@ def wall_seconds(run: Run) -> float | None:
     return run.last_time - min(times)
 
 
-def num_devices(run: Run) -> int:
+def num_devices(run: RunRecord) -> int:
     """Returns how many devices the run had; 0 where that is not known."""
     mesh = run.facts.get("mesh")
     return len(run.facts.get("devices") or []) or (math.prod(mesh.values()) if mesh else 0)

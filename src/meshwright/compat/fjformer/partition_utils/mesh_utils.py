@@ -6,7 +6,7 @@ on it: without a mesh, `with_sharding_constraint` does nothing, so that a model 
 
 from __future__ import annotations
 
-from meshwright.mesh import create_mesh, current_mesh, get_jax_mesh, names_in_current_mesh
+from meshwright.mesh.build import create_mesh, current_mesh, get_jax_mesh, names_in_current_mesh
 from meshwright.metrics import get_metrics
 from meshwright.placement import make_shard_and_gather_fns
 from meshwright.placement import with_sharding_constraint as _strict_with_sharding_constraint

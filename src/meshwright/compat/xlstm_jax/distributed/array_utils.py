@@ -1,6 +1,6 @@
 """Drop-in for `xlstm_jax.distributed.array_utils`."""
 
-from meshwright.parallel.stacking import split_array_over_mesh, stack_params, unstack_params
+from meshwright.linen.stacking import split_array_over_mesh, stack_params, unstack_params
 from meshwright.rng import fold_rng_over_axis
 
 __all__ = ["fold_rng_over_axis", "split_array_over_mesh", "stack_params", "unstack_params"]

@@ -1,7 +1,7 @@
 """Drop-in for `xlstm_jax.distributed.data_parallel`."""
 
-from meshwright.parallel.data import gather_params, shard_module_params, shard_params, sync_gradients
-from meshwright.parallel.gather import gather_array_with_mean_grads
+from meshwright.linen.fsdp_boxes import gather_params, shard_module_params, shard_params, sync_gradients
+from meshwright.parallel.fsdp import gather_array_with_mean_grads
 
 __all__ = [
     "gather_array_with_mean_grads",

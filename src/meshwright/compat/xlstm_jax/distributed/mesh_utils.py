@@ -1,5 +1,5 @@
 """Drop-in for `xlstm_jax.distributed.mesh_utils`."""
 
-from meshwright.mesh import initialize_mesh
+from meshwright.mesh.build import initialize_mesh
 
 __all__ = ["initialize_mesh"]

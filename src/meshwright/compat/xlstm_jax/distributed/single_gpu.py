@@ -1,5 +1,9 @@
 """Drop-in for `xlstm_jax.distributed.single_gpu`."""
 
-from meshwright.train.accumulate import accumulate_gradients, accumulate_gradients_loop, accumulate_gradients_scan
+from meshwright.linen.accumulate_gradients import (
+    accumulate_gradients,
+    accumulate_gradients_loop,
+    accumulate_gradients_scan,
+)
 
 __all__ = ["accumulate_gradients", "accumulate_gradients_loop", "accumulate_gradients_scan"]

@@ -1,7 +1,7 @@
 """Drop-in for `xlstm_jax.distributed.tensor_parallel`."""
 
-from meshwright.nn.linen import ModelParallelismWrapper, TPAsyncDense, TPDense, scale_init
-from meshwright.parallel.ring import (
+from meshwright.linen.layers import ModelParallelismWrapper, TPAsyncDense, TPDense, scale_init
+from meshwright.linen.rings import (
     async_gather,
     async_gather_bidirectional,
     async_gather_split,

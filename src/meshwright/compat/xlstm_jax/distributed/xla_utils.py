@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import MeshError
-from meshwright.mesh import simulate_cpu_devices
+from meshwright.mesh.build import simulate_cpu_devices
 
 __all__ = ["set_XLA_flags", "simulate_CPU_devices"]
 

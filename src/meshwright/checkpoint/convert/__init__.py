@@ -1,0 +1,1 @@
+"""To and from other formats: Hugging Face's Llama files, trees of seed layers."""

@@ -1,0 +1,135 @@
+"""Checkpoints made of other people's files, and the other way round: what `meshwright checkpoint convert` does."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from meshwright.checkpoint.arrays import read_anything
+from meshwright.checkpoint.convert.llama import read_llama, write_llama
+from meshwright.checkpoint.convert.llama_config import decoder_of_text
+from meshwright.checkpoint.manifest import Manifest, read_manifest
+from meshwright.checkpoint.restoring import part_of, read_step
+from meshwright.checkpoint.retention import Keep
+from meshwright.checkpoint.step_files import new_folder
+from meshwright.checkpoint.store import Checkpoints
+from meshwright.checkpoint.stored_tree import nest
+from meshwright.errors import CheckpointError, MeshwrightWarning
+from meshwright.layout import Layout
+from meshwright.layout.leaf import make_leaf
+from meshwright.mesh.build import create_mesh
+from meshwright.models import Decoder
+from meshwright.tree import named_leaves
+from meshwright.types import PyTree
+
+
+def export_llama(
+    folder: Path | str,
+    target: Path | str,
+    *,
+    step: int | None = None,
+    model: Decoder | None = None,
+    tell: Callable[[str], None] | None = None,
+    **options: Any,
+) -> list[Path]:
+    """Writes the parameters of a checkpoint as a Hugging Face folder; the checkpoint is verified first.
+
+    Args:
+        folder: holds the steps.
+        step: the last good one by default.
+        model: the decoder; by default what the checkpoint's facts say under `model`.
+        tell: called with a line of text about each later step that is damaged; a warning when left out.
+        options: those of `write_llama`.
+    """
+    checkpoints, verified = Checkpoints(folder), step is None
+    if step is None:
+        step, notes = checkpoints.last_good()
+        if step is None:
+            detail = "".join(f"\n  {note}" for note in notes)
+            raise CheckpointError(f"there is no good step in {folder}.{detail}", hint="look for a copy elsewhere.")
+        for note in [*notes, f"step {step} is the last good one, and taken"] if notes else []:
+            tell(note) if tell else warnings.warn(note, MeshwrightWarning, stacklevel=2)
+    manifest = read_manifest(checkpoints.folder / str(step))
+    layout = host_layout(manifest)
+    if verified:
+        params = read_step(checkpoints.folder / str(step), part_of(layout, "params"), cast=False, part=True).state
+    else:
+        params = checkpoints.restore(layout, step=step, part="params").state
+    if model is None:
+        text = manifest.facts.get("model")
+        if not isinstance(text, str):
+            raise CheckpointError(
+                f"step {step} does not say which model it holds.", hint="name it: --model decoder-1b."
+            )
+        model = decoder_of_text(text)
+    return write_llama(target, model, params, **options)
+
+
+def import_llama(source: Path | str, folder: Path | str, *, step: int = 0, dtype: Any = None) -> Decoder:
+    """Makes a checkpoint of the parameters of a Hugging Face Llama; `restore(layout, part="params")` reads it."""
+    found = read_llama(source, dtype=dtype)
+    save_params(folder, found.params, step=step, facts={"model": repr(found.model), "source": str(source)})
+    return found.model
+
+
+def import_linen(source: Path | str, folder: Path | str, *, forms: Mapping[str, Any], step: int = 0) -> PyTree:
+    """Makes a checkpoint of a tree that Orbax wrote, its tensor-parallel linen layers as the arrays of one device.
+
+    Args:
+        forms: a `meshwright.linen.DenseForm` for each path that holds such a layer.
+    """
+    from meshwright.linen.global_params import to_global
+
+    tree = _unboxed(read_anything(Path(source)))
+    params = to_global(tree.get("params", tree), forms)
+    save_params(folder, params, step=step, facts={"source": str(source)})
+    return params
+
+
+def save_params(folder: Path | str, params: PyTree, *, step: int, facts: Mapping[str, Any]) -> None:
+    """Writes parameters alone as a finished step, from one device; other steps of the folder stay."""
+    checkpoints = Checkpoints(folder, keep=Keep(last=sys.maxsize), asynchronous=False)
+    if step in checkpoints.steps():
+        raise CheckpointError(f"{folder} has a step {step} already.", hint="another folder, or --step.")
+    tree = {"params": params}
+    leaves = [(leaf.name, np.shape(leaf.value), leaf.value.dtype) for leaf in named_leaves(tree)]
+    layout = _layout(leaves, jax.tree.structure(tree))
+    with new_folder(Path(folder)):
+        checkpoints.save(layout.shard(tree), step=step, layout=layout, facts=facts)
+        if step in checkpoints.failures:
+            raise CheckpointError(f"step {step} was not written to {folder}: {checkpoints.failures[step]}.")
+    if checkpoints.problems:
+        raise CheckpointError(checkpoints.problems[-1])
+
+
+def host_layout(manifest: Manifest, part: str = "params") -> Layout:
+    """Returns a layout of a checkpoint's parameters on one device of this machine."""
+    stored = [leaf for leaf in manifest.tree if leaf.name.startswith(f"{part}/")]
+    leaves = sorted((leaf.name, leaf.shape, jax.numpy.dtype(leaf.dtype)) for leaf in stored)
+    tree = nest([name for name, _, _ in leaves], list(range(len(leaves))))
+    # Dicts flatten in the order of their keys, which is not that of whole names.
+    order, structure = jax.tree.flatten(tree)
+    return _layout([leaves[place] for place in order], structure)
+
+
+def _layout(leaves: list[Any], structure: Any) -> Layout:
+    mesh = create_mesh("dp:1", devices=1)
+    return Layout(
+        mesh, [make_leaf(name, shape, dtype, P(), {"dp": 1}) for name, shape, dtype in leaves], structure, None
+    )
+
+
+def _unboxed(tree: Any) -> Any:
+    """Returns a tree without the level that Orbax makes of each of flax's boxes."""
+    if not isinstance(tree, Mapping):
+        return tree
+    if set(tree) == {"value"} and not isinstance(tree["value"], Mapping):
+        return tree["value"]
+    return {name: _unboxed(node) for name, node in tree.items()}

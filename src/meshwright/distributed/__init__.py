@@ -1,0 +1,7 @@
+"""Several processes as one run: joining, the roll call, schedulers, and agreement between ranks."""
+
+from meshwright.distributed.agreement import agree, fingerprint, require_agreement
+from meshwright.distributed.join import join
+from meshwright.distributed.roll_call import LaunchError
+
+__all__ = ["join", "agree", "require_agreement", "fingerprint", "LaunchError"]

@@ -1,0 +1,1 @@
+"""Published figures of accelerators (`chips`) and the operations a program needs (`flops`)."""

@@ -1,0 +1,250 @@
+"""Fully-sharded data parallelism on boxed trees: parameters split between steps, gathered where they are used.
+
+Boxes say what is split, the loss is each device's own mean, and gradients are means over devices. The same on plain
+trees, with a layout's specs in place of boxes and sums in place of means, is `meshwright.parallel.fsdp.gather_tree`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+
+from meshwright.dtypes import is_float
+from meshwright.errors import MeshwrightWarning, PlacementError
+from meshwright.linen.stacking import close_box, is_box, open_box, split_array_over_mesh
+from meshwright.mesh.axes import axis_size, summing_dtype, vary, varying_axes
+from meshwright.mesh.build import current_mesh
+from meshwright.parallel.fsdp import dim_split_last_by, gather_array_with_mean_grads, leaf_scope
+from meshwright.specs import dim_axes
+from meshwright.tree import tree_path_to_string
+from meshwright.types import PyTree
+
+
+def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -> PyTree:
+    """Keeps this device's slice of every large parameter, in a box that names the axis on the dim that was split.
+
+    The largest dim that has no name yet and that the axis divides is the one split; the first of equals.
+
+    Args:
+        min_weight_size: parameters with fewer elements stay whole on every device. Elements are counted over the axes
+            that a box already names, so that shards of a large array count as that array. A large parameter that
+            cannot be split stays whole too, with a warning.
+
+    Example:
+        >>> import meshwright as mw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = mw.create_mesh("fsdp:8")
+        >>> kept = jax.eval_shape(
+        ...     jax.shard_map(
+        ...         lambda w: shard_params({"w": w}, "fsdp", min_weight_size=1)["w"],
+        ...         mesh=mesh,
+        ...         in_specs=P(),
+        ...         out_specs=P(None, "fsdp"),
+        ...     ),
+        ...     jnp.ones((3, 16)),
+        ... )
+        >>> kept.names, kept.value.shape  # seen from outside, the slices are the whole again
+        ((None, 'fsdp'), (3, 16))
+    """
+    ways = axis_size(axis_name, who="shard_params")
+    if ways == 1:
+        return params
+
+    def shard(path: Any, leaf: Any) -> Any:
+        value, names = open_box(leaf)
+        if any(axis_name in dim_axes(name) for name in names):
+            return leaf
+        num_elements = math.prod(jnp.shape(value)) * _num_shards(names)
+        if num_elements < min_weight_size:
+            return leaf
+        fitting = [dim for dim, name in enumerate(names) if name is None and value.shape[dim] % ways == 0]
+        if not fitting:
+            name = tree_path_to_string(path, sep="/")
+            free = ", ".join(str(value.shape[dim]) for dim, name in enumerate(names) if name is None) or "none"
+            warnings.warn(
+                f"`{name}`, with {num_elements:,} elements, stays whole on every device of axis {axis_name!r}: its "
+                f"local shape is {jnp.shape(value)}, and none of its free dims ({free}) divides by {ways}.\n"
+                f"hint: pad one of them to a multiple of {ways}, or raise min_weight_size.",
+                MeshwrightWarning,
+                stacklevel=2,
+            )
+            return leaf
+        dim = max(fitting, key=lambda dim: (value.shape[dim], -dim))
+        mine = split_array_over_mesh(value, axis_name, dim)
+        return close_box(leaf, mine, (*names[:dim], axis_name, *names[dim + 1 :]))
+
+    return jax.tree_util.tree_map_with_path(shard, params, is_leaf=is_box)
+
+
+def gather_params(params: PyTree, axis_name: str, gather_dtype: Any = None, grad_scatter_dtype: Any = None) -> PyTree:
+    """Gathers every parameter that is split over a mesh axis; its box loses that name, and goes if it was the last.
+
+    Gradients of the gathered parameters are means over the axis, back in slices. So are those of the others where the
+    parameters vary over the axis, or `check_vma` is off. With `check_vma` on, JAX gives those of replicated ones as a
+    sum; `sync_gradients` knows which is which, so call it on the gradients in any case.
+
+    Args:
+        gather_dtype: floats travel in this dtype, and arrive in their own.
+        grad_scatter_dtype: gradients travel back in this one.
+    """
+    axis_size(axis_name, who="gather_params")
+
+    def gather(path: Any, leaf: Any) -> Any:
+        with leaf_scope(path):
+            return gather_leaf(leaf)
+
+    def gather_leaf(leaf: Any) -> Any:
+        value, names = open_box(leaf)
+        dim = dim_split_last_by(names, axis_name, who="gather_params")
+        if dim is None:
+            whole = _with_mean_grads(value, axis_name)
+            return leaf.replace(value=whole) if is_box(leaf) else whole
+        whole = gather_array_with_mean_grads(value, dim, axis_name, gather_dtype, grad_scatter_dtype)
+        return close_box(leaf, whole, (*names[:dim], _without(names[dim], axis_name), *names[dim + 1 :]))
+
+    return jax.tree_util.tree_map_with_path(gather, params, is_leaf=is_box)
+
+
+def shard_module_params(
+    target: Callable[..., Any],
+    axis_name: str,
+    min_weight_size: int = 2**18,
+    gather_dtype: Any = None,
+    grad_scatter_dtype: Any = None,
+) -> Callable[..., Any]:
+    """Returns a linen module class (or constructor) whose parameters are stored split and gathered when it is called.
+
+    Args:
+        target: a module class, a partial of one, or any function that returns a module.
+        min_weight_size: see `shard_params`.
+        gather_dtype: see `gather_params`.
+        grad_scatter_dtype: see `gather_params`.
+
+    Example:
+        >>> import meshwright as mw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> layer = shard_module_params(nn.Dense, "fsdp", min_weight_size=1)(features=8)
+        >>> boxes = jax.eval_shape(
+        ...     mw.parallel.local_map(layer.init, mesh=mw.create_mesh("fsdp:8"), in_specs=P(), out_specs=P("fsdp")),
+        ...     jax.random.key(0),
+        ...     jnp.ones((1, 4)),
+        ... )
+        >>> boxes["params"]["kernel"].names
+        (None, 'fsdp')
+    """
+    if isinstance(target, nn.Module):
+        raise PlacementError(
+            f"shard_module_params needs a module class or constructor; got the module {type(target).__name__}(...).",
+            hint=f"pass functools.partial({type(target).__name__}, ...) and construct the result.",
+        )
+    lift = functools.partial(
+        nn.map_variables,
+        mapped_collections="params",
+        trans_in_fn=functools.partial(
+            gather_params, axis_name=axis_name, gather_dtype=gather_dtype, grad_scatter_dtype=grad_scatter_dtype
+        ),
+        trans_out_fn=functools.partial(shard_params, axis_name=axis_name, min_weight_size=min_weight_size),
+        mutable=True,
+    )
+    maker = target.func if isinstance(target, functools.partial) else target
+    if isinstance(maker, type) and issubclass(maker, nn.Module):
+        return lift(target)
+
+    def construct(*args: Any, name: str | None = None, **kwargs: Any) -> nn.Module:
+        return _ShardedModule(make=functools.partial(target, *args, **kwargs), lift=lift, name=name)
+
+    return construct
+
+
+class _ShardedModule(nn.Module):
+    """What a function returns, with its variables mapped; the inner module adds no level to the tree."""
+
+    make: Callable[[], nn.Module]
+    lift: Callable[..., Any]
+
+    @nn.compact
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def run(module: _ShardedModule, *args: Any, **kwargs: Any) -> Any:
+            inner = module.make()
+            nn.share_scope(module, inner)
+            return inner(*args, **kwargs)
+
+        return self.lift(run)(self, *args, **kwargs)
+
+
+def sync_gradients(grads: PyTree, axis_names: str | Sequence[str]) -> PyTree:
+    """Returns the mean of the gradients over mesh axes, leaving out those that a leaf's box says it is split over.
+
+    The loss must be each device's own, not yet reduced over these axes. Right with `check_vma` on and off: where
+    JAX already summed a gradient (that of a replicated parameter, with the check on), the sum is divided.
+
+    Example:
+        >>> import meshwright as mw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> step = lambda w, x: sync_gradients(jax.grad(lambda w: (w * x).sum())(w), "dp")
+        >>> for check in (True, False):
+        ...     mean = jax.shard_map(
+        ...         step, mesh=mw.create_mesh("dp:8"), in_specs=(P(), P("dp")), out_specs=P(), check_vma=check
+        ...     )
+        ...     print(mean(1.0, jnp.arange(8.0)))
+        3.5
+        3.5
+    """
+    names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    sizes = {axis: axis_size(axis, who="sync_gradients") for axis in names}
+
+    def sync(leaf: Any) -> Any:
+        value, dim_names = open_box(leaf)
+        if value.dtype == jax.dtypes.float0:
+            return leaf
+        split_over = {axis for name in dim_names for axis in dim_axes(name)}
+        axes = [axis for axis, size in sizes.items() if size > 1 and axis not in split_over]
+        summed = [axis for axis in axes if _is_checked(axis) and axis not in varying_axes(value)]
+        differing = tuple(axis for axis in axes if axis not in summed)
+        mean = _mean(value, differing) if differing else value
+        if summed:
+            mean = mean / math.prod(sizes[axis] for axis in summed)
+        return leaf.replace(value=mean) if is_box(leaf) else mean
+
+    return jax.tree.map(sync, grads, is_leaf=is_box)
+
+
+def _with_mean_grads(x: Any, axis: str) -> Any:
+    """Returns a whole array whose gradient is the mean over an axis, in so far as its type can say so."""
+    if axis_size(axis, who="gather_params") == 1 or not is_float(x.dtype):
+        return x
+    if _is_checked(axis) and axis not in varying_axes(x):
+        # The gradient of a replicated value is replicated, so its type cannot tell a mean from a sum. JAX's own is
+        # the sum, here and for every parameter that never passes through this function: sync_gradients divides.
+        return vary(x, axis)
+    identity = jax.custom_vjp(lambda x: x)
+    identity.defvjp(lambda x: (x, None), lambda _, grad: (vary(_mean(grad, axis), axis),))
+    return identity(x)
+
+
+def _mean(x: Any, axes: Any) -> Any:
+    return lax.pmean(x.astype(summing_dtype(x.dtype)), axes).astype(x.dtype)
+
+
+def _is_checked(axis: str) -> bool:
+    """Returns whether `check_vma` is on: only then does the type of an index say that it varies."""
+    return axis in varying_axes(lax.axis_index(axis))
+
+
+def _without(name: Any, axis: str) -> Any:
+    rest = tuple(other for other in dim_axes(name) if other != axis)
+    return rest if len(rest) > 1 else rest[0] if rest else None
+
+
+def _num_shards(names: Sequence[Any]) -> int:
+    mesh = current_mesh()
+    sizes: Any = mesh.shape if mesh is not None else {}
+    return math.prod(sizes.get(axis, 1) for name in names for axis in dim_axes(name))  # a name may be no mesh axis

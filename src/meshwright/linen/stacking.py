@@ -1,0 +1,164 @@
+"""Arrays that differ along a mesh axis, seen as one global array: slicing one up, and stacking shards into one.
+
+A stacked parameter has a new dim, of size 1 on each device and of the axis size globally, named after the axis in a
+flax `Partitioned` box. So shards that are unrelated to each other still have one global shape and one spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax import lax
+
+from meshwright.errors import PlacementError
+from meshwright.mesh.axes import axis_size, place_on, vary
+from meshwright.specs import dim_axes
+from meshwright.types import PyTree
+
+
+def split_array_over_mesh(x: Any, axis_name: str, split_axis: int) -> Any:
+    """Returns this device's slice of an array that every device along a mesh axis holds whole.
+
+    A dim that the axis does not divide is an error; nothing is dropped.
+
+    Example:
+        >>> import meshwright as mw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> cut = mw.parallel.local_map(
+        ...     lambda x: split_array_over_mesh(x, "tp", 0),
+        ...     mesh=mw.create_mesh("tp:8"),
+        ...     in_specs=P(),
+        ...     out_specs=P("tp"),
+        ... )
+        >>> cut(jnp.arange(16)).tolist() == list(range(16))
+        True
+    """
+    ways = axis_size(axis_name, who="split_array_over_mesh")
+    dim = _checked_dim(split_axis, jnp.ndim(x), who="split_array_over_mesh")
+    size = jnp.shape(x)[dim]
+    if size % ways:
+        padded = -(-size // ways) * ways
+        raise PlacementError(
+            f"split_array_over_mesh: dim {dim} of an array of shape {jnp.shape(x)} has size {size}; axis "
+            f"{axis_name!r} has {ways} devices: {size} % {ways} = {size % ways}.",
+            hint=f"pad to {padded}, or split another dim.",
+        )
+    if ways == 1:
+        return x
+    width = size // ways
+    return lax.dynamic_slice_in_dim(x, place_on(axis_name, who="split_array_over_mesh") * width, width, axis=dim)
+
+
+def stack_params(params: PyTree, axis_name: str, axis: int = 0, mask_except: jax.Array | int | None = None) -> PyTree:
+    """Boxes every leaf with a new dim that stands for a mesh axis: size 1 here, the axis size globally.
+
+    Names that a leaf already has are kept, also tuples of them.
+
+    Args:
+        axis: where the new dim goes; negative counts from the end of the new shape.
+        mask_except: the one shard that keeps its values; the others become zero, in the same dtype, and get zero
+            gradients. Negative counts from the last shard.
+
+    Example:
+        >>> import meshwright as mw
+        >>> with jax.sharding.use_abstract_mesh(mw.create_abstract_mesh("tp:1")):
+        ...     boxed = stack_params({"w": jnp.ones((3, 2))}, "tp")["w"]
+        >>> boxed.names, boxed.value.shape
+        (('tp', None, None), (1, 3, 2))
+    """
+    keep = masker(axis_name, mask_except, who="stack_params")
+
+    def stack(leaf: Any) -> Any:
+        value, names = open_box(leaf)
+        if any(axis_name in dim_axes(name) for name in names):
+            raise PlacementError(
+                f"stack_params: an array of shape {jnp.shape(value)} is already split over axis {axis_name!r}: names "
+                f"{names}.",
+                hint="an axis can split one dim only; stack over another axis, or only once.",
+            )
+        dim = _checked_dim(axis, len(names) + 1, who="stack_params")
+        names = (*names[:dim], axis_name, *names[dim:])
+        # A shard is this device's own even where all begin alike, as zero biases do; left unmarked, JAX would take it
+        # for one replicated array and sum its gradients over the axis.
+        return close_box(leaf, vary(jnp.expand_dims(keep(value), dim), axis_name), names)
+
+    return jax.tree.map(stack, params, is_leaf=is_box)
+
+
+def unstack_params(params: PyTree, axis_name: str) -> PyTree:
+    """Removes the dims that `stack_params` added for a mesh axis; other leaves stay as they are.
+
+    A leaf that has no names left comes back as a plain array, without a box.
+
+    Example:
+        >>> import meshwright as mw
+        >>> with jax.sharding.use_abstract_mesh(mw.create_abstract_mesh("tp:1")):
+        ...     unstack_params(stack_params({"w": jnp.ones((3, 2))}, "tp"), "tp")["w"].shape
+        (3, 2)
+    """
+    axis_size(axis_name, who="unstack_params")
+
+    def unstack(leaf: Any) -> Any:
+        value, names = open_box(leaf)
+        if axis_name not in names:  # inside of a tuple of names it was not put there by stacking
+            return leaf
+        dim = names.index(axis_name)
+        if value.shape[dim] != 1:
+            raise PlacementError(
+                f"unstack_params: dim {dim} of an array of local shape {value.shape} is named {axis_name!r} and has "
+                f"size {value.shape[dim]}, where a stacked dim has size 1.",
+                hint="unstack inside shard_map, with the specs of the boxes as in_specs; a dim that was split rather "
+                "than stacked is undone by gather_params.",
+            )
+        return close_box(leaf, jnp.squeeze(value, dim), (*names[:dim], *names[dim + 1 :]))
+
+    return jax.tree.map(unstack, params, is_leaf=is_box)
+
+
+def is_box(node: Any) -> bool:
+    """Returns whether this is an array with names of mesh axes."""
+    return isinstance(node, nn.Partitioned)
+
+
+def open_box(leaf: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the array and one name (or None) per dim. Unlike `leaf.unbox()`, it adds no sharding constraint."""
+    if not is_box(leaf):
+        return leaf, (None,) * jnp.ndim(leaf)
+    missing = jnp.ndim(leaf.value) - len(leaf.names)
+    return leaf.value, (*leaf.names, *(None,) * missing)
+
+
+def close_box(old: Any, value: Any, names: tuple[Any, ...]) -> Any:
+    """Returns the array in a box like the old one, or as it is when no name is left."""
+    if not any(names):
+        return value
+    return old.replace(value=value, names=names) if is_box(old) else nn.Partitioned(value, names)
+
+
+def masker(axis: str, keep: jax.Array | int | None, *, who: str) -> Callable[[Any], Any]:
+    """Returns a function that zeroes arrays on every device along an axis but one, without changing their dtype."""
+    ways = axis_size(axis, who=who)
+    if keep is None:
+        return lambda x: x
+    if isinstance(keep, (int, np.integer)):
+        if not -ways <= keep < ways:
+            raise PlacementError(
+                f"{who}: shard {keep} is to be kept, of {ways} along axis {axis!r}.",
+                hint=f"use 0 to {ways - 1}.",
+            )
+        keep %= ways
+    here = place_on(axis, who=who) == keep
+    # `where` rather than a product: it keeps integers, and a NaN on a masked shard stays there.
+    return lambda x: jnp.where(here, x, jnp.zeros_like(x))
+
+
+def _checked_dim(dim: int, num_dims: int, *, who: str) -> int:
+    if not -num_dims <= dim < num_dims:
+        hint = f"use 0 to {num_dims - 1}." if num_dims else "a scalar cannot be split."
+        raise PlacementError(f"{who}: dim {dim} of an array with {num_dims} dims.", hint=hint)
+    return dim % num_dims

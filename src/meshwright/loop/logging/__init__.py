@@ -1,0 +1,1 @@
+"""Logs, trackers, progress, memory and profiles of a run."""

@@ -1,0 +1,82 @@
+"""Numbers about a run: sizes, operations, learning rates, and what is written beside it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.hardware.chips import chip_of
+from meshwright.hardware.flops import count_flops
+from meshwright.loop.config import TrainConfig
+from meshwright.loop.logging.versions import versions
+from meshwright.loop.optimizers import make_schedule
+from meshwright.loop.setup import Prepared, num_params
+from meshwright.train.job import abstract_init
+
+
+def run_facts(run: Prepared, flops: float | None, peak: float | None) -> dict[str, Any]:
+    """Returns what `run.json` holds."""
+    devices = jax.devices()
+    tokens = tokens_per_step(run)
+    return {
+        "config": run.config.flat(),
+        "mesh": dict(run.layout.mesh.shape),
+        "mesh_reason": run.choice.reason,
+        "layout": json.loads(run.layout.to_json()),
+        "devices": [device.device_kind for device in devices],
+        "device_kind": devices[0].device_kind,
+        "num_processes": jax.process_count(),
+        "versions": versions(),
+        "num_params": num_params(run.job),
+        "flops_per_token": None if flops is None or not tokens else flops / tokens,
+        "peak_flops": None if peak is None else peak / len(devices),
+        "tokens_per_step": tokens,
+    }
+
+
+def checkpoint_facts(run: Prepared) -> dict[str, Any]:
+    """Returns what is written beside each checkpoint, apart from the position in the data."""
+    model = repr(run.model) if run.model is not None else run.config.model.job
+    return {"config": run.config.flat(), "model": model, "precision": run.precision}
+
+
+def learning_rates(config: TrainConfig) -> np.ndarray:
+    """Returns the learning rate of every step."""
+    # All at once: asked for step by step, each would cost the loop a small program.
+    schedule = make_schedule(config.optimizer, config.run.steps)
+    return np.asarray(jax.vmap(schedule)(jax.numpy.arange(config.run.steps)))
+
+
+def flops_per_step(run: Prepared) -> float | None:
+    """Returns what a step needs: forward and backward, without what remat computes again."""
+    if peak_flops(run) is None:  # then nothing is said about it
+        return None
+
+    def loss(params: Any, batch: Any, key: Any) -> Any:
+        value = run.job.loss(params, batch, key)[0]
+        return value[0] if isinstance(value, tuple) else value
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        counted = count_flops(jax.grad(loss), abstract_init(run.job.init), run.job.batch, key)
+    except Exception as error:  # a loss that only works within its mesh: what is lost is a figure on the screen
+        run.tell(f"MFU is not shown, since operations could not be counted: {type(error).__name__}: {error}")
+        return None
+    return float(counted.model) or None
+
+
+def peak_flops(run: Prepared) -> float | None:
+    """Returns what all devices together can do in a second; None for chips that the table does not have."""
+    chip = chip_of(jax.devices()[0].device_kind)
+    if chip is None:
+        return None
+    peak = chip.peak("float32" if run.precision == "float32" else "bfloat16")
+    return None if peak is None else peak * run.layout.mesh.size
+
+
+def tokens_per_step(run: Prepared) -> int | None:
+    """Returns how many tokens a batch has; None where it is not one of text."""
+    return int(np.prod(run.job.batch["inputs"].shape)) if run.source.counts_tokens else None

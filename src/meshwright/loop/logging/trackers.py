@@ -1,0 +1,178 @@
+"""Where a run's numbers go besides its own files: TensorBoard, wandb, trackio. Each is imported when asked for."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.errors import MeshwrightError
+from meshwright.loop.logging.json_lines import plain, replace_file
+
+IDENTITIES = "trackers.json"
+
+
+class Tracker(Protocol):
+    """What a `RunLog` needs of one."""
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None: ...
+    def event(self, kind: str, step: int, text: str) -> None: ...
+    def rewind(self, step: int, seen: int) -> None:
+        """Steps after `step` come again; `seen` is the last of them that came before."""
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files for TensorBoard; after a rewind a new file, whose first entry hides the steps that come again.
+
+    Written through tensorboardX's own file format, without its queue: that one stops a run for good on a full disk.
+    """
+
+    def __init__(self, folder: Path, *, flush_seconds: float = 10.0) -> None:
+        self.folder = folder
+        off = "tensorboard=False does without"
+        self._writers = _import("tensorboardX.event_file_writer", extra=off)
+        self._summaries = _import("tensorboardX.summary", extra=off)
+        self._protos = _import("tensorboardX.proto.event_pb2", extra=off)
+        self._flush_seconds = flush_seconds
+        self._flush_at = 0.0
+        self._file: Any = None
+        self._purge_step: int | None = None
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        summary = self._summaries.Summary
+        scalars = [summary.Value(tag=name, simple_value=value) for name, value in numbers(values)]
+        self._write(step, values.get("time", time.time()), summary=summary(value=scalars))
+
+    def event(self, kind: str, step: int, text: str) -> None:
+        self._write(step, time.time(), summary=self._summaries.text(kind, text))
+
+    def rewind(self, step: int, seen: int) -> None:
+        self.close()
+        self._purge_step = step + 1
+
+    def close(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
+
+    def _write(self, step: int, at: float, **what: Any) -> None:
+        try:
+            self._open().write_event(self._protos.Event(step=step, wall_time=at, **what))
+            if time.monotonic() >= self._flush_at:
+                self._open().flush()
+                self._flush_at = time.monotonic() + self._flush_seconds
+        except OSError:
+            # A torn record ends a file for its readers: what comes next gets a new one.
+            with contextlib.suppress(OSError):
+                self.close()
+            raise
+
+    def _open(self) -> Any:
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # Files are named after the second; two starts within one must not share a file.
+            self._file = self._writers.EventsWriter(str(self.folder / "events"), f".{uuid.uuid4().hex[:8]}")
+            if self._purge_step is not None:
+                start = self._protos.SessionLog(status=self._protos.SessionLog.START)
+                event = self._protos.Event(step=self._purge_step, wall_time=time.time(), session_log=start)
+                self._file.write_event(event)
+        return self._file
+
+
+class _OnlineRun(abc.ABC):
+    """What wandb and trackio have in common: a project, and an identity kept in the run's folder."""
+
+    name: str
+
+    def __init__(self, folder: Path, options: str | Mapping[str, Any]) -> None:
+        self._module = _import(self.name)
+        self._path = folder / IDENTITIES
+        self._options = {"project": options} if isinstance(options, str) else dict(options)
+        if "project" not in self._options:
+            raise MeshwrightError(f"{self.name}= has no project.", hint=f'{self.name}="my-project".')
+        known = self._read()
+        # As few letters as wandb's own, and as unlikely to meet another run's.
+        self._identity = known.get(self.name, {"id": uuid.uuid4().hex[:12], "seen": -1})
+        self._write()
+        self._run = self._start(folder.resolve().name, self._identity["id"])
+
+    @abc.abstractmethod
+    def _start(self, name: str, identity: str) -> Any:
+        """Starts or continues the run there."""
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        # Their steps only go forward; what they have seen they keep.
+        if step > self._identity["seen"]:
+            self._run.log(dict(numbers(values)), step=step)
+
+    def event(self, kind: str, step: int, text: str) -> None:
+        del kind, step, text  # events are told in the run's own files and its report
+
+    def rewind(self, step: int, seen: int) -> None:
+        # The larger one: a run that is killed twice may not have come as far the second time.
+        self._identity["seen"] = max(seen, self._identity["seen"])
+        self._write()
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _read(self) -> dict[str, Any]:
+        return dict(json.loads(self._path.read_text())) if self._path.exists() else {}
+
+    def _write(self) -> None:
+        replace_file(self._path, json.dumps(self._read() | {self.name: self._identity}).encode())
+
+
+class Wandb(_OnlineRun):
+    """A run at Weights & Biases."""
+
+    name = "wandb"
+
+    def _start(self, name: str, identity: str) -> Any:
+        options = {"name": name, "dir": str(self._path.parent)} | self._options
+        return self._module.init(**options, id=identity, resume="allow")
+
+
+class Trackio(_OnlineRun):
+    """A run in trackio, which knows runs by their name."""
+
+    name = "trackio"
+
+    def _start(self, name: str, identity: str) -> Any:
+        options = {"name": f"{name}-{identity}"} | self._options
+        return self._module.init(**options, resume="allow")
+
+
+def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yields the numbers among a step's values, nested ones by joined names; `step` and `time` are not among them.
+
+    Example:
+        >>> dict(numbers({"step": 3, "loss": 2.5, "seconds": {"data": 0.25}, "note": "fine"}))
+        {'loss': 2.5, 'seconds/data': 0.25}
+    """
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from numbers(value, f"{prefix}{name}/")
+            continue
+        value = plain(value)
+        if isinstance(value, int | float) and not (not prefix and name in ("step", "time")):
+            yield f"{prefix}{name}", float(value)
+
+
+def _import(name: str, *, extra: str = "") -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0]
+        if error.name != package:
+            raise
+        hint = f"pip install {package}" + (f"; {extra}" if extra else "") + "."
+        raise MeshwrightError(f"{package} is not installed here.", hint=hint) from None

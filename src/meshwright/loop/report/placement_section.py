@@ -1,0 +1,129 @@
+"""Where a run's state lies: the mesh as a picture with the reason for it, and the layout leaf by leaf."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.layout import Layout, LeafLayout, format_bytes
+from meshwright.layout.picture import device_list, heading, tile_panels
+from meshwright.layout.text_table import HEADINGS, leaf_rows
+from meshwright.loop.report.run_record import RunRecord
+from meshwright.pages import (
+    Bar,
+    Markup,
+    Section,
+    Tile,
+    TileGrid,
+    fold,
+    join,
+    mesh_picture,
+    prose,
+    side_by_side,
+    stacked_bars,
+    table,
+    tile_picture,
+)
+
+MAX_ROWS, MAX_PICTURES = 60, 4
+_NAMES = {"params": "parameters", "opt_state": "optimizer"}
+
+
+def mesh_section(run: RunRecord) -> Section:
+    """Returns the mesh as a picture, and why it was chosen."""
+    mesh = run.facts.get("mesh")
+    if not mesh:
+        return Section("Mesh", prose("The mesh was not recorded."))
+    total = math.prod(mesh.values())
+    axes = " x ".join(f"{axis}:{size}" for axis, size in mesh.items())
+    devices = [str(device) for device in run.facts.get("devices") or []]
+    kind = run.facts.get("device_kind")
+    processes = run.facts.get("num_processes") or 1
+    what = f"{total:,} {'device' if total == 1 else 'devices'}{f' ({kind})' if kind else ''}"
+    sentence = f"The run used {what} as {axes}, in {'one process' if processes == 1 else f'{processes:,} processes'}."
+    reason = str(run.facts.get("mesh_reason") or "").strip()
+    why = f"Why this mesh: {reason}" if reason else ""
+    return Section("Mesh", join([prose(sentence, why), mesh_picture("Devices", mesh, names=devices or None)]))
+
+
+def layout_section(run: RunRecord) -> Section:
+    """Returns what each device holds: in all, leaf by leaf, and the largest leaves as pictures."""
+    recorded = run.facts.get("layout")
+    if not recorded:
+        return Section("Layout", prose("The layout was not recorded."))
+    try:
+        layout = Layout.from_json(json.dumps(recorded))
+    except (MeshwrightError, KeyError, TypeError, ValueError) as error:
+        return Section("Layout", prose(f"The recorded layout cannot be read: {error}"))
+    groups: dict[str, int] = {}
+    for leaf in layout.leaves:
+        group = leaf.name.partition("/")[0]
+        group = _NAMES.get(group, "rest")
+        groups[group] = groups.get(group, 0) + leaf.bytes_per_device
+    order = [name for name in (*_NAMES.values(), "rest") if name in groups]
+    held = stacked_bars("State on each device", order, [Bar("", [groups[name] for name in order])], show=format_bytes)
+    copies = layout.bytes_per_device * layout.mesh.size / max(layout.bytes_total, 1)
+    params = run.facts.get("num_params")
+    counted = f"The model has {params:,} parameters." if params else ""
+    whole, each = format_bytes(layout.bytes_total), format_bytes(layout.bytes_per_device)
+    stored = f"Its state takes {whole} in all and {each} on each device"
+    often = ": nothing is held twice." if copies < 1.005 else f", so each byte is held {copies:.1f} times on average."
+    rows = leaf_rows(layout.leaves)
+    rows = sorted(rows, key=lambda row: (not row[0].startswith("params/"), row[0]))
+    shown = table(HEADINGS, rows[:MAX_ROWS], right=(5,), code=(0, 1, 2, 3, 4))
+    rest = None
+    if len(rows) > MAX_ROWS:
+        rest = fold(
+            f"{len(rows) - MAX_ROWS:,} more rows", table(HEADINGS, rows[MAX_ROWS:], right=(5,), code=(0, 1, 2, 3, 4))
+        )
+    folded = f", in {len(rows):,} rows" if len(rows) < len(layout.leaves) else ""
+    pictures = [leaf_picture(leaf, layout) for leaf in _largest(layout)]
+    return Section(
+        "Layout",
+        join(
+            [
+                prose(counted, stored + often, "Point at a device to see what it holds."),
+                held,
+                side_by_side(*pictures),
+                fold(f"All {len(layout.leaves):,} leaves{folded}", shown, rest),
+            ]
+        ),
+    )
+
+
+def _largest(layout: Layout) -> list[LeafLayout]:
+    """Returns the largest leaves of the parameters that are not split alike; of the whole state if it has none.
+
+    Leaves that every device holds whole all look the same, so one of them is enough.
+    """
+    params = [leaf for leaf in layout.leaves if leaf.name.startswith("params/")] or list(layout.leaves)
+    found: dict[Any, LeafLayout] = {}
+    for leaf in sorted(params, key=lambda leaf: -leaf.bytes_total):
+        found.setdefault(None if leaf.is_replicated else (leaf.stored_shape, leaf.spec), leaf)
+    return list(found.values())[:MAX_PICTURES]
+
+
+def leaf_picture(leaf: LeafLayout, layout: Layout) -> Markup:
+    """Returns which device holds which tile of a leaf."""
+    grids = [
+        TileGrid(
+            panel.title,
+            panel.row_labels,
+            panel.column_labels,
+            [[Tile(device_list(devices), devices) for devices in row] for row in panel.cells],
+            aspect=_extent(panel.column_labels, leaf, -1) / max(_extent(panel.row_labels, leaf, -2), 1),
+        )
+        for panel in tile_panels(leaf, layout.mesh)
+    ]
+    what, _, tiles = heading(leaf, layout.mesh).partition(": ")
+    return tile_picture(leaf.name, grids, note=f"{what.removeprefix(leaf.name).partition(' on ')[0].strip()}: {tiles}.")
+
+
+def _extent(labels: Sequence[str], leaf: LeafLayout, dim: int) -> int:
+    """Returns the size that a side of the picture stands for; a side that is not cut is the leaf's own last dim."""
+    if labels[-1]:
+        return int(labels[-1].partition(":")[2])
+    return leaf.stored_shape[dim] if len(leaf.stored_shape) >= -dim else 1

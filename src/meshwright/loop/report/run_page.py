@@ -1,0 +1,96 @@
+"""Puts a report together and writes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from meshwright.errors import MeshwrightError
+from meshwright.loop.report.curves import loss_section, speed_section, time_section
+from meshwright.loop.report.events import events_section, samples_section
+from meshwright.loop.report.placement_section import layout_section, mesh_section
+from meshwright.loop.report.run_record import RunRecord, read_run
+from meshwright.loop.report.settings import config_section, versions_section
+from meshwright.loop.report.story import ending, figures, loss_sentences, speed_sentences
+from meshwright.pages import Markup, badge, command, headline, join, make_page, prose, tag
+
+
+def build_report(run_folder: str | Path, *, out: str | Path | None = None) -> Path:
+    """Writes the report of a run and returns where it is.
+
+    The page is one file that needs no network. It can be made at any time, also of a run that goes on; parts that
+    were not recorded are named in it.
+
+    Args:
+        run_folder: what `meshwright train` wrote, such as runs/NAME.
+        out: the file to write; report.html in the run's folder when left out.
+    """
+    run = read_run(run_folder)
+    path = run.folder / "report.html" if out is None else Path(out)
+    if path.is_dir():
+        path /= "report.html"
+    _write(path, render(run, now=time.time()))
+    return path
+
+
+def render(run: RunRecord, *, now: float) -> str:
+    """Returns the page of a run; `now` decides whether a run that says nothing is taken to be running."""
+    sections = [
+        loss_section(run),
+        samples_section(run),
+        speed_section(run),
+        time_section(run),
+        mesh_section(run),
+        layout_section(run),
+        events_section(run),
+        config_section(run),
+        versions_section(run),
+    ]
+    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+    return make_page(
+        f"{run.name} · run report",
+        head=_head(run, now=now),
+        sections=[section for section in sections if section is not None],
+        foot=f"Made by Meshwright on {made} from {run.folder.resolve().name}. This file needs no network.",
+    )
+
+
+def _head(run: RunRecord, *, now: float) -> Markup:
+    end = ending(run, now=now)
+    resume = run.facts.get("resume_command")
+    go_on = None
+    if resume:
+        label = "Go on from the last checkpoint"
+        if end.kind == "good":  # all of its steps are taken, or all of its data: that command asks for more
+            label = "Train it further from the last checkpoint"
+            told = [event.get("go_on") for event in run.events if event["kind"] == "finish"]
+            resume = told[-1] if told and isinstance(told[-1], str) else resume
+        go_on = join([tag("h3", label), command(resume, label="the command that resumes this run")])
+    notes = tag("p", " ".join(run.notes), class_="note") if run.notes else None
+    return join(
+        [
+            tag("p", "Run report", class_="eyebrow"),
+            tag("h1", run.name, " ", badge(end.word, kind=end.kind)),
+            prose(*loss_sentences(run)[:2], *speed_sentences(run)[:1], end.sentence),
+            headline(figures(run)) if figures(run) else None,
+            notes,
+            go_on,
+        ]
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: whoever has the page open never sees half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise MeshwrightError(
+            f"{path} cannot be written: {error.strerror}.", hint="name another file with --out."
+        ) from None

@@ -1,0 +1,227 @@
+"""A run's folder: its name, its configuration, and that one run at a time writes into it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import json
+import os
+import re
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+
+from meshwright.distributed.agreement import as_first, together
+from meshwright.errors import ConfigError
+from meshwright.loop.config import TrainConfig
+
+CONFIG, FACTS = "config.yaml", "run.json"
+_FULL = "free some space, or name a folder on another disk with --run."
+_FORBIDDEN = "name a folder that you may write to with --run."
+_FILE = "--run names a folder, and there is a file of that name on the way."
+# What the system refuses, and what to do about it.
+_HINTS = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
+    errno.EROFS: _FORBIDDEN,
+    errno.EEXIST: _FILE,
+    errno.ENOTDIR: _FILE,
+    errno.EISDIR: "a file of the run has its name taken by a folder: name another one with --run.",
+    errno.ENAMETOOLONG: "a shorter name with --run.",
+    errno.EIO: "is the disk failing? Name a folder on another one with --run.",
+}
+# What may lie in the folder of a run that is new: what an attempt left, what a scheduler or a file system puts there.
+_NO_STRANGERS = (
+    ".*",
+    "lost+found",
+    "*.log",
+    "*.out",
+    "*.err",
+    FACTS,
+    "metrics.jsonl",
+    "events.jsonl",
+    "trackers.json",
+    "report.html",
+    "checkpoints",
+    "tensorboard",
+    "ledger",
+    "profile",
+    "wandb",
+    "hang-*.txt",
+)
+# How a process takes part, not what the run is.
+NOT_OF_THE_RUN = ("resume", "or_start", "run", "coordinator", "num_processes", "process_id")
+
+
+class RunFolder:
+    """The folder of one run; `RunFolder.open` finds or makes it, on all processes of the run the same.
+
+    Args:
+        path: the folder.
+        resumed: whether it held a run before.
+    """
+
+    def __init__(self, path: Path, *, resumed: bool) -> None:
+        self.path = path
+        self.resumed = resumed
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def open(cls, config: TrainConfig, *, name: str) -> RunFolder:
+        """Finds the folder that a configuration names, or makes the next free one under `runs/`.
+
+        Process 0 decides, and what it meets, all processes are told: one that went on alone would wait for the others.
+        """
+        folder = cls(Path(), resumed=False)
+        problem: ConfigError | None = None
+        if jax.process_index() == 0:
+            try:
+                folder.path = _choose(config, name)
+                folder.resumed = (folder.path / CONFIG).is_file()
+                if jax.process_count() > 1:  # the others may have been started elsewhere
+                    folder.path = folder.path.absolute()
+                folder.path.mkdir(parents=True, exist_ok=True)
+                folder._take_lock()
+            except ConfigError as error:
+                problem = error
+            except OSError as error:
+                problem = _cannot_write(folder.path if folder.path.name else Path(config.run.run or "runs"), error)
+        kind = "resumed" if folder.resumed else "new"
+        said = as_first(f"problem {problem}" if problem is not None else f"{kind} {folder.path}")
+        kind, _, text = said.partition(" ")
+        if problem is not None:
+            folder.close()
+            raise problem
+        if kind == "problem":
+            raise ConfigError(text)
+        folder.path, folder.resumed = Path(text), kind == "resumed"
+        if jax.process_count() > 1:
+            together("looking for the run's folder", folder._require_shared)
+        return folder
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def resume_command(self) -> str:
+        """What to type to go on with the run."""
+        return f"meshwright train --run {shlex.quote(str(self.path))} --resume"
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Keeps the configuration, without what only says how this process takes part."""
+        defaults = TrainConfig().flat()
+        config = config.changed({name: defaults[name] for name in NOT_OF_THE_RUN})
+        self._write(CONFIG, config.to_yaml())
+
+    def write_facts(self, facts: dict[str, Any]) -> None:
+        """Keeps what the run turned out to be: mesh, layout, devices, versions."""
+        facts = {"name": self.path.name, "resume_command": self.resume_command, "started": time.time(), **facts}
+        self._write(FACTS, json.dumps(facts, indent=1))
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turns what the system refuses, on a full disk say, into an error with a hint."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _HINTS:
+                raise
+            raise _cannot_write(self.path, error) from error
+
+    def close(self) -> None:
+        """Lets other processes write here."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _require_shared(self) -> None:
+        for _ in range(50):  # network file systems may take a while to show what another machine made
+            if self.path.is_dir():
+                return
+            time.sleep(0.2)
+        raise ConfigError(
+            f"{self.path} was made by rank 0, and is not to be seen here.",
+            hint="--run on a file system that all share.",
+        )
+
+    def _write(self, name: str, text: str) -> None:
+        if jax.process_index() == 0:
+            new = self.path / f".{name}.new"
+            try:
+                new.write_text(text, encoding="utf-8")
+                os.replace(new, self.path / name)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    new.unlink(missing_ok=True)
+                raise
+
+    def _take_lock(self) -> None:
+        try:
+            import fcntl
+        except ImportError:  # not on this system; then nothing guards the folder
+            return
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            # The system lets go of it when the process ends, however it ends.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process is training in {self.path} right now.", hint="wait for its end, or use another --run."
+            ) from None
+        except OSError:  # some network file systems have no locks
+            with contextlib.suppress(OSError):
+                self._lock.close()
+            self._lock = None
+
+
+def _choose(config: TrainConfig, name: str) -> Path:
+    wanted = config.run.run
+    if config.run.resume:
+        if wanted is None:
+            raise ConfigError("--resume needs the folder of a run.", hint="--run runs/NAME --resume.")
+        if not config.run.or_start and not (Path(wanted) / CONFIG).is_file():
+            raise ConfigError(f"{wanted} holds no run to resume.", hint="the folder with config.yaml in it.")
+        if not (Path(wanted) / CONFIG).is_file():
+            _require_no_strangers(Path(wanted))
+        return Path(wanted)
+    path = Path(wanted) if wanted is not None else _next_free(Path("runs"), name)
+    if (path / CONFIG).is_file():
+        raise ConfigError(f"{path} already holds a run.", hint="add --resume to go on with it, or name another --run.")
+    _require_no_strangers(path)
+    return path
+
+
+def _require_no_strangers(path: Path) -> None:
+    """Raises where a folder holds something else than a run, or than what an attempt to start one has left."""
+    if not path.is_dir():
+        return
+    strangers = sorted(
+        entry.name for entry in path.iterdir() if not any(fnmatch.fnmatch(entry.name, name) for name in _NO_STRANGERS)
+    )
+    if strangers:
+        shown = ", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else "")
+        raise ConfigError(
+            f"{path} holds other files, and no run: {shown}.",
+            hint=f"name a folder of the run's own, such as --run {shlex.quote(str(path / 'run'))}.",
+        )
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    what = error.strerror or str(error)
+    hint = _HINTS.get(error.errno or 0, "name another folder with --run.")
+    return ConfigError(f"the run's folder {path} cannot be written: {what}.", hint=hint)
+
+
+def _next_free(parent: Path, name: str) -> Path:
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    taken = [pattern.fullmatch(path.name) for path in parent.glob(f"{name}-*")]
+    number = 1 + max((int(match[1]) for match in taken if match), default=0)
+    return parent / f"{name}-{number:03d}"

@@ -1,0 +1,1 @@
+"""Signals, hangs and rising losses."""

@@ -1,0 +1,342 @@
+"""Meshes: from a string or sizes to devices in an order that suits the machine, or to a machine that is not here."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from meshwright.errors import MeshError, MeshwrightWarning, did_you_mean
+from meshwright.mesh.string import MeshAxis, MeshSpec, check_counts, parse_mesh
+
+AnyMesh = Mesh | AbstractMesh
+AxisDims = str | Sequence[int] | MeshSpec
+AxisTypes = AxisType | Sequence[AxisType]
+
+DEFAULT_DIMS = (1, -1, 1, 1)
+DEFAULT_NAMES = ("dp", "fsdp", "tp", "sp")
+# Axes whose collectives sit between two matmuls of every layer: on the slow network they dominate the step.
+LATENCY_BOUND_AXES = ("tp", "tensor", "model", "mp", "sp", "seq", "sequence", "ep", "expert")
+
+
+def create_mesh(
+    axis_dims: AxisDims = DEFAULT_DIMS,
+    axis_names: Sequence[str] = DEFAULT_NAMES,
+    backend: str = "",
+    *,
+    devices: Sequence[jax.Device] | int | None = None,
+    axis_types: AxisTypes = AxisType.Auto,
+    process_is_granule: bool | None = None,
+    allow_split_physical_axes: bool = False,
+) -> Mesh:
+    """Builds a mesh from `"dp:2,fsdp:-1,tp:2"`, or from sizes and names.
+
+    Args:
+        axis_dims: a mesh string (see `meshwright.mesh.string`), whose own names win over `axis_names`; or sizes, one
+            per name. One of them may be -1.
+        backend: the platform whose devices are used; the default one when empty.
+        devices: a subset, as devices or as "the first n"; all of the backend's when not given.
+        axis_types: one for all axes, or one per axis.
+        process_is_granule: what `@dcn` axes separate: processes (True) or slices (False). By default slices where the
+            devices know theirs, and processes elsewhere.
+        allow_split_physical_axes: lets one dim of a TPU's torus serve two mesh axes, where the sizes need it.
+
+    Example:
+        >>> dict(create_mesh("dp:2,fsdp:-1,tp:2").shape)
+        {'dp': 2, 'fsdp': 2, 'tp': 2}
+        >>> create_mesh((2, 2), ("data", "model"), devices=4).devices.shape
+        (2, 2)
+    """
+    spec = _spec_of(axis_dims, axis_names)
+    chosen = _pick_devices(backend, devices)
+    spec = spec.resolve(len(chosen))
+    _warn_if_latency_bound_axes_span_hosts(spec, _domains(chosen, process_is_granule)[0])
+    grid = arrange_devices(
+        spec,
+        chosen,
+        process_is_granule=process_is_granule,
+        allow_split_physical_axes=allow_split_physical_axes,
+    )
+    return Mesh(grid, spec.names, axis_types=_axis_types(axis_types, spec))
+
+
+def create_abstract_mesh(
+    axis_dims: AxisDims,
+    axis_names: Sequence[str] = DEFAULT_NAMES,
+    *,
+    num_devices: int | None = None,
+    axis_types: AxisTypes = AxisType.Auto,
+) -> AbstractMesh:
+    """Builds a mesh of devices that are not here, for planning; `num_devices` is needed only to fill in a -1.
+
+    Example:
+        >>> create_abstract_mesh("fsdp:64,tp:8").size
+        512
+    """
+    spec = _spec_of(axis_dims, axis_names)
+    if num_devices is None:
+        if -1 in spec.sizes:
+            raise MeshError(
+                f"mesh {str(spec)!r} leaves a size open and there are no devices to count.",
+                hint="write the size, or pass num_devices=.",
+            )
+        num_devices = math.prod(spec.sizes)
+    spec = spec.resolve(num_devices)
+    return AbstractMesh(spec.sizes, spec.names, axis_types=_axis_types(axis_types, spec))
+
+
+def get_jax_mesh(axis_dims: str, names: Sequence[str]) -> Mesh:
+    """Builds a mesh over all devices from a string whose axes must be exactly `names`.
+
+    Named dims may come in any order; bare dims follow `names`; a leading `!` keeps plain device order.
+
+    Example:
+        >>> dict(get_jax_mesh("tp:2,dp:-1", ("dp", "tp")).shape)
+        {'dp': 4, 'tp': 2}
+    """
+    return create_mesh(parse_mesh(axis_dims, names))
+
+
+def initialize_mesh(parallel_config: Any, device_array: Any = None, init_distributed_on_slurm: bool = True) -> Mesh:
+    """Builds a mesh from a config with `{data,fsdp,pipeline,model}_axis_{name,size}`, axes in that order.
+
+    Under Slurm with several tasks, JAX's distributed runtime is started first, once.
+
+    Args:
+        parallel_config: an object with these attributes, or a mapping with these keys.
+        device_array: devices to use, in the order given; an array whose shape is the mesh's is used as it is.
+    """
+    axes = []
+    for role in ("data", "fsdp", "pipeline", "model"):
+        name, size = (_config_value(parallel_config, f"{role}_axis_{part}") for part in ("name", "size"))
+        axes.append(MeshAxis(name, size))
+    spec = MeshSpec(tuple(axes), plain_order=device_array is not None)
+    if init_distributed_on_slurm and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+        start_distributed_once()
+    devices = None if device_array is None else list(np.asarray(device_array, dtype=object).flat)
+    return create_mesh(spec, devices=devices)
+
+
+def start_distributed_once(**kwargs: Any) -> None:
+    """Starts JAX's distributed runtime unless this process already did."""
+    if not jax.distributed.is_initialized():
+        jax.distributed.initialize(**kwargs)
+
+
+def simulate_cpu_devices(count: int = 8) -> None:
+    """Makes JAX use `count` simulated CPU devices; must come before JAX is used for anything.
+
+    Raises when JAX has already started, since it would then have no effect.
+    """
+    if count < 1:
+        raise MeshError(f"cannot simulate {count} devices.", hint="use 1 or more.")
+    flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if flag and int(flag[1]) != count:
+        raise MeshError(
+            f"XLA_FLAGS already asks for {flag[1]} CPU devices; {count} were asked for now.",
+            hint="remove --xla_force_host_platform_device_count from XLA_FLAGS.",
+        )
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        if jax.default_backend() == "cpu" and jax.device_count() == count:
+            return
+        raise MeshError(
+            f"JAX has already started with {jax.device_count()} {jax.default_backend()} device(s); "
+            f"{count} CPU devices can no longer be simulated.",
+            hint="call simulate_cpu_devices() before anything that uses an array or jax.devices().",
+        ) from None
+    jax.config.update("jax_platforms", "cpu")
+
+
+def current_mesh() -> AbstractMesh | None:
+    """Returns the mesh in force here (`jax.set_mesh`, `with mesh:`, `shard_map`), also while tracing; else None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names:
+        return mesh
+    legacy = _legacy_mesh()
+    return legacy.abstract_mesh if legacy is not None else None
+
+
+def current_concrete_mesh() -> Mesh | None:
+    """Returns the mesh of real devices in force here, outside of tracing; else None."""
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # inside jit there is none
+        mesh = None
+    if isinstance(mesh, Mesh) and mesh.axis_names:
+        return mesh
+    return _legacy_mesh()
+
+
+def names_in_current_mesh(*names: str) -> bool:
+    """Returns whether the mesh in force has all these axes; False when there is no mesh.
+
+    Example:
+        >>> with jax.set_mesh(create_mesh("dp:4,tp:2")):
+        ...     names_in_current_mesh("dp", "tp"), names_in_current_mesh("sp")
+        (True, False)
+    """
+    mesh = current_mesh()
+    return mesh is not None and all(name in mesh.axis_names for name in names)
+
+
+def require_axes(mesh: AnyMesh, names: Sequence[str], *, where: str) -> None:
+    """Raises for the first of `names` that is not an axis of `mesh`, with a spelling hint."""
+    for name in names:
+        if name not in mesh.axis_names:
+            known = ", ".join(mesh.axis_names)
+            raise MeshError(
+                f"{where} names axis {name!r}; the mesh has axes: {known}.",
+                hint=did_you_mean(name, mesh.axis_names) or f"use one of: {known}",
+            )
+
+
+def describe_mesh(mesh: AnyMesh) -> str:
+    """Returns the mesh as a short string, `dp=2 x tp=4`, for messages and tables."""
+    return " x ".join(f"{name}={size}" for name, size in mesh.shape.items()) or "no axes"
+
+
+def arrange_devices(
+    spec: MeshSpec,
+    devices: Sequence[Any],
+    *,
+    process_is_granule: bool | None = None,
+    allow_split_physical_axes: bool = False,
+) -> np.ndarray[Any, Any]:
+    """Returns the devices as an array of the mesh's shape, neighbours on fast links where the machine has them."""
+    from jax.experimental import mesh_utils
+
+    if spec.plain_order and not spec.is_hybrid:
+        grid = np.empty(len(devices), dtype=object)
+        grid[:] = devices
+        return grid.reshape(spec.sizes)
+    try:
+        if not spec.is_hybrid:
+            return mesh_utils.create_device_mesh(
+                spec.sizes, devices, allow_split_physical_axes=allow_split_physical_axes
+            )
+        domains, unit = _domains(devices, process_is_granule)
+        num_domains = len(set(domains))
+        if math.prod(spec.dcn_sizes) != num_domains:
+            shown = " x ".join(f"{a.name}={d}" for a, d in zip(spec.axes, spec.dcn_sizes, strict=True) if d > 1)
+            raise MeshError(
+                f"the @dcn axes ({shown or 'all 1'}) make {math.prod(spec.dcn_sizes)} groups; "
+                f"these devices form {num_domains} {unit}.",
+                hint=f"let the @dcn sizes multiply to {num_domains}, or choose process_is_granule=.",
+            )
+        return mesh_utils.create_hybrid_device_mesh(
+            spec.ici_sizes,
+            spec.dcn_sizes,
+            devices,
+            process_is_granule=unit == "processes",
+            allow_split_physical_axes=allow_split_physical_axes,
+        )
+    except (NotImplementedError, AssertionError, ValueError) as error:  # what JAX raises for meshes that do not fit
+        if isinstance(error, MeshError):
+            raise
+        raise MeshError(
+            f"mesh {spec} does not fit the links of these {len(devices)} devices: {error}",
+            hint=f'allow_split_physical_axes=True, or "!{spec}", which keeps plain device order.',
+        ) from error
+
+
+def _spec_of(axis_dims: AxisDims, axis_names: Sequence[str]) -> MeshSpec:
+    if isinstance(axis_dims, MeshSpec):
+        return axis_dims
+    names = tuple(axis_names)
+    if isinstance(axis_dims, str):
+        named = ":" in axis_dims
+        return parse_mesh(axis_dims, None if named and names == DEFAULT_NAMES else names)
+    sizes = tuple(axis_dims)
+    check_counts(len(sizes), names)
+    for name, size in zip(names, sizes, strict=True):
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+            raise MeshError(f"axis {name!r} has size {size!r}, which is not a whole number.")
+    return MeshSpec(tuple(MeshAxis(name, int(size)) for name, size in zip(names, sizes, strict=True)))
+
+
+def _pick_devices(backend: str, devices: Sequence[jax.Device] | int | None) -> Sequence[jax.Device]:
+    if devices is None or isinstance(devices, int):
+        try:
+            available = jax.devices(backend) if backend else jax.devices()
+        except RuntimeError as error:
+            raise MeshError(f"backend {backend!r} has no devices here: {error}") from None
+        if devices is None:
+            return available
+        if not 1 <= devices <= len(available):
+            raise MeshError(f"devices={devices} of {len(available)} available.", hint=f"use 1 to {len(available)}.")
+        return available[:devices]
+    chosen = list(devices)
+    if not chosen or len({id(device) for device in chosen}) != len(chosen):
+        raise MeshError("devices= must hold at least one device, and none twice.")
+    foreign = [device for device in chosen if backend and device.platform != backend]
+    if foreign:
+        raise MeshError(f"devices= holds {foreign[0]}, which is not of backend {backend!r}.")
+    return chosen
+
+
+def _axis_types(axis_types: AxisTypes, spec: MeshSpec) -> tuple[AxisType, ...]:
+    if isinstance(axis_types, AxisType):
+        return (axis_types,) * len(spec.axes)
+    if len(axis_types) != len(spec.axes):
+        raise MeshError(f"{len(axis_types)} axis types for {len(spec.axes)} axes.", hint="give one, or one per axis.")
+    return tuple(axis_types)
+
+
+def _domains(devices: Sequence[Any], process_is_granule: bool | None) -> tuple[list[int], str]:
+    """Returns the domain of fast links that each device is in, and what these domains are.
+
+    Inside a TPU slice, links do not care about hosts; a slice (or, without slices, a process) is one domain.
+    """
+    if process_is_granule is None:
+        process_is_granule = not all(hasattr(device, "slice_index") for device in devices)
+    if process_is_granule:
+        return [device.process_index for device in devices], "processes"
+    return [device.slice_index for device in devices], "slices"
+
+
+def _warn_if_latency_bound_axes_span_hosts(spec: MeshSpec, domains: Sequence[int]) -> None:
+    num_domains = len(set(domains))
+    if num_domains == 1:
+        return
+    inside = len(domains) // num_domains
+    for index, axis in enumerate(spec.axes):
+        # In row-major order, an axis stays inside a domain when it and all later axes fit into one.
+        reach = math.prod(spec.ici_sizes[index:])
+        crosses = spec.dcn_sizes[index] > 1 or (not spec.is_hybrid and reach > inside)
+        if axis.name in LATENCY_BOUND_AXES and axis.size > 1 and crosses:
+            warnings.warn(
+                f"axis {axis.name!r} ({axis.size} ways) spans {num_domains} hosts or slices of {inside} devices: its "
+                "collectives run inside every layer, and the network between hosts (12 to 50 GB/s a device) is "
+                "about ten times slower than the links inside (100 to 900 GB/s).\n"
+                f"hint: keep {axis.name} <= {inside} and put it last; let dp or fsdp cross with @dcn.",
+                MeshwrightWarning,
+                stacklevel=3,
+            )
+
+
+def _config_value(config: Any, key: str) -> Any:
+    if isinstance(config, Mapping) and key in config:
+        return config[key]
+    if hasattr(config, key):
+        return getattr(config, key)
+    raise MeshError(
+        f"the parallel config has no {key!r}.",
+        hint="it needs {data,fsdp,pipeline,model}_axis_name and _axis_size.",
+    )
+
+
+def _legacy_mesh() -> Mesh | None:
+    # `with mesh:` is deprecated but still common; JAX has no public way left to ask for it.
+    from jax._src.mesh import thread_resources
+
+    mesh = thread_resources.env.physical_mesh
+    return None if mesh.empty else mesh

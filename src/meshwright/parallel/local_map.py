@@ -1,0 +1,111 @@
+"""Entering the local view: `shard_map` without the axes that have one device, and with errors that name the cause."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import PlacementError
+from meshwright.mesh.axes import vary, varying_axes
+from meshwright.mesh.build import AnyMesh, current_mesh, require_axes
+from meshwright.placement import no_mesh_error
+from meshwright.specs import get_names_from_partition_spec, keep_axes
+from meshwright.types import PyTree
+
+
+def local_map(
+    f: Callable[..., Any],
+    *,
+    in_specs: PyTree,
+    out_specs: PyTree,
+    mesh: AnyMesh | None = None,
+    axes: Sequence[str] | None = None,
+    check_vma: bool = True,
+) -> Callable[..., Any]:
+    """Returns `f` as a function of global arrays, run on every device's slice of them.
+
+    Axes of size 1 are dropped first, so they cost nothing: on a mesh of one device `f` runs as it is.
+
+    Args:
+        mesh: the mesh; by default the one in force when the result is called.
+        axes: the axes that become manual; all of the mesh by default. The others stay automatic.
+        check_vma: lets JAX check what is replicated. Without it, gradients of replicated values are wrong unless they
+            are reduced by hand.
+
+    Example:
+        >>> import jax.numpy as jnp, meshwright as mw
+        >>> total = local_map(
+        ...     lambda x: jax.lax.psum(x.sum(), "dp"), mesh=mw.create_mesh("dp:8"), in_specs=P("dp"), out_specs=P()
+        ... )
+        >>> float(total(jnp.arange(16.0)))
+        120.0
+    """
+
+    @functools.wraps(f)
+    def wrapped(*args: Any) -> Any:
+        target: Any = mesh if mesh is not None else current_mesh()
+        if target is None:
+            raise no_mesh_error("local_map")
+        wanted = tuple(target.axis_names if axes is None else axes)
+        require_axes(target, wanted, where="local_map")
+        require_axes(target, get_names_from_partition_spec([_leaves(in_specs), _leaves(out_specs)]), where="local_map")
+        manual = frozenset(axis for axis in wanted if target.shape[axis] > 1)
+        if not manual:
+            abstract = target if isinstance(target, AbstractMesh) else target.abstract_mesh
+            with jax.sharding.use_abstract_mesh(abstract):
+                return f(*args)
+        try:
+            return jax.shard_map(
+                f,
+                mesh=target,
+                in_specs=_without_small_axes(in_specs, manual),
+                out_specs=_without_small_axes(out_specs, manual),
+                axis_names=manual,
+                check_vma=check_vma,
+            )(*args)
+        except ValueError as error:
+            if "require replication which can't be statically inferred" not in str(error):
+                raise
+            raise PlacementError(
+                f"an output of {getattr(f, '__name__', 'the function')} is declared replicated by its out_specs but "
+                f"differs between devices.\n{error}",
+                hint="reduce it (jax.lax.psum, pmean) over these axes, or name them in out_specs.",
+            ) from None
+
+    return wrapped
+
+
+def island(f: Callable[..., Any], *, axis: str, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
+    """Returns `f` as one operation of a program in which an axis is automatic: only that axis is manual inside."""
+
+    @functools.wraps(f)
+    def wrapped(*args: Any) -> Any:
+        mesh = current_mesh()
+        inner = f
+        if mesh is not None and mesh.manual_axes:
+            # What the backward pass keeps from inside gets specs that name the axes outside, which JAX (0.10 to 0.12)
+            # cannot lower. It keeps arguments as they are, so here they are all that is kept.
+            inner = jax.checkpoint(f)
+        mapped = local_map(inner, axes=(axis,), in_specs=in_specs, out_specs=out_specs)
+        # Sums over the axes outside, which gradients of arguments may need, must happen outside as well.
+        axes: frozenset[str] = frozenset().union(*(varying_axes(leaf) for leaf in jax.tree.leaves(args)))
+        return mapped(*vary(args, sorted(axes)))
+
+    return wrapped
+
+
+def _leaves(specs: PyTree) -> list[Any]:
+    return [spec for spec in jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P)) if isinstance(spec, P)]
+
+
+def _without_small_axes(specs: PyTree, manual: frozenset[str]) -> PyTree:
+    return jax.tree.map(
+        lambda spec: keep_axes(spec, lambda axis: axis in manual) if isinstance(spec, P) else spec,
+        specs,
+        is_leaf=lambda node: isinstance(node, P),
+    )

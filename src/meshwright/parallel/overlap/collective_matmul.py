@@ -1,0 +1,434 @@
+"""Matmuls that hide their collective: gather rows while multiplying, or multiply while summing and scattering rows.
+
+Sequence parallelism keeps activations split by rows between blocks. Entering a tensor-parallel block, rows must be
+gathered; leaving it, partial products must be summed and rows scattered. Done in one piece, either transfer stalls
+the matmul units. Here it is cut into hops around a ring, and each hop runs beside the matmul of what is already
+there; forward and backward. The same call works in every view: inside `shard_map` it runs the ring, in a plain
+`jit` program under a mesh it runs the ring as an island, and without the axis, or with None, it is an ordinary matmul.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from meshwright.dtypes import as_dtype, is_float
+from meshwright.errors import PlacementError
+from meshwright.mesh.axes import vary, varying_axes, view_of, ways_along
+from meshwright.parallel.kernels.dispatch import backed_by, uses_kernels
+from meshwright.parallel.kernels.matmul_kernel import can_write
+from meshwright.parallel.local_map import island
+from meshwright.parallel.overlap.forms import Form, choose_form
+from meshwright.parallel.overlap.loops import (
+    dot,
+    dot_rows,
+    empty_rows,
+    gather_pieces,
+    put_piece,
+    scatter_beside_gather,
+    scatter_sums,
+    sum_scattered,
+    tie,
+)
+from meshwright.parallel.overlap.parts import gather_in_parts, multiply_all, scatter_in_parts
+
+GATHERED_ROWS = "gathered_rows"
+"""The name (`jax.ad_checkpoint.checkpoint_name`) of what `save_gathered` keeps, for policies of `jax.checkpoint`."""
+
+
+@dataclass(frozen=True)
+class _Choices:
+    axis: str
+    size: int
+    forward: Form
+    backward: Form
+    save_gathered: bool
+    wire: Any
+    out: Any = None
+    writes: bool = False
+    kernels: bool | None = None
+
+
+def gather_matmul(
+    x: jax.Array,
+    w: Any,
+    *,
+    axis: str | None,
+    form: Form | str | None = None,
+    grad_form: Form | str | None = None,
+    num_chunks: int | None = None,
+    save_gathered: bool = False,
+    wire_dtype: Any = None,
+    out_dtype: Any = None,
+    kernels: bool | None = None,
+) -> Any:
+    """Returns `gather(x) @ w`, with the rows of `x` gathered along a mesh axis while they are multiplied.
+
+    Args:
+        x: `[..., rows, K]`, split by rows over `axis`.
+        w: `[K, F]`, split by columns over `axis`; or a tuple of such weights, which share one gather.
+        form: `"ring"`, `"both_ways"`, `"parts"`, `"whole"` or a `Form`; by default what measured best on this chip.
+        grad_form: the same for the backward pass.
+        num_chunks: steps of the ring; fewer steps mean larger matmuls. A divisor of the axis size.
+        save_gathered: keep the gathered rows for the weight's gradient instead of gathering them again.
+        wire_dtype: the dtype in which the backward's partial sums travel; that of `x` by default.
+        out_dtype: the dtype of the products, which are float32 inside; that of `x` and `w` by default.
+        kernels: whether a kernel of ours writes products into their places, where rows come in parts and it can; by
+            default on Hopper GPUs.
+
+    Returns:
+        `[..., rows * n, F]`, split by columns; a tuple of them for a tuple of weights.
+
+    Example:
+        >>> import meshwright as mw
+        >>> x, w = jnp.ones((2, 16, 4)), jnp.ones((4, 8))
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     bool((jax.jit(lambda x, w: gather_matmul(x, w, axis="tp"))(x, w) == x @ w).all())
+        True
+    """
+    weights = tuple(w) if isinstance(w, (tuple, list)) else (w,)
+    _check_shapes("gather_matmul", x, weights)
+    out_dtype = None if out_dtype is None else as_dtype(out_dtype)
+    view = view_of(axis, who="gather_matmul")
+    if axis is None or view == "plain":
+        outs = tuple(
+            _product(use, weight, out_dtype) for use, weight in zip(_uses(x, len(weights)), weights, strict=True)
+        )
+    elif view == "global":
+        _check_divides("gather_matmul", axis, rows=x.shape[-2], columns=[w.shape[-1] for w in weights])
+        rows = P(*([None] * (x.ndim - 2)), axis, None)
+        columns = P(*([None] * (x.ndim - 1)), axis)
+        call = functools.partial(
+            gather_matmul,
+            axis=axis,
+            form=form,
+            grad_form=grad_form,
+            num_chunks=num_chunks,
+            save_gathered=save_gathered,
+            wire_dtype=wire_dtype,
+            out_dtype=out_dtype,
+            kernels=kernels,
+        )
+        outs = island(call, axis=axis, in_specs=(rows, P(None, axis)), out_specs=columns)(x, weights)
+    else:
+        size, width = lax.axis_size(axis), sum(weight.shape[-1] for weight in weights)
+        forward = choose_form("gather_matmul", form, num_chunks=num_chunks, axis_size=size, width=width)
+        plan = _Choices(
+            axis,
+            size,
+            forward,
+            choose_form("gather_matmul_grad", grad_form, num_chunks=None, axis_size=size, width=width),
+            save_gathered,
+            _wire_dtype(wire_dtype, x, *weights),
+            out_dtype,
+            bool(forward.parts) and can_write(x, weights, out_dtype, size) and uses_kernels(kernels),
+        )
+        x, weights = _vary_alike((x, weights), axis)
+        outs = _gather_matmul(plan, x, weights)
+    return outs if isinstance(w, (tuple, list)) else outs[0]
+
+
+def matmul_scatter(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis: str | None,
+    form: Form | str | None = None,
+    grad_form: Form | str | None = None,
+    num_chunks: int | None = None,
+    wire_dtype: Any = None,
+    kernels: bool | None = None,
+) -> jax.Array:
+    """Returns `x @ w` summed over a mesh axis, each device keeping its own rows, summed while they are multiplied.
+
+    Args:
+        x: `[..., rows, K]`, split by columns over `axis`; rows must divide evenly among the devices.
+        w: `[K, F]`, split by rows over `axis`.
+        form: `"ring"`, `"both_ways"`, `"parts"`, `"whole"` or a `Form`; by default what measured best on this chip.
+        grad_form: the same for the backward pass.
+        num_chunks: steps of the ring; fewer steps mean larger matmuls. A divisor of the axis size.
+        wire_dtype: the dtype in which partial sums travel; that of `x` by default. float32 doubles the bytes.
+        kernels: whether a kernel of ours cuts the weight, where columns are summed in parts; by default on GPUs.
+
+    Returns:
+        `[..., rows / n, F]`, split by rows.
+
+    Example:
+        >>> import meshwright as mw
+        >>> x, w = jnp.ones((16, 8)), jnp.ones((8, 4))
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     bool((jax.jit(lambda x, w: matmul_scatter(x, w, axis="tp"))(x, w) == x @ w).all())
+        True
+    """
+    _check_shapes("matmul_scatter", x, (w,))
+    view = view_of(axis, who="matmul_scatter")
+    if axis is None or view == "plain":
+        product: jax.Array = _product(x, w, None)
+        return product
+    if view == "global":
+        _check_divides("matmul_scatter", axis, rows=x.shape[-2], columns=[x.shape[-1]])
+        rows = P(*([None] * (x.ndim - 2)), axis, None)
+        columns = P(*([None] * (x.ndim - 1)), axis)
+        call = functools.partial(
+            matmul_scatter,
+            axis=axis,
+            form=form,
+            grad_form=grad_form,
+            num_chunks=num_chunks,
+            wire_dtype=wire_dtype,
+            kernels=kernels,
+        )
+        scattered: jax.Array = island(call, axis=axis, in_specs=(columns, P(axis, None)), out_specs=rows)(x, w)
+        return scattered
+    size = lax.axis_size(axis)
+    if x.shape[-2] % size:
+        raise PlacementError(
+            f"matmul_scatter cannot scatter {x.shape[-2]} rows over {size} devices of axis {axis!r}.",
+            hint=f"pad the rows to {-(-x.shape[-2] // size) * size}.",
+        )
+    plan = _Choices(
+        axis,
+        size,
+        choose_form("matmul_scatter", form, num_chunks=num_chunks, axis_size=size, width=x.shape[-1]),
+        choose_form("matmul_scatter_grad", grad_form, num_chunks=None, axis_size=size, width=x.shape[-1]),
+        False,
+        _wire_dtype(wire_dtype, x, w),
+        kernels=kernels,
+    )
+    x, w = _vary_alike((x, w), axis)
+    result: jax.Array = _matmul_scatter(plan, x, w)
+    return result
+
+
+# --- gather_matmul and its gradient ---
+
+
+def _uses(x: Any, count: int) -> tuple[Any, ...]:
+    """Returns `x` for each of its uses; its gradient is added up in an order in which cuBLAS can do it."""
+    return (x,) if count == 1 else tuple(_forked(count, x))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _forked(count: int, x: Any) -> list[Any]:
+    return [x] * count
+
+
+def _forked_fwd(count: int, x: Any) -> tuple[list[Any], None]:
+    return [x] * count, None
+
+
+def _forked_bwd(count: int, _: None, grads: list[Any]) -> tuple[Any]:
+    # The newest product first: XLA lets a matmul add to its result what the other operand of a sum is, but looks only
+    # at the first operand that is a matmul. JAX's order puts the sum there, whose matmul adds to something already.
+    return (functools.reduce(lambda total, grad: grad + total, reversed(grads)),)
+
+
+_forked.defvjp(_forked_fwd, _forked_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_matmul(plan: _Choices, x: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
+    return _gather_forward(plan, x, weights, keep=False)[0]
+
+
+def _gather_forward(plan: _Choices, x: Any, weights: tuple[Any, ...], *, keep: bool) -> tuple[tuple[Any, ...], Any]:
+    if not plan.writes:
+        return _gather_and_multiply(plan, keep, x, weights)
+    plain = functools.partial(_gather_and_multiply, replace(plan, writes=False), keep)
+    found: tuple[tuple[Any, ...], Any] = backed_by(plain, functools.partial(_gather_and_multiply, plan, keep))(
+        x, weights
+    )
+    return found
+
+
+def _gather_and_multiply(plan: _Choices, keep: bool, x: Any, weights: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    num_rows = x.shape[-2] * plan.size
+    if plan.forward.parts:
+        written = weights if plan.writes else ()
+
+        def multiply(rows: Any) -> tuple[Any, ...]:
+            products = () if written else _products(plan, rows, weights)
+            return (*products, *([rows] if keep else []))
+
+        columns = max(w.shape[-1] for w in weights)
+        results = gather_in_parts(x, plan.axis, plan.size, plan.forward.parts, columns, multiply, written=written)
+        return results[: len(weights)], results[-1] if keep else None
+    if not plan.forward.ring:
+        gathered = lax.all_gather(x, plan.axis, axis=x.ndim - 2, tiled=True)
+        return tuple(_product(gathered, weight, plan.out) for weight in weights), gathered if keep else None
+    outs = [empty_rows(x, num_rows, w.shape[-1], plan.out or _out_dtype(x, w)) for w in weights]
+    gathered = [empty_rows(x, num_rows, x.shape[-1], x.dtype)] if keep else []
+
+    def visit(carry: Any, piece: Any, start: Any) -> Any:
+        outs, gathered = carry
+        products = _products(plan, piece, weights)
+        outs = [put_piece(out, product, start) for out, product in zip(outs, products, strict=True)]
+        return outs, [put_piece(buffer, piece, start) for buffer in gathered]
+
+    outs, gathered = gather_pieces(x, plan.axis, plan.size, plan.forward, visit, (outs, gathered))
+    return tuple(outs), gathered[0] if keep else None
+
+
+def _gather_fwd(plan: _Choices, x: Any, weights: tuple[Any, ...]) -> tuple[Any, Any]:
+    outs, gathered = _gather_forward(plan, x, weights, keep=plan.save_gathered)
+    return outs, (x if gathered is None else checkpoint_name(gathered, GATHERED_ROWS), weights)
+
+
+def _gather_bwd(plan: _Choices, saved: Any, d_outs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    kept, weights = saved
+    num_rows = d_outs[0].shape[-2] // plan.size
+    d_outs = tuple(d_out.astype(_out_dtype(kept, w)) for d_out, w in zip(d_outs, weights, strict=True))
+    # Without this, XLA finds that the forward gathered the same rows and keeps them, which is not what was asked.
+    kept, d_outs = tie((kept, d_outs))
+
+    turned = [w.T for w in weights]
+
+    def products(slices: list[Any], dtype: Any) -> Any:
+        return multiply_all(slices, turned, dtype)
+
+    gathered = kept if plan.save_gathered else None
+    if not plan.backward.ring:
+        if plan.backward.parts:
+            dx = scatter_in_parts(d_outs, turned, plan.axis, plan.size, plan.backward.parts, plan.wire)
+        else:
+            dx = sum_scattered(products(list(d_outs), plan.wire), plan.axis)
+        if gathered is None:
+            gathered = lax.all_gather(kept, plan.axis, axis=kept.ndim - 2, tiled=True)
+    elif gathered is not None:
+        dx = scatter_sums(products, list(d_outs), num_rows, plan.axis, plan.size, plan.backward, plan.wire)
+    else:
+        dx, gathered = scatter_beside_gather(
+            products, list(d_outs), kept, plan.axis, plan.size, plan.backward, plan.wire
+        )
+    d_weights = tuple(dot_rows(gathered, d, w.dtype) for d, w in zip(d_outs, weights, strict=True))
+    return _both_before_what_follows(plan, dx.astype(kept.dtype), d_weights)
+
+
+_gather_matmul.defvjp(_gather_fwd, _gather_bwd)
+
+
+# --- matmul_scatter and its gradient ---
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul_scatter(plan: _Choices, x: Any, w: Any) -> Any:
+    out_dtype = _out_dtype(x, w)
+    if plan.forward.parts:
+        summed = scatter_in_parts([x], [w], plan.axis, plan.size, plan.forward.parts, plan.wire, kernels=plan.kernels)
+        return summed.astype(out_dtype)
+    if not plan.forward.ring:
+        partial = dot(x, w, plan.wire)
+        return sum_scattered(partial, plan.axis).astype(out_dtype)
+    num_rows = x.shape[-2] // plan.size
+    summed = scatter_sums(
+        lambda s, dtype: dot(s[0], w, dtype), [x], num_rows, plan.axis, plan.size, plan.forward, plan.wire
+    )
+    return summed.astype(out_dtype)
+
+
+def _scatter_fwd(plan: _Choices, x: Any, w: Any) -> tuple[Any, Any]:
+    return _matmul_scatter(plan, x, w), (x, w)
+
+
+def _scatter_bwd(plan: _Choices, saved: Any, d_out: Any) -> tuple[Any, Any]:
+    x, w = saved
+    d_out = d_out.astype(plan.wire)
+    if plan.backward.parts:
+
+        def multiply(rows: Any) -> tuple[Any, ...]:
+            return dot(rows, w.T, x.dtype), rows
+
+        dx, gathered = tie(gather_in_parts(d_out, plan.axis, plan.size, plan.backward.parts, w.shape[0], multiply))
+        return dx, dot_rows(x, gathered, w.dtype)
+    if not plan.backward.ring:
+        gathered = lax.all_gather(d_out, plan.axis, axis=d_out.ndim - 2, tiled=True)
+        return dot(gathered, w.T, x.dtype), dot_rows(x, gathered, w.dtype)
+
+    def visit(carry: Any, piece: Any, start: Any) -> Any:
+        dx, gathered = carry
+        return put_piece(dx, dot(piece, w.T, x.dtype), start), put_piece(gathered, piece, start)
+
+    buffers = empty_rows(x, x.shape[-2], x.shape[-1], x.dtype), empty_rows(x, x.shape[-2], w.shape[-1], d_out.dtype)
+    dx, gathered = tie(gather_pieces(d_out, plan.axis, plan.size, plan.backward, visit, buffers))
+    return _both_before_what_follows(plan, dx, dot_rows(x, gathered, w.dtype))
+
+
+_matmul_scatter.defvjp(_scatter_fwd, _scatter_bwd)
+
+
+# --- What both have in common ---
+
+
+def _both_before_what_follows(plan: _Choices, dx: Any, d_weights: Any) -> tuple[Any, Any]:
+    """Returns gradients that are used once both are there.
+
+    The weight's needs all gathered rows. XLA would put it off, since only the input's is waited for, and hold the rows
+    of one ring through the next ones.
+    """
+    if not plan.backward.ring:
+        return dx, d_weights
+    both: tuple[Any, Any] = tie((dx, d_weights))
+    return both
+
+
+def _vary_alike(operands: Any, axis: str) -> Any:
+    # A custom gradient must give each operand's gradient the type of that operand, so all must vary alike before it;
+    # the sums that this implies for their gradients happen outside.
+    axes = {axis}.union(*(varying_axes(leaf) for leaf in jax.tree.leaves(operands)))
+    return vary(operands, sorted(axes))
+
+
+def _products(plan: _Choices, piece: Any, weights: tuple[Any, ...]) -> list[Any]:
+    """Multiplies one piece of rows with each weight of a forward gather."""
+    products: list[Any] = []
+    for w in weights:
+        if products and (plan.forward.parts or plan.forward.tie == "next"):
+            # On GPUs: XLA would join the weights, multiply once and cut the product, which copies all of them.
+            piece, products[-1] = tie((piece, products[-1]))
+        products.append(_product(piece, w, plan.out))
+    return products
+
+
+def _product(piece: Any, w: Any, out_dtype: Any) -> Any:
+    return dot(piece, w, out_dtype or _out_dtype(piece, w))
+
+
+def _wire_dtype(asked: Any, x: Any, *weights: Any) -> Any:
+    """Returns the dtype in which partial sums travel: that of `x`, unless it has no place for their fractions."""
+    if asked is not None:
+        return as_dtype(asked)
+    return x.dtype if is_float(x.dtype) else jnp.result_type(x.dtype, *(w.dtype for w in weights))
+
+
+def _out_dtype(x: Any, w: Any) -> Any:
+    return jnp.result_type(x.dtype, w.dtype)
+
+
+def _check_divides(who: str, axis: str, *, rows: int, columns: Sequence[int]) -> None:
+    ways = ways_along(axis, who=who)
+    for name, size in (("rows", rows), *(("columns", one) for one in columns)):
+        if size % ways:
+            raise PlacementError(
+                f"{who} cannot split {size} {name} over the {ways} devices of axis {axis!r}: {size} % {ways} = "
+                f"{size % ways}.",
+                hint=f"pad them to {-(-size // ways) * ways}.",
+            )
+
+
+def _check_shapes(who: str, x: Any, weights: Sequence[Any]) -> None:
+    if x.ndim < 2:
+        raise PlacementError(f"{who} needs rows and features; x has shape {x.shape}.", hint="add a dim of rows.")
+    for w in weights:
+        if w.ndim != 2 or w.shape[0] != x.shape[-1]:
+            raise PlacementError(
+                f"{who} cannot multiply x of shape {x.shape} by a weight of shape {w.shape}.",
+                hint=f"the weight must be [{x.shape[-1]}, features].",
+            )

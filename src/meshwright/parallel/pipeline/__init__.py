@@ -1,0 +1,1 @@
+"""Pipelines: schedules as tables, and the engine that runs them."""

@@ -1,0 +1,341 @@
+"""Pipeline parallelism: the layers of a model spread over a mesh axis, with microbatches flowing through them.
+
+Every device runs the same loop over the ticks of a schedule (`parallel.pipeline.schedule`): look up what is to be
+done, do it or idle, pass the result on. Three things make its gradients right and cheap, and are easily lost:
+
+* Idle ticks run nothing (`cond`), since a stage run on the zeros of an empty pipeline can make NaN out of the zero
+  gradients that come back for them.
+* Whatever is differentiated is marked as varying before the loop. The mark's gradient is a sum over devices; inside
+  the loop it would stand in a branch that only some devices take, and the others would wait for them for ever.
+* A tick is checkpointed as a whole, including the choice of weights: per tick, only the microbatch's activations stay.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshwright.dtypes import is_float
+from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError, did_you_mean
+from meshwright.mesh.axes import axis_size, is_manual, place_on, summing_dtype, vary, varying_axes
+from meshwright.mesh.build import current_mesh
+from meshwright.parallel.overlap.forms import branch
+from meshwright.parallel.pipeline.schedule import IDLE, Schedule, circular_schedule, gpipe_schedule
+from meshwright.parallel.pipeline.stages import count_rounds
+from meshwright.parallel.rows import Parts, row_key, split_rows
+from meshwright.types import PyTree
+
+Combine = Literal["concatenate", "stack", "sum"]
+
+
+def pipeline(
+    stage_fn: Callable[..., PyTree],
+    stage_params: PyTree,
+    x: PyTree,
+    *extras: PyTree,
+    axis: str,
+    num_microbatches: int,
+    schedule: Literal["gpipe", "circular"] | Schedule = "gpipe",
+    first: Callable[[PyTree, PyTree], PyTree] | None = None,
+    first_params: PyTree = (),
+    last: Callable[..., PyTree] | None = None,
+    last_params: PyTree = (),
+    targets: PyTree = None,
+    rng: PyTree = None,
+    combine: Combine = "concatenate",
+    everywhere: bool = False,
+    remat: bool = True,
+) -> PyTree:
+    """Runs a batch through stages that lie along a mesh axis, in the local view; the result is on the last stage.
+
+    On the other stages the result is zeros, so that a sum over the axis (`everywhere=True`) gives it to all.
+
+    Args:
+        stage_fn: `stage_fn(params, h, *extras)`, which returns what the next stage takes as `h`; it gets `rng=` as well
+            where that is given. It may communicate along other axes, not along this one. On simulated CPU devices,
+            where a hop of a ring waits for all devices, overlapped matmuls take their unsplit form in it; a ring of
+            your own would hang there.
+        stage_params: this device's slice of the layers: what `stage_layers` gives, split over `axis`. Under a circular
+            schedule the leading dim is the rounds, and `stage_fn` gets one of them at a time.
+        x: the batch that enters the first stage: activations, or whatever `first` makes them of.
+        extras: more arrays with the batch's rows, cut into microbatches along with it (masks, positions). What is the
+            same for all rows is closed over.
+        schedule: "gpipe", "circular", or a table of your own.
+        first: `first(first_params, x)`, run on the first stage only: an embedding, say.
+        last: `last(last_params, h)`, or `last(last_params, h, targets)` where these are given, run on the last stage
+            only: a head, or a head and the loss.
+        rng: a key, or a tree of them. A microbatch's key belongs to its rows (`row_key`), so that what is drawn does
+            not depend on `num_microbatches`; it is the same in all stages, which fold in the number of their layer.
+        combine: what becomes of the microbatches' results: put together along the rows, stacked, or summed (losses).
+        everywhere: sends the result to all stages.
+        remat: computes each tick again in the backward pass. Without it, all that the backward pass needs is kept, and
+            that includes a copy of the stage's weights for every tick.
+
+    Example:
+        >>> import meshwright as mw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> layers = jnp.full((8, 1, 1), 2.0)  # eight layers that double
+        >>> def stage(params, h):
+        ...     return jax.lax.scan(lambda h, w: (h @ w, None), h, params)[0]
+        >>> run = mw.parallel.local_map(
+        ...     lambda params, x: pipeline(stage, params, x, axis="pp", num_microbatches=4, everywhere=True),
+        ...     mesh=mw.create_mesh("pp:4", devices=4),
+        ...     in_specs=(P("pp"), P()),
+        ...     out_specs=P(),
+        ... )
+        >>> run(layers, jnp.ones((4, 1))).ravel().tolist()
+        [256.0, 256.0, 256.0, 256.0]
+    """
+    if combine not in get_args(Combine):
+        hint = did_you_mean(str(combine), get_args(Combine)) or f"use one of: {', '.join(get_args(Combine))}."
+        raise PlacementError(f"pipeline: there is no way {combine!r} to combine results.", hint=hint)
+    num_stages = axis_size(axis, who="pipeline")
+    table = _table(schedule, stage_params, num_stages=num_stages, num_microbatches=num_microbatches)
+    _warn_about_bubble(table)
+    # The deadlock of the second point above: every mark is set here, none in a branch.
+    shared = _in_mesh_order(frozenset({axis}).union(*map(varying_axes, jax.tree.leaves((x, extras, targets)))))
+    functions = _Functions(
+        stage_fn=stage_fn,
+        first=first,
+        last=last,
+        params=vary((stage_params, first_params, last_params), shared),
+        parts=split_rows(vary((x, extras, targets), shared), num_microbatches, who="pipeline", part="microbatch"),
+        rng=rng,
+        table=table,
+        by_round=schedule == "circular" or table.num_rounds > 1,
+    )
+    h_type, out_type = _flow(functions, axis)
+    place = place_on(axis, who="pipeline")
+
+    def tick(h: PyTree, row: Any) -> tuple[PyTree, PyTree]:
+        stage, microbatch = (column[place] for column in row)
+
+        def work(h: PyTree) -> tuple[PyTree, PyTree]:
+            return _work(functions, h, stage, microbatch, h_type, out_type)
+
+        done: tuple[PyTree, PyTree]
+        if (table.stages != IDLE).all():
+            done = work(h)
+        else:
+            done = lax.cond(stage != IDLE, work, lambda h: (h, _zeros(out_type)), h)
+        return done
+
+    if remat:
+        # Around the whole tick: inside the branch, the weights chosen for it would be handed out as values to keep.
+        tick = jax.checkpoint(tick, prevent_cse=False)
+
+    def step(h: PyTree, row: Any) -> tuple[PyTree, PyTree]:
+        h, out = tick(h, row)
+        return _pass_on(h, axis, num_stages, ring=table.num_rounds > 1), out
+
+    _, outs = lax.scan(step, _zeros(h_type), (jnp.asarray(table.stages), jnp.asarray(table.microbatches)))
+    result = _combine(outs, table, combine)
+    if not everywhere or num_stages == 1:
+        return result
+    return jax.tree.map(lambda leaf: lax.psum(leaf.astype(summing_dtype(leaf.dtype)), axis).astype(leaf.dtype), result)
+
+
+# --- One tick ---
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """The user's functions and what they are given."""
+
+    stage_fn: Callable[..., PyTree]
+    first: Callable[..., PyTree] | None
+    last: Callable[..., PyTree] | None
+    params: tuple[PyTree, PyTree, PyTree]
+    parts: Parts
+    rng: PyTree
+    table: Schedule
+    by_round: bool
+
+    def _rows(self, microbatch: Any) -> Any:
+        take = [lax.dynamic_index_in_dim(array, microbatch, keepdims=False) for array in self.parts.arrays]
+        return self.parts.join(take)
+
+    def enter(self, microbatch: Any) -> PyTree:
+        x = self._rows(microbatch)[0]
+        with branch():
+            return x if self.first is None else self.first(self.params[1], x)
+
+    def run(self, h: PyTree, stage: Any, microbatch: Any) -> PyTree:
+        params, extras = self.params[0], self._rows(microbatch)[1]
+        if self.by_round:
+            turn = stage // self.table.num_stages
+            params = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, turn, keepdims=False), params)
+        keys = {}
+        if self.rng is not None:
+            first_row = microbatch * self.parts.num_rows
+            keys["rng"] = jax.tree.map(lambda key: row_key(key, first_row), self.rng)
+        with branch():
+            return self.stage_fn(params, h, *extras, **keys)
+
+    def leave(self, h: PyTree, microbatch: Any) -> PyTree:
+        if self.last is None:
+            return h
+        targets = self._rows(microbatch)[2]
+        with branch():
+            return self.last(self.params[2], h) if targets is None else self.last(self.params[2], h, targets)
+
+
+def _work(
+    f: _Functions, h: PyTree, stage: Any, microbatch: Any, h_type: PyTree, out_type: PyTree
+) -> tuple[PyTree, PyTree]:
+    end = f.table.num_virtual_stages - 1
+    if end == 0:
+        h = _mark(f.enter(microbatch), h_type)
+    else:
+        h = lax.cond(stage == 0, lambda h: _mark(f.enter(microbatch), h_type), lambda h: h, h)
+    h = _mark(f.run(h, stage, microbatch), h_type)
+    if end == 0:
+        return h, _mark(f.leave(h, microbatch), out_type)
+    return h, lax.cond(stage == end, lambda h: _mark(f.leave(h, microbatch), out_type), lambda h: _zeros(out_type), h)
+
+
+def _pass_on(h: PyTree, axis: str, num_stages: int, *, ring: bool) -> PyTree:
+    if num_stages == 1:
+        return h
+    pairs = [(stage, (stage + 1) % num_stages) for stage in range(num_stages if ring else num_stages - 1)]
+    return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), h)
+
+
+def _combine(outs: PyTree, table: Schedule, combine: Combine) -> PyTree:
+    ticks = table.finished_at()
+    in_a_row = (np.diff(ticks) == 1).all()
+
+    def merge(leaf: Any) -> Any:
+        results = leaf[int(ticks[0]) : int(ticks[-1]) + 1] if in_a_row else leaf[ticks]
+        if combine == "sum":
+            return results.sum(axis=0)
+        if combine == "stack":
+            return results
+        if results.ndim < 2:
+            raise PlacementError(
+                "pipeline cannot put the microbatches' results together along their rows: they are scalars.",
+                hint='use combine="sum" or combine="stack".',
+            )
+        return results.reshape(-1, *results.shape[2:])
+
+    return jax.tree.map(merge, outs)
+
+
+# --- What flows between stages ---
+
+
+@dataclass(frozen=True)
+class _Type:
+    """Shape, dtype and varying axes of one array."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def _flow(f: _Functions, axis: str) -> tuple[PyTree, PyTree]:
+    """Returns the types of what stages pass on and of what the last one gives; checks the user's functions."""
+    zero = vary(jnp.int32(0), axis)
+    h_type = _trace(lambda: f.enter(zero), axis, name="first")
+    while True:
+        made = _trace(lambda: f.run(_zeros(h_type), zero, zero), axis, name="stage_fn")  # noqa: B023, called at once
+        wider = _join_types(h_type, made)
+        if wider == h_type:
+            break
+        h_type = wider  # A stage may make what it gets vary along more axes; then what it gets has to as well.
+    return h_type, _trace(lambda: f.leave(_zeros(h_type), zero), axis, name="last")
+
+
+def _trace(call: Callable[[], PyTree], axis: str, *, name: str) -> PyTree:
+    jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)()
+    checked = axis in varying_axes(vary(jnp.int32(0), axis))  # not where check_vma is off, or the axis has size 1
+    for value in jaxpr.consts:
+        outside = isinstance(value, jax.core.Tracer) and is_float(value.dtype)
+        if checked and outside and axis not in varying_axes(value):
+            raise PlacementError(
+                f"pipeline: {name} closes over a {value.dtype} array of shape {value.shape} that is the same on all "
+                f"stages. Its gradient would be summed over {axis!r} in a branch that only one stage takes, and never "
+                "end.",
+                hint=f"pass it through {name}'s parameters, or close over meshwright.parallel.vary(array, {axis!r}).",
+            )
+    return jax.tree.map(
+        lambda leaf: _Type(tuple(leaf.shape), leaf.dtype, _in_mesh_order(varying_axes(leaf) | _manual(axis))), shapes
+    )
+
+
+def _join_types(taken: PyTree, made: PyTree) -> PyTree:
+    structures: list[Any] = [jax.tree.structure(taken), jax.tree.structure(made)]
+    same = structures[0] == structures[1] and all(
+        (a.shape, a.dtype) == (b.shape, b.dtype)
+        for a, b in zip(jax.tree.leaves(taken), jax.tree.leaves(made), strict=True)
+    )
+    if not same:
+        raise PlacementError(
+            f"pipeline: a stage takes {jax.tree.map(str, taken)} but returns {jax.tree.map(str, made)}; stages in the "
+            "middle must return what they take.",
+            hint="what changes shapes at the ends goes into first= (an embedding) and last= (a head).",
+        )
+    return jax.tree.map(
+        lambda a, b: _Type(a.shape, a.dtype, _in_mesh_order(frozenset(a.axes) | frozenset(b.axes))), taken, made
+    )
+
+
+def _zeros(types: PyTree) -> PyTree:
+    return jax.tree.map(lambda t: vary(jnp.zeros(t.shape, t.dtype), t.axes), types)
+
+
+def _mark(tree: PyTree, types: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf, t: vary(jnp.asarray(leaf, t.dtype), t.axes), tree, types)
+
+
+def _manual(axis: str) -> frozenset[str]:
+    return frozenset({axis}) if is_manual(axis) else frozenset()
+
+
+def _in_mesh_order(axes: frozenset[str]) -> tuple[str, ...]:
+    mesh = current_mesh()
+    return tuple(axis for axis in mesh.axis_names if axis in axes) if mesh is not None else ()
+
+
+# --- Checks ---
+
+
+def _table(schedule: str | Schedule, stage_params: PyTree, *, num_stages: int, num_microbatches: int) -> Schedule:
+    if isinstance(schedule, Schedule):
+        for name, ours, theirs in (
+            ("stages", num_stages, schedule.num_stages),
+            ("microbatches", num_microbatches, schedule.num_microbatches),
+        ):
+            if ours != theirs:
+                raise MeshwrightError(f"the schedule was made for {theirs} {name}; here there are {ours}.")
+        if schedule.num_rounds > 1:
+            count_rounds(stage_params, schedule.num_rounds)
+        return schedule
+    if num_microbatches < 1:
+        raise PlacementError(f"pipeline got num_microbatches={num_microbatches}.", hint="use 1 or more.")
+    if schedule == "gpipe":
+        return gpipe_schedule(num_stages, num_microbatches)
+    if schedule == "circular":
+        return circular_schedule(num_stages, count_rounds(stage_params), num_microbatches)
+    hint = did_you_mean(schedule, ("gpipe", "circular")) or "use 'gpipe', 'circular' or a Schedule."
+    raise MeshwrightError(f"pipeline knows no schedule {schedule!r}.", hint=hint)
+
+
+def _warn_about_bubble(table: Schedule) -> None:
+    if table.num_microbatches < table.num_stages:
+        warnings.warn(
+            f"pipeline: {table.num_microbatches} microbatches on {table.num_stages} stages leave the devices idle "
+            f"{table.bubble_fraction:.0%} of the time.\nhint: use at least {table.num_stages} microbatches.",
+            MeshwrightWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,302 @@
+"""Reads a compiled, scheduled program: its collectives, their bytes, and the compute that runs beside them.
+
+The text form of XLA's HLO lists instructions in the order they will run. A collective that starts and finishes in
+two instructions with matmuls between them can hide behind those; one that is a single instruction stalls the device
+until it is through. How much of it hides on a chip is judged in `meshwright.plan.compiled.verdict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.plan.compiled.groups import group_size, partners
+from meshwright.plan.compiled.hlo import Instruction, Program, array_bytes, parse_program, trip_count, tuple_parts
+from meshwright.plan.compiled.matmuls import Matmuls, estimated_cycles
+from meshwright.plan.compiled.merged_rings import merged_hops
+from meshwright.plan.compiled.origin import Origins
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective as it was scheduled; `trips` counts how often its loop runs it.
+
+    Args:
+        matmuls_between: between its start and its end; so are `flops_between`, and `cycles_between`, the compiler's
+            estimate of all compute there (TPUs). All of it, also where other collectives are in flight beside it.
+        partners: devices that talk to each other, by their number in the mesh: the first group, or all pairs of a
+            permute.
+        source: the operation of the program it came from, with the transformations around it.
+        serves: the parameter, gradient or activation that it sends, in words.
+        line: the file and line of the program it came from.
+        merged: how many matmuls of its ring the compiler made one of; 0 where it did not.
+    """
+
+    kind: str
+    name: str
+    bytes_moved: int
+    group_size: int
+    is_async: bool
+    matmuls_between: int
+    trips: int = 1
+    partners: tuple[tuple[int, ...], ...] = ()
+    source: str = ""
+    flops_between: float = 0.0
+    cycles_between: int = 0
+    serves: str = ""
+    line: str = ""
+    merged: int = 0
+
+    @property
+    def hidden(self) -> bool:
+        """Whether it runs beside at least one matmul."""
+        return self.is_async and self.matmuls_between > 0
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes each device sends, with the algorithm that sends the fewest."""
+        share = (self.group_size - 1) / self.group_size
+        factor = {"all-gather": share, "reduce-scatter": share, "all-to-all": share, "all-reduce": 2 * share}
+        return self.bytes_moved * factor.get(self.kind, 1.0)
+
+    def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """Returns the axes of a mesh (their sizes, in its order) along which its devices lie.
+
+        Example:
+            >>> Collective("all-gather", "g", 64, 2, False, 0, partners=((0, 2),)).axes({"fsdp": 4, "tp": 2})
+            ('fsdp',)
+        """
+        found = [False] * len(sizes)
+        for group in self.partners:
+            places = np.unravel_index(np.array(group), tuple(sizes.values()))
+            found = [known or len(set(place.tolist())) > 1 for known, place in zip(found, places, strict=True)]
+        return tuple(axis for axis, differs in zip(sizes, found, strict=True) if differs)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Compute during which the same collectives are in flight: their places in the schedule, in order of start."""
+
+    in_flight: tuple[int, ...]
+    flops: float
+    cycles: int
+
+
+@dataclass(frozen=True)
+class ProgramSchedule:
+    """The collectives of a program in the order of its text, and the compiler's estimate of its compute.
+
+    Args:
+        stretches: compute beside collectives, in the order it runs.
+        matmul_flops, matmul_cycles: of the matmuls whose cycles the compiler estimates.
+    """
+
+    collectives: tuple[Collective, ...]
+    num_matmuls: int
+    estimated_cycles: int
+    stretches: tuple[Stretch, ...] = ()
+    matmul_flops: float = 0.0
+    matmul_cycles: int = 0
+
+    def count(self, kind: str | None = None) -> int:
+        """Returns how many collectives (of one kind) run, loops counted with their trips."""
+        return sum(c.trips for c in self.collectives if kind in (None, c.kind))
+
+    @property
+    def num_hidden(self) -> int:
+        """How many collectives run beside a matmul, loops counted with their trips."""
+        return sum(c.trips for c in self.collectives if c.hidden)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes each device sends in all."""
+        return sum(c.trips * c.wire_bytes for c in self.collectives)
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Those of them that are sent beside a matmul."""
+        return sum(c.trips * c.wire_bytes for c in self.collectives if c.hidden)
+
+    def along(self, axis: str, sizes: Mapping[str, int]) -> ProgramSchedule:
+        """Returns the schedule with only those collectives that run along an axis of a mesh, and along no other."""
+        places = [place for place, c in enumerate(self.collectives) if c.axes(sizes) == (axis,)]
+        now = {place: number for number, place in enumerate(places)}
+        stretches = [
+            replace(one, in_flight=tuple(now[place] for place in one.in_flight if place in now))
+            for one in self.stretches
+        ]
+        return replace(
+            self,
+            collectives=tuple(self.collectives[place] for place in places),
+            stretches=tuple(one for one in stretches if one.in_flight),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.num_hidden}/{self.count()} hidden, {self.wire_bytes / 2**20:.1f} MiB sent per device"
+
+
+def read_schedule(text: str) -> ProgramSchedule:
+    """Reads the text of a compiled program (`compiled.as_text()`).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, meshwright as mw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> total = jax.shard_map(
+        ...     lambda x: jax.lax.psum(x, "dp"), mesh=mw.create_mesh("dp:8"), in_specs=P("dp"), out_specs=P()
+        ... )
+        >>> compiled = jax.jit(total).lower(jnp.ones((8, 4))).compile()
+        >>> read_schedule(compiled.as_text()).count("all-reduce")
+        1
+    """
+    reader = _Reader(parse_program(text))
+    reader.walk(reader.program.entry, 1)
+    return ProgramSchedule(
+        tuple(reader.collectives),
+        reader.num_matmuls,
+        reader.cycles,
+        tuple(reader.stretches),
+        reader.matmul_flops,
+        reader.matmul_cycles,
+    )
+
+
+class _Reader:
+    """Walks a program in the order it runs, and notes what is in flight at every instruction."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.matmuls, self.origins = Matmuls(program), Origins(program)
+        self.collectives: list[Collective] = []
+        self.stretches: list[Stretch] = []
+        self.num_matmuls = self.cycles = self.matmul_cycles = 0
+        self.matmul_flops = 0.0
+
+    def walk(self, computation: str, trips: int) -> None:
+        flying: dict[int, Instruction] = {}  # by their place, in order of start
+        carries: dict[str, int] = {}  # names that hold what is on its way
+        sent: dict[str, int] = {}  # hops by what sends them, and by what arrives
+        arriving: dict[str, int] = {}
+        for one in self.program.computations.get(computation, []):
+            cycles = estimated_cycles(one)
+            self.cycles += trips * cycles
+            consumed = [carries[name] for name in one.inputs if name in carries]
+            if consumed and ("-done" in one.opcode or "-done" in one.name):
+                for place in consumed:
+                    flying.pop(place, None)
+                    if self.collectives[place].kind == "collective-permute":
+                        arriving[one.name] = place
+                continue
+            fused = any("async_collective_fusion" in name for name in one.called)
+            if consumed and (one.opcode == "get-tuple-element" or fused or "-update" in one.opcode + one.name):
+                carries[one.name] = consumed[0]
+            count = self.matmuls.count(one)
+            if flying and (count or cycles):
+                self._beside(flying, count, self.matmuls.flops(computation, one), cycles)
+            found = None if fused else self._collective(computation, one)
+            if found is not None:
+                place = len(self.collectives)
+                self.collectives.append(replace(found, trips=trips))
+                carries[one.name] = place  # where it starts only; also if it is waited for at once
+                if found.is_async:
+                    flying[place] = one
+                if found.kind == "collective-permute":
+                    sent[one.name] = arriving[one.name] = place
+            elif one.opcode == "while":
+                for name in one.called:
+                    self.walk(name, trips * trip_count(self.program, one))
+            elif one.opcode in ("call", "conditional"):
+                for name in one.called:
+                    self.walk(name, trips)
+            else:
+                self.num_matmuls += trips * count
+                if count and cycles:
+                    self.matmul_cycles += trips * cycles
+                    self.matmul_flops += trips * self.matmuls.flops(computation, one)
+        merged = merged_hops(self.program, self.matmuls, computation, sent, arriving) if sent else {}
+        for place, count in merged.items():
+            self.collectives[place] = replace(self.collectives[place], merged=count)
+
+    def _beside(self, flying: Mapping[int, Instruction], count: int, flops: float, cycles: int) -> None:
+        for place in flying:
+            known = self.collectives[place]
+            self.collectives[place] = replace(
+                known,
+                matmuls_between=known.matmuls_between + count,
+                flops_between=known.flops_between + flops,
+                cycles_between=known.cycles_between + cycles,
+            )
+        in_flight = tuple(flying)
+        if self.stretches and self.stretches[-1].in_flight == in_flight:
+            last = self.stretches.pop()
+            flops, cycles = last.flops + flops, last.cycles + cycles
+        self.stretches.append(Stretch(in_flight, flops, cycles))
+
+    def _collective(self, computation: str, one: Instruction) -> Collective | None:
+        """Returns the collective that an instruction is, or starts."""
+        core = one if _kind(one.opcode) else None
+        wrapped = one.opcode in ("async-start", "call-start") or (
+            one.opcode == "fusion" and "collective-start" in one.name
+        )
+        if core is None and (wrapped or one.opcode == "fusion"):
+            core = self._inside(one)
+        if core is None or one.opcode.endswith(("-done", "-update")) or "-done" in one.name.split(".")[0]:
+            return None
+        starts = wrapped or one.opcode.endswith("-start")
+        # A TPU's reduce-scatter may be a fusion of an all-reduce and the cut: it sends what a reduce-scatter does.
+        scatters = any("all-reduce-scatter" in name for name in one.called)
+        kind = "reduce-scatter" if scatters else _kind(core.opcode)
+        origin = self.origins.find(computation, one, core, kind)
+        return Collective(
+            kind,
+            one.name,
+            _bytes_moved(core),
+            group_size(core.attributes),
+            starts and '"is_sync":true' not in one.attributes,
+            0,
+            partners=partners(core.attributes),
+            source=origin.source,
+            serves=origin.serves,
+            line=origin.line,
+        )
+
+    def _inside(self, instruction: Instruction) -> Instruction | None:
+        """Returns the collective that an async wrapper or a fusion runs, if any."""
+        for name in instruction.called:
+            for inner in self.program.computations.get(name, []):
+                if _kind(inner.opcode):
+                    return inner
+                deeper = self._inside(inner) if inner.opcode in ("fusion", "call", "async-start") else None
+                if deeper is not None:
+                    return deeper
+        return None
+
+
+def _kind(opcode: str) -> str:
+    base = opcode.removesuffix("-start").removesuffix("-done")
+    return base if base in COLLECTIVES else ""
+
+
+def _bytes_moved(instruction: Instruction) -> int:
+    """Returns the bytes of the larger side of a collective: the gathered, reduced or permuted arrays."""
+    result = instruction.result
+    # An all-reduce's start lists results alone, or, since jax 0.11 on GPUs, a tuple of operands before them.
+    opens = "((" if instruction.opcode == "all-reduce-start" else "("
+    if instruction.opcode.endswith("-start") and result.startswith(opens):
+        # A start's result lists operands, results, and words for its own use; each of the first two may be several.
+        result = tuple_parts(result)[1]
+    total = sum(array_bytes(result))
+    if instruction.opcode in ("reduce-scatter", "reduce-scatter-start"):
+        return total * group_size(instruction.attributes)
+    return total

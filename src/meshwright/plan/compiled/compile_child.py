@@ -1,0 +1,166 @@
+"""The process that `compile_step` starts: reads a request, compiles, writes what came out. Never imported by others."""
+
+from __future__ import annotations
+
+import base64
+import importlib.metadata
+import json
+import os
+import pickle
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from meshwright.errors import MeshwrightError
+from meshwright.loop.logging.memory_use import peak_resident
+from meshwright.plan.compiled.collectives import ProgramSchedule, read_schedule
+from meshwright.plan.compiled.compile import Compiled, CompiledCollective, over_limit
+from meshwright.plan.compiled.cudnn import assumed_cudnn, stand_in_for_cudnn
+from meshwright.plan.compiled.topology import mesh_on_target, require_compiler
+from meshwright.plan.compiled.verdict import judge
+from meshwright.plan.step_setup import Setup, build_step, step_options
+from meshwright.plan.target import Target, parse_target
+from meshwright.train.job import load_job
+
+_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+def main(asked: str, answered: str) -> None:
+    """Compiles what the file `asked` says and writes the result to `answered`."""
+    request = json.loads(Path(asked).read_text())
+    _watch_memory(request["memory_limit"], Path(answered))
+    target = parse_target(request["target"])
+    try:
+        require_compiler(target)
+    except MeshwrightError as error:
+        answer = _refusal(error, "missing")
+    else:
+        try:
+            answer = _compile(request, target)
+        except MeshwrightError as error:
+            answer = _refusal(error, "refused")
+        except Exception as error:  # compilers raise whatever they like; all of it is for the user to read
+            answer = {"error": f"the program was refused: {type(error).__name__}: {_short(error)}", "reason": "refused"}
+    _write(Path(answered), answer)
+
+
+def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
+    setup = Setup.from_json(request["setup"])
+    notes: list[str] = []
+    # A program from a cache would have the names of the one that was stored, which may have been another.
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    if target.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", target.num_devices)
+    mesh = mesh_on_target(target, setup.mesh)
+    job = (
+        load_job(request["reference"]) if "reference" in request else pickle.loads(base64.b64decode(request["pickle"]))
+    )
+    begin = time.perf_counter()
+    step, batch = build_step(job, mesh, setup)
+    if target.platform == "gpu":
+        stand_in_for_cudnn()
+        notes.append("attention of cuDNN is stood in for: its memory is counted, its matmuls hide nothing")
+        with assumed_cudnn():
+            lowered = step.lower(batch)
+    else:
+        lowered = step.lower(batch)
+    traced = time.perf_counter()
+    made: dict[str, Any] = {"target": target.name, "setup": setup, "trace_s": traced - begin, "versions": _versions()}
+    try:
+        compiled = lowered.compile()
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        made |= {"compile_s": time.perf_counter() - traced, "peak_rss_bytes": peak_resident()}
+        return Compiled(**made, does_not_fit=_short(error), notes=tuple(notes)).to_json()
+    seconds = time.perf_counter() - traced
+    text = compiled.as_text()
+    if request["text_path"] is not None:
+        Path(request["text_path"]).write_text(text)
+    schedule = read_schedule(text)
+    collectives = _judged(schedule, target, setup, mesh)
+    memory, peak = _memory(compiled.memory_analysis(), target)
+    return Compiled(
+        **made,
+        peak_bytes=peak,
+        memory=memory,
+        collectives=collectives,
+        num_matmuls=schedule.num_matmuls,
+        estimated_cycles=schedule.estimated_cycles,
+        compile_s=seconds,
+        peak_rss_bytes=peak_resident(),
+        notes=tuple(notes),
+    ).to_json()
+
+
+def _judged(schedule: ProgramSchedule, target: Target, setup: Setup, mesh: Mesh) -> tuple[CompiledCollective, ...]:
+    sizes, dtype = dict(mesh.shape), setup.dtypes.compute.name
+    verdicts = judge(schedule, target, setup.mesh, dtype=dtype, options=step_options(mesh, setup))
+    return tuple(
+        CompiledCollective(
+            c.kind, c.axes(sizes), c.bytes_moved, c.wire_bytes, c.group_size, c.is_async, c.matmuls_between, c.trips,
+            c.source, c.flops_between, c.cycles_between, c.serves, c.line, c.merged,
+            transfer_s=found.transfer_s, share=None if found.transfer_s is None else found.share, why=found.why,
+        )
+        for c, found in zip(schedule.collectives, verdicts, strict=True)
+    )  # fmt: skip
+
+
+def _memory(found: Any, target: Target) -> tuple[dict[str, int], int]:
+    parts = ("argument", "output", "alias", "temp", "generated_code")
+    memory = {name: int(getattr(found, f"{name}_size_in_bytes")) for name in parts}
+    if target.platform == "cpu":
+        # Its peak leaves out what is temporary.
+        return memory, memory["argument"] + memory["output"] - memory["alias"] + memory["temp"]
+    return memory, int(found.peak_memory_in_bytes)
+
+
+def _watch_memory(limit: int, answered: Path) -> None:
+    # A limit of the operating system counts addresses, of which compilers reserve many more than they use.
+    def watch() -> None:
+        while True:
+            if peak_resident() > limit:
+                _write(answered, {"error": over_limit(peak_resident(), limit), "reason": "memory"})
+                os._exit(1)
+            time.sleep(0.1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _write(answered: Path, answer: dict[str, Any]) -> None:
+    # In one step, so that the other process never reads half of it.
+    part = answered.with_suffix(".part")
+    part.write_text(json.dumps(answer))
+    part.replace(answered)
+
+
+def _refusal(error: MeshwrightError, reason: str) -> dict[str, Any]:
+    message = str(error).removesuffix(f"\nhint: {error.hint}")
+    return {"error": message, "reason": reason, "hint": error.hint}
+
+
+def _short(error: Exception) -> str:
+    """Returns the first lines of an error; those of XLA go on with the whole program."""
+    text = re.sub(r"\s*\n\s*", "\n", str(error).strip())
+    lines = text.splitlines()[:6]
+    return "\n".join(line[:400] for line in lines)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

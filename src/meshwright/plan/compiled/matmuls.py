@@ -1,0 +1,129 @@
+"""Matmuls of a compiled program, counted from its text: how many an instruction runs, and how many FLOPs they take.
+
+Compilers write them as dots, as convolutions (TPUs, where a batch of dots is a convolution with holes), and as calls of
+libraries (GPUs). They stand in fusions, loops and other computations that an instruction calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshwright.plan.compiled.hlo import Instruction, Program, array_dims, trip_count
+
+_LIBRARY = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|dot)[^"]*"', re.IGNORECASE)
+# A kernel of ours, which writes its product into a larger array: `meshwright.parallel.kernels.matmul_kernel`.
+_WRITES = re.compile(r'custom_call_target="mosaic_gpu[^"]*".*op_name="[^"]*/write_product/')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_NO_ESTIMATE = 2**62
+_WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
+_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
+
+
+@dataclass
+class Matmuls:
+    """Counts the matmuls of a program; what was counted once is kept."""
+
+    program: Program
+    _counts: dict[str, int] = field(default_factory=dict)
+    _flops: dict[str, float] = field(default_factory=dict)
+
+    def count(self, instruction: Instruction) -> int:
+        """Returns how many matmuls an instruction and all it calls run; a loop counts its body once."""
+        if _is_matmul(instruction):
+            return 1
+        return sum(self._count_in(name) for name in instruction.called)
+
+    def flops(self, computation: str, instruction: Instruction) -> float:
+        """Returns the FLOPs of those matmuls; a loop counts its body as often as it runs."""
+        if _is_matmul(instruction):
+            return self._of_one(computation, instruction)
+        often = trip_count(self.program, instruction) if instruction.opcode == "while" else 1
+        return often * sum(self._flops_in(name) for name in instruction.called)
+
+    def _count_in(self, computation: str) -> int:
+        if computation not in self._counts:
+            self._counts[computation] = 0  # recursion ends here
+            inside = self.program.computations.get(computation, [])
+            self._counts[computation] = sum(self.count(one) for one in inside)
+        return self._counts[computation]
+
+    def _flops_in(self, computation: str) -> float:
+        if computation not in self._flops:
+            self._flops[computation] = 0.0
+            inside = self.program.computations.get(computation, [])
+            self._flops[computation] = math.fsum(self.flops(computation, one) for one in inside)
+        return self._flops[computation]
+
+    def _of_one(self, computation: str, instruction: Instruction) -> float:
+        shapes = []
+        for name in instruction.inputs[:2]:
+            known = self.program.instruction(computation, name)
+            shapes.append(array_dims(known.result) if known is not None else ())
+        if len(shapes) < 2:
+            return 0.0
+        left, right = shapes
+        out = array_dims(instruction.result)
+        if _WRITES.search(instruction.attributes):
+            return 2.0 * left[0] * math.prod(right)
+        if instruction.opcode == "convolution":
+            return _convolution(instruction.attributes, left, right, out)
+        contracted = _numbers(r"\blhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+        if contracted is None:  # a library's call has them in its own settings
+            contracted = _numbers(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
+        if contracted is None:
+            contracted = (len(left) - 1,)
+        return 2.0 * math.prod(out) * math.prod(left[dim] for dim in contracted if dim < len(left))
+
+
+def estimated_cycles(instruction: Instruction) -> int:
+    """Returns the compiler's estimate of how long an instruction takes (TPUs); 0 where it has none."""
+    found = _CYCLES.search(instruction.attributes)
+    return int(found[1]) if found and int(found[1]) < _NO_ESTIMATE else 0
+
+
+def _is_matmul(instruction: Instruction) -> bool:
+    if instruction.opcode in ("dot", "convolution", "scaled-dot"):
+        return True
+    known = _LIBRARY.search(instruction.attributes) or _WRITES.search(instruction.attributes)
+    return instruction.opcode == "custom-call" and known is not None
+
+
+def _numbers(pattern: str, text: str) -> tuple[int, ...] | None:
+    found = re.search(pattern, text)
+    return tuple(int(number) for number in re.findall(r"\d+", found[1])) if found else None
+
+
+def _convolution(attributes: str, left: tuple[int, ...], right: tuple[int, ...], out: tuple[int, ...]) -> float:
+    labels = _LABELS.search(attributes)
+    if labels is None or len(labels[1]) != len(left) or len(labels[2]) != len(right):
+        return 0.0
+    window = _WINDOW.search(attributes)
+    sizes = dict(part.split("=") for part in window[1].split() if "=" in part) if window else {}
+    rows, features = left[labels[1].index("b")], right[labels[2].index("o")]
+    groups = re.search(r"\bbatch_group_count=(\d+)", attributes)
+    total = 2.0 * rows / (int(groups[1]) if groups else 1) * features * right[labels[2].index("i")]
+    spatial = [letter for letter in labels[1] if letter.isdigit()]
+    for place, letter in enumerate(spatial):
+        stride, dilated, holes = (_of_dim(sizes.get(name), place, 1) for name in ("stride", "rhs_dilate", "lhs_dilate"))
+        before = int((sizes["pad"].split("x")[place].split("_"))[0]) if "pad" in sizes else 0
+        extents = (left[labels[1].index(letter)], right[labels[2].index(letter)], out[labels[3].index(letter)])
+        total *= _pairs(*extents, stride, dilated, holes, before)
+    return total
+
+
+def _of_dim(text: str | None, place: int, default: int) -> int:
+    return default if text is None else int(text.split("x")[place])
+
+
+@functools.lru_cache(maxsize=1024)
+def _pairs(size: int, window: int, out: int, stride: int, dilated: int, holes: int, before: int) -> int:
+    """Returns how many places of a window, over all outputs, meet a value: the rest are padding or holes."""
+    if window == 1 and stride == 1 and holes == 1 and before == 0:
+        return min(out, size)
+    places = np.arange(out)[:, None] * stride + np.arange(window)[None, :] * dilated - before
+    return int(((places >= 0) & (places % holes == 0) & (places // holes < size)).sum())

@@ -1,0 +1,188 @@
+"""Meshes of machines that are not here, for which real compilers can still compile.
+
+TPU programs are compiled by libtpu (`pip install "meshwright[tpu]"`), GPU programs by JAX's CUDA plugin
+(`pip install "meshwright[gpu]"`), on a machine that has neither.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from meshwright.errors import MeshError
+from meshwright.mesh.build import arrange_devices
+from meshwright.mesh.string import parse_mesh
+from meshwright.plan.target import Target, parse_target
+
+# libtpu asks the cloud for what machine it is on, unless it is told.
+TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+# What tells other GPUs from an H200, whose description was read off a real one. From XLA's published descriptions.
+_GPU_FACTS: dict[str, dict[str, Any]] = {
+    "h200": {},
+    "h100": {
+        "memory_bandwidth": 3352320000000,
+        "l2_cache_size": 52428800,
+        "device_memory_size": 84942979072,
+        "name": '"NVIDIA H100 80GB HBM3"',
+    },
+    "a100": {
+        "memory_bandwidth": 2039040000000,
+        "l2_cache_size": 41943040,
+        "device_memory_size": 85100068864,
+        "name": '"NVIDIA A100-SXM4-80GB"',
+        "core_count": 108,
+        "fpus_per_core": 64,
+        "clock_rate_ghz": 1.41,
+        "shared_memory_per_core": 167936,
+        "shared_memory_per_block_optin": 166912,
+        "major": 8,
+    },
+    "b200": {
+        "memory_bandwidth": 7672320000000,
+        "l2_cache_size": 132644864,
+        "device_memory_size": 191514411008,
+        "name": '"NVIDIA B200"',
+        "core_count": 148,
+        "clock_rate_ghz": 1.965,
+        "major": 10,
+    },
+}
+_GPU_FACTS["a100-40"] = _GPU_FACTS["a100"] | {
+    "memory_bandwidth": 1555200000000,
+    "device_memory_size": 42331013120,
+    "name": '"NVIDIA A100-SXM4-40GB"',
+}
+
+
+def can_compile_for(target: str | Target) -> bool:
+    """Returns whether the compiler for this target (`v5e:16x16`, `h200:1x8`) is installed here."""
+    platform = parse_target(target).platform
+    if platform == "tpu":
+        return importlib.util.find_spec("libtpu") is not None
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    return platform == "cpu" or any(importlib.util.find_spec(name) is not None for name in plugins)
+
+
+def require_compiler(target: str | Target) -> None:
+    """Raises, with what to install, where the compiler for a target is not here."""
+    target = parse_target(target)
+    if not can_compile_for(target):
+        raise MeshError(
+            f"the compiler for {target.kind} is not installed here.",
+            hint=f'pip install "meshwright[{target.platform}]"',
+        )
+
+
+@functools.cache
+def target_devices(target: str | Target) -> tuple[Any, ...]:
+    """Returns the devices of a machine that need not exist: `v5p:4x4x8`, `v5e:16x16`, `h200:1x8` (hosts x GPUs).
+
+    Those of `cpu:8` are the CPU devices of this process, of which there must be enough.
+    """
+    target = parse_target(target)
+    require_compiler(target)
+    if target.platform == "cpu":
+        here = jax.devices("cpu")
+        if len(here) < target.num_devices:
+            raise MeshError(
+                f"{target} needs {target.num_devices} CPU devices; this process has {len(here)}.",
+                hint=f"meshwright.simulate_cpu_devices({target.num_devices}), before JAX is used for anything.",
+            )
+        return tuple(here[: target.num_devices])
+    from jax.experimental import topologies
+
+    if target.platform == "gpu":
+        hosts, gpus = target.shape
+        description = topologies.get_topology_desc(
+            platform="cuda", target_config=gpu_target_config(target.kind), topology=f"1x{hosts}x{gpus}"
+        )
+    else:
+        for name, value in TPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        options: dict[str, Any] = {"wrap": [*target.wraps, False, False][:3]}
+        if target.num_slices > 1:
+            options["num_slices"] = target.num_slices
+        if target.kind == "v4":
+            options["chip_config_name"] = "megacore"  # one device per chip, as JAX has it there
+        shape = "x".join(map(str, target.shape))
+        description = topologies.get_topology_desc(f"{target.kind}:{shape}", platform="tpu", **options)
+    devices = tuple(description.devices)
+    assert len(devices) == target.num_devices
+    return devices
+
+
+def target_mesh(target: str | Target, sizes: Sequence[int], names: Sequence[str]) -> Mesh:
+    """Returns a mesh over a target's devices, in the order that suits its links."""
+    text = ",".join(f"{name}:{size}" for name, size in zip(names, sizes, strict=True))
+    return mesh_on_target(target, text)
+
+
+def mesh_on_target(target: str | Target, mesh: str) -> Mesh:
+    """Returns a mesh, as a mesh string says it, over a target's devices.
+
+    Several slices need an axis that crosses them: `"dp:4@dcn,fsdp:16,tp:4"`. An axis that fills no whole dims of a
+    TPU's torus shares one with another.
+
+    Example:
+        >>> mesh_on_target("cpu:8", "fsdp:4,tp:2").devices.shape
+        (4, 2)
+    """
+    target = parse_target(target)
+    spec = parse_mesh(mesh).resolve(target.num_devices)
+    if target.num_slices > 1 and not spec.is_hybrid:
+        axis = spec.axes[0]
+        raise MeshError(
+            f"{target} has {target.num_slices} slices, and mesh {str(spec)!r} does not say which axis crosses them.",
+            hint=f"{axis.name}:{axis.size}@dcn={target.num_slices}, or @dcn on another axis.",
+        )
+    devices = target_devices(target)
+    if target.platform != "tpu":
+        grid = np.array(devices, dtype=object).reshape(spec.sizes)
+    else:
+        try:
+            grid = arrange_devices(spec, devices)
+        except MeshError:
+            grid = arrange_devices(spec, devices, allow_split_physical_axes=True)
+    return Mesh(grid, spec.names, axis_types=(AxisType.Auto,) * len(spec.axes))
+
+
+def gpu_target_config(kind: str) -> str:
+    """Returns the description of a GPU that XLA compiles for, in the text form of its protocol buffer."""
+    text = importlib.resources.files("meshwright.plan.compiled").joinpath("h200_target_config.pbtxt").read_text()
+    facts = _GPU_FACTS[kind]
+    if facts:
+        # What is left out is found by its compute capability; rates of another chip's units would mislead.
+        text = re.sub(r"(?ms)^  (?:scalar|matrix)_unit_description \{.*?^  \}\n", "", text)
+        text = re.sub(r"(?m)^  (?:model_str|platform_version): .*\n", "", text)
+        text = text.replace('device_description_str: "NVIDIA H200"', f"device_description_str: {facts['name']}")
+    for name, value in facts.items():
+        text, count = re.subn(rf"(?m)^( +){name}: .*$", rf"\g<1>{name}: {value}", text, count=1)
+        assert count == 1, name
+    if facts.get("major", 9) == 8:
+        text = text.replace("feature_extension: ACCELERATED_FEATURES", "feature_extension: NONE")
+    return _known_fields(text)
+
+
+def _known_fields(config: str) -> str:
+    # The compiler refuses fields it does not know; these are newer than jax 0.10.
+    if jax.__version_info__ >= (0, 11):
+        return config
+    newer = "mem_clock_ghz|reserved_shared_memory_per_block|max_blocks_per_multiprocessor|collective_memory_granularity"
+    return re.sub(rf"(?m)^\s*(?:{newer}):.*\n", "", config)

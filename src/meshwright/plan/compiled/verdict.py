@@ -1,0 +1,183 @@
+"""Judges the collectives of a schedule on a machine: hidden, partly hidden, exposed, and why.
+
+A transfer is hidden as far as the compute between its start and its end takes as long as it does: FLOPs of matmuls at
+the chip's matmul rate, against its bytes at the speed of its link. Compilers for TPUs also estimate the cycles of all
+that is not a matmul: a cycle is taken to last as long as makes all matmuls run at that rate. Elsewhere other work hides
+transfers too, and is not counted. Transfers that are on a link at the same time share the compute beside them, each by
+what it still needs: so no second of compute hides more than a second of a link. Transfers over different links go on
+beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from meshwright.mesh.string import MeshSpec, parse_mesh
+from meshwright.pages.numbers import percent
+from meshwright.plan.compiled.collectives import ProgramSchedule
+from meshwright.plan.compiled.sync_options import sync_advice
+from meshwright.plan.costs.links import Link, axis_links
+from meshwright.plan.costs.rates import matmul_rate
+from meshwright.plan.target import Target, parse_target
+
+State = Literal["hidden", "partly hidden", "exposed"]
+# Below and above these shares a transfer counts as exposed and as hidden: rates are not known more closely.
+EXPOSED_BELOW, HIDDEN_FROM = 0.01, 0.99
+
+
+class Facts(Protocol):
+    """What a verdict on a collective rests on."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def is_async(self) -> bool: ...
+    @property
+    def matmuls_between(self) -> int: ...
+    @property
+    def cycles_between(self) -> int: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def merged(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A verdict on one collective; `str(verdict)` is a sentence.
+
+    Args:
+        share: of the transfer's time, what compute hides; 1 or 0 where no chip is known.
+        transfer_s: how long the transfer takes each time; None where no link is known.
+        why: what keeps it from hiding, and what would change that.
+    """
+
+    share: float
+    transfer_s: float | None = None
+    why: str = ""
+
+    @property
+    def state(self) -> State:
+        return state_of(self.share)
+
+    def __str__(self) -> str:
+        share = f" ({percent(self.share)})" if self.state == "partly hidden" else ""
+        return f"{self.state}{share}: {self.why}" if self.why else f"{self.state}{share}"
+
+
+def judge(
+    schedule: ProgramSchedule,
+    target: str | Target,
+    mesh: str | MeshSpec,
+    *,
+    dtype: str = "bfloat16",
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Verdict, ...]:
+    """Returns a verdict on every collective of a schedule that was compiled for a target.
+
+    Args:
+        mesh: the mesh string that it was compiled with.
+        dtype: of its matmuls, for their rate.
+        options: the compiler options that it was compiled with, so that none of them is advised.
+
+    Example:
+        >>> from meshwright.plan.compiled.collectives import Collective, Stretch
+        >>> gather = Collective("all-gather", "g", 64 * 2**20, 4, True, 1, partners=((0, 1, 2, 3),))
+        >>> beside = Stretch((0,), flops=5e10, cycles=0)
+        >>> [str(one) for one in judge(ProgramSchedule((gather,), 1, 0, (beside,)), "v5p:2x2x1", "fsdp:4")]
+        ['partly hidden (49.9%): the compute beside it is shorter than the transfer']
+    """
+    target = parse_target(target)
+    spec = mesh if isinstance(mesh, MeshSpec) else parse_mesh(mesh).resolve(target.num_devices)
+    sizes = dict(zip(spec.names, spec.sizes, strict=True))
+    links = axis_links(target, spec)
+    rate = None if target.chip is None else matmul_rate(target.chip, dtype)
+    axes = [one.axes(sizes) for one in schedule.collectives]
+    seconds = [
+        transfer_seconds(one.kind, one.wire_bytes, 1, along, links)
+        for one, along in zip(schedule.collectives, axes, strict=True)
+    ]
+    known = rate is not None and bool(links)
+    beside = hidden_seconds(schedule, seconds, [link_names(along, links) for along in axes], rate) if rate else []
+    found = []
+    for place, one in enumerate(schedule.collectives):
+        whole = seconds[place]
+        share = (beside[place] / whole if whole else float(one.hidden)) if known else float(one.hidden)
+        advice = sync_advice(target.kind, target.platform, one.kind, one.source, options or {})
+        found.append(Verdict(share, whole, explain(one, share, advice)))
+    return tuple(found)
+
+
+def hidden_seconds(
+    schedule: ProgramSchedule, seconds: Sequence[float | None], lanes: Sequence[tuple[str, ...]], rate: float
+) -> list[float]:
+    """Returns how many seconds of each transfer pass beside compute; `lanes` are the links that each is on."""
+    left = [whole or 0.0 for whole in seconds]
+    cycle = schedule.matmul_flops / rate / schedule.matmul_cycles if schedule.matmul_cycles else 0.0
+    for stretch in schedule.stretches:
+        # A loop has FLOPs, and no estimate of its own.
+        lasts = max(stretch.flops / rate, stretch.cycles * cycle)
+        load: dict[str, float] = {}
+        for place in stretch.in_flight:
+            for lane in lanes[place]:
+                load[lane] = load.get(lane, 0.0) + left[place]
+        parts = {lane: min(1.0, lasts / total) if total else 0.0 for lane, total in load.items()}
+        for place in stretch.in_flight:
+            left[place] *= 1 - min((parts[lane] for lane in lanes[place]), default=0.0)
+    return [(whole or 0.0) - rest for whole, rest in zip(seconds, left, strict=True)]
+
+
+def transfer_seconds(
+    kind: str, wire_bytes: float, count: int, axes: Sequence[str], links: Mapping[str, Link]
+) -> float | None:
+    """Returns how long so many transfers along axes take, of these bytes in all; None where no link is known."""
+    link = slowest_link(axes, links)
+    # A hop of a ring that we wrote is a collective of its own.
+    return None if link is None else link.seconds(wire_bytes, 0 if kind == "collective-permute" else count)
+
+
+def slowest_link(axes: Sequence[str], links: Mapping[str, Link]) -> Link | None:
+    """Returns the link that decides how long a transfer along axes takes."""
+    return min((links[axis] for axis in axes if axis in links), key=lambda link: link.speed, default=None)
+
+
+def link_names(axes: Sequence[str], links: Mapping[str, Link]) -> tuple[str, ...]:
+    """Returns what a transfer along axes occupies: every axis has links of its own on a torus, if none shares a dim."""
+    shared = any(link.words.startswith("shares") for link in links.values())
+    names = [axis if links[axis].name == "ici" and not shared else links[axis].name for axis in axes if axis in links]
+    return tuple(dict.fromkeys(names))
+
+
+def state_of(share: float) -> State:
+    """Returns the word for a share."""
+    return "hidden" if share >= HIDDEN_FROM else "exposed" if share < EXPOSED_BELOW else "partly hidden"
+
+
+def explain(one: Facts, share: float, advice: str = "") -> str:
+    """Returns, in a sentence, why a collective is not hidden, or what else is wrong with it; nothing where all is well.
+
+    `advice`: what `sync_advice` says of its chip.
+    """
+    if one.kind == "all-reduce" and asked_to_scatter(one.source):
+        said = "a reduce-scatter was asked for, and an all-reduce sends twice the bytes"
+        return f"{said}; {advice}" if advice else said
+    if state_of(share) == "hidden":
+        return ""
+    if one.merged:
+        waits = "" if one.is_async else "synchronous: "
+        return (
+            f"{waits}{one.merged} matmuls of its ring were merged into one, so that none is left to hide it behind; "
+            "an optimization_barrier between them keeps them apart, as gather_matmul does"
+        )
+    if one.is_async and (one.matmuls_between or one.cycles_between):
+        return "the compute beside it is shorter than the transfer"
+    if one.is_async:
+        return "no matmul between its start and its end"
+    return f"synchronous, {advice or 'the device waits for it'}"
+
+
+def asked_to_scatter(source: str) -> bool:
+    """Returns whether the program wanted slices of a sum."""
+    return "reduce_scatter" in source or "psum_scatter" in source

@@ -1,0 +1,163 @@
+"""Which links a mesh axis runs over on a machine, and how fast they are for it: the speeds of communication, computed.
+
+On GPUs, devices lie in plain order: the last axis is next to each other, and what does not fit into a host crosses the
+network. On TPUs an axis takes whole dims of the torus, or shares one, as JAX lays meshes out. Between slices, and
+between hosts of GPUs, it is the network.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.hardware.chips import Chip
+from meshwright.mesh.string import MeshSpec
+from meshwright.plan.target import Target
+
+# Where a vendor publishes no network per chip: the slowest of those that are published.
+NETWORK_ASSUMED = 200e9 / 8 / 8
+# What collectives reach of the speed that is printed, and seconds that each hop of a ring takes however little it
+# sends: assumed, as both depend on libraries and sizes.
+LINK_SHARE = 0.8
+# Fitted to one H200 (benchmarks/RESULTS.md): what offloading added to a step is 60 of 64 GB/s, if nothing of it hides.
+HOST_SHARE = 0.94
+HOP_SECONDS = {"ici": 1e-6, "nvlink": 2e-6, "network": 10e-6, "host": 10e-6}
+# To the host's memory, each way. GPUs: NVIDIA's data sheets, PCIe of generation 4 (A100) and 5, half of the printed sum
+# of both directions. TPUs: nothing is published per chip; taken to be what four chips have on a card of generation 4.
+HOST_SPEED = {"a100": 32e9, "a100-40": 32e9, "h100": 64e9, "h200": 64e9, "b200": 64e9}
+HOST_ASSUMED = 16e9
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an axis sends over.
+
+    Args:
+        name: "ici", "nvlink", "network" or "host".
+        speed: bytes per second that each device can send, in gathers and scatters along the axis.
+        hops: of the slowest kind, one after the other, in a ring.
+        words: how the axis lies on the machine.
+        is_closed: its devices lie on closed rings, where every hop goes to a neighbour.
+    """
+
+    name: str
+    speed: float
+    hops: int
+    words: str
+    is_closed: bool = True
+
+    def seconds(self, wire_bytes: float, count: int = 1) -> float:
+        """Returns how long so many transfers take, of which each device sends these bytes in all."""
+        share = HOST_SHARE if self.name == "host" else LINK_SHARE
+        return wire_bytes / (self.speed * share) + count * self.hops * HOP_SECONDS[self.name]
+
+
+def axis_links(target: Target, spec: MeshSpec) -> Mapping[str, Link]:
+    """Returns the link of every axis with more than one device; none for CPUs, which have no figures.
+
+    Example:
+        >>> from meshwright.mesh.string import parse_mesh
+        >>> from meshwright.plan.target import parse_target
+        >>> links = axis_links(parse_target("h200:8x8"), parse_mesh("dp:8,tp:8"))
+        >>> {axis: (link.name, link.speed / 1e9) for axis, link in links.items()}
+        {'dp': ('network', 50.0), 'tp': ('nvlink', 450.0)}
+    """
+    chip = target.chip
+    if chip is None:
+        return {}
+    if target.platform == "gpu":
+        return _on_hosts(target, chip, spec)
+    links: dict[str, Link] = {}
+    inside = _on_torus(target, chip, spec)
+    for axis, dcn in zip(spec.axes, spec.dcn_sizes, strict=True):
+        if axis.size == 1:
+            continue
+        if dcn > 1:
+            speed = NETWORK_ASSUMED if chip.network is None else chip.network
+            # Each device sends its share of what its slice sends, once it was gathered or scattered inside.
+            ways = axis.size // dcn
+            words = f"crosses {dcn} slices" + (", speed assumed" if chip.network is None else "")
+            within = inside[axis.name].speed if ways > 1 else speed
+            links[axis.name] = Link("network", min(speed * ways, within), dcn - 1, words)
+        else:
+            links[axis.name] = inside[axis.name]
+    return links
+
+
+def host_link(chip: Chip) -> Link:
+    """Returns the link of a device to its host's memory.
+
+    Example:
+        >>> from meshwright.hardware.chips import chip_of
+        >>> host_link(chip_of("h200")).speed / 1e9
+        64.0
+    """
+    known = HOST_SPEED.get(chip.name)
+    return Link("host", known or HOST_ASSUMED, 1, "PCIe" if known else "speed assumed")
+
+
+def _on_hosts(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
+    links = {}
+    stride, per_host = 1, target.shape[1]
+    network = NETWORK_ASSUMED if chip.network is None else chip.network
+    for axis in reversed(spec.axes):
+        span = stride * axis.size
+        if axis.size > 1 and span <= per_host:
+            links[axis.name] = Link("nvlink", chip.links.per_direction, axis.size - 1, "inside a host")
+        elif axis.size > 1:
+            together = max(1, per_host // stride)
+            hosts = axis.size // math.gcd(axis.size, together)
+            # A host receives what the others have, through the network cards of those of its GPUs that take part.
+            share = ((axis.size - 1) / axis.size) / ((hosts - 1) / hosts)
+            speed = min(network * math.gcd(axis.size, together) * share, chip.links.per_direction)
+            links[axis.name] = Link("network", speed, hosts - 1, f"{hosts} hosts, {axis.size // hosts} GPUs in each")
+        stride = span
+    return dict(reversed(links.items()))
+
+
+def _on_torus(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
+    """Returns how axes lie on the torus, the last axis first: it is the one that communicates most."""
+    free = [(size, wraps) for size, wraps in zip(target.shape, target.wraps, strict=True) if size > 1]
+    links = {}
+    for axis, size in reversed(list(zip(spec.axes, spec.ici_sizes, strict=True))):
+        ways = size
+        if chip.devices_per_chip > 1 and ways % chip.devices_per_chip == 0 and axis is spec.axes[-1]:
+            ways //= chip.devices_per_chip
+        if size == 1:
+            continue
+        taken = _whole_dims(free, ways)
+        if taken is not None:
+            for dim in taken:
+                free.remove(dim)
+            lanes = sum(2 if wraps else 1 for _, wraps in taken) or 1
+            words = "x".join(str(length) for length, _ in taken) or "inside a chip"
+            is_closed = all(wraps for _, wraps in taken)
+            words += " of the torus" + ("" if is_closed else ", not closed to rings")
+        else:
+            free, lanes = _shared_dims(free, ways)
+            is_closed, words = False, "shares dims of the torus"
+        links[axis.name] = Link("ici", chip.links.per_direction * lanes, max(1, size // 2), words, is_closed)
+    return links
+
+
+def _whole_dims(free: list[tuple[int, bool]], ways: int) -> tuple[tuple[int, bool], ...] | None:
+    for count in range(len(free), -1, -1):
+        for dims in itertools.combinations(free, count):
+            if math.prod(size for size, _ in dims) == ways:
+                return dims
+    return None
+
+
+def _shared_dims(free: list[tuple[int, bool]], ways: int) -> tuple[list[tuple[int, bool]], int]:
+    """Takes a part of the dims, as far as they divide; parts of a dim are lines, with one lane."""
+    left: list[tuple[int, bool]] = []
+    lanes = 0
+    for size, wraps in sorted(free, reverse=True):
+        part = math.gcd(size, ways)
+        ways //= part
+        lanes += 0 if part == 1 else 2 if part == size and wraps else 1
+        if size // part > 1:
+            left.append((size // part, wraps and part == 1))
+    return left, max(1, lanes)

@@ -1,0 +1,269 @@
+"""What a step holds on each device, by what it is: exact for the state, computed for the rest; or as compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from meshwright.layout import Layout
+from meshwright.layout.leaf import format_bytes
+from meshwright.plan.compiled.compile import Compiled
+from meshwright.plan.costs.communication import GATHER_AXIS, local_size, param_leaves
+from meshwright.plan.costs.job_costs import JobCosts
+from meshwright.plan.costs.layer_kind import fewer
+from meshwright.plan.costs.stages import Stages, stages_of
+from meshwright.plan.step_setup import Setup
+from meshwright.plan.target import Target
+from meshwright.specs import spec_axes
+
+Basis = Literal["compiled", "computed", "assumed"]
+# Logits of a chunk of rows, as they are and in float32: what the loss needs at a time.
+_LOSS_BYTES, _LOGIT_BYTES = 1.2 * 2**30, 8
+# A layer in its backward pass: what it computes again, and gradients of that beside it. Fitted to compiled programs.
+_LAYER_FACTOR = {"gpu": 1.35, "tpu": 1.0, "cpu": 1.6}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of what is in memory; `basis` says where the figure comes from.
+
+    Args:
+        split: bytes of it by the kind of layer, the largest first, where that is known.
+    """
+
+    name: str
+    bytes: float
+    basis: Basis
+    note: str = ""
+    split: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """Its name and size, and the kind of layer that most of it is of."""
+        kind = max(self.split, key=lambda kind: self.split[kind], default="")
+        most = f" ({format_bytes(self.split[kind])} from {kind})" if kind else ""
+        return f"{self.name} with {format_bytes(self.bytes)}{most}"
+
+    def without(self, taken: float, note: str, *, basis: Basis | None = None) -> Part:
+        """Returns what is left of it; of every kind of layer goes the same share."""
+        share = 1 - taken / self.bytes if self.bytes else 0.0
+        split = {kind: size * share for kind, size in self.split.items()}
+        return Part(self.name, self.bytes - taken, basis or self.basis, f"{self.note}; {note}", split)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of one device at the peak of a step.
+
+    Args:
+        parts: what it holds, largest lifetime first.
+        total: the peak. Compiled, it is the compiler's own; then `parts` ends in what is left of it.
+        capacity: what a program can have; None for CPUs.
+    """
+
+    parts: tuple[Part, ...]
+    total: float
+    basis: Basis
+    capacity: int | None
+    refused: str | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None where the capacity is not known."""
+        if self.refused is not None:
+            return False
+        return None if self.capacity is None else self.total <= self.capacity
+
+    @property
+    def verdict(self) -> str:
+        """One sentence for people."""
+        if self.refused is not None:
+            return f"does not fit: {self.refused.splitlines()[0]}"
+        if self.capacity is None:
+            return f"needs {format_bytes(self.total)} on each device ({self.basis})."
+        share = self.total / self.capacity
+        largest = max(self.parts, key=lambda part: part.bytes)
+        if self.total <= self.capacity:
+            free = format_bytes(self.capacity - self.total)
+            return f"fits: {format_bytes(self.total)} of {format_bytes(self.capacity)} ({share:.0%}), {free} free."
+        over = format_bytes(self.total - self.capacity)
+        return (
+            f"does not fit: {format_bytes(self.total)} of {format_bytes(self.capacity)}, {over} too much; "
+            f"the largest part is {largest.words}."
+        )
+
+
+def plan_memory(
+    profile: JobCosts, layout: Layout, target: Target, setup: Setup, *, rows: int, compiled: Compiled | None = None
+) -> MemoryPlan:
+    """Returns what a device holds at the peak of a step; `rows` are those of the whole batch."""
+    sizes = dict(layout.mesh.shape)
+    parts = [*_state_parts(layout), *_weight_parts(profile, layout, setup, sizes)]
+    parts += _activation_parts(profile, setup, sizes, rows=rows, target=target)
+    parts = [part for part in parts if part.bytes]
+    if not in_loop(profile, setup, sizes) and setup.num_minibatches == 1:
+        parts = _in_turn(parts)
+    total = sum(part.bytes for part in parts)
+    if compiled is None:
+        return MemoryPlan(tuple(parts), total, "computed", target.memory_bytes)
+    if compiled.does_not_fit is not None:
+        return MemoryPlan(tuple(parts), total, "computed", target.memory_bytes, compiled.does_not_fit)
+    rest = compiled.peak_bytes - sum(part.bytes for part in parts if part.name != "temporaries")
+    kept = [part for part in parts if part.name != "temporaries"]
+    if rest >= 0:
+        kept.append(Part("temporaries", rest, "compiled", "what is left of the compiler's peak"))
+    else:
+        kept = _shrunk(kept, -rest)
+    return MemoryPlan(tuple(kept), compiled.peak_bytes, "compiled", target.memory_bytes)
+
+
+def _state_parts(layout: Layout) -> list[Part]:
+    names = {"params": "parameters", "opt_state": "optimizer"}
+    found: dict[str, float] = {}
+    for leaf in layout.leaves:
+        name = names.get(leaf.name.partition("/")[0], "bookkeeping")
+        found[name] = found.get(name, 0) + leaf.bytes_per_device
+    return [Part(name, size, "computed", "exact, from the layout") for name, size in found.items()]
+
+
+def gradient_bytes(profile: JobCosts, layout: Layout, setup: Setup) -> float:
+    """Returns the bytes of all gradients of a device, as they wait for the optimizer.
+
+    Minibatches are added up in float32, and what is scattered arrives in the dtype that it travels in. Others wait in
+    the dtype that the loss computes in, and so do whole ones that are scattered once.
+    """
+    sizes, total = dict(layout.mesh.shape), 0
+    for leaf in param_leaves(layout):
+        width = profile.widths[leaf.name.removeprefix("params/")]
+        gathered = GATHER_AXIS in spec_axes(leaf.spec) and sizes.get(GATHER_AXIS, 1) > 1
+        if setup.num_minibatches > 1:
+            width = int(profile.precision.accumulate.itemsize)
+        elif gathered and setup.sync != "once":
+            width = max(width, int(profile.precision.reduce.itemsize))
+        whole = local_size(leaf)
+        if setup.sync == "once" and gathered:
+            whole *= sizes[GATHER_AXIS]
+        total += whole * width
+    return float(total)
+
+
+def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> list[Part]:
+    fsdp = sizes.get(GATHER_AXIS, 1)
+    copies = layers = ends = 0.0
+    for leaf in param_leaves(layout):
+        width = profile.widths[leaf.name.removeprefix("params/")]
+        if GATHER_AXIS not in spec_axes(leaf.spec) or fsdp == 1:
+            copies += local_size(leaf) * width if width != int(leaf.dtype.itemsize) else 0
+        elif leaf.name.startswith(f"params/{profile.layer_prefix}") and profile.by_layer and setup.sync != "once":
+            layers += local_size(leaf) * fsdp * width / profile.num_layers
+        else:
+            ends += local_size(leaf) * fsdp * width
+    grads = Part("gradients", gradient_bytes(profile, layout, setup), "computed", "as they wait for the optimizer")
+    if setup.sync == "once":
+        gathered = Part("gathered weights", ends, "computed", "all of them, from the first minibatch to the last")
+    elif stages_of(profile, sizes).count > 1:
+        gathered = Part(
+            "gathered weights", layers + ends, "computed", "a layer of the stage, and what is not in layers"
+        )
+    else:
+        gathered = Part("gathered weights", 2 * layers + ends, "computed", "two layers, and what is not in layers")
+    narrow = Part("narrow weights", copies, "computed", "copies in the dtype of computing")
+    return [grads, _tick_gradients(profile, layout, setup, sizes), gathered, narrow]
+
+
+def _tick_gradients(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> Part:
+    """Returns the gradients that a pipeline holds beside those it adds up: a tick's own, and what it adds them to."""
+    if stages_of(profile, sizes).count == 1:
+        return Part("gradients of a tick", 0.0, "computed")
+    own = gradient_bytes(profile, layout, replace(setup, num_minibatches=1))
+    return Part("gradients of a tick", 2 * own, "assumed", "a tick's own, and a copy: fitted to programs for CPUs")
+
+
+def _activation_parts(
+    profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, rows: int, target: Target
+) -> list[Part]:
+    tp, stages = sizes.get("tp", 1), stages_of(profile, sizes)
+    pp = stages.count
+    here = rows / (sizes.get("dp", 1) * sizes.get(GATHER_AXIS, 1)) / setup.num_minibatches / stages.microbatches
+    needs = profile.needs[setup.remat]
+    split = "" if tp == pp == 1 else ", split over tp" if pp == 1 else ", of one microbatch in one stage"
+    looped = in_loop(profile, setup, sizes)
+    most = profile.needs.get("none", needs)
+    kinds, all_kinds = (n.looped if looped else n.kept for n in (needs, most))
+    if not looped and needs.hosted:
+        # Measured on one H200: where layers are written out, the peak is as if nothing had left the device.
+        kinds = _added(kinds, needs.hosted)
+        split += "; written out, what goes to the host comes back before it is used"
+    each, whole = (math.fsum(sizes.values()) for sizes in (kinds, all_kinds))
+    kept = _added(
+        {kind: here * size / (tp * pp) for kind, size in kinds.items()},
+        {kind: size / tp for kind, size in needs.fixed.items()},
+    )
+    # Devices that share a head of keys, and one of values, have all of it.
+    shared = here * profile.shared_bytes(profile.sharing(tp))
+    if shared and setup.remat == "none":
+        kept = _added(kept, {"attention": shared * profile.num_layers / pp})
+    layer = here * whole / profile.num_layers / tp + shared
+    again = _LAYER_FACTOR[target.platform] * (layer - here * each / profile.num_layers / tp)
+    if target.platform == "cpu":
+        again = max(again, layer)  # what is kept is not written over by its gradients there
+    logits = here * profile.tokens_per_row * (profile.vocab_size or 0) / tp * _LOGIT_BYTES
+    head = 4 * (profile.vocab_size or 0) * (profile.d_model or 0) / tp  # its gradient, added up in float32
+    working = max(min(_LOSS_BYTES, logits) + head, again)
+    note = "logits of a chunk and the head's gradient, or a layer that is computed again"
+    return [
+        Part("activations", math.fsum(kept.values()), "computed", f"kept for the backward pass{split}", fewer(kept)),
+        _ticks_part(profile, stages, here / tp),
+        Part("temporaries", working, "assumed", note),
+    ]
+
+
+def _added(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    return {kind: some.get(kind, 0.0) + more.get(kind, 0.0) for kind in dict.fromkeys([*some, *more])}
+
+
+def _ticks_part(profile: JobCosts, stages: Stages, rows: float) -> Part:
+    """Returns what a pipeline keeps of each tick, the rest of which is computed again: what went into it."""
+    if stages.count == 1:
+        return Part("ticks", 0.0, "computed")
+    one = rows * profile.tokens_per_row * (profile.d_model or 0) * int(profile.precision.compute.itemsize)
+    note = f"what {stages.ticks} ticks of the pipeline began with, {format_bytes(one)} each"
+    return Part("ticks", stages.ticks * one, "computed", note)
+
+
+def in_loop(profile: JobCosts, setup: Setup, sizes: Mapping[str, int]) -> bool:
+    """Returns whether layers run in a loop: always where they are gathered one by one."""
+    gathers = sizes.get(GATHER_AXIS, 1) > 1 and profile.by_layer and setup.sync != "once"
+    return gathers or not profile.written_out
+
+
+def _in_turn(parts: list[Part]) -> list[Part]:
+    """Counts of activations only what is not there in turn with gradients: as a layer's go, its gradients come.
+
+    In a loop over layers, the gradients of all of them have their place from the start.
+    """
+    gradients = sum(part.bytes for part in parts if part.name == "gradients")
+    made = []
+    for part in parts:
+        if part.name == "activations":
+            took = min(gradients, part.bytes)
+            part = part.without(took, f"{format_bytes(took)} more before the backward pass, in the place of gradients")
+        made.append(part)
+    return made
+
+
+def _shrunk(parts: list[Part], by: float) -> list[Part]:
+    """Takes what a compiler spared from the activations first, then from gradients, whose lifetimes do not overlap."""
+    left, made = by, []
+    spared = ("gradients of a tick", "activations", "gradients", "gathered weights", "ticks")
+    for part in sorted(parts, key=lambda part: (*spared, part.name).index(part.name)):
+        takes = min(left, part.bytes) if part.name in spared else 0.0
+        left -= takes
+        if takes:
+            note = f"{format_bytes(takes)} less than computed, by the compiler's peak"
+            part = part.without(takes, note, basis="compiled")
+        made.append(part)
+    order = [part.name for part in parts]
+    return sorted(made, key=lambda part: order.index(part.name))

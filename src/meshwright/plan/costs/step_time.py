@@ -1,0 +1,95 @@
+"""Seconds of a step: matmuls at the rate that chips hold, memory between them, and communication that nothing hides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.hardware.chips import Chip
+from meshwright.hardware.flops import Flops
+from meshwright.layout import Layout
+from meshwright.plan.costs.job_costs import JobCosts
+from meshwright.plan.costs.memory import Basis
+from meshwright.plan.costs.rates import MATMUL_SHARE, matmul_rate
+from meshwright.plan.costs.sent import Sent
+from meshwright.plan.costs.stages import stages_of
+
+# Shares of what is printed that programs reach, beside MATMUL_SHARE. Measured on one H200 (benchmarks/RESULTS.md):
+# attention of cuDNN holds 385 of 989 TFLOP/s, copies 4.3 of 4.8 TB/s; rings of tensor parallelism make matmuls 1.3
+# times slower. On other chips they are assumed to be the same, but for rings on TPUs, whose compiler says 1.05.
+ATTENTION_SHARE, MEMORY_SHARE = 0.39, 0.89
+RING_FACTOR = {"gpu": 1.3, "tpu": 1.05}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its unit, and what it rests on."""
+
+    value: float
+    unit: str
+    basis: Basis
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """Seconds of a step: `step` is compute, what is exposed, the bubble of a pipeline, and the optimizer."""
+
+    matmul: Estimate
+    memory: Estimate
+    communication: Estimate
+    exposed: Estimate
+    optimizer: Estimate
+    bubble: Estimate
+    step: Estimate
+
+
+def step_time(
+    profile: JobCosts,
+    layout: Layout,
+    chip: Chip,
+    flops: Flops,
+    sent: tuple[Sent, ...],
+    peak: float,
+    is_compiled: bool,
+    *,
+    tokens: int,
+) -> TimePlan:
+    """Returns where the time of a step goes; chips are taken to reach the shares of their peaks that one H200 did."""
+    sizes = dict(layout.mesh.shape)
+    devices = layout.mesh.size
+    rate = matmul_rate(chip, profile.precision.compute.name)
+    assert rate is not None  # as there is a peak
+    ring = RING_FACTOR[chip.platform] if sizes.get("tp", 1) > 1 else 1.0
+    plain = (flops.matmul - flops.attention) / devices / rate * ring
+    attention = flops.attention / devices / (peak * ATTENTION_SHARE)
+    bandwidth = chip.memory_bandwidth * MEMORY_SHARE
+    between = flops.moved / devices / bandwidth
+    state = sum(leaf.bytes_per_device for leaf in layout.leaves)
+    weights = sum(leaf.bytes_per_device for leaf in layout.leaves if leaf.name.startswith("params/"))
+    update = (2 * state + 2 * weights) / bandwidth  # all of it read and written, gradients and narrow copies beside
+    compute = plain + attention + between
+    total = sum(item.seconds or 0.0 for item in sent)
+    waiting = sum((item.seconds or 0.0) * (1 - item.hidden) for item in sent)
+    # What was judged fits beside compute already; of the rest, no more can hide than there is compute.
+    hidden = sum((item.seconds or 0.0) * item.hidden for item in sent if not item.is_judged)
+    exposed = waiting + max(0.0, hidden - compute)
+    stages = stages_of(profile, sizes)
+    bubble, words = 0.0, "no pipeline"
+    if stages.count > 1:
+        # All stages keep the pace of the last, which has the head too: its product twice, and two for gradients.
+        head = 4 * 2 * (profile.vocab_size or 0) * (profile.d_model or 0) * tokens / devices / rate * ring
+        slowest = compute + (stages.count - 1) * head + exposed
+        bubble = slowest / (1 - stages.idle) - compute - exposed
+        words = f"{stages.count - 1} of {stages.ticks} ticks idle, and the last stage has the head as well"
+    step = compute + exposed + bubble + update
+    basis: Basis = "compiled" if is_compiled else "computed"
+    shares = "at the rate measured on one H200" if chip.matmul_flops else f"at {MATMUL_SHARE:.0%} of the peak, assumed"
+    return TimePlan(
+        matmul=Estimate(plain + attention, "s", "assumed", shares),
+        memory=Estimate(between, "s", "assumed", f"operands and results of matmuls once more, at {MEMORY_SHARE:.0%}"),
+        communication=Estimate(total, "s", basis, "if nothing of it were hidden"),
+        exposed=Estimate(exposed, "s", basis if is_compiled else "assumed", "what nothing hides"),
+        optimizer=Estimate(update, "s", "computed", "the state read and written once"),
+        bubble=Estimate(bubble, "s", "computed", words),
+        step=Estimate(step, "s", "assumed", "all of it together"),
+    )

@@ -1,0 +1,1 @@
+"""Plans shown: tables, commands, comparisons and pages."""

@@ -1,0 +1,93 @@
+"""What a device sends in a step: by axis, and every collective of the compiled program with a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from meshwright.layout import format_bytes
+from meshwright.pages import Markup, Section, duration, fold, join, percent, prose, table
+from meshwright.plan.compiled.compile import Compiled, CompiledCollective
+from meshwright.plan.output.summary import sent_table, short_source
+from meshwright.plan.plan import Plan
+
+MAX_ROWS = 12
+
+
+def sending_section(plan: Plan) -> Section:
+    """Returns what is sent over which links, and what hides it."""
+    if not plan.sent:
+        return Section("Communication", prose("Nothing is sent between devices."))
+    total = sum(item.wire_bytes for item in plan.sent)
+    shown = sent_table(plan, width=60)
+    largest = max(plan.sent, key=lambda item: item.wire_bytes)
+    grounds = (
+        "Bytes, and the compute between start and end of each transfer, were read off the compiled program."
+        if plan.compiled is not None and plan.compiled.does_not_fit is None
+        else "Bytes follow from the layout; how much of them is hidden is assumed, as nothing was compiled."
+    )
+    said = prose(
+        f"Each device sends {format_bytes(total)} in a step.",
+        f"{percent(plan.hidden_share)} of it is sent while compute runs.",
+        _too_much(plan),
+        f"Most of it, {percent(largest.wire_bytes / total)}, is {largest.kind} over {largest.axis}.",
+        grounds,
+        "Times are computed from the table of chips, as if every transfer were alone.",
+    )
+    made = [said, table(shown.headings, shown.rows, right=shown.right)]
+    if plan.compiled is not None and plan.compiled.collectives:
+        made.append(_collectives(plan.compiled))
+    return Section("Communication", join(made))
+
+
+def _too_much(plan: Plan) -> str:
+    """Returns a sentence where there is less compute than would hide what could be hidden."""
+    if plan.time is None:
+        return ""
+    hideable = math.fsum((item.seconds or 0.0) * item.hidden for item in plan.sent if not item.is_judged)
+    short = hideable - plan.time.matmul.value - plan.time.memory.value
+    return f"That takes {duration(short)} longer than all matmuls, so it is not all hidden." if short > 0 else ""
+
+
+def _collectives(compiled: Compiled) -> Markup:
+    groups: dict[tuple[str, ...], list[CompiledCollective]] = {}
+    for one in compiled.collectives:
+        served = one.serves or "not known"
+        key = (one.kind, "+".join(one.axes), served, one.state, one.reason, one.line or one.source)
+        groups.setdefault(key, []).append(one)
+
+    def size(members: list[CompiledCollective]) -> float:
+        return sum(c.trips * c.wire_bytes for c in members)
+
+    ordered = sorted(groups.items(), key=lambda item: -size(item[1]))
+    rows = [
+        (
+            kind,
+            axes,
+            serves,
+            format_bytes(size(members)),
+            f"{sum(c.trips for c in members):,}",
+            format_bytes(max(c.bytes_moved for c in members)),
+            f"{min(c.flops_between for c in members) / 1e9:,.4g}",
+            percent(sum(c.trips * c.wire_bytes * c.hidden_share for c in members) / (size(members) or 1)),
+            f"{state}: {why}" if why else state,
+            short_source(source, 60),
+        )
+        for (kind, axes, serves, state, why, source), members in ordered
+    ]
+    exposed = sum(c.trips * c.wire_bytes * (1 - c.hidden_share) for c in compiled.collectives)
+    name = f"All {len(compiled.collectives):,} collectives of the compiled program, {len(rows):,} kinds"
+    body = [_rows(rows[:MAX_ROWS])]
+    if len(rows) > MAX_ROWS:
+        body.append(fold(f"{len(rows) - MAX_ROWS:,} more", _rows(rows[MAX_ROWS:])))
+    said = [f"Exposed are {format_bytes(exposed)} of it (compiled)."]
+    if any(c.cycles_between for c in compiled.collectives):
+        said.append("Work between that is no matmul counts by the compiler's estimate of its cycles.")
+    return join([prose(*said), fold(name, *body, opened=True)])
+
+
+def _rows(rows: Sequence[tuple[str, ...]]) -> Markup:
+    headings = (
+        "kind", "axes", "serves", "sent", "times", "largest array", "GFLOP between", "hidden", "verdict", "comes from"
+    )  # fmt: skip
+    return table(headings, rows, right=(3, 4, 5, 6, 7), code=(9,))

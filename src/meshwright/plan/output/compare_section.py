@@ -1,0 +1,66 @@
+"""The best plans beside each other, each with its command, and what a search left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.pages import Bar, Markup, Section, command, duration, fold, join, prose, stacked_bars, table, tag
+from meshwright.plan.output.commands import PlannedJob, how_to_run, train_command
+from meshwright.plan.output.explain import signed
+from meshwright.plan.output.plan_diff import PlanDiff
+from meshwright.plan.output.summary import PART_NAMES, PARTS, ranking_table, rejected_table
+from meshwright.plan.plan import Plan
+from meshwright.plan.search import Search
+
+MAX_PLANS = 10
+_NOTHING = 1e-9  # seconds: what is left of rounding
+
+
+def compare_section(plans: Sequence[Plan], subject: PlannedJob, found: Search | None) -> Section | None:
+    """Returns bars of time and a table; None where there is only one plan and no search."""
+    timed = [plan for plan in plans if plan.time is not None][:MAX_PLANS]
+    if found is None and len(timed) < 2:
+        return None
+    made: list[Markup] = []
+    if found is not None:
+        made.append(
+            prose(
+                f"{found.considered:,} ways to run it were considered in {found.seconds:.1f} s; {len(found.ranked):,} "
+                "fit.",
+                f"The best {len(timed)} are shown." if timed else "None of them fits.",
+            )
+        )
+    if timed:
+        shown = ranking_table(timed)
+        made += [_bars(timed), table(shown.headings, shown.rows, right=shown.right)]
+        made.append(tag("h3", "Their commands"))
+        for place, plan in enumerate(timed, 1):
+            label, line = f"{place}. {plan.setup.mesh}", train_command(plan, subject)
+            how = prose(how_to_run(plan, subject)) if line is None else command(line, label=label)
+            made.append(fold(label, how, opened=place == 1))
+    if found is not None and found.rejected:
+        why = rejected_table(found)
+        made += [tag("h3", "Why others were not taken"), table(why.headings, why.rows, right=why.right)]
+    return Section("Other plans", join(made))
+
+
+def why_section(compared: PlanDiff) -> Section:
+    """Returns why one plan takes more or less than another: a sentence for each cause, the largest first."""
+    named = [f"{letter}: {title}" for letter, title in zip("AB", compared.titles, strict=True)]
+    made: list[Markup] = [tag("p", line) for line in named]
+    for one in compared.explanations:
+        rows = [(signed(cause.more, cause.unit), cause.what, cause.why) for cause in one.causes]
+        made += [tag("h3", one.about.capitalize()), prose(one.headline)]
+        made.append(table(("B - A", "cause", "why"), rows, right=(0,), sortable=False) if rows else join([]))
+    return Section("Why they differ", join(made))
+
+
+def _bars(plans: Sequence[Plan]) -> Markup:
+    """Returns a bar for each plan; parts that none of them has are left out."""
+    times = [plan.time for plan in plans if plan.time is not None]
+    parts = [part for part in PARTS if any(getattr(time, part).value > _NOTHING for time in times)]
+    bars = [
+        Bar(f"{place}. {plan.setup.mesh}", [max(0.0, getattr(time, part).value) for part in parts])
+        for place, (plan, time) in enumerate(zip(plans, times, strict=True), 1)
+    ]
+    return stacked_bars("Time of a step", [PART_NAMES[part] for part in parts], bars, unit="assumed", show=duration)

@@ -1,0 +1,290 @@
+"""Why one plan takes more time or memory than another: a sentence for each cause, which add up to the difference.
+
+Everything is read off the two plans as data, so that it works for plans of different versions of a program as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.layout.leaf import format_bytes
+from meshwright.pages.numbers import duration, percent
+
+PlanData = Mapping[str, Any]
+# Causes below this share of the largest are added up in one sentence.
+_SMALL = 0.01
+
+
+@dataclass(frozen=True)
+class CostChange:
+    """One reason for a difference, of seconds or bytes.
+
+    Args:
+        what: what it is about, in a few words.
+        before, after: what it takes in each plan.
+        why: a sentence without a full stop.
+        unit: "s" or "bytes".
+    """
+
+    what: str
+    before: float
+    after: float
+    why: str
+    unit: str
+
+    @property
+    def more(self) -> float:
+        """What the second plan takes more; negative where it takes less."""
+        return self.after - self.before
+
+    def __str__(self) -> str:
+        return f"{signed(self.more, self.unit)} {self.what}: {self.why}."
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The causes of one difference, the largest first; they add up to it.
+
+    Args:
+        about: what differs: "a step" or "memory".
+        before, after: the totals that are explained.
+    """
+
+    about: str
+    before: float
+    after: float
+    unit: str
+    causes: tuple[CostChange, ...]
+
+    @property
+    def headline(self) -> str:
+        """The difference in one sentence."""
+        show = _SHOW[self.unit]
+        more = self.after - self.before
+        if not more:
+            return f"{self.about}: {show(self.before)} in both."
+        word = "more" if more > 0 else "less"
+        share = f", {abs(more) / self.before:.0%}" if self.before else ""
+        return f"{self.about}: {show(self.after)} in B, {show(self.before)} in A: {show(abs(more))} {word}{share}."
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        causes = [
+            {"what": c.what, "before": c.before, "after": c.after, "more": c.more, "why": c.why} for c in self.causes
+        ]
+        return {
+            "about": self.about,
+            "unit": self.unit,
+            "before": self.before,
+            "after": self.after,
+            "more": self.after - self.before,
+            "causes": causes,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *(f"  {cause}" for cause in self.causes)])
+
+
+def explain(before: PlanData, after: PlanData) -> tuple[Explanation, ...]:
+    """Returns why the time of a step and the memory of a device differ between two plans, as `Plan.to_json` has them.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.plan.plan import make_plan
+        >>> from meshwright.plan.step_setup import Setup
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> again, kept = (make_plan(job, "v5p:2x2x2", Setup(mesh="fsdp:8", remat=remat)) for remat in ("full", "none"))
+        >>> time, memory = explain(again.to_json(), kept.to_json())
+        >>> memory.causes[0].what, memory.causes[0].more > 0
+        ('activations', True)
+    """
+    made = []
+    if before["time"] is not None and after["time"] is not None:
+        causes = _ordered(_time(before, after), "s")
+        made.append(Explanation("a step", _seconds(before, "step"), _seconds(after, "step"), "s", causes))
+    old, new = (float(plan["memory"]["total"]) for plan in (before, after))
+    made.append(Explanation("memory of a device", old, new, "bytes", _ordered(_memory(before, after), "bytes")))
+    return tuple(made)
+
+
+def signed(value: float, unit: str) -> str:
+    """Returns an amount with its sign.
+
+    >>> signed(-0.25, "s"), signed(2.0**20, "bytes")
+    ('-250 ms', '+1.0 MiB')
+    """
+    return ("+" if value >= 0 else "-") + _SHOW[unit](abs(value))
+
+
+def _ordered(causes: Iterable[CostChange], unit: str) -> tuple[CostChange, ...]:
+    """Returns causes by their size, the largest first; those that are too small to matter as one, last."""
+    # What is left of adding in another order is no difference.
+    real = [cause for cause in causes if abs(cause.more) > 1e-9 * max(abs(cause.before), abs(cause.after))]
+    found = sorted(real, key=lambda cause: -abs(cause.more))
+    large = [cause for cause in found if abs(cause.more) >= _SMALL * abs(found[0].more)]
+    small = found[len(large) :]
+    if len(small) > 1:
+        totals = [math.fsum(getattr(cause, side) for cause in small) for side in ("before", "after")]
+        names = ", ".join(cause.what for cause in small)
+        return (*large, CostChange("the rest", totals[0], totals[1], names, unit))
+    return tuple(found)
+
+
+# --- Time ---
+
+
+def _time(before: PlanData, after: PlanData) -> list[CostChange]:
+    sides = (before, after)
+    again = [_again(plan) for plan in sides]
+    own = [_seconds(plan, "matmul") - spent for plan, spent in zip(sides, again, strict=True)]
+    if _runs_alike(before, after):
+        # Then the model's own matmuls are the same, and what is computed again may be the slower kind, of attention.
+        own = [own[0] if again[0] <= again[1] else own[1]] * 2
+        again = [_seconds(plan, "matmul") - spent for plan, spent in zip(sides, own, strict=True)]
+    policies = [f"remat={plan['setup'].get('remat', 'none')}" for plan in sides]
+    why = "what the backward pass computes again takes " + _each(again, policies)
+    causes = [
+        _cause("recomputation", again, why, "s"),
+        _cause("the model's own matmuls", own, "they take " + _each(own, _meshes(sides)), "s"),
+    ]
+    for name, what, words in (
+        ("memory", "memory", "reading and writing what lies between matmuls takes "),
+        ("optimizer", "the optimizer", "its pass over the state takes "),
+        ("bubble", "the pipeline's bubble", "stages wait for each other for "),
+    ):
+        spent = [_seconds(plan, name) for plan in sides]
+        own_notes = [str(plan["time"][name]["note"]) for plan in sides]
+        notes = {"memory": policies, "optimizer": _meshes(sides)}.get(name, own_notes)
+        causes.append(_cause(what, spent, words + _each(spent, notes), "s"))
+    return [*causes, *_waiting(before, after)]
+
+
+def _runs_alike(before: PlanData, after: PlanData) -> bool:
+    """Says whether two plans differ in no more than how they keep or recompute, and when they communicate."""
+
+    def model(plan: PlanData) -> tuple[Any, ...]:
+        setup = plan["setup"]
+        return (plan["target"]["name"], plan["tokens_per_step"], setup["mesh"], setup.get("precision"))
+
+    return model(before) == model(after) and before["flops"]["model"] == after["flops"]["model"]
+
+
+def _cause(what: str, values: Sequence[float], why: str, unit: str) -> CostChange:
+    return CostChange(what, values[0], values[1], why, unit)
+
+
+def _again(plan: PlanData) -> float:
+    """Returns the seconds of matmuls that are computed a second time."""
+    flops = plan["flops"]
+    return _seconds(plan, "matmul") * flops["recomputed"] / flops["matmul"] if flops["matmul"] else 0.0
+
+
+def _waiting(before: PlanData, after: PlanData) -> list[CostChange]:
+    """Returns a cause for each axis and kind of transfer, and one for what is more than all compute could hide."""
+    groups = [_by_link(plan) for plan in (before, after)]
+    causes = []
+    for axis, kind in dict.fromkeys([*groups[0], *groups[1]]):
+        found = [group.get((axis, kind), []) for group in groups]
+        spent = [math.fsum(_wait(item) for item in items) for items in found]
+        words = [_sent_words(items) for items in found]
+        why = "devices wait for " + _each(spent, words)
+        causes.append(_cause(f"{kind} over {axis}", spent, why, "s"))
+    known = [math.fsum(_wait(item) for item in plan["sent"]) for plan in (before, after)]
+    over = [_seconds(plan, "exposed") - spent for plan, spent in zip((before, after), known, strict=True)]
+    why = "what could hide takes longer than all compute, by " + _each(over, ["", ""])
+    return [*causes, _cause("busy links", over, why, "s")]
+
+
+def _by_link(plan: PlanData) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for item in plan["sent"]:
+        found.setdefault((item["axis"], item["kind"]), []).append(item)
+    return found
+
+
+def _wait(item: Mapping[str, Any]) -> float:
+    return float((item["seconds"] or 0.0) * (1 - item["hidden"]))
+
+
+def _sent_words(items: list[Mapping[str, Any]]) -> str:
+    if not items:
+        return ""
+    size = math.fsum(item["wire_bytes"] for item in items)
+    hidden = math.fsum(item["wire_bytes"] * item["hidden"] for item in items) / size if size else 1.0
+    return f"{format_bytes(size)} over {items[0]['link'].partition(' (')[0]}, {percent(hidden)} of it hidden"
+
+
+# --- Memory ---
+
+
+def _memory(before: PlanData, after: PlanData) -> list[CostChange]:
+    sides = [{part["name"]: part for part in plan["memory"]["parts"]} for plan in (before, after)]
+    ways = [_ways(plan) for plan in (before, after)]
+    causes = []
+    for name in dict.fromkeys([*sides[0], *sides[1]]):
+        sizes = [float(side[name]["bytes"]) if name in side else 0.0 for side in sides]
+        if name in ("parameters", "optimizer"):
+            # ZeRO-1 splits the optimizer's statistics along one more axis.
+            zeros = [plan["setup"].get("zero_axis") if name == "optimizer" else None for plan in (before, after)]
+            notes = [
+                ("whole" if count == 1 else f"in {count} parts") + (f", and along {zero}" if zero else "")
+                for count, zero in zip(ways, zeros, strict=True)
+            ]
+        else:
+            notes = [str(side[name]["note"]) if name in side else "" for side in sides]
+        why = _each(sizes, notes, format_bytes) + _kinds([side.get(name, {}).get("split", {}) for side in sides])
+        causes.append(_cause(name, sizes, why, "bytes"))
+    # A plan that was compiled, but did not fit, has parts that do not add up to what the compiler wanted.
+    rest = [plan["memory"]["total"] - math.fsum(part["bytes"] for part in side.values()) for plan, side in zip(
+        (before, after), sides, strict=True
+    )]  # fmt: skip
+    if any(abs(size) > 1 for size in rest):
+        causes.append(_cause("not told apart", rest, _each(rest, ["", ""], format_bytes), "bytes"))
+    return causes
+
+
+def _kinds(splits: list[dict[str, float]]) -> str:
+    """Returns the kinds of layer that most of a difference comes from."""
+    more = {
+        kind: splits[1].get(kind, 0.0) - splits[0].get(kind, 0.0) for kind in dict.fromkeys([*splits[0], *splits[1]])
+    }
+    largest = [kind for kind in sorted(more, key=lambda kind: -abs(more[kind])) if abs(more[kind]) >= 1][:2]
+    return "".join(
+        f"{'; from' if not place else ','} {kind} {signed(more[kind], 'bytes')}" for place, kind in enumerate(largest)
+    )
+
+
+def _ways(plan: PlanData) -> int:
+    """Returns in how many parts a mesh splits parameters at most."""
+    sizes = dict(part.split("@")[0].split(":") for part in plan["setup"]["mesh"].split(","))
+    return math.prod(int(size) for axis, size in sizes.items() if axis != "dp")
+
+
+# --- Words ---
+
+
+def _each(values: list[float], notes: list[str], show: Callable[[float], str] = duration) -> str:
+    """Returns what both plans have, each with a word on it; said once where it is the same."""
+    shown = [show(value) if value else "nothing" for value in values]
+    notes = [note if value else "" for value, note in zip(values, notes, strict=True)]
+    if notes[0] == notes[1]:
+        said = f"{shown[1]} in B, {shown[0]} in A"
+        return f"{said} ({notes[0]})" if notes[0] else said
+    parts = [f"{value} in {letter}" for value, letter in zip(shown, "AB", strict=True)]
+    first, second = (f"{part} ({note})" if note else part for part, note in zip(parts, notes, strict=True))
+    return f"{second}, {first}"
+
+
+def _meshes(sides: tuple[PlanData, PlanData]) -> list[str]:
+    return [str(plan["setup"]["mesh"]) for plan in sides]
+
+
+def _seconds(plan: PlanData, name: str) -> float:
+    return float(plan["time"][name]["value"])
+
+
+_SHOW: dict[str, Callable[[float], str]] = {"s": duration, "bytes": format_bytes}

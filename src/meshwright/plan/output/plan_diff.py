@@ -1,0 +1,270 @@
+"""Two plans held against each other: what one needs more or less of than the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.layout.leaf import format_bytes
+from meshwright.pages.numbers import compact, duration, percent
+from meshwright.plan.output.explain import Explanation, explain
+from meshwright.plan.output.summary import PART_NAMES, PARTS, Summary, Table
+from meshwright.plan.plan import Plan
+from meshwright.plan.step_setup import Setup
+
+PlanData = Mapping[str, Any]
+_WRITE = "write one with: meshwright plan ... --json > FILE"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure of two plans; None where one of them does not have it."""
+
+    group: str
+    name: str
+    before: float | None
+    after: float | None
+    unit: str
+
+    @property
+    def differs(self) -> bool:
+        return self.before != self.after
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """What changed between two plans, and why; `str(diff)` is a few sentences and tables."""
+
+    before: PlanData
+    after: PlanData
+    changes: tuple[Change, ...]
+
+    @property
+    def differs(self) -> bool:
+        return any(change.differs for change in self.changes)
+
+    @property
+    def titles(self) -> tuple[str, str]:
+        """Both plans in words."""
+        return _title(self.before), _title(self.after)
+
+    @property
+    def explanations(self) -> tuple[Explanation, ...]:
+        """Why time and memory differ, cause by cause."""
+        return explain(self.before, self.after)
+
+    def why(self) -> Summary:
+        """Returns the two plans and the sentences on why they differ, for a terminal."""
+        head = "\n".join(f"{letter}: {title}" for letter, title in zip("AB", self.titles, strict=True))
+        return Summary((head, *map(str, self.explanations)))
+
+    def summary(self) -> Summary:
+        """Returns it for a terminal."""
+        why = self.why()
+        if not self.differs:
+            return Summary((why.parts[0], "no figure differs"))
+        groups = dict.fromkeys(change.group for change in self.changes)
+        tables: list[str | Table] = []
+        for group in groups:
+            rows = tuple(_row(change) for change in self.changes if change.group == group)
+            tables.append(Table(group, ("", "A", "B", "B - A", ""), rows, (1, 2, 3, 4)))
+        return Summary((*why.parts, *tables))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {
+            "before": self.titles[0],
+            "after": self.titles[1],
+            "explanations": [one.to_json() for one in self.explanations],
+            "changes": [
+                {"group": c.group, "name": c.name, "before": c.before, "after": c.after, "unit": c.unit}
+                for c in self.changes
+            ],
+        }
+
+    def __str__(self) -> str:
+        return str(self.summary())
+
+    def __rich__(self) -> Any:
+        return self.summary().__rich__()
+
+
+def diff_plans(before: Plan | PlanData, after: Plan | PlanData) -> PlanDiff:
+    """Returns what differs between two plans, or between what `Plan.to_json` wrote of them.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.plan.plan import make_plan
+        >>> from meshwright.plan.step_setup import Setup
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> whole, split = (make_plan(job, "cpu:8", Setup(mesh=mesh)) for mesh in ("dp:8", "fsdp:8"))
+        >>> changes = {change.name: change for change in diff_plans(whole, split).changes}
+        >>> changes["optimizer"].before / changes["optimizer"].after > 6
+        True
+    """
+    old, new = (plan.to_json() if isinstance(plan, Plan) else plan for plan in (before, after))
+    changes = [*_memory(old, new), *_sent(old, new), *_time(old, new)]
+    return PlanDiff(old, new, tuple(changes))
+
+
+def read_plan(path: str | Path) -> PlanData:
+    """Returns the plan in a file that `meshwright plan --json` wrote; of a search, its best."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MeshwrightError(f"{path} cannot be read as a plan: {error}.", hint=_WRITE) from None
+    if isinstance(data, dict) and isinstance(data.get("plans"), list):
+        if not data["plans"]:
+            raise MeshwrightError(f"{path} is of a search that found no plan.", hint=_WRITE)
+        data = data["plans"][0]
+    if not isinstance(data, dict) or not {"target", "setup", "memory", "sent"} <= data.keys():
+        raise MeshwrightError(f"{path} does not hold a plan.", hint=_WRITE)
+    try:  # all that a comparison reads
+        changed = diff_plans(data, data)
+        changed.to_json()
+        for change in changed.changes:
+            _row(change)
+    except KeyError as error:
+        raise MeshwrightError(f"{path} holds a plan without {error}.", hint=_WRITE) from None
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise MeshwrightError(f"{path} holds a plan that cannot be read: {error}.", hint=_WRITE) from None
+    return data
+
+
+def parse_setup(text: str, base: Setup) -> Setup:
+    """Returns a setup written as `str(setup)` writes it: a mesh, and what differs from `base`.
+
+    Example:
+        >>> str(parse_setup("fsdp:8 remat=full num_minibatches=2", Setup(mesh="dp:8", sync="once")))
+        'fsdp:8 remat=full num_minibatches=2 sync=once'
+    """
+    if not text.strip() or text.strip().endswith(".json"):
+        raise MeshwrightError(
+            f"{text!r} is neither a file nor a setup.",
+            hint='"fsdp:32,tp:4 remat=full", or a file that `meshwright plan --json` wrote.',
+        )
+    mesh, *words = text.split()
+    changes: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = {"minibatches": "num_minibatches", "batch_size": "rows"}.get(name, name)
+        if not equals or name not in (field.name for field in dataclasses.fields(Setup)):
+            raise MeshwrightError(
+                f"{word!r} of {text!r} is not an option of a setup, and {text!r} is no file.",
+                hint='"fsdp:32,tp:4 remat=full minibatches=2", or a file that `meshwright plan --json` wrote.',
+            )
+        changes[name] = _value(name, value, word)
+    return dataclasses.replace(base, mesh=mesh, **changes)
+
+
+def _value(name: str, text: str, word: str) -> Any:
+    """Returns an option of a setup as its field has it."""
+    kinds: dict[str, Any] = {
+        "rows": int,
+        "num_minibatches": int,
+        "clip": float,
+        "overlap": {"True": True, "False": False},
+    }
+    kind = kinds.get(name, str)
+    try:
+        value = kind[text] if isinstance(kind, dict) else kind(text)
+    except (KeyError, ValueError):
+        wanted = "True or False" if isinstance(kind, dict) else "a number"
+        raise MeshwrightError(
+            f"{word!r} is not {wanted}.", hint=f"such as {name}={'False' if kind is kinds['overlap'] else 2}."
+        ) from None
+    if kind is int and value < 1:
+        raise ConfigError(f"{word!r} is less than 1.", hint=f"such as {name}=2.")
+    return value
+
+
+def _memory(old: PlanData, new: PlanData) -> list[Change]:
+    parts = [_by_name(plan["memory"]["parts"]) for plan in (old, new)]
+    names = dict.fromkeys([*parts[0], *parts[1]])
+    group = f"Memory of a device ({_both(old['memory']['basis'], new['memory']['basis'])})"
+    found = [Change(group, name, parts[0].get(name, 0.0), parts[1].get(name, 0.0), "bytes") for name in names]
+    return [*found, Change(group, "total", old["memory"]["total"], new["memory"]["total"], "bytes")]
+
+
+def _by_name(parts: list[PlanData]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in parts:
+        found[part["name"]] = float(part["bytes"])
+        found |= {f"{part['name']} from {kind}": float(size) for kind, size in part.get("split", {}).items()}
+    return found
+
+
+def _sent(old: PlanData, new: PlanData) -> list[Change]:
+    def by_kind(plan: PlanData) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for item in plan["sent"]:
+            name = f"{item['kind']} over {item['axis']}"
+            found[name] = found.get(name, 0.0) + item["wire_bytes"]
+        return found
+
+    def exposed(plan: PlanData) -> float:
+        return math.fsum(item["wire_bytes"] * (1 - item["hidden"]) for item in plan["sent"])
+
+    kinds = [by_kind(plan) for plan in (old, new)]
+    bases = [dict.fromkeys(item["basis"] for item in plan["sent"]) for plan in (old, new)]
+    group = f"Sent by a device in a step ({_both(*(' and '.join(basis) or 'nothing' for basis in bases))})"
+    names = dict.fromkeys([*kinds[0], *kinds[1]])
+    found = [Change(group, name, kinds[0].get(name, 0.0), kinds[1].get(name, 0.0), "bytes") for name in names]
+    found.append(Change(group, "total", sum(kinds[0].values()), sum(kinds[1].values()), "bytes"))
+    return [*found, Change(group, "exposed", exposed(old), exposed(new), "bytes")]
+
+
+def _time(old: PlanData, new: PlanData) -> list[Change]:
+    if old["time"] is None or new["time"] is None:
+        return []
+    group = "Time of a step (assumed)"
+    found = [
+        Change(group, PART_NAMES.get(name, name), _seconds(old, name), _seconds(new, name), "s")
+        for name in (*PARTS, "step")
+        if _seconds(old, name) or _seconds(new, name)
+    ]
+    found.append(Change(group, "tokens/s", old["tokens_per_second"], new["tokens_per_second"], "1/s"))
+    return [*found, Change(group, "MFU", old["mfu"], new["mfu"], "share")]
+
+
+def _seconds(plan: PlanData, name: str) -> float:
+    """Returns a time of a plan, without what is left of rounding where it is 0."""
+    value = float(plan["time"][name]["value"])
+    return value if value > 1e-9 else 0.0
+
+
+def _both(one: str, other: str) -> str:
+    return one if one == other else f"A {one}, B {other}"
+
+
+def _title(plan: PlanData) -> str:
+    setup = {name: value for name, value in plan["setup"].items() if name not in ("mesh", "rows")}
+    words = " ".join([plan["setup"]["mesh"], *(f"{name}={value}" for name, value in setup.items())])
+    return f"{words}, {plan['rows']:,} rows on {plan['target']['title']}: {plan['memory']['verdict']}"
+
+
+def _row(change: Change) -> tuple[str, ...]:
+    shows: dict[str, Callable[[float], str]] = {
+        "bytes": format_bytes,
+        "s": duration,
+        "1/s": compact,
+        "share": percent,
+    }
+    show = shows[change.unit]
+
+    def cell(value: float | None) -> str:
+        return "-" if value is None else show(value)
+
+    if change.before is None or change.after is None or not change.differs:
+        return change.name, cell(change.before), cell(change.after), "", ""
+    more = change.after - change.before
+    sign = "+" if more > 0 else "-"
+    share = f"{sign}{abs(more) / change.before:.1%}" if change.before else "new"
+    return change.name, cell(change.before), cell(change.after), sign + show(abs(more)), share

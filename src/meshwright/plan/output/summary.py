@@ -1,0 +1,225 @@
+"""Plans and searches in a terminal: a few sentences and tables, plain into a pipe, drawn by rich where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.layout.leaf import format_bytes
+from meshwright.layout.text_table import rich_table, text_table
+from meshwright.pages.numbers import compact, duration, percent
+from meshwright.plan.costs.sent import Sent
+from meshwright.plan.output.commands import PlannedJob, how_to_run, train_command
+from meshwright.plan.plan import Plan
+from meshwright.plan.search import Rejected, Search
+
+PARTS = ("matmul", "memory", "exposed", "bubble", "optimizer")
+PART_NAMES = {
+    "matmul": "matmuls",
+    "memory": "memory between them",
+    "exposed": "waiting for links",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a title; `right` are the columns of numbers."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: tuple[int, ...] = ()
+
+    def aligned(self) -> list[tuple[str, ...]]:
+        """Returns the rows with numbers pushed to the right."""
+        widths = [max(len(row[i]) for row in (self.headings, *self.rows)) for i in range(len(self.headings))]
+        return [
+            tuple(cell.rjust(widths[i]) if i in self.right else cell for i, cell in enumerate(row)) for row in self.rows
+        ]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Sentences and tables, one after the other; prints plainly, and with rich."""
+
+    parts: tuple[str | Table, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join(
+            part if isinstance(part, str) else f"{part.title}\n{text_table(part.headings, part.aligned())}"
+            for part in self.parts
+        )
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        drawn: list[Any] = []
+        for part in self.parts:
+            if isinstance(part, str):
+                drawn += [Text(part), Text()]
+            else:
+                drawn.append(rich_table(part.headings, part.aligned(), title=part.title, caption=""))
+        return Group(*drawn)
+
+
+def plan_summary(plan: Plan, subject: PlannedJob) -> Summary:
+    """Returns a plan for a terminal."""
+    head = [
+        f"{subject.name} on {plan.target.title}",
+        f"{plan.setup.mesh}, {plan.rows:,} rows, {plan.tokens_per_step:,} tokens a step"
+        + "".join(f", {text}" for text in setup_words(plan)),
+        plan.memory.verdict,
+        *speed_lines(plan),
+    ]
+    parts: list[str | Table] = ["\n".join(head), memory_table(plan), sent_table(plan)]
+    if plan.time is not None:
+        parts.append(time_table(plan))
+    parts.append("compiled: by the compiler; computed: from shapes and data sheets; assumed: rests on an estimate")
+    if plan.notes:
+        parts.append("\n".join(f"note: {note}" for note in plan.notes))
+    parts.append(how_to_run(plan, subject))
+    return Summary(tuple(part for part in parts if isinstance(part, str) or part.rows))
+
+
+def setup_words(plan: Plan) -> list[str]:
+    """Returns what a setup says beside mesh and rows."""
+    return [
+        f"{name}={value}"
+        for name, value in plan.setup.to_json().items()
+        if name not in ("mesh", "rows") and value is not None
+    ]
+
+
+def speed_lines(plan: Plan) -> list[str]:
+    """Returns a line on time, throughput and money; none where the chip's speed is not known."""
+    if plan.time is None or plan.tokens_per_second is None:
+        return ["time is not planned: there are no figures for the speed of CPUs"]
+    mfu = "" if plan.mfu is None else f", MFU {percent(plan.mfu)}"
+    cost = plan.dollars_per_billion_tokens
+    money = "" if cost is None else f", ${cost:,.0f} per billion tokens"
+    step = duration(plan.time.step.value)
+    return [f"{step} a step, {compact(plan.tokens_per_second)} tokens/s{mfu}{money} ({plan.time.step.basis})"]
+
+
+def memory_table(plan: Plan) -> Table:
+    """Returns what one device holds at the peak of a step."""
+    memory = plan.memory
+    rows: list[tuple[str, ...]] = []
+    for part in memory.parts:
+        rows.append((part.name, format_bytes(part.bytes), percent(part.bytes / memory.total), part.basis, part.note))
+        rows += (
+            (f"  from {kind}", format_bytes(size), percent(size / memory.total), part.basis, "")
+            for kind, size in part.split.items()
+        )
+    rows.append(("total", format_bytes(memory.total), "", memory.basis, ""))
+    if memory.capacity is not None:
+        rows.append(("capacity", format_bytes(memory.capacity), "", "", f"{plan.target.kind}, by the table of chips"))
+    return Table("Memory of a device", ("part", "bytes", "share", "basis", "note"), tuple(rows), (1, 2))
+
+
+def sent_table(plan: Plan, *, width: int = 48) -> Table:
+    """Returns what a device sends in a step; `width` is that of what it is."""
+    rows = tuple(
+        (
+            item.axis,
+            item.kind,
+            short_source(item.what, width),
+            format_bytes(item.wire_bytes),
+            f"{item.count:,}",
+            "not known" if item.seconds is None else duration(item.seconds),
+            hidden_words(item),
+            item.link,
+            item.basis,
+        )
+        for item in plan.sent
+    )
+    headings = ("axis", "kind", "what", "bytes", "times", "takes", "hidden", "link", "basis")
+    return Table("Sent by a device in a step", headings, rows, (3, 4, 5, 6))
+
+
+def hidden_words(item: Sent) -> str:
+    """Returns the share that is hidden; where nothing was compiled, that is an estimate, and says so."""
+    return percent(item.hidden) + (" assumed" if item.hidden and item.basis != "compiled" else "")
+
+
+def time_table(plan: Plan) -> Table:
+    """Returns where the time of a step goes."""
+    assert plan.time is not None
+    step = plan.time.step
+    figures = [(PART_NAMES[name], getattr(plan.time, name)) for name in PARTS]
+    rows = [
+        (name, duration(figure.value), percent(figure.value / step.value), figure.basis, figure.note)
+        for name, figure in figures
+        if figure.value > 1e-9
+    ]
+    rows.append(("step", duration(step.value), "", step.basis, step.note))
+    return Table("Time of a step", ("part", "takes", "share", "basis", "note"), tuple(rows), (1, 2))
+
+
+def search_summary(
+    found: Search, best: Sequence[Plan], subject: PlannedJob, *, failed: Sequence[Rejected] = (), top: int = 5
+) -> Summary:
+    """Returns a search for a terminal: the best plans with the command of each, and why others were not taken."""
+    head = (
+        f"{subject.name} on {found.target.title}\n"
+        f"{found.rows:,} rows of {found.tokens_per_row:,} tokens, {found.rows * found.tokens_per_row:,} tokens a step\n"
+        f"{found.considered:,} candidates in {found.seconds:.1f} s, of which {len(found.ranked):,} fit"
+    )
+    parts: list[str | Table] = [head]
+    if best:
+        parts.append(ranking_table(best[:top]))
+        commands = [train_command(plan, subject) or how_to_run(plan, subject) for plan in best[:top]]
+        parts.append("\n".join(f"{place}. {line}" for place, line in enumerate(commands, 1)))
+    parts.append(rejected_table(found))
+    if failed:
+        lines = [f"not kept: {item.setup}: {item.reason}: {item.detail.splitlines()[0]}" for item in failed]
+        parts.append("\n".join(lines))
+    return Summary(tuple(part for part in parts if isinstance(part, str) or part.rows))
+
+
+def ranking_table(plans: Sequence[Plan]) -> Table:
+    """Returns plans side by side."""
+    headings = ("", "mesh", "setup", "step", "MFU", "tokens/s", "memory", "sent", "waiting", "memory and links")
+    rows = []
+    for place, plan in enumerate(plans, 1):
+        assert plan.time is not None
+        rows.append(
+            (
+                str(place),
+                plan.setup.mesh,
+                " ".join(setup_words(plan)) or "-",
+                f"{plan.time.step.value:.4g} s",
+                "-" if plan.mfu is None else percent(plan.mfu),
+                "-" if plan.tokens_per_second is None else compact(plan.tokens_per_second),
+                format_bytes(plan.memory.total),
+                format_bytes(sum(item.wire_bytes for item in plan.sent)),
+                percent(plan.time.exposed.value / plan.time.step.value),
+                plan.memory.basis,
+            )
+        )
+    return Table("Best plans (times assumed)", headings, tuple(rows), (3, 4, 5, 6, 7, 8))
+
+
+def rejected_table(found: Search) -> Table:
+    """Returns how many candidates were left out for what, with an example of each."""
+    rows = []
+    for reason, count in found.reasons().most_common():
+        example = next(item for item in found.rejected if item.reason == reason)
+        rows.append((f"{count:,}", reason, f"{example.setup.mesh}: {example.detail}"))
+    return Table("Not taken", ("candidates", "that", "for example"), tuple(rows), (0,))
+
+
+def short_source(what: str, limit: int = 48) -> str:
+    """Returns the end of a long name of an operation: programs name them by the path that leads there.
+
+    >>> short_source("jit(step)/" + "while/body/" * 5 + "all_gather", 24)
+    '…/while/body/all_gather'
+    """
+    if len(what) <= limit:
+        return what
+    kept = what[-(limit - 1) :]
+    return f"…/{kept.partition('/')[2]}" if "/" in kept else f"…{kept}"

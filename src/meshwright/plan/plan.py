@@ -1,0 +1,300 @@
+"""What a step costs on a machine: memory, time, tokens per second, MFU, dollars. Every figure says what it rests on.
+
+"compiled" was read off the compiled program, "computed" follows from shapes and the table of chips, "assumed" holds a
+number that was measured elsewhere, or a guess.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
+from meshwright.hardware.flops import Flops
+from meshwright.layout import Layout, make_layout
+from meshwright.mesh.build import create_abstract_mesh
+from meshwright.mesh.string import MeshSpec, parse_mesh
+from meshwright.parallel.rows import count_rows
+from meshwright.plan.compiled.compile import Compiled
+from meshwright.plan.costs.communication import step_traffic
+from meshwright.plan.costs.job_costs import JobCosts, profile_job
+from meshwright.plan.costs.links import axis_links
+from meshwright.plan.costs.memory import MemoryPlan, plan_memory
+from meshwright.plan.costs.rates import matmul_rate
+from meshwright.plan.costs.sent import Sent, beside_matmuls, compiled_sent, computed_sent, host_copies
+from meshwright.plan.costs.stages import Stages, stages_of
+from meshwright.plan.costs.step_time import TimePlan, step_time
+from meshwright.plan.mesh_check import check_mesh
+from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
+from meshwright.plan.target import Target, parse_target
+from meshwright.train.axes_used import check_axes
+from meshwright.train.state import state_layout
+
+# libtpu 0.0.42 died with SIGFPE on a 7B decoder with fsdp:4096, and compiled dp:16,fsdp:256 for the same chips.
+CRASHES_FROM = 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is known of a step before it runs; `str(plan)` is a summary.
+
+    Args:
+        flops: of the whole step, on all devices.
+        time: None for CPUs, of which the table of chips has no figures.
+        price: dollars per hour of one device, as given.
+    """
+
+    target: Target
+    setup: Setup
+    rows: int
+    memory: MemoryPlan
+    flops: Flops
+    sent: tuple[Sent, ...]
+    time: TimePlan | None
+    tokens_per_step: int
+    peak_flops: float | None
+    price: float | None = None
+    notes: tuple[str, ...] = ()
+    compiled: Compiled | None = None
+    stages: Stages = field(default_factory=lambda: Stages(1, 1))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.time is None else self.tokens_per_step / self.time.step.value
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of all devices' peaks that the model's own operations take."""
+        if self.time is None or self.peak_flops is None:
+            return None
+        return self.flops.model / (self.time.step.value * self.target.num_devices * self.peak_flops)
+
+    @property
+    def dollars_per_billion_tokens(self) -> float | None:
+        if self.price is None or self.tokens_per_second is None:
+            return None
+        return self.price * self.target.num_devices / 3600 / self.tokens_per_second * 1e9
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of all bytes that are sent beside compute; 1 where nothing is sent."""
+        total = sum(item.wire_bytes for item in self.sent)
+        return sum(item.wire_bytes * item.hidden for item in self.sent) / total if total else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        memory = {"fits": self.memory.fits, "verdict": self.memory.verdict, **asdict(self.memory)}
+        return {
+            "target": {"name": self.target.name, "title": self.target.title, "devices": self.target.num_devices},
+            "setup": self.setup.to_json(),
+            "rows": self.rows,
+            "tokens_per_step": self.tokens_per_step,
+            "memory": memory,
+            "flops": asdict(self.flops) | {"model": self.flops.model},
+            "sent": [asdict(item) for item in self.sent],
+            "time": None if self.time is None else asdict(self.time),
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "price": self.price,
+            "dollars_per_billion_tokens": self.dollars_per_billion_tokens,
+            "pipeline": asdict(self.stages),
+            "notes": list(self.notes),
+            "compiled": None if self.compiled is None else self.compiled.to_json(),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.target.title}, {self.setup}: {self.memory.verdict}"]
+        if self.time is not None and self.mfu is not None and self.tokens_per_second is not None:
+            lines.append(
+                f"{self.time.step.value:.3g} s a step ({self.time.step.basis}), {self.tokens_per_second:,.0f} "
+                f"tokens/s, MFU {self.mfu:.1%}, {self.time.exposed.value / self.time.step.value:.1%} of it waiting "
+                "for links"
+            )
+        return "\n".join(lines)
+
+
+def make_plan(
+    job: Any,
+    target: str | Target,
+    setup: Setup,
+    *,
+    profile: JobCosts | None = None,
+    compiled: Compiled | None = None,
+    price: float | None = None,
+) -> Plan:
+    """Plans a step: computed, or read off the compiled program where one is given.
+
+    Args:
+        profile: what `profile_job` counted, where it is there already.
+        compiled: what `compile_step` made of the same setup, for memory and communication.
+        price: dollars per hour of one device.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("7b"), batch_size=128, num_tokens=4096)
+        >>> plan = make_plan(job, "v5p:4x4x8", Setup(mesh="fsdp:128", remat="full"))
+        >>> plan.memory.fits, plan.tokens_per_step, 0.3 < plan.mfu < 0.7
+        (True, 524288, True)
+    """
+    target = parse_target(target)
+    spec = parse_mesh(setup.mesh).resolve(target.num_devices)
+    sizes = mesh_sizes(spec)
+    if profile is None:
+        check_axes(job, sizes)  # before seconds of counting
+        profile = profile_of(job, target, setup)
+    check_mesh(job, profile, sizes)
+    layout, notes = lay_out(job, profile, spec, setup)
+    rows = count_rows(batch_of(job, setup.rows), who="plan")
+    return assemble(
+        profile, layout, target, spec, setup, rows=rows, compiled=compiled, price=price, notes=notes + profile.notes
+    )
+
+
+def mesh_sizes(spec: MeshSpec) -> dict[str, int]:
+    """Returns how many devices lie along each axis of a resolved mesh."""
+    return {axis.name: axis.size for axis in spec.axes}
+
+
+def profile_of(job: Any, target: Target, setup: Setup) -> JobCosts:
+    """Returns what `profile_job` counts for one setup: its own remat policy, and none to compare it with."""
+    return profile_job(
+        job,
+        precision=setup.precision,
+        optimizer=setup.optimizer,
+        platform=target.platform,
+        remats=tuple(dict.fromkeys(("none", setup.remat))),
+    )
+
+
+def lay_out(job: Any, profile: JobCosts, spec: MeshSpec, setup: Setup) -> tuple[Layout, tuple[str, ...]]:
+    """Returns the layout of the whole state, and what it warns of."""
+    mesh = create_abstract_mesh(spec)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MeshwrightWarning)
+        if setup.zero_axis is None:
+            layout = make_layout(job.rules, profile.state, mesh)
+        else:
+            optimizer = make_optimizer(setup.optimizer)
+            layout = state_layout(job, optimizer, mesh, zero_axis=setup.zero_axis, precision=profile.precision)
+    return layout, tuple(str(warning.message) for warning in caught if warning.category is MeshwrightWarning)
+
+
+def assemble(
+    profile: JobCosts,
+    layout: Layout,
+    target: Target,
+    spec: MeshSpec,
+    setup: Setup,
+    *,
+    rows: int,
+    compiled: Compiled | None = None,
+    price: float | None = None,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """Puts a plan together from what is known already: arithmetic only."""
+    sizes = dict(layout.mesh.shape)
+    stages = stages_of(profile, sizes)
+    check_rows(sizes, setup, rows, stages)
+    if setup.remat not in profile.needs:
+        raise MeshwrightError(
+            f"what remat={setup.remat!r} keeps on a device was not counted.",
+            hint=f"plan one of: {', '.join(profile.needs)}; compile_step compiles any.",
+        )
+    needs = profile.needs[setup.remat]
+    flops = _times(needs.flops, rows)
+    if stages.count > 1:
+        flops = _with_forward(flops, _times(profile.forward, rows))
+    memory = plan_memory(profile, layout, target, setup, rows=rows, compiled=compiled)
+    links = axis_links(target, spec)
+    traffic = step_traffic(profile, layout, setup, rows=rows)
+    ran = compiled if compiled is not None and compiled.does_not_fit is None else None
+    if ran is not None:
+        sent = compiled_sent(ran, links)
+    else:
+        sent = computed_sent(traffic, links, target, spec, overlap=setup.overlap)
+        rate = None if target.chip is None else matmul_rate(target.chip, profile.precision.compute.name)
+        if rate is not None:
+            sent = beside_matmuls(sent, (flops.matmul - flops.attention) / layout.mesh.size / rate)
+        if setup.view == "global":
+            sent = tuple(replace(item, basis="assumed") for item in sent)
+            notes += ("in the global view XLA decides what is sent; assumed is what our own layers would send",)
+    if needs.hosted_per_row and target.chip is not None:
+        sent += (host_copies(profile, target.chip, setup, sizes, rows),)
+    notes += known_to_fail(target, sizes)
+    dtype = profile.precision.compute.name
+    peak = None if target.chip is None else target.chip.peak(dtype)
+    time = None
+    if target.chip is not None and peak is not None:
+        tokens = rows * profile.tokens_per_row
+        time = step_time(profile, layout, target.chip, flops, sent, peak, ran is not None, tokens=tokens)
+    return Plan(
+        target=target,
+        setup=setup,
+        rows=rows,
+        memory=memory,
+        flops=flops,
+        sent=sent,
+        time=time,
+        tokens_per_step=rows * profile.tokens_per_row,
+        peak_flops=peak,
+        price=price,
+        notes=notes + flops.notes + (() if compiled is None else compiled.notes),
+        compiled=compiled,
+        stages=stages,
+    )
+
+
+def check_rows(sizes: Mapping[str, int], setup: Setup, rows: int, stages: Stages) -> None:
+    """Raises where rows cannot be split over devices, minibatches, and microbatches of a pipeline."""
+    for count, what in ((rows, "rows"), (setup.num_minibatches, "minibatches")):
+        if count < 1:
+            raise PlacementError(f"a step of {count} {what} cannot be planned.", hint=f"use 1 or more {what}.")
+    devices = sizes.get("dp", 1) * sizes.get("fsdp", 1)
+    ways = devices * setup.num_minibatches * stages.microbatches
+    if rows % ways:
+        parts = f"{devices} devices and {setup.num_minibatches} minibatches"
+        parts += f" of {stages.microbatches} microbatches" if stages.count > 1 else ""
+        raise PlacementError(
+            f"{rows} rows cannot be split over {parts}.",
+            hint=f"use {max(1, rows // ways) * ways} rows, or another number of minibatches.",
+        )
+
+
+def known_to_fail(target: Target, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns a note where the machine's compiler is known to crash on such a mesh."""
+    ways = sizes.get("fsdp", 1)
+    if target.platform != "tpu" or ways < CRASHES_FROM:
+        return ()
+    others = {"dp": sizes.get("dp", 1) * ways // 256, "fsdp": 256}
+    others |= {axis: size for axis, size in sizes.items() if axis not in others}
+    other = ",".join(f"{axis}:{size}" for axis, size in others.items() if size > 1)
+    return (f"libtpu 0.0.42 crashes (SIGFPE) on fsdp:{CRASHES_FROM}, so this may not compile; {other} does",)
+
+
+def _with_forward(flops: Flops, forward: Flops) -> Flops:
+    """Adds a forward pass that is computed again: a pipeline does so with every tick."""
+    dtypes = dict.fromkeys([*flops.by_dtype, *forward.by_dtype])
+    return Flops(
+        flops.total + forward.total,
+        flops.matmul + forward.matmul,
+        flops.recomputed + forward.matmul,
+        {dtype: flops.by_dtype.get(dtype, 0) + forward.by_dtype.get(dtype, 0) for dtype in dtypes},
+        flops.attention + forward.attention,
+        flops.moved + forward.moved,
+        flops.notes,
+    )
+
+
+def _times(flops: Flops, rows: int) -> Flops:
+    return Flops(
+        flops.total * rows,
+        flops.matmul * rows,
+        flops.recomputed * rows,
+        {dtype: count * rows for dtype, count in flops.by_dtype.items()},
+        flops.attention * rows,
+        flops.moved * rows,
+        flops.notes,
+    )

@@ -1,0 +1,144 @@
+"""How a job is run: all that a plan varies, as plain data that a command line, a page and another process can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.errors import JobError, MeshwrightError, did_you_mean
+from meshwright.mesh.build import AnyMesh
+from meshwright.parallel.rows import count_rows
+from meshwright.train.compiler import compiler_options
+from meshwright.train.precision import Precision
+from meshwright.train.state import require_loss, state_layout
+from meshwright.train.step import Step, make_train_step
+from meshwright.types import PyTree
+
+LEARNING_RATE = 1e-4  # changes nothing that a plan looks at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A way of running a job.
+
+    Args:
+        mesh: a mesh string, with every size written out.
+        rows: rows of the whole batch; as many as the job's example batch has by default.
+        view, remat, num_minibatches, sync, clip: as `make_train_step` has them.
+        precision: "float32", "mixed", "bfloat16", or the fields of a `Precision` that differ from its defaults.
+        optimizer: the name of an optimizer of optax.
+        zero_axis: as `state_layout` has it.
+        overlap: asks the compiler for what hides collectives on the target's chips (`overlap_options`).
+        compiler_options: more options for XLA.
+    """
+
+    mesh: str
+    rows: int | None = None
+    view: str = "local"
+    remat: str = "none"
+    num_minibatches: int = 1
+    sync: str | None = None
+    precision: str | Mapping[str, str] = "mixed"
+    optimizer: str = "adamw"
+    zero_axis: str | None = None
+    clip: float | None = 1.0
+    overlap: bool = True
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtypes(self) -> Precision:
+        """The precision as `make_train_step` takes it."""
+        return Precision.named(self.precision) if isinstance(self.precision, str) else Precision(**self.precision)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns only what differs from the defaults, and the mesh."""
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name == "mesh" or getattr(self, field.name) != _default(field)
+        }
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in changed.items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Setup:
+        """Returns what `to_json` wrote.
+
+        Example:
+            >>> setup = Setup(mesh="fsdp:8", remat="full", rows=16)
+            >>> setup.to_json(), Setup.from_json(setup.to_json()) == setup
+            ({'mesh': 'fsdp:8', 'rows': 16, 'remat': 'full'}, True)
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in data:
+            if name not in known:
+                raise MeshwrightError(f"a setup has no {name!r}.", hint=did_you_mean(name, known))
+        return cls(**data)
+
+    def __str__(self) -> str:
+        shown = {name: value for name, value in self.to_json().items() if name != "mesh"}
+        return " ".join([self.mesh, *(f"{name}={value}" for name, value in shown.items())])
+
+
+def make_optimizer(name: str) -> Any:
+    """Returns an optimizer of optax by its name, with a learning rate of no importance."""
+    import optax
+
+    factory = getattr(optax, name, None)
+    if not callable(factory):
+        known = ("adamw", "adam", "sgd", "adafactor", "lion", "lamb", "rmsprop", "adagrad", "muon")
+        raise MeshwrightError(
+            f"optax has no optimizer {name!r}.", hint=did_you_mean(name, known) or f"for example {', '.join(known)}."
+        )
+    return factory(LEARNING_RATE)
+
+
+def batch_of(job: Any, rows: int | None) -> PyTree:
+    """Returns the shapes of a job's example batch, with another number of rows if one is given."""
+    if getattr(job, "batch", None) is None:
+        raise JobError("the job has no example batch, so nothing can be planned.", hint="Job(..., batch=shapes).")
+    have = count_rows(job.batch, who="plan")
+
+    def shape(leaf: Any) -> Any:
+        dims = np.shape(leaf)
+        if dims and rows is not None:
+            assert dims[0] == have
+            dims = (rows, *dims[1:])
+        return jax.ShapeDtypeStruct(dims, leaf.dtype)
+
+    return jax.tree.map(shape, job.batch)
+
+
+def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
+    """Returns the train step that a setup describes, on a mesh, and the shapes of its batch."""
+    require_loss(job, who="plan")
+    optimizer = make_optimizer(setup.optimizer)
+    layout = state_layout(job, optimizer, mesh, zero_axis=setup.zero_axis, precision=setup.dtypes)
+    step = make_train_step(
+        job,
+        optimizer,
+        layout,
+        view=setup.view,  # type: ignore[arg-type]
+        num_minibatches=setup.num_minibatches,
+        sync=setup.sync,  # type: ignore[arg-type]
+        precision=setup.dtypes,
+        remat=setup.remat,  # type: ignore[arg-type]
+        clip=setup.clip,
+        overlap=setup.overlap,
+        compiler_options=dict(setup.compiler_options) or None,
+    )
+    return step, batch_of(job, setup.rows)
+
+
+def step_options(mesh: AnyMesh, setup: Setup) -> dict[str, Any]:
+    """Returns the options for XLA that a setup's step is compiled with."""
+    overlap = setup.overlap and setup.view == "local"
+    return compiler_options(mesh, dict(setup.compiler_options), overlap=overlap) or {}
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default is not dataclasses.MISSING else field.default_factory()

@@ -1,0 +1,319 @@
+"""`meshwright plan` as a user meets it: text, JSON, searches, comparisons, and what it says where it cannot."""
+
+import io
+import json
+import re
+import shlex
+import sys
+
+import optax
+import pytest
+import tyro
+from rich.console import Console
+
+import meshwright as mw
+from meshwright.cli.plan import plan
+from meshwright.cli.rules import rules
+from meshwright.errors import ConfigError, JobError, MeshwrightError
+from meshwright.loop.config import TrainConfig
+from meshwright.models import Decoder
+from meshwright.plan.compiled.compile import Compiled, CompiledCollective, CompileError
+from meshwright.plan.output.commands import PlannedJob, plan_command, setup_arguments, train_command
+from meshwright.plan.output.plan_diff import diff_plans, parse_setup, read_plan
+from meshwright.plan.output.summary import plan_summary
+from meshwright.plan.plan import make_plan
+from meshwright.plan.step_setup import Setup
+from meshwright.train import language_job, state_layout
+
+SMALL = ("--model", "decoder-tiny", "--num-tokens", "64")
+ON_TPU = (*SMALL, "--target", "v5p:2x2x1", "--no-compile")
+SOURCE = """
+from meshwright.models import Decoder
+from meshwright.train import language_job, state_layout
+
+job = language_job(Decoder.named("tiny"), batch_size=16, num_tokens=32, mesh="fsdp:4")
+"""
+
+
+@pytest.fixture
+def cli(tmp_path, monkeypatch, capsys):
+    """Runs the command in this process, in a folder with a job; returns exit code, stdout and stderr."""
+    (tmp_path / "planned_job.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(*args):
+        code = tyro.extras.subcommand_cli_from_dict({"plan": plan, "rules": rules}, args=["plan", *map(str, args)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    yield run
+    sys.modules.pop("planned_job", None)
+
+
+def made_up(target="v5p:2x2x1", setup=None, peak=40 * 2**20, **collective):
+    """What a compiler might have said."""
+    values = {
+        "kind": "all-gather",
+        "axes": ("fsdp",),
+        "bytes_moved": 2**20,
+        "wire_bytes": 3 * 2**18,
+        "group_size": 4,
+        "is_async": True,
+        "matmuls_between": 1,
+        "trips": 8,
+        "source": "jit(step)/while/body/all_gather",
+    }
+    one = CompiledCollective(**(values | collective))
+    return Compiled(target, setup or Setup(mesh="fsdp:4"), peak_bytes=peak, collectives=(one,), versions={"jax": "1.0"})
+
+
+def test_a_plan_in_text(cli):
+    code, out, err = cli(*ON_TPU, "--mesh", "fsdp:-1", "--remat", "full", "--price", "2")
+    assert (code, err) == (0, "")
+    assert out.startswith("decoder-tiny on 4 x TPU v5p (torus 2x2x1)\nfsdp:4, 4 rows, 256 tokens a step, remat=full\n")
+    assert " per billion tokens (assumed)" in out
+    assert "fits: " in out
+    for title in ("Memory of a device\n", "Sent by a device in a step\n", "Time of a step\n"):
+        assert title in out
+    assert "fsdp  reduce-scatter  gradients of parameters" in out
+    assert re.search(r"^activations +.*\n  from [a-z -]+ +[\d.]+ KiB +[\d.]+%  computed", out, flags=re.M)
+    assert "pipeline bubble" not in out
+    command = "meshwright train --model decoder-tiny --num-tokens 64 --batch-size 4 --mesh fsdp:4 --remat full"
+    assert f"run it: {command} --precision mixed\n" in out
+
+
+def test_every_figure_of_a_plan_says_what_it_rests_on(cli):
+    code, out, _ = cli(*ON_TPU, "--mesh", "fsdp:4", "--json")
+    data = json.loads(out)
+    bases = [part["basis"] for part in data["memory"]["parts"]] + [item["basis"] for item in data["sent"]]
+    bases += [figure["basis"] for figure in data["time"].values()]
+    assert code == 0
+    assert set(bases) <= {"compiled", "computed", "assumed"}
+    assert data["subject"] == "decoder-tiny"
+    assert data["command"].startswith("meshwright train --model decoder-tiny")
+    assert data["plan_command"].startswith("meshwright plan --model decoder-tiny --num-tokens 64 --target v5p:2x2x1")
+
+
+def test_the_commands_are_ones_that_train_and_plan_understand(cli):
+    setup = Setup(mesh="dp:2,fsdp:2", remat="dots", num_minibatches=2, sync="once", zero_axis="dp", optimizer="lion")
+    job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=64)
+    made = make_plan(job, "v5p:2x2x1", setup)
+    subject = PlannedJob(model="decoder-tiny", model_options=("num_layers=2",), num_tokens=64)
+    words = shlex.split(train_command(made, subject))[2:]
+    flat = tyro.cli(tyro.conf.OmitArgPrefixes[TrainConfig], args=words).flat()
+    assert tuple(flat["model_options"]) == ("num_layers=2",)
+    wanted = {"mesh": "dp:2,fsdp:2", "remat": "dots", "minibatches": 2, "sync": "once", "batch_size": 8}
+    assert {name: flat[name] for name in wanted} == wanted
+    assert (flat["zero_axis"], flat["optimizer"], flat["precision"]) == ("dp", "lion", "mixed")
+    again = shlex.split(plan_command(made, PlannedJob(model="decoder-tiny", num_tokens=64)))
+    assert again[-1] == "--no-compile"
+    data = json.loads(cli(*again[2:], "--json")[1])
+    assert Setup.from_json(data["setup"]) == setup
+    assert data["rows"] == 8
+
+
+def test_a_command_is_shown_only_where_train_has_one(cli):
+    _, out, _ = cli(*ON_TPU, "--mesh", "fsdp:4", "--optimizer", "adabelief")
+    assert "run it: by make_train_step; `meshwright train` has no adabelief, but adamw, adafactor, lion, sgd" in out
+    assert json.loads(cli(*ON_TPU, "--mesh", "fsdp:4", "--optimizer", "adabelief", "--json")[1])["command"] is None
+
+
+def test_a_job_brings_its_batch_and_mesh(cli):
+    code, out, _ = cli("planned_job:job", "--target", "v5p:2x2x1", "--no-compile")
+    assert code == 0
+    assert "planned_job:job on 4 x TPU v5p" in out
+    assert "fsdp:4, 16 rows, 512 tokens a step" in out
+    assert "run it: meshwright train --job planned_job:job --mesh fsdp:4" in out
+    _, out, _ = cli("planned_job:job", "--target", "v5p:2x2x1", "--no-compile", "--batch-size", "32", "--json")
+    assert json.loads(out)["rows"] == 32
+
+
+def test_without_a_compiler_it_computes_and_says_how_to_get_one(cli, monkeypatch, tmp_path):
+    monkeypatch.setattr("meshwright.cli.plan.can_compile_for", lambda target: False)
+    code, out, err = cli(*SMALL, "--target", "h100:1x4", "--mesh", "fsdp:4", "--html", "page.html")
+    assert code == 0
+    assert 'the compiler for h100 is not installed here.\nhint: pip install "meshwright[gpu]" for compiled' in err
+    assert "compiled  what is left" not in out
+    assert "is not installed here." in (tmp_path / "page.html").read_text()
+
+
+def test_compiled_figures_replace_computed_ones(cli, monkeypatch):
+    asked = []
+
+    def compile_step(job, target, setup, **limits):
+        asked.append((target.name, setup.mesh, limits))
+        return made_up(setup=setup)
+
+    monkeypatch.setattr("meshwright.cli.plan.compile_step", compile_step)
+    code, out, err = cli(*SMALL, "--target", "v5p:2x2x1", "--mesh", "fsdp:4", "--python", "other", "--timeout", "9")
+    assert code == 0
+    assert asked == [("v5p:2x2x1", "fsdp:4", {"python": "other", "timeout_s": 9.0})]
+    assert "compiling fsdp:4 for v5p:2x2x1" in err
+    assert "fits: 40.0 MiB of 95.7 GiB" in out
+    assert "6.0 MiB      8" in out  # the one collective, eight times
+    code, _, err = cli(*ON_TPU, "--mesh", "fsdp:4", "--python", "other")
+    assert (code, err, len(asked)) == (0, "", 1)  # --no-compile
+
+
+def test_a_compiler_that_fails_is_a_note(cli, monkeypatch):
+    def compile_step(*args, **limits):
+        raise CompileError("it took longer than 180 s.", reason="timeout", hint="a longer limit.")
+
+    monkeypatch.setattr("meshwright.cli.plan.compile_step", compile_step)
+    code, out, err = cli(*SMALL, "--target", "v5p:2x2x1", "--mesh", "fsdp:4", "--python", "other")
+    assert code == 0
+    assert "could not be compiled (timeout): it took longer than 180 s.\nhint: a longer limit." in err
+    assert "fits: " in out
+
+
+def test_a_plan_that_does_not_fit_has_status_1(cli):
+    arguments = ("--model", "decoder-7b", "--target", "v5e:2x2", "--mesh", "fsdp:4", "--remat", "full", "--no-compile")
+    code, out, _ = cli(*arguments)
+    assert code == 1
+    assert "does not fit: " in out
+    assert " too much; the largest part is " in out
+    assert "it does not fit; to run it all the same: meshwright train --model decoder-7b" in out
+
+
+def test_a_search_ranks_and_says_why_others_were_not_taken(cli):
+    arguments = (*ON_TPU, "--search", "--batch-size", "8", "--constraints", "tp<=2")
+    code, out, _ = cli(*arguments, "--top", "2", "--remat", "full")
+    assert code == 0
+    assert "  remat=full" in out
+    assert "remat=dots" not in out
+    assert out.count("\n1. meshwright train ") == out.count("\n2. meshwright train ") == 1
+    assert "\n3. meshwright" not in out
+    assert "do not divide the rows" in out
+    _, out, _ = cli(*arguments, "--json")
+    data = json.loads(out)
+    assert data["considered"] == data["fit"] + sum(data["rejected"].values())
+    steps = [one["time"]["step"]["value"] for one in data["plans"]]
+    assert len(steps) == 3
+    assert steps == sorted(steps)
+
+
+def test_a_search_compiles_the_best(cli, monkeypatch):
+    def compile_step(job, target, setup, **limits):
+        return made_up(setup=setup, peak=2**40 if setup.remat == "none" else 2**25)
+
+    monkeypatch.setattr("meshwright.plan.search.compile_step", compile_step)
+    arguments = (*SMALL, "--target", "v5p:2x2x1", "--search", "--python", "other", "--batch-size", "8", "--top", "4")
+    code, out, err = cli(*arguments)
+    assert code == 0
+    assert err.count("compiling ") == 4
+    assert "do not fit once compiled: does not fit: 1.0 TiB of 95.7 GiB" in out
+    assert " compiled" in out
+
+
+def test_two_files_or_two_configurations_are_compared(cli, tmp_path):
+    paths = []
+    for mesh in ("fsdp:4", "dp:4"):
+        paths.append(tmp_path / f"{mesh[:2]}.json")
+        paths[-1].write_text(cli(*ON_TPU, "--mesh", mesh, "--json")[1])
+    code, by_file, _ = cli("--diff", *paths)
+    assert code == 0
+    _, by_name, _ = cli(*ON_TPU, "--diff", "fsdp:4", "dp:4")
+    assert by_file == by_name
+    assert "A: fsdp:4, 4 rows on 4 x TPU v5p" in by_file
+    data = json.loads(cli("--diff", *paths, "--json")[1])
+    job = language_job(Decoder.named("tiny"), batch_size=4, num_tokens=64)
+    layouts = [state_layout(job, optax.adamw(1e-3), mw.create_abstract_mesh(mesh)) for mesh in ("fsdp:4", "dp:4")]
+    exact = [sum(one.bytes_per_device for one in made.leaves if "opt_state" in one.name) for made in layouts]
+    kind = next(c for c in data["changes"] if c["name"] == "activations from attention")
+    assert kind["before"] == read_plan(paths[0])["memory"]["parts"][5]["split"]["attention"]
+    optimizer = next(c for c in data["changes"] if c["name"] == "optimizer")
+    assert [optimizer["before"], optimizer["after"]] == exact
+    total = next(c for c in data["changes"] if c["name"] == "total" and c["group"].startswith("Memory"))
+    assert total["before"] == read_plan(paths[0])["memory"]["total"]
+    assert "no figure differs" in cli("--diff", paths[0], paths[0])[1]
+
+
+def test_a_difference_is_explained_in_text_and_on_a_page(cli, tmp_path):
+    page = tmp_path / "diff.html"
+    code, out, err = cli(*ON_TPU, "--diff", "dp:4 remat=full", "fsdp:4", "--html", page)
+    assert code == 0
+    assert f"wrote {page}" in err
+    assert "\na step: " in out
+    assert "all-reduce over dp: devices wait for nothing in B" in out
+    assert "MiB optimizer: " in out.replace("KiB", "MiB")
+    html = page.read_text()
+    for words in ("Why they differ", "Memory of a device at the peak", "devices wait for", "A: dp:4 and B: fsdp:4"):
+        assert words in html
+    assert "http://" not in html.replace("http://www.w3.org", "")
+
+
+def test_a_search_explains_its_best_against_another(cli, tmp_path):
+    search = (*ON_TPU, "--batch-size", 16, "--search", "--constraints", "fsdp=4", "--top", 1)
+    code, out, _ = cli(*search, "--against", "dp:4 remat=full", "--html", tmp_path / "plan.html")
+    assert code == 0
+    assert "Best plans" in out
+    assert "A: dp:4 remat=full, 16 rows on" in out.replace(" rows=16", "")
+    assert "memory of a device: " in out
+    assert "Why they differ" in (tmp_path / "plan.html").read_text()
+    data = json.loads(cli(*search, "--against", "dp:4 remat=full", "--json")[1])
+    time = data["against"]["explanations"][0]
+    assert time["after"] == data["plans"][0]["time"]["step"]["value"]
+    assert sum(cause["more"] for cause in time["causes"]) == pytest.approx(time["more"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ([*ON_TPU, "--mesh", "fsdp:4", "--against", "dp:4"], ConfigError, "--against is for a search"),
+        ([], ConfigError, "a plan needs a machine"),
+        (["--target", "v5p:2x2x1"], ConfigError, "a job or of a model"),
+        (["--target", "v5p:2x2x1", "planned_job:job", "--model", "decoder-7b"], ConfigError, "a job or of a model"),
+        (["--target", "v5p:2x2x1", "planned_job:job", "--num-tokens", "8"], ConfigError, "brings its own"),
+        ([*ON_TPU], JobError, r"no mesh was given.*\nhint: .*--search"),
+        ([*ON_TPU, "--search", "--mesh", "fsdp:4"], ConfigError, "does not take --mesh"),
+        ([*ON_TPU, "--diff", "fsdp:4", "dp:4 remta=full"], MeshwrightError, "'remta=full' of .* is not an option"),
+        ([*ON_TPU, "--mesh", "fsdp:8"], MeshwrightError, "fsdp=8 = 8 but there are only 4 devices"),
+        ([*ON_TPU, "--mesh", "fsdp:4", "--top", "2"], ConfigError, "--top is for a search"),
+        ([*ON_TPU, "--mesh", "fsdp:4", "--constraints", "tp=1"], ConfigError, "--constraints are for a search"),
+        (["--diff", "missing.json", "fsdp:4"], ConfigError, "there is no file 'missing.json'"),
+        ([*ON_TPU, "--diff", "fsdp:4", ""], MeshwrightError, "'' is neither a file nor a setup"),
+        ([*ON_TPU, "--diff", "fsdp:4", "dp:4 minibatches=x"], MeshwrightError, "'minibatches=x' is not a number"),
+        ([*ON_TPU, "--diff", "fsdp:4", "dp:4 overlap=no"], MeshwrightError, "'overlap=no' is not True or False"),
+    ],
+)
+def test_wrong_options(cli, arguments, error, text):
+    with pytest.raises(error, match=text):
+        cli(*arguments)
+
+
+def test_what_a_search_is_compared_with_is_checked_first(cli, monkeypatch):
+    monkeypatch.setattr("meshwright.cli.plan.search_plans", lambda *args, **options: pytest.fail("it searched"))
+    with pytest.raises(MeshwrightError, match="fsdp=8 = 8 but there are only 4 devices"):
+        cli(*ON_TPU, "--search", "--against", "fsdp:8")
+
+
+def test_a_file_that_holds_no_plan(tmp_path):
+    (tmp_path / "a.json").write_text('{"target": 1}')
+    with pytest.raises(MeshwrightError, match=r"does not hold a plan.\nhint: "):
+        read_plan(tmp_path / "a.json")
+    (tmp_path / "b.json").write_text("{")
+    with pytest.raises(MeshwrightError, match="cannot be read as a plan"):
+        read_plan(tmp_path / "b.json")
+
+
+def test_rich_draws_the_same_tables():
+    job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+    plans = [make_plan(job, "v5p:2x2x1", Setup(mesh=mesh)) for mesh in ("fsdp:4", "dp:4")]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(plan_summary(plans[0], PlannedJob(model="decoder-tiny")))
+    console.print(diff_plans(*plans))
+    drawn = console.file.getvalue()
+    assert "Memory of a device" in drawn
+    assert "reduce-scatter" in drawn
+    assert "B - A" in drawn
+
+
+def test_setups_as_text_and_options():
+    base = Setup(mesh="dp:8", rows=16)
+    assert parse_setup("fsdp:8 minibatches=2 sync=once", base) == Setup(
+        mesh="fsdp:8", rows=16, num_minibatches=2, sync="once"
+    )
+    assert parse_setup("fsdp:8 overlap=False clip=0.5", base) == Setup(mesh="fsdp:8", rows=16, overlap=False, clip=0.5)
+    setup = Setup(mesh="fsdp:8", precision={"compute": "float16"}, view="global")
+    assert setup_arguments(setup) == ["--mesh", "fsdp:8", "--remat", "none", "--view", "global"]

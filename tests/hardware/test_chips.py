@@ -1,0 +1,96 @@
+"""The table of chips: every figure has a source, and agrees with what is printed on the chip."""
+
+import pytest
+
+from meshwright.hardware.chips import CHIPS, chip_of
+
+BY_NAME = {chip.name: chip for chip in CHIPS}
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+def test_every_figure_has_a_source(chip):
+    figures = ["memory_bytes", "memory_bandwidth", "links", "network", "devices_per_host"]
+    figures += [f"peaks.{dtype}" for dtype in chip.peaks]
+    if chip.matmul_flops is not None:
+        figures.append("matmul_flops")
+    assert sorted(chip.sources) == sorted(figures)
+    assert all(len(source) > 10 for source in chip.sources.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("TPU v4", "v4"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("TPU7x", "tpu7x"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("nvidia  h200 ", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("a100-80", "a100"),
+        ("h200", "h200"),
+    ],
+)
+def test_kinds_of_devices(kind, name):
+    assert chip_of(kind).name == name
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["cpu", "", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "TPU v3", "TPU v4 lite"],
+)
+def test_chips_that_only_sound_alike_are_not_in_the_table(kind):
+    assert chip_of(kind) is None
+
+
+def test_names_and_kinds_are_unique():
+    known = [name for chip in CHIPS for name in {chip.name, *(kind.casefold() for kind in chip.device_kinds)}]
+    assert len(known) == len(set(known))
+
+
+# What vendors print: TFLOP/s of bfloat16, GB, GB/s, GB/s of all links in both directions.
+PRINTED = {
+    "v4": (275, 32, 1200, 600),
+    "v5e": (197, 16, 819, 400),
+    "v5p": (459, 95, 2765, 1200),
+    "v6e": (918, 32, 1640, 800),
+    "tpu7x": (2307, 192, 7380, 1200),
+    "a100-40": (312, 40, 1555, 600),
+    "a100": (312, 80, 2039, 600),
+    "h100": (989.4, 80, 3350, 900),
+    "h200": (989.4, 141, 4800, 900),
+    "b200": (2250, 180, 7700, 1800),
+}
+
+
+@pytest.mark.parametrize(("name", "printed"), PRINTED.items())
+def test_figures_against_what_is_printed_on_the_chip(name, printed):
+    chip, (tflops, gigabytes, bandwidth, links) = BY_NAME[name], printed
+    ways = chip.devices_per_chip
+    assert chip.peak("bfloat16") * ways == pytest.approx(tflops * 1e12)
+    # Printed sizes are sometimes powers of two and sometimes of ten, and a part is kept by the system.
+    assert gigabytes * 1e9 * 0.98 <= chip.memory_bytes * ways <= gigabytes * 2**30 * 1.01
+    assert chip.memory_bandwidth * ways == pytest.approx(bandwidth * 1e9, rel=0.005)
+    assert chip.links.total * 2 * ways == pytest.approx(links * 1e9)
+
+
+def test_table_covers_what_was_printed():
+    assert list(BY_NAME) == list(PRINTED)
+
+
+def test_peaks_by_dtype():
+    h100 = chip_of("h100")
+    assert h100.peak("float8_e5m2") == h100.peak("float8_e4m3fn") == 2 * h100.peak("float16")
+    assert h100.peak("float32") == h100.peak() / 2  # TF32
+    assert chip_of("v5p").peak("float32") == chip_of("v5p").peak()  # one pass in bfloat16
+    assert chip_of("a100").peak("float8_e4m3fn") is None
+
+
+def test_measured_matmuls_are_below_the_peak():
+    assert [chip.name for chip in CHIPS if chip.matmul_flops] == ["h200"]
+    assert 0.6 < chip_of("h200").matmul_flops / chip_of("h200").peak() < 1

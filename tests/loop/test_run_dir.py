@@ -1,0 +1,52 @@
+"""A run's folder: which may hold a run, and what is said where it cannot be written."""
+
+import errno
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.loop.config import TrainConfig
+from meshwright.loop.run_dir import RunFolder
+
+
+def open_folder(path, **changes):
+    folder = RunFolder.open(TrainConfig().changed({"run": str(path), **changes}), name="x")
+    folder.close()
+    return folder
+
+
+def test_a_folder_of_other_files_takes_no_run(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for changes in ({}, {"resume": True, "or_start": True}):
+        with pytest.raises(ConfigError, match=r"holds other files, and no run: notes.txt.\nhint: name a folder"):
+            open_folder(tmp_path, **changes)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", [None, "slurm-12.out", "lost+found", "metrics.jsonl", ".nfs0001"])
+def test_an_empty_folder_and_what_an_attempt_left_are_fine(tmp_path, name):
+    if name is not None:
+        (tmp_path / name).touch()
+    assert not open_folder(tmp_path).resumed
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "fox.txt").touch()
+    for name in ("fox.txt", "fox.txt/run"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be written: .*\nhint: --run names a folder, and there is a file"
+        ):
+            open_folder(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"File name too long.\nhint: a shorter name"):
+        open_folder(tmp_path / ("x" * 300))
+
+
+def test_a_folder_that_may_not_be_written_is_told(tmp_path, monkeypatch):
+    def refuse(self):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(RunFolder, "_take_lock", refuse)
+    with pytest.raises(
+        ConfigError, match=r"run cannot be written: Permission denied.\nhint: name a folder that you may"
+    ):
+        open_folder(tmp_path / "run")

@@ -1,0 +1,107 @@
+"""What a run decides must not change the function: here, whether kernels of ours do a part of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright.models import XLSTM, Decoder, Execution, language
+from meshwright.parallel.kernels import dispatch as kernels
+from meshwright.parallel.kernels import norm_kernel, softmax_kernel, stack_kernel
+from meshwright.train import language_job
+from meshwright.train.gradients import make_gradients
+from meshwright.train.state import init_state, state_layout
+
+SIZES = {"vocab_size": 64, "num_layers": 5, "d_model": 32, "num_heads": 4, "d_ff": 64}
+MODELS = {"decoder": Decoder(**SIZES), "xlstm": XLSTM(**SIZES, chunk_size=8)}
+QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+def loss_and_gradients(model, mesh, wanted):
+    import optax
+
+    job = language_job(model, batch_size=4, num_tokens=16, run=Execution(kernels=wanted, layers="unroll"), z_loss=1e-3)
+    layout = state_layout(job, optax.sgd(0.1), mesh)
+    params = init_state(job, optax.sgd(0.1), layout, jax.random.key(0)).params
+    gradients = make_gradients(job, layout, view="local")
+
+    def run(params, batch):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return gradients(params, batch, None)[0]
+
+    found = jax.jit(run, compiler_options=QUICKLY)(params, job.make_batch(0))
+    return jax.tree.map(np.asarray, {"loss": found.loss, "grads": found.grads, "metrics": found.metrics})
+
+
+def assert_same(found, exact):
+    for (path, got), true in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(exact), strict=True):
+        assert np.abs(got - true).max() <= 3e-6 * max(np.abs(true).max(), 1e-6), path
+
+
+def counting(used, call):
+    def counted(*args, name, **options):
+        used.append(name)
+        return call(*args, name=name, **options)
+
+    return counted
+
+
+@pytest.mark.parametrize("name", ["decoder", pytest.param("xlstm", marks=pytest.mark.slow)])
+def test_kernels_do_not_change_loss_or_gradients(name, monkeypatch):
+    used = []
+    for module in (norm_kernel, softmax_kernel, stack_kernel):
+        monkeypatch.setattr(module, "call_kernel", counting(used, kernels.call_kernel))
+    mesh = mw.create_mesh("dp:1", devices=1)
+    found = loss_and_gradients(MODELS[name], mesh, True)
+    assert set(used) == {"residual_norm_gradient", "softmax_gradient", "stack"}
+    assert used.count("residual_norm_gradient") == 2 * SIZES["num_layers"]
+    assert_same(found, loss_and_gradients(MODELS[name], mesh, False))
+
+
+def in_plain_jax(used, kernel, *args, name, outs, **_):
+    """Does what the kernels do: JAX cannot interpret them on several devices."""
+    used.append(name)
+    if name == "stack":
+        return [jnp.stack(args)]
+    if name == "softmax_gradient":
+        logits, targets, factors = args
+        log_sum = jax.nn.logsumexp(logits, axis=-1)
+        hit = targets[:, None] == jnp.arange(logits.shape[1])
+        of_softmax = factors * (1 + 2 * 1e-3 * log_sum)
+        d_logits = of_softmax[:, None] * jnp.exp(logits - log_sum[:, None]) - hit * factors[:, None]
+        return [d_logits, log_sum, (logits * hit).sum(axis=1), logits.argmax(axis=1)]
+    h, d_kept, d_normed, inverse, scale = args
+    unit, d_unit = h * inverse[:, None], d_normed * scale
+    d_h = (d_unit - unit * (d_unit * unit).mean(axis=1, keepdims=True)) * inverse[:, None] + d_kept
+    return [d_h, (d_normed * unit).sum(axis=0, keepdims=True)]
+
+
+@pytest.mark.parametrize(("text", "names"), [("dp:2", 3), ("dp:2,tp:2", 2)])
+def test_on_meshes_they_take_and_give_what_a_device_has(text, names, monkeypatch):
+    used, mesh = [], mw.create_mesh(text, devices=4 if "tp" in text else 2)
+    exact = loss_and_gradients(MODELS["decoder"], mesh, False)
+    monkeypatch.setattr(kernels, "chip_family", lambda: "gpu")
+    for module in (norm_kernel, softmax_kernel, stack_kernel):
+        monkeypatch.setattr(module, "call_kernel", functools.partial(in_plain_jax, used))
+    assert_same(loss_and_gradients(MODELS["decoder"], mesh, None), exact)
+    # Where the vocabulary is split, a device has a part of each row of logits, and the loss stays with XLA.
+    assert len(set(used)) == names
+
+
+@pytest.mark.parametrize("wanted", [None, False])
+def test_matmuls_that_hide_transfers_are_told(wanted, monkeypatch):
+    """In each layer two that gather, for attention and the MLP, and two that scatter."""
+    told = []
+    for name in ("fused_column_dense", "row_dense"):
+        call = getattr(language, name)
+        monkeypatch.setattr(
+            language, name, lambda *args, call=call, **options: told.append(options) or call(*args, **options)
+        )
+    model, tokens = MODELS["decoder"], jnp.zeros((2, 16), jnp.int32)
+    with jax.set_mesh(mw.create_mesh("tp:2", devices=2)):
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        jax.eval_shape(functools.partial(model.apply, run=Execution(kernels=wanted, layers="unroll")), params, tokens)
+    assert [options["kernels"] for options in told] == [wanted] * 4 * SIZES["num_layers"]

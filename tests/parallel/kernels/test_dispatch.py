@@ -1,0 +1,79 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright import PlacementError
+from meshwright.parallel import local_map
+from meshwright.parallel.kernels import dispatch as kernels
+from meshwright.parallel.kernels.dispatch import backed_by, uses_kernels
+
+
+def in_local_view(mesh, wanted):
+    """What is answered inside of shard_map, where one device's arrays are seen."""
+    answers = []
+
+    def ask(x):
+        answers.append(uses_kernels(wanted))
+        return x
+
+    jax.eval_shape(local_map(ask, mesh=mesh, in_specs=P(), out_specs=P()), jax.ShapeDtypeStruct((8,), jnp.float32))
+    return answers[0]
+
+
+def test_cpus_get_kernels_on_request_only():
+    assert not uses_kernels(None)
+    assert uses_kernels(True)
+    with jax.set_mesh(mw.create_mesh("dp:1", devices=1)):
+        assert not uses_kernels(None)
+        assert uses_kernels(True)
+
+
+def test_gpus_get_them_wherever_arrays_are_one_devices(monkeypatch):
+    monkeypatch.setattr(kernels, "chip_family", lambda: "gpu")
+    one, many = mw.create_mesh("dp:1", devices=1), mw.create_mesh("dp:4,tp:2")
+    with jax.set_mesh(one):
+        assert uses_kernels(None)
+    with jax.set_mesh(many):  # XLA splits arrays here
+        assert not uses_kernels(None)
+    assert in_local_view(many, None)
+    assert not in_local_view(many, False)
+
+
+def test_an_axis_that_types_speak_of_keeps_kernels_away(monkeypatch):
+    monkeypatch.setattr(kernels, "chip_family", lambda: "gpu")
+    mesh = jax.make_mesh((1,), ("dp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        assert not uses_kernels(None)
+
+
+def test_old_gpus_do_without(monkeypatch):
+    monkeypatch.setattr(kernels, "chip_family", lambda: "gpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for capability, wanted in (("7.5", False), ("8.0", True), ("9.0", True), ("12.0", True)):
+        device = type("Device", (), {"compute_capability": capability})()
+        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
+        assert uses_kernels(None) is wanted, capability
+
+
+def test_what_cannot_be_is_refused(monkeypatch):
+    with (
+        jax.set_mesh(mw.create_mesh("dp:4,tp:2")),
+        pytest.raises(PlacementError, match=r"XLA splits arrays over 'dp', 'tp' here"),
+    ):
+        uses_kernels(True)
+    with pytest.raises(PlacementError, match="on several CPU devices JAX cannot interpret them"):
+        in_local_view(mw.create_mesh("dp:8"), True)
+    monkeypatch.setattr(kernels, "chip_family", lambda: "v5p")
+    with pytest.raises(PlacementError, match="for GPUs: not for v5p"):
+        uses_kernels(True)
+
+
+def test_batches_and_derivatives_are_those_of_the_plain_function():
+    run = backed_by(lambda x, y: 3.0 * x * y, lambda x, y: 2.0 * x * y)  # not the same, to tell them apart
+    x, y = jnp.arange(4.0), jnp.float32(5)
+    assert run(x, y).tolist() == (10 * x).tolist()
+    assert jax.vmap(run, in_axes=(0, None))(x, y).tolist() == (15 * x).tolist()
+    assert jax.grad(lambda x: run(x, y).sum())(x).tolist() == [15.0] * 4

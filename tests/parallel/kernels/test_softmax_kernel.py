@@ -1,0 +1,104 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshwright.parallel import cross_entropy
+from meshwright.parallel.cross_entropy import linear_cross_entropy
+from meshwright.parallel.kernels import softmax_kernel
+from meshwright.parallel.kernels.softmax_kernel import softmax_gradient
+
+from ..losses import naive, values
+from ..one_device import close
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Rows of many pieces, without vocabularies that take long to interpret."""
+    monkeypatch.setattr(softmax_kernel, "_LANES", 16)
+
+
+def logits_of(rows, size, dtype):
+    return (4 * jax.random.normal(jax.random.key(0), (rows, size))).astype(dtype)
+
+
+# One piece and several, whole and not.
+@pytest.mark.parametrize("size", [7, 32, 96, 100])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 8e-3)])
+def test_gradient_and_facts_are_those_of_a_softmax(size, dtype, tolerance):
+    logits = logits_of(6, size, dtype)
+    wide = np.asarray(logits, np.float64)
+    targets = jnp.array([0, size - 1, size // 2, int(wide[3].argmax()), 3, 1])
+    factors, z_loss = jnp.array([1.0, 0.5, 2.0, 1.0, 0.0, 0.25]), 1e-2
+    found = jax.jit(lambda logits: softmax_gradient(logits, targets, factors, z_loss=z_loss))(logits)
+    log_sum = np.log(np.exp(wide).sum(axis=1))
+    d_logits = np.exp(wide - log_sum[:, None]) * (1 + 2 * z_loss * log_sum)[:, None]
+    d_logits[np.arange(6), np.asarray(targets)] -= 1
+    assert found.d_logits.dtype == dtype
+    close(found.d_logits, d_logits * np.asarray(factors)[:, None], tolerance, "d_logits")
+    close(found.log_sum, log_sum, 1e-6, "log_sum")
+    assert (np.asarray(found.of_target) == wide[np.arange(6), np.asarray(targets)]).all()
+    assert (np.asarray(found.place) == wide.argmax(axis=1)).all()
+
+
+def test_of_several_largest_the_first_is_named():
+    logits = jnp.zeros((2, 100)).at[0, jnp.array([40, 41, 99])].set(5.0).at[1, 99].set(5.0)
+    assert softmax_gradient(logits, jnp.zeros(2, int), jnp.ones(2)).place.tolist() == [40, 99]
+
+
+def test_large_and_infinite_logits_stay_in_range():
+    logits = jnp.array([[3e4, -3e4, 2.9e4], [-jnp.inf, 0.0, -jnp.inf]])
+    found = softmax_gradient(logits, jnp.array([0, 1]), jnp.ones(2))
+    assert found.d_logits.tolist() == [[0.0, 0.0, 0.0]] * 2
+    assert found.log_sum.tolist() == [3e4, 0.0]
+
+
+def test_a_target_that_is_none_is_not_read():
+    found = softmax_gradient(jnp.zeros((2, 5)), jnp.array([-1, 5]), jnp.array([1.0, jnp.nan]))
+    assert found.of_target.tolist() == [0.0, 0.0]
+    np.testing.assert_allclose(found.d_logits[0], 0.2, rtol=1e-6)
+    assert bool(jnp.isnan(found.d_logits[1]).all())
+
+
+def with_gradients(kernels, a, **options):
+    def total(x, head):
+        sums = linear_cross_entropy(x, head, a["targets"], weights=a["weights"], kernels=kernels, **options)
+        return sums.total, sums
+
+    (_, sums), grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(a["x"], a["head"])
+    return sums, grads
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_the_loss_by_the_kernel_is_the_loss(z_loss, monkeypatch):
+    used, kernel = [], cross_entropy.softmax_gradient
+    monkeypatch.setattr(cross_entropy, "softmax_gradient", lambda *a, **kw: used.append(1) or kernel(*a, **kw))
+    a = values()
+    sums, grads = with_gradients(True, a, z_loss=z_loss, chunk_rows=8)
+    assert used
+    for got, true, what in zip(sums, naive(a, z_loss=z_loss), sums._fields, strict=True):
+        close(got, np.asarray(true), 2e-6, what)
+    for got, true in zip(grads, with_gradients(False, a, z_loss=z_loss, chunk_rows=8)[1], strict=True):
+        close(got, np.asarray(true), 2e-6, "gradient")
+
+
+def test_what_does_not_count_may_be_anything_and_bad_targets_are_nan():
+    a = dict(values())
+    weights = np.ones_like(a["weights"])
+    weights[0, 3] = 0.0
+    x, targets = a["x"].copy(), a["targets"].copy()
+    x[0, 3], targets[0, 3] = np.nan, -7
+    sums, grads = with_gradients(True, a | {"x": x, "targets": targets, "weights": weights}, chunk_rows=8)
+    assert all(bool(jnp.isfinite(part).all()) for part in (*sums, *grads))
+    targets[1, 2] = 10_000
+    sums, grads = with_gradients(True, a | {"x": x, "targets": targets, "weights": weights}, chunk_rows=8)
+    assert bool(jnp.isnan(sums.total))
+    assert bool(jnp.isnan(grads[0][1, 2]).all())
+    assert bool(jnp.isfinite(grads[0][0]).all())
+
+
+@pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"soft_cap": 5.0}, {"vocab_size": 33}])
+def test_other_functions_of_the_logits_are_left_to_xla(options, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "softmax_gradient", None)
+    sums, _ = with_gradients(True, values(), **options)
+    close(sums.total, np.asarray(naive(values(), **options).total), 2e-6, "total")

@@ -1,0 +1,304 @@
+"""Overlapped matmuls against one device: every form, every axis size, both passes, every view."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.errors import MeshError, PlacementError
+from meshwright.parallel import Form, gather_matmul, local_map, matmul_scatter
+from meshwright.parallel.overlap.forms import FORMS, PARTS, WHOLE, choose_form
+from meshwright.plan.compiled.collectives import read_schedule
+
+from ..one_device import mesh_of
+
+# Every distinct form of the table, and the plain ones; ties differ in scheduling only, never in values.
+TABLE_FORMS = sorted({form for chip in FORMS.values() for form in chip.values()} | {WHOLE, PARTS, Form()}, key=str)
+ROWS, UP, DOWN = P("dp", "tp", None), P(None, "tp"), P("tp", None)
+BATCH, DIM = 2, 6
+
+
+@functools.cache
+def problem(ways, rows_each=4, dtype="float32"):
+    rng = np.random.default_rng(ways)
+    rows, hidden = ways * rows_each, ways * 3
+    shapes = ((BATCH, rows, DIM), (DIM, hidden), (DIM, hidden), (hidden, DIM), (BATCH, rows, DIM))
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+
+
+def block(x, gate, up, down, gather, scatter):
+    """A gated MLP: two weights share one gather, and their product is scattered."""
+    a, b = gather(x, (gate, up))
+    return scatter(jnp.tanh(a) * b, down)
+
+
+def reference(x, gate, up, down, weight):
+    y = block(x, gate, up, down, lambda x, ws: tuple(x @ w for w in ws), lambda h, w: h @ w)
+    return jnp.sum(y * weight)
+
+
+@functools.cache
+def expected(ways, rows_each=4):
+    *args, weight = problem(ways, rows_each)
+    return jax.value_and_grad(reference, argnums=(0, 1, 2, 3))(*args, weight)
+
+
+def local_loss(ways, check_vma=True, **options):
+    scatter_options = {k: v for k, v in options.items() if k != "save_gathered"}
+
+    def loss(x, gate, up, down, weight):
+        y = block(
+            x,
+            gate,
+            up,
+            down,
+            lambda x, ws: gather_matmul(x, ws, axis="tp", **options),
+            lambda h, w: matmul_scatter(h, w, axis="tp", **scatter_options),
+        )
+        axes = tuple(axis for axis, size in mesh_of(ways).shape.items() if size > 1)
+        total = jnp.sum(y * weight)
+        return lax.psum(total, axes) if axes else total
+
+    return local_map(loss, mesh=mesh_of(ways), in_specs=(ROWS, UP, UP, DOWN, ROWS), out_specs=P(), check_vma=check_vma)
+
+
+def check(ways, f, rows_each=4, tolerance=2e-6):
+    loss, grads = jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3)))(*problem(ways, rows_each))
+    true_loss, true_grads = expected(ways, rows_each)
+    np.testing.assert_allclose(loss, true_loss, rtol=1e-5)
+    for name, ours, true in zip(("x", "gate", "up", "down"), grads, true_grads, strict=True):
+        scale = np.abs(true).max()
+        assert np.abs(ours - true).max() <= tolerance * scale, name
+
+
+@pytest.mark.parametrize(("ways", "form"), [*itertools.product([1, 2, 4, 8], TABLE_FORMS)], ids=str)
+def test_every_form_equals_one_device(ways, form):
+    check(ways, local_loss(ways, form=form, grad_form=form))
+
+
+@pytest.mark.parametrize("form", [None, "ring", "both_ways", "parts", "whole"])
+@pytest.mark.parametrize("ways", [3, 8])
+def test_named_forms_and_the_table_equal_one_device(ways, form):
+    check(ways, local_loss(ways, form=form, grad_form=form))
+
+
+@pytest.mark.parametrize(("ways", "num_chunks"), [(4, 2), (8, 1), (8, 2), (8, 4), (8, 8)])
+def test_fewer_larger_chunks_equal_one_device(ways, num_chunks):
+    check(ways, local_loss(ways, num_chunks=num_chunks))
+
+
+@pytest.mark.parametrize("save_gathered", [False, True])
+@pytest.mark.parametrize(
+    ("ways", "group"), [(8, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((4, 2), (8, 4)))]
+)
+def test_pools_in_the_backward_pass_equal_one_device(ways, group, save_gathered):
+    form = Form(group=group)
+    check(ways, local_loss(ways, form=form, grad_form=form, save_gathered=save_gathered))
+
+
+@pytest.mark.parametrize("form", ["ring", "both_ways", "parts", "whole"])
+@pytest.mark.parametrize("dtype", ["int8", "int32"])
+def test_sums_of_whole_numbers_and_fractions(form, dtype):
+    """Partial sums have the fractions of the weight, though rows have none; sums of whole numbers are exact."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(-9, 9, (16, 8)).astype(dtype)
+    for w in (rng.normal(size=(8, 8)).astype(np.float32), rng.integers(1, 2**22, (8, 8)).astype(np.int32)):
+        scatter = local_map(
+            lambda x, w: matmul_scatter(x, w, axis="tp", form=form),
+            mesh=mw.create_mesh("tp:8"), in_specs=(P(None, "tp"), P("tp", None)), out_specs=P("tp", None),
+        )  # fmt: skip
+        got, wanted = scatter(x, w), x.astype(w.dtype) @ w
+        assert got.dtype == w.dtype
+        if w.dtype == np.int32:
+            np.testing.assert_array_equal(got, wanted)
+        else:
+            np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["ring", "both_ways", "parts", "whole"])
+def test_kept_rows_give_the_same_weight_gradients(form):
+    check(4, local_loss(4, form=form, grad_form=form, save_gathered=True))
+
+
+def test_odd_shards_that_cannot_be_halved():
+    check(4, local_loss(4, form="both_ways", grad_form="both_ways"), rows_each=3)
+
+
+def test_as_an_island_in_a_jit_program():
+    def loss(x, gate, up, down, weight):
+        gather = functools.partial(gather_matmul, axis="tp")
+        return jnp.sum(block(x, gate, up, down, gather, functools.partial(matmul_scatter, axis="tp")) * weight)
+
+    with jax.set_mesh(mesh_of(4)):
+        check(4, loss)
+
+
+def test_without_a_mesh_it_is_a_matmul():
+    x, gate, _, down, _ = problem(2)
+    np.testing.assert_allclose(gather_matmul(x, gate, axis="tp"), x @ gate, rtol=1e-6)
+    hidden = x @ gate
+    np.testing.assert_allclose(matmul_scatter(hidden, down, axis="tp"), hidden @ down, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["ring", "both_ways", "parts", "whole"])
+def test_without_vma_values_are_right(form):
+    """Gradients of replicated weights need vma; values do not."""
+    *args, weight = problem(8)
+    f = jax.jit(local_loss(8, check_vma=False, form=form))
+    np.testing.assert_allclose(f(*args, weight), expected(8)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("wire", [None, "float32"])
+@pytest.mark.parametrize("form", ["ring", "both_ways", "parts", "whole"])
+def test_bfloat16_accumulates_in_float32(form, wire):
+    x, gate, up, down, weight = problem(8)
+    low = [value.astype(jnp.bfloat16) for value in (x, gate, up, down)]
+    ours = jax.jit(jax.grad(local_loss(8, form=form, grad_form=form, wire_dtype=wire), argnums=(0, 1, 2, 3)))
+    exact = jax.grad(reference, argnums=(0, 1, 2, 3))(*(v.astype(jnp.float32) for v in low), weight)
+    for got, true in zip(ours(*low, weight), exact, strict=True):
+        assert got.dtype == jnp.bfloat16
+        error = jnp.linalg.norm(got.astype(jnp.float32) - true) / jnp.linalg.norm(true)
+        assert float(error) < 1.5e-2
+
+
+@pytest.mark.parametrize("num_chunks", [None, 2, 4])
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_bytes_are_the_least_possible(num_chunks, both_ways):
+    ways = 8
+    x, gate, up, down, weight = problem(ways)
+    options = {"form": Form(both_ways=both_ways), "grad_form": Form(both_ways=both_ways), "num_chunks": num_chunks}
+    compiled = jax.jit(local_loss(ways, **options)).lower(x, gate, up, down, weight).compile()
+    permutes = [c for c in read_schedule(compiled.as_text()).collectives if c.kind == "collective-permute"]
+    gathered = x.size * x.dtype.itemsize
+    assert sum(c.trips * c.bytes_moved for c in permutes) == 2 * gathered * (ways - 1) / ways
+
+
+def test_a_weight_that_does_not_vary_over_data_gets_the_sum_of_gradients():
+    """The replicated weight is marked outside the custom gradient, so its sum over dp happens exactly once."""
+    check(4, local_loss(4))
+
+
+def test_the_choice_of_form():
+    assert choose_form("gather_matmul", None, num_chunks=None, axis_size=8, width=64) == FORMS["cpu"]["gather_matmul"]
+    assert choose_form("gather_matmul", "both_ways", num_chunks=4, axis_size=8, width=64) == Form(group=2)
+    assert choose_form("gather_matmul", None, num_chunks=1, axis_size=8, width=64) == WHOLE
+    with pytest.raises(PlacementError, match=r"there is no form 'rign'.\nhint: did you mean 'ring'"):
+        choose_form("gather_matmul", "rign", num_chunks=None, axis_size=8, width=64)
+    with pytest.raises(PlacementError, match=r"3 chunks for 8 devices.\nhint: use one of: 1, 2, 4, 8"):
+        choose_form("gather_matmul", None, num_chunks=3, axis_size=8, width=64)
+    with pytest.raises(PlacementError, match=r"num_chunks=2 counts the steps of a ring, and the form is unsplit"):
+        choose_form("gather_matmul", "whole", num_chunks=2, axis_size=8, width=64)
+    for group in (3, 8):
+        with pytest.raises(PlacementError, match=rf"pools {group} of 8 devices"):
+            choose_form("gather_matmul", Form(group=group), num_chunks=None, axis_size=8, width=64)
+    with pytest.raises(PlacementError, match=r"2\.5 chunks for 8 devices"):
+        choose_form("gather_matmul", None, num_chunks=2.5, axis_size=8, width=64)
+    assert choose_form("gather_matmul", None, num_chunks=2.0, axis_size=8, width=64) == Form(group=4)
+
+
+def test_bad_shapes_and_axes():
+    x, gate, _, down, _ = problem(4)
+    with pytest.raises(PlacementError, match=r"cannot multiply x of shape \(2, 16, 6\) by a weight of shape \(12, 6\)"):
+        gather_matmul(x, down, axis="tp")
+    with jax.set_mesh(mesh_of(4)), pytest.raises(MeshError, match="gather_matmul names axis 'tpp'"):
+        gather_matmul(x, gate, axis="tpp")
+    scatter = local_map(
+        lambda h, w: matmul_scatter(h, w, axis="tp"), mesh=mesh_of(4), in_specs=(UP, DOWN), out_specs=DOWN
+    )
+    with pytest.raises(
+        PlacementError, match=r"cannot scatter 6 rows over 4 devices of axis 'tp'.\nhint: pad the rows to 8"
+    ):
+        scatter(jnp.ones((6, 12)), down)
+
+
+def test_gradients_of_shared_rows_are_summed_newest_product_first():
+    # cuBLAS adds the second operand of such a sum to its result; the other way round XLA makes a pass of its own of it.
+    x, ws = jnp.ones((4, 8), jnp.bfloat16), tuple(jnp.ones((8, width), jnp.bfloat16) for width in (8, 16, 24))
+
+    def pull(x, grads):
+        return jax.vjp(lambda x: gather_matmul(x, ws, axis=None), x)[1](grads)
+
+    jaxpr = jax.make_jaxpr(pull)(x, tuple(jnp.ones((4, w.shape[1]), jnp.bfloat16) for w in ws)).jaxpr
+    made = {out: equation.primitive.name for equation in jaxpr.eqns for out in equation.outvars}
+    sums = [equation for equation in jaxpr.eqns if equation.primitive.name.startswith("add")]
+    assert len(sums) == 2
+    assert [made[equation.invars[0]] for equation in sums] == ["dot_general", "dot_general"]
+    assert made[sums[1].invars[1]] == sums[0].primitive.name
+
+
+def test_buffers_of_a_ring_are_made_where_they_are_filled():
+    """Made outside of a loop over layers, they would be copied in each of its rounds."""
+    x, gate, _, down, _ = problem(2)
+
+    def layer(h, weights):
+        up, down = weights
+        return h + matmul_scatter(jnp.tanh(gather_matmul(h, up, axis="tp", form="ring")), down, axis="tp"), None
+
+    def loss(x, ups, downs):
+        return lax.psum(jnp.sum(lax.scan(layer, x, (ups, downs))[0]), ("dp", "tp"))
+
+    specs = ROWS, P(None, *UP), P(None, *DOWN)
+    split = local_map(loss, mesh=mesh_of(2), in_specs=specs, out_specs=P())
+    whole = jax.make_jaxpr(jax.grad(split, argnums=(0, 1, 2)))(x, jnp.stack([gate] * 3), jnp.stack([down] * 3))
+    passes = [equation.params["jaxpr"] for equation in whole.eqns if equation.primitive.name == "shard_map"]
+    outside = [equation.primitive.name for one in passes for equation in getattr(one, "jaxpr", one).eqns]
+    assert outside.count("scan") == 2  # there and back
+    assert "empty" not in outside
+
+
+def test_many_at_once():
+    """`vmap` over a ring: its buffers get the new dim as well."""
+    x, gate, *_ = problem(4)
+    ring = local_map(
+        lambda x, w: jax.vmap(lambda x, w: gather_matmul(x, w, axis="tp", form="ring"), in_axes=(0, None))(x, w),
+        mesh=mesh_of(4),
+        in_specs=(ROWS, UP),
+        out_specs=P("dp", None, "tp"),
+    )
+    np.testing.assert_allclose(jax.jit(ring)(x, gate), x @ gate, atol=1e-5)
+
+
+@pytest.mark.parametrize("save_gathered", [False, True])
+def test_second_derivatives(save_gathered):
+    *args, weight = problem(4)
+    loss = local_loss(4, form="ring", grad_form="ring", save_gathered=save_gathered)
+
+    def along(loss):
+        """The Hessian's product with the arguments."""
+        first = jax.grad(loss, argnums=(0, 1, 2, 3))
+        return jax.grad(lambda args: sum(jnp.vdot(g, a) for g, a in zip(first(*args, weight), args, strict=True)))
+
+    for got, true in zip(jax.jit(along(loss))(tuple(args)), along(reference)(tuple(args)), strict=True):
+        np.testing.assert_allclose(got, true, atol=2e-5 * np.abs(true).max())
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: gather_matmul(jnp.ones((6, 8)), jnp.ones((8, 8)), axis="tp"),
+            r"cannot split 6 rows over the 4",
+        ),
+        (lambda: gather_matmul(jnp.ones((8, 8)), jnp.ones((8, 6)), axis="tp"), r"cannot split 6 columns .* 6 % 4 = 2"),
+        (
+            lambda: matmul_scatter(jnp.ones((8, 6)), jnp.ones((6, 8)), axis="tp"),
+            r"scatter cannot split 6 columns",
+        ),
+    ],
+)
+def test_what_does_not_divide_in_a_jit_program_is_told(call, text):
+    with jax.set_mesh(mesh_of(4)), pytest.raises(PlacementError, match=text):
+        call()
+
+
+def test_dtypes_have_their_short_names():
+    x, w = jnp.ones((8, 8)), jnp.ones((8, 8))
+    with jax.set_mesh(mesh_of(4)):
+        assert gather_matmul(x, w, axis="tp", out_dtype="bf16").dtype == jnp.bfloat16
+        np.testing.assert_array_equal(matmul_scatter(x, w, axis="tp", wire_dtype="bf16"), x @ w)

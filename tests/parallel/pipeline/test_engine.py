@@ -1,0 +1,396 @@
+"""Pipelines give the loss and gradients of one device, on any mesh, schedule and number of microbatches."""
+
+import faulthandler
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.parallel.dropout import dropout
+from meshwright.parallel.local_map import local_map
+from meshwright.parallel.pipeline.engine import pipeline
+from meshwright.parallel.pipeline.schedule import Schedule, circular_schedule, gpipe_schedule
+from meshwright.parallel.pipeline.stages import stage_layers, unstage_layers
+from meshwright.parallel.rows import row_key
+
+VOCAB, WIDTH, HIDDEN, LAYERS = 11, 8, 16, 8
+QUICKLY = {"xla_backend_optimization_level": 0}  # a third of the time to compile, and the same function
+
+
+@pytest.fixture(autouse=True)
+def time_limit():
+    """A deadlock between devices sits in compiled code, where only the end of the process helps."""
+    faulthandler.dump_traceback_later(300, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+# --- A model with an embedding, layers and a head, and what one device computes for it ---
+
+
+def make_params(num_layers=LAYERS):
+    keys = jax.random.split(jax.random.key(0), 4)
+    return {
+        "embed": jax.random.normal(keys[0], (VOCAB, WIDTH)),
+        "layers": {
+            "up": jax.random.normal(keys[1], (num_layers, WIDTH, HIDDEN)) / 4,
+            "down": jax.random.normal(keys[2], (num_layers, HIDDEN, WIDTH)) / 4,
+            "scale": jnp.linspace(0.5, 1.5, num_layers * WIDTH).reshape(num_layers, WIDTH),
+            "number": jnp.arange(num_layers),
+        },
+        "head": jax.random.normal(keys[3], (WIDTH, VOCAB)),
+    }
+
+
+def make_batch(rows):
+    tokens = jax.random.randint(jax.random.key(1), (rows, 3), 0, VOCAB)
+    mask = jax.random.bernoulli(jax.random.key(2), 0.7, (rows, 3)).astype(jnp.float32)
+    gain = jnp.linspace(0.5, 2.0, rows).reshape(rows, 1, 1)  # an extra argument that every layer uses
+    return {"tokens": tokens, "gain": gain, "targets": jnp.flip(tokens, 1), "mask": mask}
+
+
+def layer(p, h, gain, *, rng=None, tp=None):
+    """One residual layer; x/|x| at its end gives NaN gradients wherever it meets the zeros of an empty pipeline."""
+    inner = jnp.tanh((h * gain * p["scale"]) @ p["up"]) @ p["down"]
+    inner = lax.psum(inner, tp) if tp else inner
+    if rng is not None:
+        inner = dropout(inner, 0.3, jax.random.fold_in(rng, p["number"]))
+    h = h + inner
+    return h / jnp.sqrt((h**2).sum(-1, keepdims=True))
+
+
+def stage(params, h, gain, **options):
+    return lax.scan(lambda h, p: (layer(p, h, gain, **options), None), h, params)[0]
+
+
+def embed(table, tokens):
+    return table[tokens]
+
+
+def head_loss(head, h, batch):
+    logits = jax.nn.log_softmax(h @ head)
+    picked = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    return -(picked * batch["mask"]).sum()
+
+
+def one_device_loss(params, batch, rng=None):
+    h = embed(params["embed"], batch["tokens"])
+    h = stage(params["layers"], h, batch["gain"], rng=rng)
+    return head_loss(params["head"], h, batch)
+
+
+def split_numbers(params):
+    """Integers cannot be differentiated: they travel beside the weights."""
+    layers = dict(params["layers"])
+    return {**params, "layers": layers}, layers.pop("number")
+
+
+def piped_loss(mesh, *, num_microbatches, schedule="gpipe", num_rounds=1, rng=None, **options):
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1 or axis == "pp"}
+    tp = "tp" if "tp" in sizes else None
+    rows = P("dp" if "dp" in sizes else None)
+    ahead = (None,) if schedule != "gpipe" else ()
+    layers = {"up": P(*ahead, "pp", None, tp), "down": P(*ahead, "pp", tp), "scale": P(*ahead, "pp")}
+    specs = ({"embed": P(), "layers": {**layers, "number": P(*ahead, "pp")}, "head": P()}, rows)
+
+    def local(params, batch):
+        key = None
+        if rng is not None:
+            first = lax.axis_index("dp") * batch["gain"].shape[0] if "dp" in sizes else 0
+            key = row_key(rng, first)
+        loss = pipeline(
+            functools.partial(stage, tp=tp),
+            params["layers"],
+            batch["tokens"],
+            batch["gain"],
+            axis="pp",
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            first=embed,
+            first_params=params["embed"],
+            last=head_loss,
+            last_params=params["head"],
+            targets={"targets": batch["targets"], "mask": batch["mask"]},
+            rng=key,
+            combine="sum",
+            everywhere=True,
+            **options,
+        )
+        return lax.psum(loss, "dp") if "dp" in sizes else loss
+
+    mapped = local_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+
+    def loss(params, batch):
+        layers = stage_layers(params["layers"], num_stages=sizes["pp"], num_rounds=num_rounds)
+        if schedule == "circular" and num_rounds == 1:
+            layers = jax.tree.map(lambda leaf: leaf[None], layers)
+        return mapped({**params, "layers": layers}, batch)
+
+    return loss
+
+
+def value_and_grads(loss, params, batch):
+    weights, numbers = split_numbers(params)
+
+    def of_weights(weights, batch):
+        return loss({**weights, "layers": {**weights["layers"], "number": numbers}}, batch)
+
+    return jax.jit(jax.value_and_grad(of_weights), compiler_options=QUICKLY)(weights, batch)
+
+
+def assert_close(got, expected, tolerance=1e-5):
+    for (path, a), (_, b) in zip(jax.tree.leaves_with_path(got), jax.tree.leaves_with_path(expected), strict=True):
+        scale = max(float(np.abs(b).max()), 1e-30)
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() / scale < tolerance, jax.tree_util.keystr(path)
+
+
+def check_against_one_device(mesh, *, rows, rng=None, **options):
+    params, batch = make_params(), make_batch(rows)
+    expected = value_and_grads(
+        functools.partial(one_device_loss, rng=None if rng is None else row_key(rng)), params, batch
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mw.MeshwrightWarning)  # fewer microbatches than stages is part of the table
+        got = value_and_grads(piped_loss(mesh, rng=rng, **options), params, batch)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got))
+    assert_close(got, expected)
+
+
+def mesh_of(text):
+    size = int(np.prod([int(part.split(":")[1]) for part in text.split(",")]))
+    return mw.create_mesh(text, devices=size)
+
+
+QUICK = [
+    ("pp:4", "gpipe", 1, 4),
+    ("pp:2", "circular", 4, 3),
+    ("pp:4", "circular", 2, 8),
+    ("pp:2,dp:2,tp:2", "circular", 2, 2),
+]
+SLOW = [
+    *((f"pp:{pp}", "gpipe", 1, m) for pp in (1, 2, 4, 8) for m in range(1, 9)),
+    *((f"pp:{pp}", "circular", 8 // pp, m) for pp in (1, 2, 4, 8) for m in (1, 2, 3, 5, 8)),
+    *(("dp:2,pp:2,tp:2", schedule, rounds, 4) for schedule, rounds in (("gpipe", 1), ("circular", 4))),
+    ("pp:2,tp:4", "gpipe", 1, 2),
+    ("dp:4,pp:2", "circular", 2, 2),
+    ("dp:1,pp:2,tp:1", "gpipe", 1, 2),  # axes of one device are left to XLA
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "num_rounds", "num_microbatches"),
+    [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)],
+)
+def test_loss_and_gradients_equal_one_device(mesh, schedule, num_rounds, num_microbatches):
+    check_against_one_device(
+        mesh_of(mesh), rows=num_microbatches * 4, schedule=schedule, num_rounds=num_rounds,
+        num_microbatches=num_microbatches,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "num_rounds", "num_microbatches"),
+    [
+        ("pp:2,dp:2", "gpipe", 1, 4),
+        pytest.param("pp:4", "circular", 2, 2, marks=pytest.mark.slow),
+        pytest.param("pp:1", "gpipe", 1, 8, marks=pytest.mark.slow),
+    ],
+)
+def test_dropout_equals_one_device_for_any_mesh_and_microbatches(mesh, schedule, num_rounds, num_microbatches):
+    check_against_one_device(
+        mesh_of(mesh), rows=16, schedule=schedule, num_rounds=num_rounds, num_microbatches=num_microbatches,
+        rng=jax.random.key(5),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_without_remat_the_gradients_are_the_same():
+    check_against_one_device(mesh_of("pp:4"), rows=8, num_microbatches=4, remat=False)
+
+
+# --- What comes out, and where ---
+
+
+def double(params, h, *extras):
+    for extra in extras:
+        h = h + extra
+    return h * params
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_output_is_on_the_last_stage_and_zeros_elsewhere(check_vma):
+    x, shift = jnp.arange(1.0, 7.0).reshape(6, 1), jnp.arange(6.0).reshape(6, 1)
+
+    def local(params, x, shift):
+        return pipeline(double, params, x, shift, axis="pp", num_microbatches=3)[None]
+
+    run = local_map(local, mesh=mesh_of("pp:2"), in_specs=(P("pp"), P(), P()), out_specs=P("pp"), check_vma=check_vma)
+    out = jax.jit(run)(jnp.array([2.0, 3.0]), x, shift)
+    assert out[0].tolist() == [[0.0]] * 6
+    np.testing.assert_array_equal(out[1], ((x + shift) * 2 + shift) * 3)
+
+
+@pytest.mark.parametrize("combine", ["concatenate", "stack", "sum"])
+def test_ways_to_combine_microbatches(combine):
+    x = jnp.arange(8.0).reshape(8, 1)
+    run = local_map(
+        lambda params, x: pipeline(
+            double, params, x, axis="pp", num_microbatches=4, combine=combine, everywhere=True
+        ),
+        mesh=mesh_of("pp:2"), in_specs=(P("pp"), P()), out_specs=P(),
+    )  # fmt: skip
+    parts = (x * 6).reshape(4, 2, 1)
+    expected = {"concatenate": x * 6, "stack": parts, "sum": parts.sum(0)}[combine]
+    np.testing.assert_array_equal(jax.jit(run)(jnp.array([2.0, 3.0]), x), expected)
+
+
+def test_trees_flow_through_and_axes_of_their_own_are_kept():
+    """One of two values varies along tp, the other does not, and the result keeps that."""
+
+    def stage(params, h):
+        return {"split": h["split"] * params, "whole": h["whole"] + lax.psum(h["split"].sum(-1, keepdims=True), "tp")}
+
+    def first(_, x):
+        mine = lax.axis_index("tp") + 1.0
+        return {"split": x * mine, "whole": x}
+
+    run = local_map(
+        lambda params, x: pipeline(
+            stage, params, x, axis="pp", num_microbatches=2, first=first, last=lambda _, h: h["whole"], everywhere=True
+        ),
+        mesh=mesh_of("pp:2,tp:2"), in_specs=(P("pp"), P()), out_specs=P(),
+    )  # fmt: skip
+    # Stage one adds (1 + 2)x, stage two 2 * (1 + 2)x.
+    np.testing.assert_array_equal(jax.jit(run)(jnp.array([2.0, 5.0]), jnp.ones((2, 1))), jnp.full((2, 1), 10.0))
+
+
+def test_circular_layers_are_a_reshape_of_stored_ones():
+    params = {"w": jnp.arange(24).reshape(12, 2)}
+    staged = stage_layers(params, num_stages=2, num_rounds=3)
+    shards = jax.device_put(staged["w"], jax.NamedSharding(mesh_of("pp:2"), P(None, "pp"))).addressable_shards
+    # Virtual stages 0, 2, 4 are on device 0: layers 0-1, 4-5, 8-9.
+    assert shards[0].data[..., 0].tolist() == [[0, 2], [8, 10], [16, 18]]
+    np.testing.assert_array_equal(unstage_layers(staged, num_rounds=3)["w"], params["w"])
+    assert stage_layers(params, num_stages=4) is params
+
+
+# --- Memory ---
+
+
+def backward_temp_bytes(*, num_microbatches, schedule, num_rounds, remat=True):
+    """Temporary memory of a backward pass over weights that dwarf the activations (64 KiB against 64 B)."""
+    mesh, rows = mesh_of("pp:2"), num_microbatches * 2
+    ahead = (num_rounds, 1) if schedule == "circular" else (1,)
+    weights = jax.ShapeDtypeStruct((*ahead[:-1], 2 * ahead[-1], 128, 128), jnp.float32)
+
+    def stage(params, h):
+        return jnp.tanh(h @ params[0, :, :] / 128)
+
+    def loss(params, x):
+        return pipeline(
+            stage, params, x, axis="pp", num_microbatches=num_microbatches, schedule=schedule, combine="sum",
+            everywhere=True, remat=remat,
+        ).sum()  # fmt: skip
+
+    spec = P(None, "pp") if schedule == "circular" else P("pp")
+    mapped = local_map(loss, mesh=mesh, in_specs=(spec, P()), out_specs=P())
+    x = jax.ShapeDtypeStruct((rows, 128), jnp.float32)
+    compiled = jax.jit(jax.grad(mapped)).lower(weights, x).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(("schedule", "num_rounds"), [("gpipe", 1), ("circular", 2)])
+def test_weights_are_not_retained_per_microbatch(schedule, num_rounds):
+    few, many = (backward_temp_bytes(num_microbatches=m, schedule=schedule, num_rounds=num_rounds) for m in (4, 20))
+    per_microbatch = (many - few) / 16
+    activations = 2 * 128 * 4  # of one microbatch
+    assert per_microbatch < 4 * activations  # one stage's weights are 64 times the activations
+
+
+# --- Schedules as data ---
+
+
+def test_a_table_of_ones_own_runs():
+    # GPipe with a pause between the two microbatches.
+    table = Schedule(np.array([[0, -1], [-1, 1], [0, -1], [-1, 1]]), np.array([[0, -1], [-1, 0], [1, -1], [-1, 1]]))
+    run = local_map(
+        lambda params, x: pipeline(
+            double, params, x, axis="pp", num_microbatches=2, schedule=table, everywhere=True
+        ),
+        mesh=mesh_of("pp:2"), in_specs=(P("pp"), P()), out_specs=P(),
+    )  # fmt: skip
+    np.testing.assert_array_equal(run(jnp.array([2.0, 3.0]), jnp.ones((2, 1))), jnp.full((2, 1), 6.0))
+
+
+# --- Bad inputs ---
+
+
+def run_bad(x=None, mesh="pp:2", stage_fn=double, **options):
+    x = jnp.ones((4, 1)) if x is None else x
+    options = {"axis": "pp", "num_microbatches": 2, **options}
+    run = local_map(
+        lambda params, x: pipeline(stage_fn, params, x, **options),
+        mesh=mesh_of(mesh), in_specs=(P("pp"), P()), out_specs=P("pp"),
+    )  # fmt: skip
+    return jax.eval_shape(run, jnp.ones(mesh_of(mesh).shape["pp"]), x)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"num_microbatches": 3},
+            r"cannot cut a batch of 4 rows into 3 microbatches: 4 % 3 = 1(.|\n)*3 or 6 rows, or 2 or 4",
+        ),
+        ({"num_microbatches": 8}, "cannot make 8 microbatches of a batch of 4 rows"),
+        ({"num_microbatches": 0}, "num_microbatches=0"),
+        ({"axis": "ppp"}, "did you mean 'pp'"),
+        ({"schedule": "gpip"}, "no schedule 'gpip'(.|\n)*did you mean 'gpipe'"),
+        ({"schedule": gpipe_schedule(4, 2)}, "made for 4 stages; here there are 2"),
+        ({"schedule": gpipe_schedule(2, 4)}, "made for 4 microbatches; here there are 2"),
+        ({"schedule": circular_schedule(2, 2, 2)}, "leading dim is the rounds, of which there are 2"),
+        (
+            {"stage_fn": lambda p, h: (h * p).astype(jnp.int32)},
+            "takes float32\\[2, 1\\] but returns int32(.|\n)*first=",
+        ),
+        ({"last": lambda p, h: h.sum(), "last_params": ()}, "they are scalars(.|\n)*combine="),
+        ({"combine": "mean"}, "there is no way 'mean' to combine(.|\n)*concatenate, stack, sum"),
+    ],
+)
+def test_bad_inputs(options, message):
+    with pytest.raises(mw.MeshwrightError, match=message):
+        run_bad(**options)
+
+
+def test_26_layers_that_do_not_divide():
+    with pytest.raises(
+        mw.LayoutError, match=r"`w` has 10 layers; 4 stages do not divide them: 10 % 4 = 2.\nhint: use 8 or 12"
+    ):
+        stage_layers({"w": jnp.zeros((10, 2))}, num_stages=4)
+    with pytest.raises(mw.LayoutError, match=r"4 stages x 2 rounds do not divide them: 12 % 8 = 4.\nhint: use 8 or 16"):
+        stage_layers({"w": jnp.zeros((12, 2))}, num_stages=4, num_rounds=2)
+
+
+def test_27_fewer_microbatches_than_stages():
+    with pytest.warns(mw.MeshwrightWarning, match="2 microbatches on 4 stages leave the devices idle 60% of the time"):
+        run_bad(mesh="pp:4")
+
+
+def test_a_closure_that_would_hang_is_an_error():
+    """The gradient of a replicated array inside the branch of one stage is a sum that the other stages never join."""
+
+    def local(params, shared, x):
+        def stage(params, h):
+            return h * params * shared
+
+        return pipeline(stage, params, x, axis="pp", num_microbatches=2, combine="sum", everywhere=True).sum()
+
+    run = local_map(local, mesh=mesh_of("pp:2"), in_specs=(P("pp"), P(), P()), out_specs=P())
+    with pytest.raises(mw.PlacementError, match=r"stage_fn closes over a float32 array of shape \(1,\)(.|\n)*vary"):
+        jax.grad(run, argnums=1)(jnp.ones(2), jnp.ones(1), jnp.ones((2, 1)))

@@ -1,0 +1,39 @@
+"""Schedules of pipelines as tables: the known ones are valid, and wrong ones are named."""
+
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright.parallel.pipeline.schedule import Schedule, circular_schedule, gpipe_schedule
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4, 7, 8, 16])
+def test_schedules_are_valid_and_their_bubbles_as_computed(num_stages, num_microbatches):
+    gpipe = gpipe_schedule(num_stages, num_microbatches)
+    assert gpipe.num_ticks == num_microbatches + num_stages - 1
+    assert gpipe.bubble_fraction == pytest.approx((num_stages - 1) / gpipe.num_ticks)
+    for num_rounds in (1, 2, 3):
+        table = circular_schedule(num_stages, num_rounds, num_microbatches)
+        assert (table.num_stages, table.num_rounds, table.num_microbatches) == (
+            num_stages, num_rounds, num_microbatches,
+        )  # fmt: skip
+        if num_microbatches % num_stages == 0:
+            assert table.num_ticks == num_microbatches * num_rounds + num_stages - 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "message"),
+    [
+        ([[0, -1], [-1, 1]], [[0, -1], [-1, -1]], "holds a stage and a microbatch, or -1 in both"),
+        ([[1, 0]], [[0, 0]], "tick 0, device 0: stage 1 of microbatch 0 runs on the wrong device; it lives on 1"),
+        ([[0, -1], [0, 1]], [[0, -1], [0, 0]], "was already run at tick 0"),
+        ([[0, -1], [-1, -1], [-1, 1]], [[0, -1], [-1, -1], [-1, 0]], "made at tick 1, but that ran at tick 0"),
+        ([[0, -1], [0, 1]], [[0, -1], [1, 0]], "leaves out 1 cells, first stage 1 of microbatch 1"),
+        ([[0, -1, -1], [-1, 1, -1]], [[0, -1, -1], [-1, 0, -1]], "2 virtual stages on 3 devices"),
+        ([0, 1], [0, 0], "two tables of ticks x devices"),
+    ],
+)
+def test_wrong_tables_are_named(stages, microbatches, message):
+    with pytest.raises(mw.MeshwrightError, match=message):
+        Schedule(np.array(stages), np.array(microbatches))

@@ -1,0 +1,209 @@
+# ruff: noqa: E501 (lines of HLO are as long as they are)
+"""The reader of scheduled programs, on programs whose collectives are known and on the forms other chips print."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.plan.compiled.collectives import read_schedule
+
+ASYNC = """HloModule m, is_scheduled=true
+
+%fused (p: bf16[8,16], q: bf16[16,4]) -> bf16[8,4] {
+  %p = bf16[8,16]{1,0} parameter(0)
+  %q = bf16[16,4]{1,0} parameter(1)
+  ROOT %convolution.1 = bf16[8,4]{1,0} convolution(%p, %q), dim_labels=bf_io->bf
+}
+
+%body (t: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
+  %t = (s32[], bf16[8,16]{1,0}) parameter(0)
+  %x = bf16[8,16]{1,0} get-tuple-element(%t), index=1
+  %collective-permute-start.1 = (bf16[8,16]{1,0}, bf16[8,16]{1,0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
+  %fusion.7 = bf16[8,4]{1,0} fusion(%x, %x), kind=kOutput, calls=%fused, backend_config={"estimated_cycles":"100"}
+  %collective-permute-done.1 = bf16[8,16]{1,0} collective-permute-done(%collective-permute-start.1)
+  %i = s32[] get-tuple-element(%t), index=0
+  ROOT %out = (s32[], bf16[8,16]{1,0}) tuple(%i, %collective-permute-done.1)
+}
+
+%condition (t.1: (s32[], bf16[8,16])) -> pred[] {
+  %t.1 = (s32[], bf16[8,16]{1,0}) parameter(0)
+  %bound = s32[] constant(5)
+  %count = s32[] get-tuple-element(%t.1), index=0
+  ROOT %lt = pred[] compare(%count, %bound), direction=LT
+}
+
+%wrapped (w: f32[8]) -> f32[2] {
+  %w = f32[8]{0} parameter(0)
+  ROOT %reduce-scatter.2 = f32[2]{0} reduce-scatter(%w), replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (a: bf16[8,16], b: f32[8]) -> bf16[8,16] {
+  %a = bf16[8,16]{1,0} parameter(0)
+  %b = f32[8]{0} parameter(1)
+  %async-start.1 = ((f32[8]{0}), f32[2]{0}, u32[]) async-start(%b), calls=%wrapped
+  %async-done.1 = f32[2]{0} async-done(%async-start.1)
+  %all-gather-start.3 = (bf16[8,16]{1,0}, bf16[16,16]{1,0}) all-gather-start(%a), replica_groups=mesh['dp'=2,'tp'=4] {'dp'}, dimensions={0}
+  %gemm = bf16[8,4]{1,0} custom-call(%a), custom_call_target="__cublas$gemm"
+  %all-gather-done.3 = bf16[16,16]{1,0} all-gather-done(%all-gather-start.3)
+  %all-reduce.9 = f32[8]{0} all-reduce(%b), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  %zero = s32[] constant(0)
+  %init = (s32[], bf16[8,16]{1,0}) tuple(%zero, %a)
+  %while.1 = (s32[], bf16[8,16]{1,0}) while(%init), condition=%condition, body=%body
+  ROOT %result = bf16[8,16]{1,0} get-tuple-element(%while.1), index=1
+}
+"""
+
+
+def test_async_forms_loops_and_groups():
+    schedule = read_schedule(ASYNC)
+    scatter, gather, reduce, permute = schedule.collectives
+    assert (scatter.kind, scatter.is_async, scatter.hidden, scatter.group_size) == ("reduce-scatter", True, False, 4)
+    assert (scatter.bytes_moved, scatter.wire_bytes) == (32, 24)
+    assert (gather.kind, gather.hidden, gather.group_size, gather.bytes_moved) == ("all-gather", True, 2, 512)
+    assert (reduce.kind, reduce.is_async, reduce.wire_bytes) == ("all-reduce", False, 2 * 32 * 3 / 4)
+    assert (permute.kind, permute.trips, permute.hidden, permute.wire_bytes) == ("collective-permute", 5, True, 256)
+    assert (schedule.count(), schedule.count("collective-permute"), schedule.num_hidden) == (8, 5, 6)
+    assert (schedule.num_matmuls, schedule.estimated_cycles) == (6, 500)
+
+
+def test_the_compute_between_start_and_end():
+    schedule = read_schedule(ASYNC)
+    scatter, gather, reduce, permute = schedule.collectives
+    one = 2 * 8 * 16 * 4
+    assert (permute.matmuls_between, permute.flops_between, permute.cycles_between) == (1, one, 100)
+    # The library's call does not say what it contracts with: that has one operand here.
+    assert (gather.matmuls_between, gather.flops_between) == (1, 0)
+    assert scatter.flops_between == reduce.flops_between == 0
+    assert [(s.in_flight, s.flops, s.cycles) for s in schedule.stretches] == [((1,), 0, 0), ((3,), one, 100)]
+    # Of those whose cycles are estimated: that of the loop, five times.
+    assert (schedule.matmul_flops, schedule.matmul_cycles) == (5 * one, 500)
+
+
+def test_compute_that_several_share_is_one_stretch_with_all_of_them():
+    second = """  %collective-permute-start.2 = (bf16[8,16]{1,0}, bf16[8,16]{1,0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
+  %fusion.7 ="""
+    done = """  %collective-permute-done.2 = bf16[8,16]{1,0} collective-permute-done(%collective-permute-start.2)
+  %i ="""
+    schedule = read_schedule(ASYNC.replace("  %fusion.7 =", second).replace("  %i =", done))
+    assert schedule.stretches[-1].in_flight == (3, 4)
+    assert [one.flops_between for one in schedule.collectives[3:]] == [2 * 8 * 16 * 4] * 2
+    # Of one axis alone, they are the first.
+    along = schedule.along("tp", {"fsdp": 4, "tp": 2})
+    assert [(one.kind, one.trips) for one in along.collectives] == [("collective-permute", 5)] * 2
+    assert [stretch.in_flight for stretch in along.stretches] == [(0, 1)]
+
+
+def test_a_start_that_the_compiler_calls_synchronous_is():
+    """As GPUs write it."""
+    text = ASYNC.replace(
+        "{'dp'}, dimensions={0}",
+        """{'dp'}, dimensions={0}, backend_config={"collective_backend_config":{"is_sync":true}}""",
+    )
+    gather = read_schedule(text).collectives[1]
+    assert (gather.kind, gather.is_async, gather.matmuls_between, gather.hidden) == ("all-gather", False, 0, False)
+
+
+def test_known_trip_counts_win():
+    noted = ASYNC.replace("body=%body\n", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}\n')
+    assert read_schedule(noted).count("collective-permute") == 3
+
+
+@pytest.mark.parametrize(
+    ("f", "out", "kind", "wire"),
+    [
+        (lambda x: lax.psum(x, "dp"), P(), "all-reduce", 2 * 64 * 7 / 8),
+        (lambda x: lax.all_gather(x, "dp", tiled=True), P("dp"), "all-gather", 512 * 7 / 8),
+        (lambda x: lax.psum_scatter(jnp.tile(x, (8, 1)), "dp", tiled=True), P("dp"), "reduce-scatter", 512 * 7 / 8),
+        (lambda x: lax.ppermute(x, "dp", [(i, (i + 1) % 8) for i in range(8)]), P("dp"), "collective-permute", 64),
+    ],
+)
+def test_bytes_of_compiled_programs(f, out, kind, wire):
+    """Each device holds 4 rows of 4 floats: 64 bytes."""
+    mapped = jax.jit(jax.shard_map(f, mesh=mw.create_mesh("dp:8"), in_specs=P("dp"), out_specs=out))
+    schedule = read_schedule(mapped.lower(jnp.ones((32, 4))).compile().as_text())
+    assert (schedule.count(), schedule.count(kind)) == (1, 1)
+    assert schedule.wire_bytes == wire
+
+
+def test_loops_of_compiled_programs_are_counted_with_their_trips():
+    def f(x):
+        return lax.scan(lambda c, _: (lax.ppermute(c, "dp", [(i, (i + 1) % 8) for i in range(8)]), None), x, length=6)[
+            0
+        ]
+
+    mapped = jax.jit(jax.shard_map(f, mesh=mw.create_mesh("dp:8"), in_specs=P("dp"), out_specs=P("dp")))
+    assert read_schedule(mapped.lower(jnp.ones((8, 4))).compile().as_text()).count("collective-permute") == 6
+
+
+MORE = """HloModule m, is_scheduled=true
+
+%all-reduce-scatter.1 (p: bf16[16,4]) -> bf16[2,4] {
+  %p = bf16[16,4]{1,0} parameter(0)
+  %all-reduce.1 = bf16[16,4]{1,0} all-reduce(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %slice = bf16[2,4]{1,0} dynamic-slice(%all-reduce.1), dynamic_slice_sizes={2,4}
+}
+
+%starts (q: bf16[2,4]) -> (bf16[2,4], bf16[8,4], u32[]) {
+  %q = bf16[2,4]{1,0} parameter(0)
+  %all-gather.1 = bf16[8,4]{1,0} all-gather(%q), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  ROOT %custom = (bf16[2,4]{1,0}, bf16[8,4]{1,0}, u32[]) custom-call(%q, %all-gather.1), custom_call_target="Start"
+}
+
+%async_collective_fusion.1 (r: bf16[2,4], s: bf16[8,4]) -> (bf16[8,4], bf16[8,4]) {
+  %r = bf16[2,4]{1,0} parameter(0)
+  %s = bf16[8,4]{1,0} parameter(1)
+  %all-gather.2 = bf16[8,4]{1,0} all-gather(%r), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %convolution.1 = bf16[8,4]{1,0} convolution(%s, %s), dim_labels=bf_io->bf
+  ROOT %both = (bf16[8,4]{1,0}, bf16[8,4]{1,0}) tuple(%convolution.1, %all-gather.2)
+}
+
+%ends (u: bf16[8,4]) -> bf16[8,4] {
+  %u = bf16[8,4]{1,0} parameter(0)
+  ROOT %all-gather.3 = bf16[8,4]{1,0} all-gather(%u), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+}
+
+ENTRY %main (a: bf16[16,4], b: bf16[2,4]) -> bf16[8,4] {
+  %a = bf16[16,4]{1,0} parameter(0)
+  %b = bf16[2,4]{1,0} parameter(1)
+  %fusion.1 = bf16[2,4]{1,0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.1
+  %async-collective-start = (bf16[2,4]{1,0}, bf16[8,4]{1,0}, u32[]) fusion(%b), kind=kCustom, calls=%starts
+  %part = bf16[8,4]{1,0} get-tuple-element(%async-collective-start), index=1
+  %fusion.2 = (bf16[8,4]{1,0}, bf16[8,4]{1,0}) fusion(%b, %part), kind=kCustom, calls=%async_collective_fusion.1
+  %rest = bf16[8,4]{1,0} get-tuple-element(%fusion.2), index=1
+  %async-collective-done = bf16[8,4]{1,0} fusion(%rest), kind=kCustom, calls=%ends
+  %gemm = bf16[8,4]{1,0} custom-call(%rest), custom_call_target="__cublas$gemm"
+  %reduce-scatter-start = ((bf16[16,4]{1,0}, bf16[8,4]{1,0}), (bf16[8,4]{1,0}, bf16[4,4]{1,0})) reduce-scatter-start(%a, %rest), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}, to_apply=%add
+  %reduce-scatter-done = (bf16[8,4]{1,0}, bf16[4,4]{1,0}) reduce-scatter-done(%reduce-scatter-start)
+  ROOT %permute = bf16[8,4]{1,0} collective-permute(%rest), source_target_pairs={{0,1},{1,0},{2,3},{3,2}}
+}
+"""
+
+
+def test_fused_and_combined_forms_and_the_axes_they_run_along():
+    schedule, sizes = read_schedule(MORE), {"fsdp": 4, "tp": 2}
+    fused, gather, combined, permute = schedule.collectives
+    assert (fused.kind, fused.is_async, fused.wire_bytes) == ("reduce-scatter", False, 128 * 7 / 8)
+    assert fused.axes(sizes) == ("fsdp", "tp")
+    assert (gather.kind, gather.hidden, gather.matmuls_between) == ("all-gather", True, 1)
+    assert (gather.partners, gather.axes(sizes)) == (((0, 2, 4, 6),), ("fsdp",))
+    assert (combined.kind, combined.bytes_moved, combined.hidden) == ("reduce-scatter", 192, False)
+    assert (combined.axes(sizes), permute.axes(sizes)) == (("tp",), ("tp",))
+    assert (schedule.along("fsdp", sizes).count(), schedule.along("tp", sizes).count()) == (1, 2)
+    assert schedule.hidden_bytes == gather.wire_bytes == 48
+
+
+@pytest.mark.parametrize("result", ["f32[8,4]{1,0}", "((f32[8,4]{1,0}), f32[8,4]{1,0})"])
+def test_operands_that_a_start_lists_are_not_sent_twice(result):
+    text = f"""HloModule step
+
+ENTRY %main (a: f32[8,4]) -> f32[8,4] {{
+  %a = f32[8,4]{{1,0}} parameter(0)
+  %all-reduce-start = {result} all-reduce-start(%a), replica_groups={{{{0,1}}}}, to_apply=%add
+  ROOT %all-reduce-done = f32[8,4]{{1,0}} all-reduce-done(%all-reduce-start)
+}}
+"""
+    (found,) = read_schedule(text).collectives
+    assert (found.bytes_moved, found.wire_bytes) == (128, 128)

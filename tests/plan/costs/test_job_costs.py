@@ -1,0 +1,159 @@
+"""What a job needs, counted from traces, against counts by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.models import Decoder, Execution
+from meshwright.plan.costs.job_costs import profile_job
+from meshwright.train.language_job import language_job
+
+TOKENS, WIDTH, HIDDEN, VOCAB = 32, 64, 128, 256
+
+
+@functools.cache
+def profile(num_layers=2, platform="tpu", remats=("none", "dots", "full"), num_tokens=TOKENS, layers="scan"):
+    model = Decoder.named("tiny", num_layers=num_layers)
+    job = language_job(model, batch_size=8, num_tokens=num_tokens, run=Execution(layers=layers))
+    return profile_job(job, platform=platform, remats=remats)
+
+
+def test_sizes():
+    found = profile()
+    assert found.num_params == Decoder.named("tiny").num_params
+    assert (found.num_layers, found.tokens_per_row, found.d_model, found.vocab_size) == (2, TOKENS, WIDTH, VOCAB)
+    assert (found.heads, found.kv_heads, found.head_dim) == (8, None, 8)
+    assert (found.by_layer, found.notes) == (True, ())
+    assert found.widths["layers/attn/q"] == 2
+    assert found.widths["layers/attn_norm"] == 4  # norms are kept in float32
+
+
+def test_operations_of_one_row():
+    layer = 4 * WIDTH**2 + 3 * WIDTH * HIDDEN
+    by_hand = TOKENS * (6 * (2 * layer + WIDTH * VOCAB) + 12 * 2 * TOKENS * WIDTH)
+    for remat, needs in profile().needs.items():
+        assert needs.flops.model == by_hand, remat
+    again = [profile().needs[remat].flops.recomputed for remat in ("none", "dots", "full")]
+    assert again[0] == 0 < again[1] < again[2]
+
+
+def test_kernels_of_ours_change_no_count():
+    for layers in ("scan", "unroll"):
+        plain, ours = (
+            profile_job(
+                language_job(
+                    Decoder.named("tiny", num_layers=6),
+                    batch_size=8,
+                    num_tokens=TOKENS,
+                    run=Execution(layers=layers, kernels=on),
+                ),
+                platform="gpu",
+            )
+            for on in (False, None)
+        )
+        for remat, needs in ours.needs.items():
+            flops, others = needs.flops, plain.needs[remat].flops
+            assert (flops.model, flops.recomputed, flops.notes) == (others.model, others.recomputed, ()), (
+                layers,
+                remat,
+            )
+            assert needs.kept_per_row == pytest.approx(plain.needs[remat].kept_per_row, rel=0.02), (layers, remat)
+        assert ours.needs["full"].flops.recomputed > ours.needs["dots"].flops.recomputed
+
+
+def test_recomputing_keeps_the_inputs_of_layers():
+    few, many = profile(2), profile(4)
+    each = TOKENS * WIDTH * 2
+    assert many.needs["full"].kept_per_row - few.needs["full"].kept_per_row == 2 * each
+    # Results of matmuls: four of attention's size, the attended values, two of the mlp's, and the input. Those of the
+    # last matmul are inputs of the next layer.
+    dots = TOKENS * 2 * (4 * WIDTH + WIDTH + 2 * HIDDEN + WIDTH + WIDTH)
+    found = (many.needs["dots"].kept_per_row - few.needs["dots"].kept_per_row) / 2
+    assert found == pytest.approx(dots, rel=0.15)
+    assert few.needs["none"].kept_per_row > few.needs["dots"].kept_per_row > few.needs["full"].kept_per_row
+
+
+def test_layers_written_out_keep_what_no_compiler_would_make_twice():
+    few, many = (profile(count, platform="gpu", remats=("none",), layers="unroll") for count in (2, 4))
+    # Inputs of both norms and their results, queries, keys, values and attended values, and three of the mlp: each as
+    # narrow as it was made. Float32 copies, what norms make on the way and renamed arrays are not kept.
+    wide = 2 * (2 * WIDTH + 2 * WIDTH + 4 * WIDTH + 3 * HIDDEN)
+    numbers = 4 * (8 + 2)  # float32: of every head for attention's softmax, and of both norms
+    found = (many.needs["none"].kept_per_row - few.needs["none"].kept_per_row) / 2
+    assert found == pytest.approx(TOKENS * (wide + numbers), rel=0.02)
+    assert (few.written_out, profile().written_out) == (True, False)
+
+
+def test_what_waits_is_known_by_the_kind_of_layer_that_made_it():
+    few, many = (profile(count, platform="gpu", remats=("none",), layers="unroll").needs["none"] for count in (2, 4))
+    each = {kind: (many.kept[kind] - few.kept[kind]) / 2 / TOKENS for kind in many.kept}
+    assert each == {
+        "attention": 2 * 4 * WIDTH + 4 * 8,  # queries, keys, values, attended values; a float32 of every head
+        "feed-forward": 2 * 3 * HIDDEN,  # gate, up and their product
+        "norms": 2 * 2 * WIDTH + 4 * 2,  # the results of both; a float32 of each
+        "residual stream": 2 * 2 * WIDTH,  # what both read
+        "embedding": 0,
+        "loss": 0,
+    }
+    assert few.fixed == {"loss": VOCAB * WIDTH * 2}
+
+
+def test_kinds_are_the_same_in_loops_and_under_policies():
+    scanned = [profile(count).needs for count in (2, 4)]
+    dots = {kind: (scanned[1]["dots"].kept[kind] - size) / 2 / TOKENS for kind, size in scanned[0]["dots"].kept.items()}
+    # Results of matmuls: q, k, v, o and the attended values; gate and up. The last matmul's are the next layer's input.
+    assert (dots["attention"], dots["feed-forward"]) == (2 * 5 * WIDTH, 2 * 2 * HIDDEN)
+    assert dots["residual stream"] == 2 * WIDTH
+    offload = profile(remats=("offload",)).needs["offload"]
+    assert offload.hosted == {kind: scanned[0]["dots"].kept[kind] for kind in ("attention", "feed-forward")}
+
+
+def test_a_loop_over_layers_stores_no_float32_copies_for_norms():
+    few, many = (profile(count).needs["none"].looped for count in (2, 4))
+    each = {kind: (many[kind] - few[kind]) / 2 / TOKENS for kind in ("norms", "residual stream")}
+    assert each == {"norms": 2 * 2 * WIDTH + 4 * 2, "residual stream": 2 * 2 * WIDTH}
+
+
+def test_what_does_not_grow_with_the_rows_is_told_apart():
+    # The loss hands the head's gradient to the backward pass, whatever the batch.
+    assert profile().needs["full"].kept_fixed >= VOCAB * WIDTH * 2
+    longer = profile(num_tokens=2 * TOKENS)
+    assert longer.needs["full"].kept_fixed == profile().needs["full"].kept_fixed
+    assert longer.needs["full"].kept_per_row == pytest.approx(2 * profile().needs["full"].kept_per_row, rel=0.01)
+
+
+def test_a_policy_needs_the_same_whichever_others_are_counted():
+    alone, beside = profile(remats=("none", "dots")), profile()
+    assert alone.needs["dots"] == beside.needs["dots"]
+    assert alone.needs["none"] == beside.needs["none"]
+
+
+def test_on_gpus_attention_is_that_of_cudnn():
+    tpu, gpu = profile(remats=("none",)), profile(platform="gpu", remats=("none",))
+    assert tpu.needs["none"].flops.attention == 0
+    one = 2 * TOKENS * TOKENS * WIDTH // 2  # of two layers, half of it masked
+    assert gpu.needs["none"].flops.attention == 2 * one * (2 + 5)
+    # Its logits are never stored.
+    assert gpu.needs["none"].kept_per_row < tpu.needs["none"].kept_per_row
+
+
+def test_jobs_that_are_not_ours():
+    def loss(params, batch, rng):
+        return jnp.mean((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2), {}
+
+    shapes = {name: jax.ShapeDtypeStruct((4, 16), "float32") for name in ("x", "y")}
+    job = mw.Job(
+        init=lambda key: {"a": jnp.zeros((16, 32)), "b": jnp.zeros((32, 16))},
+        rules=[("a|b", P("fsdp"))],
+        loss=loss,
+        batch=shapes,
+    )
+    found = profile_job(job, precision="float32", optimizer="sgd")
+    assert (found.d_model, found.num_layers, found.by_layer, found.tokens_per_row) == (None, 1, False, 1)
+    assert found.needs["none"].flops.model == 5 * 2 * 16 * 32  # two forwards, three backwards: x needs no gradient
+    assert found.needs["full"].flops.recomputed == 2 * 2 * 16 * 32
+    assert "not one of ours" in found.notes[1]

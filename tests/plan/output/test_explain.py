@@ -1,0 +1,119 @@
+"""Why two plans differ: the causes add up to the difference, the largest first, with the right sign."""
+
+import functools
+import re
+
+import pytest
+
+from meshwright.models import Decoder
+from meshwright.plan.costs.job_costs import profile_job
+from meshwright.plan.output.explain import explain
+from meshwright.plan.output.plan_diff import diff_plans
+from meshwright.plan.plan import make_plan
+from meshwright.plan.step_setup import Setup
+from meshwright.train.language_job import language_job
+
+
+@functools.cache
+def job():
+    return language_job(Decoder.named("7b", num_layers=4), batch_size=512, num_tokens=8192, packed=True)
+
+
+@functools.cache
+def profile():
+    return profile_job(job(), platform="gpu")
+
+
+def plan(mesh, **options):
+    return make_plan(job(), "h100:32x8", Setup(mesh=mesh, **options), profile=profile()).to_json()
+
+
+SETUPS = {
+    "published": ("dp:32,fsdp:8", {"remat": "full"}),
+    "found": ("fsdp:256", {"num_minibatches": 2, "sync": "once"}),
+    "tensor": ("fsdp:32,tp:8", {"remat": "dots"}),
+    "pipeline": ("dp:16,fsdp:8,pp:2", {"remat": "full"}),
+}
+
+
+@pytest.mark.parametrize("after", SETUPS)
+@pytest.mark.parametrize("before", SETUPS)
+def test_causes_add_up_to_the_difference_with_the_largest_first(before, after):
+    old, new = (plan(SETUPS[name][0], **SETUPS[name][1]) for name in (before, after))
+    time, memory = explain(old, new)
+    assert (time.unit, memory.unit) == ("s", "bytes")
+    assert time.after - time.before == new["time"]["step"]["value"] - old["time"]["step"]["value"]
+    for one in (time, memory):
+        assert sum(cause.more for cause in one.causes) == pytest.approx(one.after - one.before, rel=1e-9, abs=1e-9)
+        sizes = [abs(cause.more) for cause in one.causes if cause.what != "the rest"]
+        assert sizes == sorted(sizes, reverse=True)
+        assert bool(one.causes) == (before != after)
+
+
+def test_the_published_setup_and_what_a_search_finds():
+    time, memory = explain(*(plan(*[SETUPS[n][0]], **SETUPS[n][1]) for n in ("published", "found")))
+    causes = {cause.what: cause for cause in (*time.causes, *memory.causes)}
+    assert causes["recomputation"].more < 0
+    assert "(remat=none)" in causes["recomputation"].why
+    assert "(remat=full)" in causes["recomputation"].why
+    assert causes["all-reduce over dp"].more < 0
+    assert "devices wait for nothing in B" in causes["all-reduce over dp"].why
+    assert "over network, 0% of it hidden" in causes["all-reduce over dp"].why
+    assert causes["reduce-scatter over fsdp"].more > 0  # whole gradients cross the network at once
+    assert causes["activations"].more > 0
+    assert re.search(
+        r"; from (attention|feed-forward) \+[\d.]+ GiB, (attention|feed-forward|norms) \+", causes["activations"].why
+    )
+    assert causes["gradients"].more > 0
+    assert causes["parameters"].more < 0
+    assert "(in 256 parts)" in causes["parameters"].why
+
+
+def test_on_one_mesh_all_that_matmuls_take_more_is_recomputation():
+    """What is computed again may be attention, which is slower than the rest."""
+    (time, _) = explain(plan("fsdp:256"), plan("fsdp:256", remat="dots"))
+    causes = {cause.what: cause.more for cause in time.causes}
+    both = [plan("fsdp:256", remat=remat)["time"]["matmul"]["value"] for remat in ("none", "dots")]
+    assert causes["recomputation"] == pytest.approx(both[1] - both[0])
+    assert "the model's own matmuls" not in causes
+
+
+def test_what_zero_1_splits_is_told():
+    _, memory = explain(plan("dp:256"), plan("dp:256", zero_axis="dp"))
+    (cause,) = [cause for cause in memory.causes if cause.what == "optimizer"]
+    assert "(whole, and along dp)" in cause.why
+    assert "in A (whole)" in cause.why
+
+
+def test_signs_turn_with_the_order():
+    old, new = (plan(SETUPS[name][0], **SETUPS[name][1]) for name in ("published", "found"))
+    there, back = ({c.what: c.more for c in explain(*pair)[0].causes} for pair in ((old, new), (new, old)))
+    assert there == pytest.approx({what: -more for what, more in back.items()})
+
+
+def test_links_that_are_busier_than_compute_are_a_cause_of_their_own():
+    short = language_job(Decoder.named("7b", num_layers=4), batch_size=512, num_tokens=64)
+    made = [make_plan(short, "h100:32x8", Setup(mesh=mesh, remat="full")).to_json() for mesh in ("dp:256", "fsdp:256")]
+    time, _ = explain(*made)
+    busy = next(cause for cause in time.causes if cause.what == "busy links")
+    assert busy.before == pytest.approx(0, abs=1e-12)
+    assert busy.after > 1e-3
+    assert sum(cause.more for cause in time.causes) == pytest.approx(time.after - time.before, rel=1e-9)
+
+
+def test_sentences_and_data():
+    diff = diff_plans(plan("dp:32,fsdp:8", remat="full"), plan("dp:32,fsdp:8"))
+    text = str(diff)
+    assert "ms less" in text
+    assert "recomputation: what the backward pass computes again takes" in text
+    assert "GiB activations: " in text
+    data = diff.to_json()["explanations"]
+    assert [one["about"] for one in data] == ["a step", "memory of a device"]
+    assert sum(cause["more"] for cause in data[1]["causes"]) == pytest.approx(data[1]["more"])
+
+
+def test_plans_without_a_time_explain_their_memory():
+    small = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+    made = [make_plan(small, "cpu:8", Setup(mesh=mesh)).to_json() for mesh in ("dp:8", "fsdp:8")]
+    (memory,) = explain(*made)
+    assert memory.about == "memory of a device"

@@ -1,0 +1,234 @@
+"""The page about a plan, in a real browser and as text: all is drawn, nothing is loaded, every figure has its basis."""
+
+import functools
+import re
+import runpy
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.errors import MeshwrightError
+from meshwright.models import Decoder
+from meshwright.plan.compiled.compile import Compiled, CompiledCollective
+from meshwright.plan.costs.job_costs import profile_job
+from meshwright.plan.costs.memory import Part
+from meshwright.plan.output.commands import PlannedJob
+from meshwright.plan.output.diff_page import build_diff_page
+from meshwright.plan.output.memory_section import _bar_parts
+from meshwright.plan.output.plan_diff import diff_plans
+from meshwright.plan.output.plan_page import build_plan_page, render_plan
+from meshwright.plan.output.time_section import EXPOSED, HIDDEN, _lanes
+from meshwright.plan.plan import make_plan
+from meshwright.plan.search import search
+from meshwright.plan.step_setup import Setup
+from meshwright.train import language_job
+
+SUBJECT = PlannedJob(model="decoder-7b", num_tokens=4096)
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Opens a page in Chromium; see tests/browser.py."""
+    module = runpy.run_path(str(Path(__file__).parents[2] / "browser.py"))
+
+    def look(path, **options):
+        return module["browse"](path, tmp_path, **options)
+
+    return look
+
+
+@functools.cache
+def big_job():
+    return language_job(Decoder.named("7b"), batch_size=256, num_tokens=4096)
+
+
+@functools.cache
+def big_profile():
+    return profile_job(big_job(), platform="tpu")
+
+
+@functools.cache
+def tiny_job():
+    return language_job(Decoder.named("tiny"), batch_size=64, num_tokens=32)
+
+
+def compiled(setup):
+    """As many collectives as a 7B decoder's program has, made up."""
+    kinds = [
+        ("all-gather", "fsdp", True, 1),
+        ("collective-permute", "tp", True, 2),
+        ("reduce-scatter", "fsdp", True, 0),
+    ]
+    kinds += [("all-reduce", "fsdp", False, 0), ("all-reduce", "tp", False, 0)]
+    collectives = tuple(
+        CompiledCollective(
+            kind,
+            (axis,),
+            2**25,
+            2.0**24,
+            4,
+            is_async,
+            between,
+            32,
+            f"jit(step)/while/body/{kind}",
+            flops_between=between * 1e9,
+            serves=f"params/layers/{number}",
+            line=f"models/<layer {number}>.py:7",
+            transfer_s=1e-4,
+            share=0.4 * between,
+        )
+        for number in range(20)
+        for kind, axis, is_async, between in kinds
+    )
+    memory = {"argument": 600 * 2**20, "temp": 33 * 2**30}
+    return Compiled("v5p:4x4x8", setup, peak_bytes=34 * 2**30, memory=memory, collectives=collectives)
+
+
+def big_plan(**changes):
+    setup = Setup(**({"mesh": "fsdp:32,tp:4", "remat": "dots", "rows": 256} | changes))
+    return make_plan(big_job(), "v5p:4x4x8", setup, profile=big_profile(), compiled=compiled(setup), price=4.2)
+
+
+def words(html):
+    """Returns what a reader sees of a page."""
+    body = re.sub(r"<(style|script)\b.*?</\1>", " ", html, flags=re.S)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
+
+
+def test_the_page_of_a_7b_decoder_and_its_search(browse, tmp_path):
+    found = search(big_job(), "v5p:4x4x8", constraints="pp=1, tp<=8, remat=dots|full", profile=big_profile())
+    path = build_plan_page(
+        big_plan(), tmp_path / "out" / "plan.html", job=big_job(), subject=SUBJECT, others=found.ranked[:3], found=found
+    )
+    assert path.stat().st_size < 3e6
+    seen = browse(path)
+    assert seen.console == []
+    assert seen.found["problems"] == []
+    assert seen.found["network"] == []
+    # Memory, activations, time, mesh, torus, four leaves, and a bar for each of four plans.
+    assert seen.found["pictures"] == 13
+    assert seen.found["buttons"] == ["Copy"] * 6  # to train, to plan again, and of each plan
+    # Device 0 in the mesh, and in a tile of each of the four pictures of leaves.
+    assert seen.found["lit"] == ["0"] * 5
+
+
+def test_all_bytes_are_in_the_bar():
+    parts = (Part("bookkeeping", 20, "computed"), Part("parameters", 10**6, "computed"))
+    assert _bar_parts(parts) == (["parameters", "bookkeeping"], [10**6, 20])
+    names = ("bookkeeping", "parameters", "optimizer", "gradients", "gathered weights", "activations", "temporaries")
+    parts = tuple(Part(name, 100, "computed") for name in names)
+    assert _bar_parts(parts) == (list(names[1:]), [100, 200, 100, 100, 100, 100])
+    shown, values = _bar_parts((*parts, Part("narrow weights", 50, "computed")))
+    assert (shown[-1], sum(values), len(shown)) == ("rest", 750, 6)
+
+
+def test_what_the_page_says():
+    html = render_plan(big_plan(), job=big_job(), subject=SUBJECT, notes=["a remark"])
+    text = words(html)
+    assert "It fits: 34.0 GiB of 95.7 GiB (36%), 61.7 GiB free." in text
+    assert "meshwright train --model decoder-7b --num-tokens 4096 --batch-size 256 --mesh fsdp:32,tp:4" in text
+    assert "Other plans" not in text
+    assert "Pipeline" not in text
+    assert "a remark" in text
+    assert "exposed: no matmul between its start and its end" in text
+    assert "All 100 collectives of the compiled program, 100 kinds" in text
+    assert "params/layers/mlp/gate" in text
+    assert "z: 8, closed to a ring" in text
+    assert "&lt;layer 19&gt;" in html
+    # Every row of every table of figures names its basis.
+    for heading in ("What the parts rest on", "One step on one device"):
+        rows = re.findall(r"<tr>(.*?)</tr>", html[html.index(heading) :].partition("</table>")[0], flags=re.S)[1:]
+        assert rows
+        assert all(re.search("compiled|computed|assumed", row) for row in rows)
+
+
+def test_a_narrow_dark_page_with_a_pipeline_on_slices(browse, tmp_path):
+    setup = Setup(mesh="dp:2@dcn,fsdp:4,pp:2,tp:2", remat="full", rows=64)
+    plan = make_plan(tiny_job(), "v5e:4x4*2", setup)
+    path = build_plan_page(plan, tmp_path / "plan.html", job=tiny_job(), subject=PlannedJob(job="my.module:job"))
+    text = words(path.read_text())
+    assert "2 stages work on 4 microbatches; each idles 20.0% of the time (computed)." in text
+    assert "chips of a slice, 2 slices like this" in text
+    assert "x: 4, a line" in text  # a v5e closes only rings of 16
+    seen = browse(path, width=500, dark=True)
+    assert seen.console == []
+    assert seen.found["problems"] == []
+    assert seen.found["network"] == []
+    assert seen.found["paper"] == "rgb(19, 21, 25)"
+
+
+def test_gpus_are_drawn_by_host_and_cpus_without_times(browse, tmp_path):
+    plan = make_plan(tiny_job(), "h200:2x4", Setup(mesh="dp:2,fsdp:4"))
+    assert "host: 2" in words(render_plan(plan, job=tiny_job(), subject=SUBJECT))
+    plan = make_plan(tiny_job(), "cpu:8", Setup(mesh="fsdp:8"))
+    path = build_plan_page(plan, tmp_path / "plan.html", job=tiny_job(), subject=SUBJECT)
+    text = words(path.read_text())
+    assert "Each device needs " in text
+    assert "Time is not planned: the table of chips has no figures for CPUs." in text
+    seen = browse(path)
+    assert seen.console == []
+    assert seen.found["problems"] == []
+
+
+def test_a_plan_that_does_not_fit_says_what_would_help():
+    setup = Setup(mesh="fsdp:4", remat="dots", rows=256)
+    plan = make_plan(big_job(), "v5p:2x2x1", setup, profile=big_profile())
+    text = words(render_plan(plan, job=big_job(), subject=SUBJECT))
+    assert "✕ does not fit" in text
+    assert "the largest part is activations with" in text
+    assert "Train it so all the same, on every host" in text
+    assert "More remat, more minibatches, fewer rows or a larger tp axis take less of it." in text
+
+
+def test_a_whole_copy_on_every_device_is_called_out():
+    def init(key):
+        return {"table": jnp.zeros((4096, 512)), "head": jnp.zeros((512, 512))}
+
+    def loss(params, batch, rng):
+        return (params["table"][batch] @ params["head"]).mean(), {}
+
+    batch = jax.ShapeDtypeStruct((8,), "int32")
+    job = mw.Job(init=init, loss=loss, rules=[("table", P()), ("head", P("fsdp"))], batch=batch)
+    plan = make_plan(job, "cpu:8", Setup(mesh="fsdp:8"))
+    text = words(render_plan(plan, job=job, subject=SUBJECT))
+    assert "Every device holds a whole copy of params/table (8.0 MiB)." in text
+
+
+def test_every_collective_says_what_it_serves_how_much_is_hidden_and_where_it_comes_from():
+    text = words(render_plan(big_plan(), job=big_job(), subject=SUBJECT))
+    row = "all-gather fsdp params/layers/0 512.0 MiB 32 32.0 MiB 1 40.0% partly hidden: the compute beside it"
+    assert row in text
+    assert "models/&lt;layer 0&gt;.py:7" in text
+    assert "exposed: no matmul between its start and its end" in text
+    # Each of five kinds sends 10 GiB: 60% of the first are exposed, 20% of the second, and all of the others.
+    assert "Exposed are 38.0 GiB of it (compiled)." in text
+
+
+def test_judged_transfers_of_different_axes_are_drawn_beside_each_other():
+    plan = big_plan()
+    lanes = {lane.name: lane.spans for lane in _lanes(plan, plan.time)}
+    hidden = {name: [span for span in spans if span.tone == HIDDEN] for name, spans in lanes.items()}
+    assert [hidden[f"links of {axis}"][0].start for axis in ("fsdp", "tp")] == [0.0, 0.0]
+    exposed = sum(span.end - span.start for spans in lanes.values() for span in spans if span.tone == EXPOSED)
+    assert exposed == pytest.approx(plan.time.exposed.value, rel=1e-6)
+
+
+def test_a_page_that_cannot_be_written(tmp_path):
+    plan = make_plan(tiny_job(), "cpu:8", Setup(mesh="fsdp:8"))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(MeshwrightError, match="cannot be written"):
+        build_plan_page(plan, tmp_path / "folder", job=tiny_job(), subject=SUBJECT)
+    assert [one.name for one in tmp_path.iterdir()] == ["folder"]
+
+
+def test_the_page_of_a_difference(browse, tmp_path):
+    plans = [big_plan(), big_plan(mesh="fsdp:128", remat="full")]
+    seen = browse(build_diff_page(diff_plans(*plans), tmp_path / "diff.html"))
+    assert seen.console == []
+    assert seen.found["problems"] == []
+    assert seen.found["network"] == []
+    assert seen.found["pictures"] == 4  # time and memory, a bar for each plan
