@@ -117,9 +117,9 @@ def plain_orbax(place: Path, layout: Any, rng: random.Random, count: int) -> tup
     import numpy as np
     from orbax.checkpoint import v1 as ocp
 
-    from meshwright.checkpoint.stored_tree import abstract_stored
+    from meshwright.checkpoint.arrays import abstract_stored
 
-    abstract = abstract_stored(layout, [leaf.dtype for leaf in layout.leaves])
+    abstract = abstract_stored(layout)
 
     def load() -> list[bytes]:
         return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(ocp.load(place / "state", abstract))]

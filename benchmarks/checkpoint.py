@@ -177,7 +177,7 @@ def ours(place: Path, layout: Any) -> Side:
 def plain(place: Path, layout: Any, *, compressed: bool = True) -> Side:
     from orbax.checkpoint import v1 as ocp
 
-    from meshwright.checkpoint.stored_tree import abstract_stored, from_stored, to_stored
+    from meshwright.checkpoint.arrays import abstract_stored, from_stored, to_stored
 
     def save(state: Any) -> None:
         context = ocp.Context()
@@ -186,7 +186,7 @@ def plain(place: Path, layout: Any, *, compressed: bool = True) -> Side:
             response.append(ocp.save_async(place, to_stored(state, layout)))
 
     response: list[Any] = []
-    abstract = abstract_stored(layout, [leaf.dtype for leaf in layout.leaves])
+    abstract = abstract_stored(layout)
     return save, lambda: response.pop().result(), lambda: from_stored(ocp.load(place, abstract), layout)
 
 

@@ -33,8 +33,7 @@ def main() -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from meshwright.checkpoint.convert.llama import read_llama, write_llama
-    from meshwright.checkpoint.convert.llama_config import llama_config
+    from meshwright.checkpoint.convert.llama import llama_config, read_llama, write_llama
     from meshwright.models import Decoder
 
     print(", ".join(f"{name} {version}" for name, version in versions("jax", "torch", "transformers").items()))

@@ -190,7 +190,7 @@ def test_convert_to_where_nothing_can_be_written(cli, run_folder, tmp_path, monk
             with pytest.raises(CheckpointError, match=r"cannot write to .*: PermissionError"):
                 cli("convert", folder, target)
     with monkeypatch.context() as patch:
-        patch.setattr("meshwright.checkpoint.saving.write_manifest", refuse)
+        patch.setattr("meshwright.checkpoint.store.write_manifest", refuse)
         with pytest.raises(CheckpointError, match=r"step 0 was not written to .*/new: PermissionError: .*denied\.$"):
             cli("convert", tmp_path / "hf", tmp_path / "new")
     for bytes_ in (0, -1):

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshwright.checkpoint.step_files import FileHash, compare_files, unreadable, write_atomically
+from meshwright.checkpoint.step_files import FileHash, compare_files, unreadable
 from meshwright.errors import CheckpointError
+from meshwright.files import write_atomically
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout
 from meshwright.specs import spec_to_json
@@ -35,6 +36,15 @@ class StoredLeaf(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     stored_shape: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        item = {"name": self.name, "shape": list(self.shape), "dtype": self.dtype}
+        return item if self.shape == self.stored_shape else item | {"stored_shape": list(self.stored_shape)}
+
+    @classmethod
+    def from_json(cls, item: Mapping[str, Any]) -> StoredLeaf:
+        shape = tuple(item["shape"])
+        return cls(item["name"], shape, item["dtype"], tuple(item.get("stored_shape", shape)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +74,7 @@ class Manifest:
             "format": FORMAT,
             "step": self.step,
             "files": {name: {"bytes": item.num_bytes, "sha256": item.sha256} for name, item in self.files.items()},
-            "tree": [leaf_to_json(leaf) for leaf in self.tree],
+            "tree": [leaf.to_json() for leaf in self.tree],
             "mesh": self.mesh,
             "layout": self.layout,
             "rng": self.rng,
@@ -93,7 +103,7 @@ class Manifest:
         return cls(
             step=body["step"],
             files={name: FileHash(item["bytes"], item["sha256"]) for name, item in body["files"].items()},
-            tree=tuple(leaf_from_json(item) for item in body["tree"]),
+            tree=tuple(StoredLeaf.from_json(item) for item in body["tree"]),
             mesh=body["mesh"],
             layout=body["layout"],
             rng=body["rng"],
@@ -131,7 +141,7 @@ def read_manifest(folder: Path | str) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest into a step's folder, whole or not at all, which makes the step a finished one."""
-    write_atomically(folder / MANIFEST, manifest.to_json().encode())
+    write_atomically(folder / MANIFEST, manifest.to_json())
 
 
 def verify_step(folder: Path | str, *, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -211,18 +221,6 @@ def current_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def leaf_to_json(leaf: StoredLeaf) -> dict[str, Any]:
-    """Returns a leaf as the manifest has it."""
-    item = {"name": leaf.name, "shape": list(leaf.shape), "dtype": leaf.dtype}
-    return item if leaf.shape == leaf.stored_shape else item | {"stored_shape": list(leaf.stored_shape)}
-
-
-def leaf_from_json(item: Mapping[str, Any]) -> StoredLeaf:
-    """Returns the leaf that `leaf_to_json` wrote."""
-    shape = tuple(item["shape"])
-    return StoredLeaf(item["name"], shape, item["dtype"], tuple(item.get("stored_shape", shape)))
 
 
 def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:

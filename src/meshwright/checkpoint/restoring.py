@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from meshwright.checkpoint import arrays
 from meshwright.checkpoint.manifest import STATE, Manifest, StoredLeaf, is_key, read_manifest, stored_leaf, verify_step
-from meshwright.checkpoint.stored_tree import abstract_stored, check_names, from_stored
 from meshwright.distributed.agreement import gather_texts
 from meshwright.dtypes import is_float
 from meshwright.errors import CheckpointError
@@ -45,8 +44,6 @@ class Restored:
 def problems_of(folder: Path) -> list[str]:
     """Returns what is wrong with a step; several processes read a share of its files each, and all get the answer."""
     found = verify_step(folder, share=(jax.process_index(), jax.process_count()))
-    if jax.process_count() == 1:
-        return found
     lines = [line for text in gather_texts("\n".join(found)) for line in text.split("\n") if line]
     return list(dict.fromkeys(lines))
 
@@ -63,17 +60,16 @@ def read_step(folder: Path, layout: Layout, *, cast: bool, part: bool = False) -
             hint="make the layout with create_mesh(...) on real devices.",
         )
     manifest = read_manifest(folder)
-    check_names([leaf.name for leaf in layout.leaves])
+    arrays.check_names([leaf.name for leaf in layout.leaves])
     stored = {leaf.name: leaf for leaf in manifest.tree}
     require_same_model(manifest, layout, part=part)
     notes = [*_dtype_notes(manifest, layout, cast=cast), *_mesh_notes(manifest, layout)]
     repadded = [leaf for leaf in layout.leaves if stored[leaf.name].stored_shape != leaf.stored_shape]
     if repadded:
         notes.append(f"{count_leaves(len(repadded))} padded anew for this mesh, `{repadded[0].name}` first")
-    abstract = abstract_stored(layout, [leaf.dtype for leaf in layout.leaves])
     fewer = len(layout.leaves) < len(manifest.tree)
-    tree = arrays.read(folder / STATE, abstract, repad=bool(repadded), part=fewer)
-    return Restored(from_stored(tree, layout), manifest.step, manifest.facts, notes)
+    tree = arrays.read(folder / STATE, arrays.abstract_stored(layout), repad=bool(repadded), part=fewer)
+    return Restored(arrays.from_stored(tree, layout), manifest.step, manifest.facts, notes)
 
 
 def require_same_model(manifest: Manifest, layout: Layout, *, part: bool = False) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import MANIFEST, STATE
-from meshwright.checkpoint.step_files import remove_folder, sync_folder, unreadable
+from meshwright.checkpoint.step_files import unreadable
 from meshwright.errors import CheckpointError
+from meshwright.files import remove_folder, sync_folder
 
 SAVING = ".saving"
 """A file that exists while a save of several processes is alive; who cannot go on removes it."""

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh
 
 from meshwright.checkpoint import arrays
-from meshwright.checkpoint.manifest import MANIFEST, STATE, Manifest, current_versions, describe_layout, plain_facts
+from meshwright.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    Manifest,
+    current_versions,
+    describe_layout,
+    plain_facts,
+    write_manifest,
+)
 from meshwright.checkpoint.restoring import Restored, part_of, problems_of, read_step
 from meshwright.checkpoint.retention import SAVING, Keep, finished_steps, remove_step, unfinished_steps
-from meshwright.checkpoint.saving import finish_save
-from meshwright.checkpoint.step_files import FileHash, explain_failure, is_unreadable, remove_folder
-from meshwright.checkpoint.stored_tree import check_names, to_stored
+from meshwright.checkpoint.step_files import FileHash, hash_files, is_unreadable, list_files
 from meshwright.distributed.agreement import from_first, gather_texts, is_first
 from meshwright.errors import CheckpointError
+from meshwright.files import explain_failure, remove_folder, sync_folder, write_atomically
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.train.guards import require_live_state, require_same_state
@@ -32,6 +41,8 @@ from meshwright.types import PyTree
 Tell = Callable[[str, int, str], Any]
 """`tell(kind, step, text)`; kinds are "checkpoint" and "checkpoint_failed". It may be called from another thread."""
 
+PEER_SECONDS = 600.0
+"""How long the first process waits for the hashes of the others."""
 
 _KNOWN = "saved before"
 
@@ -95,24 +106,19 @@ class Checkpoints:
         kept_facts = plain_facts(facts)
         self.wait()
         # The first process decides, because only it knows how the last save ended.
-        decision = gather_texts(self._prepared(step, layout) if is_first() else "")[0]
+        decision = gather_texts(self._make_room(step, layout) if is_first() else "")[0]
         if decision:
             if decision != _KNOWN:
                 self._give_up(step, decision)
             return False
 
-        # Asked for when all is written: what takes time and can wait does not keep the run.
-        def manifest(files: dict[str, FileHash]) -> Manifest:
-            described = describe_layout(layout)
-            return Manifest(step=step, files=files, facts=kept_facts, versions=current_versions(), **described)
-
         # The thread starts first: while Orbax's own threads are busy, starting one takes as long as all the rest.
         responses: SimpleQueue[Any] = SimpleQueue()
-        finish = functools.partial(self._finish, step, responses, manifest, layout.bytes_total)
+        finish = functools.partial(self._finish, step, layout, kept_facts, responses)
         self._thread = threading.Thread(target=finish, name=f"checkpoint {step}")
         self._thread.start()
         try:
-            responses.put(arrays.start_writing(self.folder / str(step) / STATE, to_stored(state, layout)))
+            responses.put(arrays.start_writing(self.folder / str(step) / STATE, arrays.to_stored(state, layout)))
         except BaseException as error:
             responses.put(error)
             self.wait()
@@ -137,9 +143,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check(self, state: PyTree, step: int, layout: Layout) -> None:
@@ -149,46 +153,50 @@ class Checkpoints:
             raise CheckpointError("cannot save with the layout of a machine that is not here.")
         require_live_state(state)
         require_same_state(state, layout)
-        check_names([leaf.name for leaf in layout.leaves])
+        arrays.check_names([leaf.name for leaf in layout.leaves])
 
-    def _prepared(self, step: int, layout: Layout) -> str:
+    def _make_room(self, step: int, layout: Layout) -> str:
         """Makes room for a step; returns why it is not to be written, or nothing."""
         if step in self._known:
             return _KNOWN
+        place = self.folder / str(step)
         try:
-            return self._make_room(step, layout)
+            # A disk that is busy writing can keep a new folder waiting for seconds, so Orbax makes them in the
+            # background.
+            self.clean()
+            if (place / MANIFEST).exists():
+                self._say("checkpoint", step, f"step {step}: replaces a checkpoint from before this run")
+                remove_step(self.folder, step)
+            if place.exists():
+                return f"{place} exists, and is not ours"
+            existing = next(parent for parent in place.parents if parent.exists())
+            free = shutil.disk_usage(existing).free
+            if free < layout.bytes_total:
+                return (
+                    f"the disk is full (not enough space: the state takes {format_bytes(layout.bytes_total)}, "
+                    f"{format_bytes(free)} are free)"
+                )
+            if jax.process_count() > 1:
+                place.mkdir(parents=True)
+                (place / SAVING).touch()
         except (OSError, CheckpointError) as error:
             return explain_failure(error)
-
-    def _make_room(self, step: int, layout: Layout) -> str:
-        # A disk that is busy writing can keep a new folder waiting for seconds, so Orbax makes them in the background.
-        self.clean()
-        place = self.folder / str(step)
-        if (place / MANIFEST).exists():
-            self._say("checkpoint", step, f"step {step}: replaces a checkpoint from before this run")
-            remove_step(self.folder, step)
-        if place.exists():
-            return f"{place} exists, and is not ours"
-        free = shutil.disk_usage(_existing(self.folder)).free
-        if free < layout.bytes_total:
-            return (
-                f"the disk is full (not enough space: the state takes {format_bytes(layout.bytes_total)}, "
-                f"{format_bytes(free)} are free)"
-            )
-        if jax.process_count() > 1:
-            place.mkdir(parents=True)
-            (place / SAVING).touch()
         return ""
 
-    def _finish(
-        self, step: int, responses: SimpleQueue[Any], manifest: Callable[[Any], Manifest], num_bytes: int
-    ) -> None:
+    def _finish(self, step: int, layout: Layout, facts: dict[str, Any], responses: SimpleQueue[Any]) -> None:
+        """The part of a save that runs beside training: waits for the arrays, hashes files, writes the manifest."""
         began = time.monotonic()
+        place = self.folder / str(step)
         try:
             response = responses.get()
             if isinstance(response, BaseException):
                 raise response
-            finish_save(self.folder / str(step), response, manifest)
+            arrays.finish_writing(response, is_alive=(place / SAVING).exists if jax.process_count() > 1 else None)
+            files = _hash_together(place)
+            if is_first():
+                described = describe_layout(layout)
+                manifest = Manifest(step=step, files=files, facts=facts, versions=current_versions(), **described)
+                write_manifest(place, manifest)
         except BaseException as error:
             self._give_up(step, explain_failure(error))
             return
@@ -196,9 +204,8 @@ class Checkpoints:
         self._bad.discard(step)
         if not is_first():
             return
-        self._say(
-            "checkpoint", step, f"saved step {step}: {format_bytes(num_bytes)} in {time.monotonic() - began:.1f} s"
-        )
+        seconds = time.monotonic() - began
+        self._say("checkpoint", step, f"saved step {step}: {format_bytes(layout.bytes_total)} in {seconds:.1f} s")
         # Later steps come from another course of the run: they are not ours to count or to remove.
         steps = [other for other in self.steps() if other <= step and other not in self._bad]
         for old in self.keep.removable(steps):
@@ -248,13 +255,10 @@ class Checkpoints:
         """
         if not is_first():
             return []
-        removed = []
-        for step in unfinished_steps(self.folder):
-            place = self.folder / str(step)
-            if step in self._dead:
-                remove_folder(place)
-                self._dead.discard(step)
-                removed.append(step)
+        removed = [step for step in unfinished_steps(self.folder) if step in self._dead]
+        for step in removed:
+            remove_folder(self.folder / str(step))
+            self._dead.discard(step)
         return removed
 
     def drop_after(self, step: int) -> list[int]:
@@ -282,30 +286,62 @@ class Checkpoints:
         """
         self.wait()
         layout = layout if part is None else part_of(layout, part)
-        restored = self._last_good(layout, cast, part) if step is None else self._named(step, layout, cast, part)
-        self._known = {restored.step} if part is None else set()
-        return restored
-
-    def _last_good(self, layout: Layout, cast: bool, part: str | None) -> Restored:
         notes: list[str] = []
-        candidates = self._candidates()
+        if step is None:
+            step, notes = self._last_to_restore()
+        else:
+            self._require_good(step)
+        restored = read_step(self.folder / str(step), layout, cast=cast, part=part is not None)
+        self._known = {step} if part is None else set()
+        return dataclasses.replace(restored, notes=[*notes, *restored.notes])
+
+    def _last_to_restore(self) -> tuple[int, list[str]]:
+        step, damaged = self.last_good(pass_unreadable=False)
         unfinished = [other for other in unfinished_steps(self.folder) if other > (self.latest() or -1)]
-        notes += [f"step {other} has no manifest: it was not finished, and is passed over" for other in unfinished]
-        for candidate, problems in candidates:
+        notes = [f"step {other} has no manifest: it was not finished, and is passed over" for other in unfinished]
+        notes += damaged
+        if step is None:
+            detail = "".join(f"\n  {note}" for note in notes)
+            raise CheckpointError(
+                f"there is no step to restore in {self.folder}.{detail}",
+                hint="start anew, or look for a copy elsewhere.",
+            )
+        return step, notes
+
+    def last_good(self, *, pass_unreadable: bool = True) -> tuple[int | None, list[str]]:
+        """Returns the last step in which every byte is as it was written, and what is wrong with those after it.
+
+        Args:
+            pass_unreadable: where False, raises at a step that cannot be read: it may be whole, and what a run then
+                saves must not be written over it.
+        """
+        notes: list[str] = []
+        for step, problems in self._candidates():
             if not problems:
-                restored = read_step(self.folder / str(candidate), layout, cast=cast, part=part is not None)
-                return Restored(restored.state, candidate, restored.facts, [*notes, *restored.notes])
-            if all(map(is_unreadable, problems)):  # it may be whole, so what follows it must not be written over it
+                return step, notes
+            unreadable = all(map(is_unreadable, problems))
+            if unreadable and not pass_unreadable:
                 raise CheckpointError(
-                    f"step {candidate} cannot be restored: {_in_words(problems)}",
+                    f"step {step} cannot be restored: {_in_words(problems)}",
                     hint="who may read it? To go on from an earlier step, move it elsewhere.",
                 )
-            self._bad.add(candidate)
-            notes.append(f"step {candidate} is damaged and passed over: {_in_words(problems)}")
-        detail = "".join(f"\n  {note}" for note in notes)
-        raise CheckpointError(
-            f"there is no step to restore in {self.folder}.{detail}", hint="start anew, or look for a copy elsewhere."
-        )
+            if not unreadable:
+                self._bad.add(step)
+            what = "cannot be read" if unreadable else "is damaged"
+            notes.append(f"step {step} {what} and passed over: {_in_words(problems)}")
+        return None, notes
+
+    def _require_good(self, step: int) -> None:
+        problems = problems_of(self.folder / str(step))
+        if problems:
+            self._bad.add(step)
+            good = next((other for other, wrong in self._candidates(but=step) if not wrong), None)
+            raise CheckpointError(
+                f"step {step} cannot be restored: {_in_words(problems)}",
+                hint="no other step is good: look for a copy elsewhere."
+                if good is None
+                else f"the last good step is {good}, which is taken where no step is named.",
+            )
 
     def _candidates(self, *, but: int | None = None) -> Iterator[tuple[int, list[str]]]:
         """Returns the finished steps, the last one first, each with what is wrong with it; all processes go through."""
@@ -318,32 +354,41 @@ class Checkpoints:
 
         return map(verified, range(count))
 
-    def last_good(self) -> tuple[int | None, list[str]]:
-        """Returns the last step in which every byte is as it was written, and what is wrong with those after it."""
-        notes: list[str] = []
-        for step, problems in self._candidates():
-            if not problems:
-                return step, notes
-            what = "cannot be read" if all(map(is_unreadable, problems)) else "is damaged"
-            notes.append(f"step {step} {what} and passed over: {_in_words(problems)}")
-        return None, notes
 
-    def _named(self, step: int, layout: Layout, cast: bool, part: str | None) -> Restored:
-        problems = problems_of(self.folder / str(step))
-        if problems:
-            self._bad.add(step)
-            good = next((other for other, wrong in self._candidates(but=step) if not wrong), None)
-            raise CheckpointError(
-                f"step {step} cannot be restored: {_in_words(problems)}",
-                hint="no other step is good: look for a copy elsewhere."
-                if good is None
-                else f"the last good step is {good}, which is taken where no step is named.",
-            )
-        return read_step(self.folder / str(step), layout, cast=cast, part=part is not None)
+def _hash_together(place: Path) -> dict[str, FileHash]:
+    """Returns the hashes of a step's files, each process hashing its share; only the first one gets all of them."""
+    rank, count = jax.process_index(), jax.process_count()
+    names = [f"{STATE}/{name}" for name in list_files(place / STATE)]
+    hashes = hash_files(place, names[rank::count], sync=True)
+    if rank != 0:
+        write_atomically(_note(place, rank), json.dumps(hashes))
+        return hashes
+    for peer in range(1, count):
+        hashes |= _hashes_of(place, peer)
+    # A file that no process took, because its view of the folder was old, is hashed here.
+    hashes |= hash_files(place, [name for name in names if name not in hashes], sync=True)
+    if count > 1:
+        for peer in range(1, count):
+            _note(place, peer).unlink()
+        (place / SAVING).unlink()
+    for folder, _, _ in os.walk(place):
+        sync_folder(Path(folder))
+    return {name: hashes[name] for name in names}
 
 
-def _existing(folder: Path) -> Path:
-    return next(place for place in (folder, *folder.parents) if place.exists())
+def _hashes_of(place: Path, peer: int) -> dict[str, FileHash]:
+    note, deadline = _note(place, peer), time.monotonic() + PEER_SECONDS
+    while not note.exists():
+        if not (place / SAVING).exists():
+            raise CheckpointError(f"process {peer} of this run could not write its share")
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"process {peer} of this run gave no hashes in {PEER_SECONDS:.0f} s")
+        time.sleep(0.05)
+    return {name: FileHash(*item) for name, item in json.loads(note.read_text()).items()}
+
+
+def _note(place: Path, rank: int) -> Path:
+    return place / f".hashes-{rank}.json"
 
 
 def _in_words(problems: list[str]) -> str:

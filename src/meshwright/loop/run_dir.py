@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fnmatch
 import json
-import os
 import re
 import shlex
 import time
@@ -18,6 +17,7 @@ import jax
 
 from meshwright.distributed.agreement import as_first, together
 from meshwright.errors import ConfigError
+from meshwright.files import write_atomically
 from meshwright.loop.config import TrainConfig
 
 CONFIG, FACTS = "config.yaml", "run.json"
@@ -154,14 +154,7 @@ class RunFolder:
 
     def _write(self, name: str, text: str) -> None:
         if jax.process_index() == 0:
-            new = self.path / f".{name}.new"
-            try:
-                new.write_text(text, encoding="utf-8")
-                os.replace(new, self.path / name)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    new.unlink(missing_ok=True)
-                raise
+            write_atomically(self.path / name, text)
 
     def _take_lock(self) -> None:
         try:

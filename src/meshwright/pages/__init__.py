@@ -10,13 +10,14 @@ from meshwright.pages.grids import Tile, TileGrid, mesh_picture, tile_picture
 from meshwright.pages.lines import Mark, Series, line_chart
 from meshwright.pages.markup import Markup, join, tag, text
 from meshwright.pages.numbers import compact, duration, number, percent
-from meshwright.pages.page import Section, make_page
+from meshwright.pages.page import Section, make_page, write_page
 from meshwright.pages.sampling import smooth, thin
 from meshwright.pages.table import pairs, table
 from meshwright.pages.timeline import Lane, Moment, Shape, Span, timeline
 
 __all__ = [
     "make_page",
+    "write_page",
     "Section",
     "headline",
     "Figure",

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 
+from meshwright.errors import MeshwrightError
+from meshwright.files import write_atomically
 from meshwright.pages.figure import patterns
 from meshwright.pages.markup import Markup, join, tag
 
@@ -79,6 +82,17 @@ def make_page(title: str, *, head: Markup, sections: Sequence[Section], foot: ob
         lang="en",
     )
     return f"<!doctype html>\n{document}\n"
+
+
+def write_page(html: str, path: str | Path, *, hint: str = "name another file.") -> Path:
+    """Writes a page, so that whoever has it open never sees half of it, and returns where it is."""
+    place = Path(path)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place, html)
+    except OSError as error:
+        raise MeshwrightError(f"{path} cannot be written: {error.strerror}.", hint=hint) from None
+    return place
 
 
 @cache

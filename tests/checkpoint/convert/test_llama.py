@@ -9,8 +9,15 @@ import pytest
 import safetensors.numpy
 
 import meshwright as mw
-from meshwright.checkpoint.convert.llama import INDEX, llama_shapes, read_llama, write_llama
-from meshwright.checkpoint.convert.llama_config import decoder_of_config, decoder_of_text, llama_config
+from meshwright.checkpoint.convert.llama import (
+    INDEX,
+    decoder_of_config,
+    decoder_of_text,
+    llama_config,
+    llama_shapes,
+    read_llama,
+    write_llama,
+)
 from meshwright.errors import CheckpointError
 from meshwright.models import Decoder
 

@@ -12,15 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from meshwright.checkpoint.arrays import read_anything
-from meshwright.checkpoint.convert.llama import read_llama, write_llama
-from meshwright.checkpoint.convert.llama_config import decoder_of_text
+from meshwright.checkpoint.arrays import nest, read_anything
+from meshwright.checkpoint.convert.llama import decoder_of_text, read_llama, write_llama
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.restoring import part_of, read_step
 from meshwright.checkpoint.retention import Keep
 from meshwright.checkpoint.step_files import new_folder
 from meshwright.checkpoint.store import Checkpoints
-from meshwright.checkpoint.stored_tree import nest
 from meshwright.errors import CheckpointError, MeshwrightWarning
 from meshwright.layout import Layout
 from meshwright.layout.leaf import make_leaf

@@ -1,4 +1,4 @@
-"""Decoders to and from safetensors files with the names of a Hugging Face Llama.
+"""Decoders to and from a Hugging Face Llama: the sizes in `config.json`, the weights in safetensors files.
 
 There, weights are `[outputs, inputs]`, each layer has tensors of its own, and queries and keys are rotated by halves of
 a head, as `models/ops.py` does: so weights are transposed and unstacked, and nothing else changes.
@@ -6,7 +6,9 @@ a head, as `models/ops.py` does: so weights are transposed and unstacked, and no
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -16,11 +18,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
-from meshwright.checkpoint.convert.llama_config import decoder_of_config, llama_config
-from meshwright.checkpoint.step_files import explain_failure, new_folder, write_atomically
+from meshwright.checkpoint.arrays import nest
+from meshwright.checkpoint.step_files import new_folder
 from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import CheckpointError
+from meshwright.files import explain_failure, write_atomically
 from meshwright.layout import Layout
 from meshwright.layout.text_table import text_table
 from meshwright.models import Decoder
@@ -113,6 +117,114 @@ def _require_same(what: str, found: Mapping[str, tuple[int, ...]], wanted: Mappi
         raise CheckpointError(f"{what} and the model differ in {len(rows)} places.\n{table}")
 
 
+# --- Sizes ---
+
+
+def llama_config(model: Decoder, *, dtype: Any = "float32", max_positions: int = 4096) -> dict[str, Any]:
+    """Returns what `config.json` says of a decoder; raises where a Llama has no word for what it does.
+
+    Args:
+        dtype: of the weights beside it.
+        max_positions: the longest text; a decoder of ours has no such number, and the rotary positions none either.
+
+    Example:
+        >>> config = llama_config(Decoder.named("tiny", num_kv_heads=2))
+        >>> config["hidden_size"], config["num_key_value_heads"], config["head_dim"]
+        (64, 2, 8)
+        >>> decoder_of_config(config) == Decoder.named("tiny", num_kv_heads=2, head_dim=8)
+        True
+    """
+    for field in ("qk_norm", "logit_soft_cap", "attention_soft_cap"):
+        if getattr(model, field):
+            raise CheckpointError(
+                f"a Llama has nothing like {field}={getattr(model, field)}, so its logits would differ.",
+                hint="only decoders without qk_norm and soft caps can be written in this form.",
+            )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.d_model,
+        "intermediate_size": model.d_ff,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads or model.num_heads,
+        "head_dim": model.head_dim or model.d_model // model.num_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "max_position_embeddings": max_positions,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": model.tied_embeddings,
+        "torch_dtype": str(jnp.dtype(dtype)),
+        "use_cache": True,
+    }
+
+
+def decoder_of_config(config: Mapping[str, Any]) -> Decoder:
+    """Returns the decoder that a Llama's `config.json` describes; raises where ours would compute something else."""
+    _require_llama(config)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    try:
+        heads = int(config["num_attention_heads"])
+        return Decoder(
+            vocab_size=int(config["vocab_size"]),
+            num_layers=int(config["num_hidden_layers"]),
+            d_model=int(config["hidden_size"]),
+            num_heads=heads,
+            d_ff=int(config["intermediate_size"]),
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0)),
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        )
+    except KeyError as error:
+        raise CheckpointError(f"config.json says nothing of {error}.") from None
+
+
+def _require_llama(config: Mapping[str, Any]) -> None:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    wanted = {
+        "model_type": (config.get("model_type"), "llama"),
+        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
+        "attention_bias": (bool(config.get("attention_bias", False)), False),
+        "mlp_bias": (bool(config.get("mlp_bias", False)), False),
+        "the rope type": (rope.get("rope_type", rope.get("type", "default")), "default"),
+    }
+    for name, (found, known) in wanted.items():
+        if found != known:
+            raise CheckpointError(
+                f"config.json has {found!r} for {name}; a decoder of ours can only be {known!r}.",
+                hint="Llama models without biases and without scaled rotary positions can be read.",
+            )
+
+
+def decoder_of_text(text: str) -> Decoder:
+    """Returns the decoder whose `repr` a checkpoint's facts hold under `model`; nothing of the text is executed.
+
+    Example:
+        >>> decoder_of_text(repr(Decoder.named("tiny"))) == Decoder.named("tiny")
+        True
+    """
+    fields = {field.name for field in dataclasses.fields(Decoder)}
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "Decoder":
+            raise ValueError("not a Decoder")
+        values = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
+        if call.args or not set(values) <= fields:
+            raise ValueError("not its fields")
+        return Decoder(**values)
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{text[:80]!r} is not a decoder of ours: {error}.", hint="only decoders have a form that Llama knows."
+        ) from None
+
+
 # --- Files ---
 
 
@@ -150,7 +262,9 @@ def write_llama(
     shards = _shards(sizes, max_shard_bytes)
     shard_of = {name: number for number, names in enumerate(shards) for name in names}
     waiting: dict[int, dict[str, Array]] = {}
-    paths = [folder / _file_name(number, len(shards)) for number in range(len(shards))]
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    paths = [folder / name for name in names]
     with new_folder(folder), _all_or_none(folder):
         for name, tensor in to_llama(model, params):
             number = shard_of[name]
@@ -158,14 +272,14 @@ def write_llama(
             held[name] = tensor if target is None else tensor.astype(target)
             if len(held) == len(shards[number]):
                 save_file(waiting.pop(number), paths[number], metadata={"format": "pt"})
-        if len(shards) > 1:
+        if count > 1:
             index = {
                 "metadata": {"total_size": sum(sizes.values())},
                 "weight_map": {name: paths[shard_of[name]].name for name in sorted(sizes)},
             }
-            write_atomically(folder / INDEX, (json.dumps(index, indent=1) + "\n").encode())
+            write_atomically(folder / INDEX, json.dumps(index, indent=1) + "\n")
             paths.append(folder / INDEX)
-        write_atomically(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
+        write_atomically(folder / CONFIG, json.dumps(config, indent=1) + "\n")
     return [*paths, folder / CONFIG]
 
 
@@ -219,9 +333,11 @@ def read_llama(folder: Path | str, *, dtype: Any = None, layout: Layout | None =
         _require_same(f"the files in {folder}", shapes, wanted)
         flat = {}
         for name in _shapes(model):
-            leaf = _read_leaf(sources, PLACES[name], model.num_layers, None if dtype is None else as_dtype(dtype))
-            flat[name] = leaf if layout is None else shard_leaves([leaf], [_sharding(layout, name)])[0]
-    return Llama(model, _unflatten(flat))
+            leaf: Any = _read_leaf(sources, PLACES[name], model.num_layers, None if dtype is None else as_dtype(dtype))
+            if layout is not None:
+                (leaf,) = shard_leaves([leaf], [NamedSharding(layout.mesh, layout[name].spec)])
+            flat[name] = leaf
+    return Llama(model, nest(list(flat), list(flat.values())))
 
 
 def _opened(path: Path) -> Any:
@@ -252,16 +368,6 @@ def _require_tied(sources: Mapping[str, Any]) -> None:
         raise CheckpointError("config.json ties head and embedding, and lm_head.weight is not the embedding's table.")
 
 
-def _sharding(layout: Layout, name: str) -> Any:
-    return jax.sharding.NamedSharding(layout.mesh, layout[name].spec)
-
-
-def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    from meshwright.checkpoint.stored_tree import nest
-
-    return nest(list(flat), list(flat.values()))
-
-
 def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
     """Returns which tensors go into which file: in order, a new file where one would become too large."""
     shards: list[list[str]] = [[]]
@@ -273,10 +379,6 @@ def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
         shards[-1].append(name)
         filled += size
     return shards
-
-
-def _file_name(number: int, count: int) -> str:
-    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -6,7 +6,6 @@ dropped when the file is opened again; cutting a file back makes a new one and p
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from meshwright.files import write_atomically
 
 
 class JsonLines:
@@ -76,7 +77,7 @@ class JsonLines:
                 else:
                     dropped += 1
         if dropped or broken:
-            replace_file(self.path, b"".join(kept))
+            write_atomically(self.path, b"".join(kept))
             os.close(self._file)
             self._file = self._open()
         return dropped, broken
@@ -123,26 +124,6 @@ def plain(value: Any) -> Any:
         # numpy has no way from bfloat16 to Python's numbers but through a wider one, which holds it exactly.
         return (array if array.dtype.kind in "biuf" else array.astype(np.float32)).tolist()
     return str(value) if isinstance(value, Path) else value
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Puts new content in the place of a file's old one: who looks, also after a power cut, sees one or the other."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        with new.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _drop_torn_line(file: int) -> None:

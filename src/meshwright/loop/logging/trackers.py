@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.errors import MeshwrightError
-from meshwright.loop.logging.json_lines import plain, replace_file
+from meshwright.files import write_atomically
+from meshwright.loop.logging.json_lines import plain
 
 IDENTITIES = "trackers.json"
 
@@ -128,7 +129,7 @@ class _OnlineRun(abc.ABC):
         return dict(json.loads(self._path.read_text())) if self._path.exists() else {}
 
     def _write(self) -> None:
-        replace_file(self._path, json.dumps(self._read() | {self.name: self._identity}).encode())
+        write_atomically(self._path, json.dumps(self._read() | {self.name: self._identity}).encode())
 
 
 class Wandb(_OnlineRun):

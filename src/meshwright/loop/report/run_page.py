@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from pathlib import Path
 
-from meshwright.errors import MeshwrightError
 from meshwright.loop.report.curves import loss_section, speed_section, time_section
 from meshwright.loop.report.events import events_section, samples_section
 from meshwright.loop.report.placement_section import layout_section, mesh_section
 from meshwright.loop.report.run_record import RunRecord, read_run
 from meshwright.loop.report.settings import config_section, versions_section
 from meshwright.loop.report.story import ending, figures, loss_sentences, speed_sentences
-from meshwright.pages import Markup, badge, command, headline, join, make_page, prose, tag
+from meshwright.pages import Markup, badge, command, headline, join, make_page, prose, tag, write_page
 
 
 def build_report(run_folder: str | Path, *, out: str | Path | None = None) -> Path:
@@ -31,7 +28,7 @@ def build_report(run_folder: str | Path, *, out: str | Path | None = None) -> Pa
     path = run.folder / "report.html" if out is None else Path(out)
     if path.is_dir():
         path /= "report.html"
-    _write(path, render(run, now=time.time()))
+    write_page(render(run, now=time.time()), path, hint="name another file with --out.")
     return path
 
 
@@ -79,18 +76,3 @@ def _head(run: RunRecord, *, now: float) -> Markup:
             go_on,
         ]
     )
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all: whoever has the page open never sees half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise MeshwrightError(
-            f"{path} cannot be written: {error.strerror}.", hint="name another file with --out."
-        ) from None

@@ -6,10 +6,9 @@ import time
 from pathlib import Path
 
 from meshwright.layout import format_bytes
-from meshwright.pages import Bar, Markup, Section, duration, join, make_page, stacked_bars, table, tag
+from meshwright.pages import Bar, Markup, Section, duration, join, make_page, stacked_bars, table, tag, write_page
 from meshwright.plan.output.compare_section import why_section
 from meshwright.plan.output.plan_diff import PlanDiff
-from meshwright.plan.output.plan_page import write_page
 from meshwright.plan.output.summary import PART_NAMES, PARTS, Table
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError, MeshwrightWarning
+from meshwright.errors import MeshwrightWarning
 from meshwright.layout import Layout, format_bytes
 from meshwright.mesh.build import create_abstract_mesh
 from meshwright.mesh.string import parse_mesh
@@ -27,6 +25,7 @@ from meshwright.pages import (
     percent,
     prose,
     tag,
+    write_page,
 )
 from meshwright.plan.output.commands import PlannedJob, how_to_run, plan_command, train_command
 from meshwright.plan.output.communication_section import sending_section
@@ -66,21 +65,6 @@ def build_plan_page(
     """
     text = render_plan(plan, job=job, subject=subject, others=others, found=found, notes=notes, compared=compared)
     return write_page(text, path)
-
-
-def write_page(text: str, path: str | Path) -> Path:
-    """Writes a page, whole or not at all, and returns where it is."""
-    place = Path(path)
-    temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(place)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise MeshwrightError(f"{path} cannot be written: {error.strerror}.", hint="name another file.") from None
-    return place
 
 
 def render_plan(

@@ -1,0 +1,64 @@
+"""Files on disk: written whole or not at all, brought to the disk, removed; and why a write failed, in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Writes a file that is there whole or not at all, also after a power cut; a failure leaves nothing behind.
+
+    Several processes may write the same file at once: one of them wins.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_folder(folder: Path, *, seconds: float = 10.0) -> None:
+    """Removes a folder with all in it, though others may still be writing into it for a moment."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+        if not folder.exists():  # asked once more: a writer that was late may have made it again
+            return
+
+
+def explain_failure(error: BaseException) -> str:
+    """Returns why a write failed, in one line: a full disk is said to be one."""
+    text = " ".join(str(error).split())
+    full = ("No space left", "RESOURCE_EXHAUSTED", "Disk quota", "File too large", "not enough space")
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(part in text for part in full):
+        return f"the disk is full ({text[:300]})"
+    return f"{type(error).__name__}: {text[:300]}"
