@@ -112,7 +112,7 @@ def test_nobody_sees_half_of_a_cache(texts, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("meshwright.data.write_tokens._HashedFile.facts", killed)
+        patch.setattr("meshwright.data.token_cache._HashedFile.facts", killed)
         with pytest.raises(KeyboardInterrupt):
             prepare(texts, cache)
     assert made(cache) == []
@@ -233,7 +233,7 @@ def test_pieces_of_a_document_are_one_document(tmp_path, monkeypatch):
 
 
 def test_ids_beyond_a_byte_and_groups_of_texts(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshwright.data.write_tokens._GROUP_DOCUMENTS", 2)
+    monkeypatch.setattr("meshwright.data.token_cache._GROUP_DOCUMENTS", 2)
     words = {f"w{number}": number for number in range(2, 400)} | {"<unk>": 0, "</s>": 1}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}
     content = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}

@@ -4,13 +4,10 @@
 them in an order that depends on nothing but a seed. A `Ledger` proves it.
 """
 
-from meshwright.data.batches import Batches, eval_batches
+from meshwright.data.batches import Batches, eval_batches, job_batches, local_rows, place_rows
 from meshwright.data.documents import Document, Documents, open_documents
-from meshwright.data.host_rows import local_rows, place_rows
-from meshwright.data.job_batches import job_batches
-from meshwright.data.ledger.audit import check_ledger
+from meshwright.data.ledger.audit import LedgerReport, check_ledger
 from meshwright.data.ledger.journal import Ledger
-from meshwright.data.ledger.report import LedgerReport
 from meshwright.data.packed_rows import Rows
 from meshwright.data.stream import BatchStream, PlacedBatch
 from meshwright.data.token_cache import prepare_tokens

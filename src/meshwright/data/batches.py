@@ -1,18 +1,22 @@
-"""Batches of rows: shuffled anew in every epoch, each process reading what its own devices hold."""
+"""Batches on a mesh: of rows, shuffled anew in every epoch, or drawn by a job itself; each process reads what its own
+devices hold.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
-from meshwright.data.host_rows import local_rows, place_rows
-from meshwright.data.late import load_grain
 from meshwright.data.stream import BatchStream, PlacedBatch, Shardings, Writer, start_of
 from meshwright.errors import DataError
+from meshwright.types import PyTree
 
 
 class RowSource(Protocol):
@@ -80,7 +84,8 @@ class Batches(BatchStream):
             start_row = start_of(state, seed=seed, fingerprint=rows.fingerprint)
         if start_row < 0:
             raise DataError(f"start_row={start_row} is before the first row.")
-        grain = load_grain("reading batches")
+        import grain
+
         order = grain.MapDataset.source(_Numbered(rows)).seed(seed).shuffle().repeat(epochs)
         placer = _Placer(rows, batch_size, shardings)
 
@@ -141,6 +146,64 @@ def eval_batches(
         yield from stream
 
 
+def job_batches(
+    job: Any,
+    *,
+    shardings: Shardings,
+    seed: int,
+    start_row: int = 0,
+    batch_size: int | None = None,
+    prefetch: int = 2,
+    ledger: Writer | None = None,
+    first_step: int = 1,
+    state: Mapping[str, Any] | None = None,
+) -> BatchStream:
+    """Returns the batches of a job without text: number n is `job.make_batch` of a seed made from `(seed, n)`.
+
+    Positions are counted in rows here too, but only whole batches can be made, of the size that the job makes.
+    """
+    make = getattr(job, "make_batch", None)
+    if make is None:
+        raise DataError(
+            "the job cannot make batches to train on.", hint="Job(..., make_batch=lambda seed: {...}), or name data."
+        )
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), make(0))
+    sizes = sorted({leaf.shape[0] for leaf in jax.tree.leaves(shapes) if leaf.shape})
+    if len(sizes) != 1:
+        raise DataError(f"the job's batches have arrays of {sizes} rows.", hint="all arrays have one row per example.")
+    if batch_size not in (None, sizes[0]):
+        raise DataError(
+            f"the job makes batches of {sizes[0]} rows, not of {batch_size}.", hint=f"batch_size={sizes[0]}."
+        )
+    split = shardings(shapes)
+    mine = local_rows(shapes, split)
+    described = json.dumps([[list(leaf.shape), str(leaf.dtype)] for leaf in jax.tree.leaves(shapes)])
+    fingerprint = hashlib.sha256(f"job {jax.tree.structure(shapes)} {described}".encode()).hexdigest()
+    if state is not None:
+        start_row = start_of(state, seed=seed, fingerprint=fingerprint)
+    if start_row % sizes[0]:
+        raise DataError(f"row {start_row} is inside a batch of {sizes[0]} rows, which the job can only make whole.")
+
+    def load(first: int) -> PlacedBatch:
+        drawn = np.random.SeedSequence([seed, first // sizes[0]]).generate_state(1)[0]
+        whole = jax.tree.map(np.asarray, make(int(drawn)))
+        arrays = place_rows(whole, np.arange(sizes[0]), shapes, split)
+        return PlacedBatch(arrays, first, sizes[0], first + mine, first + mine)
+
+    return BatchStream(
+        load,
+        batch_size=sizes[0],
+        start_row=start_row,
+        stop_row=None,
+        rows_per_epoch=None,
+        seed=seed,
+        fingerprint=fingerprint,
+        prefetch=prefetch,
+        ledger=ledger,
+        first_step=first_step,
+    )
+
+
 class _Numbered:
     """Rows with their numbers, which a shuffle would otherwise not tell."""
 
@@ -190,3 +253,66 @@ def _require_rows(rows: RowSource, batch_size: int) -> None:
             f"the data has {len(rows)} rows, fewer than one batch of {batch_size}.",
             hint=f"batch_size={len(rows)} or less, shorter rows, or more text.",
         )
+
+
+# --- A process's share of a batch ---
+
+
+def local_rows(shapes: PyTree, shardings: PyTree, *, devices: Iterable[jax.Device] | None = None) -> np.ndarray:
+    """Returns the numbers of those rows of a batch that some devices hold, in order.
+
+    Args:
+        shapes: of the whole batch's arrays, rows first; scalars have none.
+        shardings: of each array.
+        devices: those of this process when left out.
+
+    Example:
+        >>> import meshwright as mw
+        >>> mesh = mw.create_mesh("dp:2,tp:4")
+        >>> sharding = jax.NamedSharding(mesh, mw.P("dp"))
+        >>> local_rows(jax.ShapeDtypeStruct((6, 3), "int32"), sharding, devices=[mesh.devices[1, 2]]).tolist()
+        [3, 4, 5]
+    """
+    wanted = None if devices is None else set(devices)
+    held: np.ndarray | None = None
+    for leaf, sharding in _pairs(shapes, shardings):
+        if not leaf.shape:
+            continue
+        held = np.zeros(leaf.shape[0], bool) if held is None else held
+        mine = sharding.addressable_devices if wanted is None else wanted
+        for device, index in sharding.devices_indices_map(leaf.shape).items():
+            if device in mine:
+                held[index[0]] = True
+    return np.flatnonzero(held) if held is not None else np.zeros(0, np.int64)
+
+
+def place_rows(rows: PyTree, numbers: np.ndarray, shapes: PyTree, shardings: PyTree) -> PyTree:
+    """Returns a batch as global arrays, from the rows with these numbers, which this process's devices need.
+
+    Nothing is exchanged between processes.
+    """
+    leaves: list[Any]
+    structure: Any
+    leaves, structure = jax.tree.flatten(rows)
+    arrays = [
+        _place(leaf, numbers, shape.shape, sharding)
+        for leaf, (shape, sharding) in zip(leaves, _pairs(shapes, shardings), strict=True)
+    ]
+    return structure.unflatten(arrays)
+
+
+def _place(values: Any, numbers: np.ndarray, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
+    def part(index: tuple[slice, ...] | None) -> Any:
+        if not index:
+            return values
+        # The rows of a device are neighbours in the batch, so they are neighbours among ours.
+        start, stop, _ = index[0].indices(shape[0])
+        first = int(np.searchsorted(numbers, start))
+        return values[(slice(first, first + stop - start), *index[1:])]
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _pairs(shapes: PyTree, shardings: PyTree) -> list[tuple[Any, Any]]:
+    leaves = jax.tree.leaves(shapes)
+    return list(zip(leaves, jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, Sharding)), strict=True))

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshwright.data.late import load_grain
 from meshwright.errors import DataError
 from meshwright.types import PyTree
 
@@ -66,7 +65,8 @@ class BatchStream(Iterator[PlacedBatch]):
         ledger: Writer | None,
         first_step: int,
     ) -> None:
-        grain = load_grain("reading batches")
+        import grain
+
         if prefetch < 0:
             raise DataError(f"prefetch={prefetch} batches cannot be read ahead.", hint="0 or more.")
         self.batch_size = batch_size

@@ -15,17 +15,17 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from meshwright.data.documents import Documents
+from meshwright.data.documents import Document, Documents
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.tokens import Tokens
-from meshwright.data.write_tokens import write_tokens
 from meshwright.errors import DataError
+from meshwright.files import write_atomically
 
 Tell = Callable[[str], None]
 
@@ -37,6 +37,10 @@ HASHED_BYTES = 1 << 30
 _RACY_NS = 2_000_000_000
 # A folder that is being written and was not touched for this long belongs to a process that is gone.
 _DEAD_SECONDS = 3600
+# Texts that a tokenizer gets at once, so that it can use all cores.
+_GROUP_DOCUMENTS = 1024
+_GROUP_BYTES = 1 << 22
+_TELL_SECONDS = 5.0
 
 
 def prepare_tokens(
@@ -58,7 +62,7 @@ def prepare_tokens(
         True
     """
     try:
-        return _prepare(documents, tokenizer, Path(folder), tell or _say_nothing)
+        return _prepare(documents, tokenizer, Path(folder), tell or (lambda line: None))
     except OSError as error:
         raise DataError(
             f"the token cache in {str(folder)!r} cannot be written: {error.strerror or error}.",
@@ -101,7 +105,7 @@ def _fingerprint(documents: Documents, tokenizer: Tokenizer, folder: Path) -> st
         looked = time.time_ns()
         content = documents.fingerprint
         with contextlib.suppress(OSError):  # only a shortcut for the next time
-            _write_whole(note, json.dumps({"content": content, "looked": looked}).encode())
+            write_atomically(note, json.dumps({"content": content, "looked": looked}))
     return hashlib.sha256(f"{FORMAT} {content} {tokenizer.fingerprint}".encode()).hexdigest()
 
 
@@ -145,7 +149,7 @@ def _build(documents: Documents, tokenizer: Tokenizer, target: Path, fingerprint
     try:
         facts = write_tokens(documents, tokenizer, making, tell=tell)
         meta = {"format": FORMAT, "fingerprint": fingerprint, **facts}
-        _write_whole(making / "meta.json", json.dumps(meta, indent=1).encode())
+        write_atomically(making / "meta.json", json.dumps(meta, indent=1))
         try:
             making.rename(target)
         except OSError:
@@ -186,19 +190,113 @@ def _lock(path: Path, tell: Tell) -> Iterator[None]:
         yield
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that nobody ever sees a part of it."""
-    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+# --- Writing tokens ---
+
+
+def write_tokens(documents: Documents, tokenizer: Tokenizer, folder: Path, *, tell: Tell) -> dict[str, Any]:
+    """Writes `tokens.bin` and `bounds.bin` into a folder and returns what `meta.json` says about them.
+
+    The memory that it takes does not grow with the data.
+    """
+    dtype = np.dtype("<u1" if tokenizer.vocab_size <= 1 << 8 else "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    num_tokens = num_documents = num_empty = 0
+    largest = tokenizer.end
+    end = np.array([tokenizer.end], dtype)
+    started = told = time.monotonic()
+    with _HashedFile(folder / "tokens.bin") as values, _HashedFile(folder / "bounds.bin") as bounds:
+        bounds.write(np.zeros(1, "<i8"))
+        for pieces in _encoded(documents, tokenizer):
+            size = 0
+            for ids in pieces:
+                if len(ids):
+                    largest = max(largest, int(ids.max()))
+                    values.write(ids.astype(dtype))
+                    size += len(ids)
+            if not size:
+                num_empty += 1
+                continue
+            values.write(end)
+            num_tokens += size + 1
+            num_documents += 1
+            bounds.write(np.array([num_tokens], "<i8"))
+            if time.monotonic() - told > _TELL_SECONDS:
+                told = time.monotonic()
+                tell(f"tokenizing: {num_documents:,} documents, {num_tokens:,} tokens so far")
+    if not num_tokens:
+        raise DataError(
+            f"the data is empty: {num_empty} documents in {len(documents.files)} files have no text.", hint="add text."
+        )
+    left_out = f"; {num_empty:,} empty documents are left out" if num_empty else ""
+    tell(
+        f"tokenized {num_documents:,} documents: {num_tokens:,} tokens in {time.monotonic() - started:.1f} s{left_out}"
+    )
+    return {
+        "dtype": dtype.str,
+        "num_tokens": num_tokens,
+        "num_documents": num_documents,
+        "num_empty": num_empty,
+        "largest": largest,
+        "vocab_size": tokenizer.vocab_size,
+        "files": {file.name: file.facts() for file in (values, bounds)},
+    }
+
+
+def _encoded(documents: Documents, tokenizer: Tokenizer) -> Iterator[Iterable[np.ndarray]]:
+    """Gives for each document its ids, in pieces."""
+    if tokenizer.in_pieces:
+        for document in documents.stream():
+            yield _by_piece(document, tokenizer)
+        return
+    group: list[str | bytes] = []
+    size = 0
+    for document in documents.stream():
+        text = _checked(document.text(), tokenizer, document.where)
+        group.append(text)
+        size += len(text)
+        if len(group) >= _GROUP_DOCUMENTS or size >= _GROUP_BYTES:
+            yield from ([ids] for ids in tokenizer.encode_all(group))
+            group, size = [], 0
+    if group:
+        yield from ([ids] for ids in tokenizer.encode_all(group))
+
+
+def _by_piece(document: Document, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    done = 0
+    for piece in document.pieces():
+        where = document.where + (f", after byte {done}" if done else "")
+        yield tokenizer.encode(_checked(piece, tokenizer, where))
+        done += len(piece)
+
+
+def _checked(text: str | bytes, tokenizer: Tokenizer, where: str) -> str | bytes:
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
+        return tokenizer.check(text)
+    except DataError as error:
+        raise DataError(f"{where}: {str(error).partition(chr(10))[0]}", hint=error.hint) from None
+
+
+class _HashedFile:
+    """A file that is being written, with the hash of what is in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self._file = path.open("wb", buffering=1 << 20)
+        self._digest = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, array: np.ndarray) -> None:
+        data = array.tobytes()
+        self._file.write(data)
+        self._digest.update(data)
+        self._bytes += len(data)
+
+    def facts(self) -> dict[str, Any]:
+        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
+
+    def __enter__(self) -> _HashedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._file as file:
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def _say_nothing(line: str) -> None:
-    pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import os
 from collections.abc import Collection, Iterable
@@ -13,10 +14,56 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.ledger.journal import ledger_files
-from meshwright.data.ledger.report import LedgerReport
 from meshwright.errors import DataError
 
 _MOST_PROBLEMS = 20
+
+
+@dataclass(frozen=True)
+class LedgerReport:
+    """What a ledger says. `problems` is empty where every row was seen once in each epoch.
+
+    Attributes:
+        num_steps: how many steps count: those of the latest start that did them.
+        num_starts: how often the run was started.
+        num_rows: how many rows these steps had.
+        num_redone: how many steps were done more than once, after a kill.
+        rows_per_epoch: how many rows the data has; None for a job that draws its batches.
+        epochs: for each epoch that was begun, how many of its rows were seen.
+        notes: what is worth knowing and no problem: steps that a kill left unfinished, rows passed over on purpose.
+    """
+
+    num_steps: int
+    num_starts: int
+    num_rows: int
+    num_redone: int
+    rows_per_epoch: int | None
+    epochs: list[int]
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def require(self) -> LedgerReport:
+        """Returns the report; raises `DataError` with it where something is wrong."""
+        if self.problems:
+            raise DataError(str(self))
+        return self
+
+    def __str__(self) -> str:
+        size = "" if self.rows_per_epoch is None else f", of {self.rows_per_epoch:,} in an epoch"
+        redone = f" ({self.num_redone} done again)" if self.num_redone else ""
+        counts = [
+            f"{number:,} {thing}{'' if number == 1 else 's'}"
+            for number, thing in ((self.num_steps, "step"), (self.num_starts, "start"), (self.num_rows, "row"))
+        ]
+        head = f"{'fine' if self.ok else 'WRONG'}: {counts[0]}{redone}, {counts[1]}; {counts[2]}{size}"
+        once = ", each once" if self.ok else ""
+        epochs = [f"epoch {n}: {seen:,} of {self.rows_per_epoch:,} rows{once}" for n, seen in enumerate(self.epochs)]
+        told = [f"note: {note}" for note in self.notes] + [f"problem: {problem}" for problem in self.problems]
+        return "\n".join([head, *epochs, *told])
 
 
 def check_ledger(
@@ -41,44 +88,40 @@ def check_ledger(
     if upto_step is not None and upto_step < 1:
         raise DataError(f"upto_step={upto_step} is no step.", hint="steps are counted from 1.")
     starts, lost = _read(Path(folder))
-    problems = _Problems()
     notes = [note for start in starts for note in start.notes] + list(lost.values())
-    if not starts:
-        problems.add("no file of this ledger has a whole first line, so nothing is proven")
-    sizes = sorted({start.facts.get("rows_per_epoch") or 0 for start in starts} | {rows_per_epoch or 0})
-    sizes = [size for size in sizes if size]
-    if len(sizes) > 1:
-        problems.add(f"starts differ in how many rows the data has: {', '.join(map(str, sizes))}")
+    sizes = sorted(filter(None, {rows_per_epoch, *(start.facts.get("rows_per_epoch") for start in starts)}))
     per_epoch = rows_per_epoch or (sizes[0] if sizes else None)
-    for name in ("seed", "fingerprint"):
-        values = list(dict.fromkeys(str(start.facts[name])[:12] for start in starts if name in start.facts))
-        if len(values) > 1:
-            problems.add(f"starts differ in {name}: {', '.join(values)}")
-    _same_rows_at_same_place(starts, problems)
+    problems = [*_differences(starts, sizes), *_moved_rows(starts)]
 
-    counted, num_redone = _latest(starts)
+    times = collections.Counter(step for start in starts for step in start.steps)
+    counted = _latest(starts)
     steps = [step for step in sorted(counted) if upto_step is None or step <= upto_step]
     if upto_step is None:
-        redone = {step for step, times in _times(starts).items() if times > 1}
-        steps, unfinished = _without_unfinished(steps, counted, {step for step in done if step not in redone})
-        notes += unfinished
+        notes += _drop_unfinished(steps, counted, {step for step in done if times[step] <= 1})
     elif upto_step not in counted:
         there = f"ends with step {steps[-1]}, before step {upto_step}" if steps else f"has no step up to {upto_step}"
-        problems.add(f"the ledger {there}")
-    _whole_beginning(starts, lost, counted, problems)
-    _all_that_was_done(starts, [step for step in done if upto_step is None or step <= upto_step], problems)
-    seen = _follow(steps, counted, problems, notes)
+        problems.append(f"the ledger {there}")
+    problems += _lost_beginning(starts, lost, counted)
+    # A line is written before its step is done: from the first one on, each step that was done must have one.
+    wanted = {step for step in done if upto_step is None or step <= upto_step}
+    if missing := sorted(step for step in wanted if step not in times and step > min(times, default=0)):
+        problems.append(f"the run has done steps that are not in its ledger, and not proven: {_some(missing)}")
+    seen = _follow([(step, counted[step]) for step in steps], problems, notes)
     epochs = _count_epochs(seen, per_epoch, problems)
+    rest = len(problems) - _MOST_PROBLEMS
     return LedgerReport(
         num_steps=len(steps),
         num_starts=len(starts),
         num_rows=len(seen),
-        num_redone=num_redone,
+        num_redone=sum(number > 1 for number in times.values()),
         rows_per_epoch=per_epoch,
         epochs=epochs,
-        problems=problems.lines(),
+        problems=problems[:_MOST_PROBLEMS] + ([f"and {rest} more"] if rest > 0 else []),
         notes=notes,
     )
+
+
+# --- Reading the files ---
 
 
 @dataclass
@@ -91,9 +134,6 @@ class _Entry:
     rows: dict[int, int] = field(default_factory=dict)  # by position
     ranks: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-
-    def missing(self) -> list[int]:
-        return [place for place in range(self.first_row, self.first_row + self.num_rows) if place not in self.rows]
 
 
 @dataclass
@@ -119,20 +159,6 @@ class _Start:
                 entry.problems.append(
                     f"{where}: row {row} at position {place}, where rank {entry.ranks[0]} has another"
                 )
-
-
-class _Problems:
-    """Collects problems, of which a few are enough."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    def add(self, line: str) -> None:
-        self._lines.append(line)
-
-    def lines(self) -> list[str]:
-        rest = len(self._lines) - _MOST_PROBLEMS
-        return self._lines[:_MOST_PROBLEMS] + ([f"and {rest} more"] if rest > 0 else [])
 
 
 def _read(folder: Path) -> tuple[list[_Start], dict[int, str]]:
@@ -187,27 +213,68 @@ def _line(path: Path, number: int, text: bytes) -> dict[str, Any]:
 
 
 def _require_batch(line: dict[str, Any]) -> None:
-    numbers = [line.get(name) for name in ("step", "first_row", "num_rows")]
     rows, positions = line.get("rows"), line.get("positions")
     if not isinstance(rows, list) or not isinstance(positions, list):
         raise ValueError("no rows")
     if any(not isinstance(pair, list) or len(pair) != 2 for pair in positions):
         raise ValueError("positions that are no pairs")
-    numbers += [*rows, *(number for pair in positions for number in pair)]
+    numbers = [*(line.get(name) for name in ("step", "first_row", "num_rows")), *rows, *itertools.chain(*positions)]
     if any(type(number) is not int for number in numbers):
         raise ValueError("not all that should be are whole numbers")
 
 
-def _whole_beginning(
-    starts: list[_Start], lost: dict[int, str], counted: dict[int, _Entry], problems: _Problems
-) -> None:
-    """Finds out whether a ledger that begins later than with step 1 has lost its beginning.
+# --- What starts say of each other ---
+
+
+def _differences(starts: list[_Start], sizes: list[int]) -> list[str]:
+    """Returns how starts differ in what they must have in common."""
+    problems = [] if starts else ["no file of this ledger has a whole first line, so nothing is proven"]
+    if len(sizes) > 1:
+        problems.append(f"starts differ in how many rows the data has: {', '.join(map(str, sizes))}")
+    for name in ("seed", "fingerprint"):
+        values = list(dict.fromkeys(str(start.facts[name])[:12] for start in starts if name in start.facts))
+        if len(values) > 1:
+            problems.append(f"starts differ in {name}: {', '.join(values)}")
+    return problems
+
+
+def _moved_rows(starts: list[_Start]) -> list[str]:
+    """Returns the positions that had another row when they were done again."""
+    problems = []
+    known: dict[int, tuple[int, int, int]] = {}
+    for start in starts:
+        for step, entry in start.steps.items():
+            for place, row in entry.rows.items():
+                first = known.setdefault(place, (row, step, start.number))
+                if first[0] != row:
+                    problems.append(
+                        f"position {place} had row {first[0]} (step {first[1]} of start {first[2]}), and row {row} "
+                        f"when it was done again (step {step} of start {start.number})"
+                    )
+    return problems
+
+
+def _latest(starts: list[_Start]) -> dict[int, _Entry]:
+    """Returns what counts for each step.
+
+    A start takes back all that came before from its first step on, also what it has not yet done again.
+    """
+    counted: dict[int, _Entry] = {}
+    for start in starts:
+        if start.steps:
+            counted = {step: entry for step, entry in counted.items() if step < min(start.steps)}
+        counted |= start.steps
+    return counted
+
+
+def _lost_beginning(starts: list[_Start], lost: dict[int, str], counted: dict[int, _Entry]) -> list[str]:
+    """Returns that a ledger which begins later than with step 1 has lost its beginning, where it has.
 
     Starts are numbered from 1, and the first line of each says at which row it began, so this can be known.
     """
     step = min(counted, default=1)
     if step == 1:
-        return
+        return []
     entry = counted[step]
     row = min([entry.first_row, *(skipped["first_row"] for skipped in entry.start.facts.get("skipped", ()))])
     before = [number for number in lost if number < entry.start.number]
@@ -218,52 +285,11 @@ def _whole_beginning(
     elif before:
         why = f"nothing is left of start {before[0]}"
     else:
-        return
-    problems.add(f"steps 1 to {step - 1} are not proven: {why}, and the first step that is written down is {step}")
+        return []
+    return [f"steps 1 to {step - 1} are not proven: {why}, and the first step that is written down is {step}"]
 
 
-def _all_that_was_done(starts: list[_Start], done: Collection[int], problems: _Problems) -> None:
-    """A line is written before its step is done: from the first one on, each step that was done must have one."""
-    known = _times(starts)
-    missing = sorted(step for step in set(done) if step not in known and step > min(known, default=0))
-    if missing:
-        problems.add(f"the run has done steps that are not in its ledger, and not proven: {_some(missing)}")
-
-
-def _times(starts: list[_Start]) -> collections.Counter[int]:
-    """Returns how often each step was done."""
-    return collections.Counter(step for start in starts for step in start.steps)
-
-
-def _same_rows_at_same_place(starts: list[_Start], problems: _Problems) -> None:
-    known: dict[int, tuple[int, int, int]] = {}
-    for start in starts:
-        for step, entry in start.steps.items():
-            for place, row in entry.rows.items():
-                first = known.setdefault(place, (row, step, start.number))
-                if first[0] != row:
-                    problems.add(
-                        f"position {place} had row {first[0]} (step {first[1]} of start {first[2]}), and row {row} "
-                        f"when it was done again (step {step} of start {start.number})"
-                    )
-
-
-def _latest(starts: list[_Start]) -> tuple[dict[int, _Entry], int]:
-    """Returns what counts for each step, and how many were done again.
-
-    A start takes back all that came before from its first step on, also what it has not yet done again.
-    """
-    counted: dict[int, _Entry] = {}
-    for start in starts:
-        if start.steps:
-            counted = {step: entry for step, entry in counted.items() if step < min(start.steps)}
-        counted |= start.steps
-    return counted, sum(number > 1 for number in _times(starts).values())
-
-
-def _without_unfinished(
-    steps: list[int], counted: dict[int, _Entry], done: Collection[int]
-) -> tuple[list[int], list[str]]:
+def _drop_unfinished(steps: list[int], counted: dict[int, _Entry], done: Collection[int]) -> list[str]:
     """Drops steps at the end that not all processes have written down, unless they are known to have been done."""
     notes = []
     while steps and steps[-1] not in done:
@@ -272,67 +298,65 @@ def _without_unfinished(
         if len(entry.ranks) >= ranks:
             break
         notes.append(f"step {steps.pop()} is unfinished: {len(entry.ranks)} of {ranks} processes wrote it down")
-    return steps, notes
+    return notes
 
 
-def _follow(steps: list[int], counted: dict[int, _Entry], problems: _Problems, notes: list[str]) -> dict[int, int]:
+# --- Following the rows ---
+
+
+def _follow(steps: list[tuple[int, _Entry]], problems: list[str], notes: list[str]) -> dict[int, int]:
     """Goes through the steps in order; returns the row at each position."""
     seen: dict[int, int] = {}
-    next_row = 0
-    previous: _Start | None = None
-    if steps and steps[0] > 1:
-        next_row = counted[steps[0]].first_row
-        notes.append(f"the ledger begins with step {steps[0]}, at row {next_row}; of steps before, it says nothing")
-    for before, step in zip([None, *steps], steps, strict=False):
-        entry = counted[step]
-        for told in entry.problems:
-            problems.add(told)
-        if before is not None and step != before + 1:
-            problems.add(f"steps {before + 1} to {step - 1} are missing")
-        if entry.start is not previous:
-            for skipped in entry.start.facts.get("skipped", ()):
-                if next_row == skipped["first_row"]:
-                    next_row += skipped["num_rows"]
-                    notes.append(
-                        f"{skipped['num_rows']} rows from {skipped['first_row']} on were passed over: {skipped['why']}"
-                    )
+    next_row, next_step = 0, steps[0][0] if steps else 1
+    start: _Start | None = None
+    if next_step > 1:
+        next_row = steps[0][1].first_row
+        notes.append(f"the ledger begins with step {next_step}, at row {next_row}; of steps before, it says nothing")
+    for step, entry in steps:
+        problems += entry.problems
+        if step != next_step:
+            problems.append(f"steps {next_step} to {step - 1} are missing")
+        for skipped in entry.start.facts.get("skipped", ()) if entry.start is not start else ():
+            if next_row == skipped["first_row"]:
+                next_row += skipped["num_rows"]
+                notes.append(
+                    f"{skipped['num_rows']} rows from {skipped['first_row']} on were passed over: {skipped['why']}"
+                )
         begin = f"step {step} begins at row {entry.first_row}"
         if entry.first_row > next_row:
-            problems.add(f"{begin}: rows {next_row} to {entry.first_row - 1} were lost")
+            problems.append(f"{begin}: rows {next_row} to {entry.first_row - 1} were lost")
         elif entry.first_row < next_row:
-            problems.add(f"{begin}: rows up to {next_row - 1} were seen before")
-        if missing := entry.missing():
-            problems.add(f"step {step}: no process had the rows at positions {_some(missing)}")
+            problems.append(f"{begin}: rows up to {next_row - 1} were seen before")
+        start, next_step, next_row = entry.start, step + 1, entry.first_row + entry.num_rows
+        if missing := [place for place in range(entry.first_row, next_row) if place not in entry.rows]:
+            problems.append(f"step {step}: no process had the rows at positions {_some(missing)}")
         seen |= entry.rows
-        next_row, previous = entry.first_row + entry.num_rows, entry.start
     return seen
 
 
-def _count_epochs(seen: dict[int, int], per_epoch: int | None, problems: _Problems) -> list[int]:
+def _count_epochs(seen: dict[int, int], per_epoch: int | None, problems: list[str]) -> list[int]:
     if not seen:
         return []
     places, rows = (np.fromiter(values, np.int64, len(seen)) for values in (seen.keys(), seen.values()))
     if per_epoch is None:
         if len(np.unique(rows)) != len(rows):
-            problems.add("rows were seen more than once")
+            problems.append("rows were seen more than once")
         return []
     outside = rows[(rows < 0) | (rows >= per_epoch)]
     if len(outside):
-        problems.add(f"rows {_some(outside)} do not exist: the data has {per_epoch}")
+        problems.append(f"rows {_some(outside)} do not exist: the data has {per_epoch}")
     found = []
     for epoch in range(int(places.max()) // per_epoch + 1):
         mine = rows[places // per_epoch == epoch]
         values, counts = np.unique(mine, return_counts=True)
         found.append(len(values))
         if (counts > 1).any():
-            problems.add(f"epoch {epoch}: rows {_some(values[counts > 1])} were seen more than once")
+            problems.append(f"epoch {epoch}: rows {_some(values[counts > 1])} were seen more than once")
         if len(mine) == per_epoch and len(values) < per_epoch:
-            problems.add(f"epoch {epoch}: rows {_some(np.setdiff1d(np.arange(per_epoch), values))} were never seen")
+            problems.append(f"epoch {epoch}: rows {_some(np.setdiff1d(np.arange(per_epoch), values))} were never seen")
     return found
 
 
 def _some(numbers: Iterable[int]) -> str:
     numbers = list(numbers)
-    return ", ".join(str(number) for number in numbers[:5]) + (
-        f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
-    )
+    return ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
