@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.pages.sampling import smooth, thin
+from meshwright.pages import smooth, thin
 
 
 @given(st.integers(min_value=0, max_value=800), st.integers(min_value=8, max_value=100), st.integers())

@@ -5,14 +5,12 @@ can be printed, read without colour, and be used by keyboard and by screen reade
 """
 
 from meshwright.pages.bars import Bar, stacked_bars, stacked_columns
-from meshwright.pages.blocks import Figure, badge, command, fold, headline, prose, quote, side_by_side
+from meshwright.pages.blocks import Figure, badge, command, fold, headline, pairs, prose, quote, side_by_side, table
 from meshwright.pages.grids import Tile, TileGrid, mesh_picture, tile_picture
-from meshwright.pages.lines import Mark, Series, line_chart
+from meshwright.pages.lines import Mark, Series, line_chart, smooth, thin
 from meshwright.pages.markup import Markup, join, tag, text
 from meshwright.pages.numbers import compact, duration, number, percent
 from meshwright.pages.page import Section, make_page, write_page
-from meshwright.pages.sampling import smooth, thin
-from meshwright.pages.table import pairs, table
 from meshwright.pages.timeline import Lane, Moment, Shape, Span, timeline
 
 __all__ = [

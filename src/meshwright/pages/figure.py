@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from meshwright.pages.blocks import table
 from meshwright.pages.markup import Markup, data_block, join, tag
-from meshwright.pages.numbers import Show
-from meshwright.pages.table import table
+from meshwright.pages.numbers import Show, compact, log_ticks, ticks, whole_ticks
+
+Values = tuple[str, Sequence[float], Sequence[float]]
+"""A series by name: places on the x axis, and the value at each."""
 
 # Series and parts wear one of six colours, each with its own dash or pattern (page.css, `PATTERNS`).
 NUM_TONES = 6
+X_NAME = "step"
 
 
 def figure(
@@ -32,48 +37,97 @@ def legend(entries: Sequence[tuple[Markup, object]]) -> Markup:
     return tag("ul", *(tag("li", mark, what) for mark, what in entries), class_="legend")
 
 
-def nothing(title: str, why: str, *, unit: str = "") -> Markup:
+def nothing(title: str, unit: str) -> Markup:
     """Returns the frame of a chart for which there are no values, which it says."""
-    return figure(title, unit=unit, body=tag("p", why, class_="nothing"), kind="empty")
+    return figure(title, unit=unit, body=tag("p", "Nothing was recorded.", class_="nothing"), kind="empty")
 
 
-def plot(svg: Markup, *, label: str, height: int, columns: bool = False) -> Markup:
-    """Returns a drawing that reads out its values to the pointer and to arrow keys."""
-    return tag(
+@dataclass(frozen=True)
+class Frame:
+    """Where values are drawn: x in shares of the width, y in pixels."""
+
+    low_x: float
+    high_x: float
+    low: float
+    high: float
+    height: int
+    log: bool
+
+    def x(self, value: float) -> float:
+        return (value - self.low_x) / (self.high_x - self.low_x)
+
+    def y(self, value: float) -> float:
+        low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
+        place = math.log10(value) if self.log else value
+        share = (place - low) / (high - low)
+        return self.height * (1 - min(max(share, 0.0), 1.0))
+
+    def drawable(self, value: float) -> bool:
+        return math.isfinite(value) and not (self.log and value <= 0)
+
+
+def plot(
+    title: str,
+    frame: Frame,
+    drawn: Sequence[Markup | None],
+    values: Sequence[Values],
+    *,
+    label: str,
+    show: Show,
+    unit: str = "",
+    keys: Markup | None = None,
+    note: str = "",
+    kind: str = "lines",
+    columns: bool = False,
+) -> Markup:
+    """Returns a chart over steps: axes, what is drawn between them, and values that pointer and arrow keys read out.
+
+    Args:
+        label: what it shows, for those who do not see it.
+        note: a remark below it.
+        columns: whether values belong to stretches of the x axis, not to points.
+    """
+    parts = [tag("title", title), *_axes(frame, show), *drawn]
+    body = tag(
         "div",
-        svg,
+        tag("svg", *parts, width="100%", height=frame.height, role="img", aria_label=title),
         tag("div", class_="cross", hidden=True),
         tag("div", class_="readout", hidden=True, aria_live="polite"),
         class_="plot",
-        style=f"height:{height}px",
+        style=f"height:{frame.height}px",
         tabindex=0,
         role="group",
         aria_roledescription="chart",
         aria_label=f"{label} Left and right arrow keys read out values.",
         data_columns=columns,
     )
+    series = [
+        {"name": name, "x": [float(f"{x:.9g}") for x in xs], "y": [show(y) for y in ys]} for name, xs, ys in values
+    ]
+    read_out = data_block({"x": X_NAME, "low": frame.low_x, "high": frame.high_x, "series": series})
+    after = join([tag("p", note, class_="note") if note else None, read_out, _numbers(values, show)])
+    return figure(title, unit=unit, keys=keys, body=body, after=after, kind=kind)
 
 
-def read_out_data(
-    x_label: str, series: Sequence[tuple[str, Sequence[float], Sequence[float]]], *, low: float, high: float, show: Show
-) -> Markup:
-    """Returns the values of a chart for its read-out, as they are to be shown."""
-    return data_block(
-        {
-            "x": x_label,
-            "low": low,
-            "high": high,
-            "series": [
-                {"name": name, "x": [float(f"{x:.9g}") for x in xs], "y": [show(y) for y in ys]}
-                for name, xs, ys in series
-            ],
-        }
-    )
+def _axes(frame: Frame, show: Show) -> list[Markup]:
+    parts, height = [], frame.height
+    count = 5 if height >= 200 else 3
+    for level in log_ticks(frame.low, frame.high) if frame.log else ticks(frame.low, frame.high, count=count):
+        y = round(frame.y(level), 1)
+        parts.append(tag("line", x1=0, x2="100%", y1=y, y2=y, class_="grid"))
+        parts.append(tag("text", show(level), x=0, dx=-8, y=y, dy="0.32em", class_="tick y"))
+    for index, place in enumerate(whole_ticks(frame.low_x, frame.high_x)):
+        x = f"{100 * frame.x(place):.3f}%"
+        parts.append(tag("line", x1=x, x2=x, y1=height, y2=height + 5, class_="axis"))
+        # On a narrow page only every second one is shown.
+        odd = " odd" if index % 2 else ""
+        parts.append(tag("text", compact(place), x=x, y=height + 18, class_=f"tick x{odd}"))
+    parts.append(tag("line", x1=0, x2="100%", y1=height, y2=height, class_="axis"))
+    parts.append(tag("text", X_NAME, x=0, dx=-8, y=height + 18, class_="tick y"))
+    return parts
 
 
-def behind(
-    x_label: str, series: Sequence[tuple[str, Sequence[float], Sequence[float]]], *, show: Show, rows: int = 24
-) -> Markup:
+def _numbers(series: Sequence[Values], show: Show, *, rows: int = 24) -> Markup:
     """Returns the numbers behind a chart as a table that opens; of many, some, and it says how many."""
     known = sorted(dict.fromkeys(x for _, xs, _ in series for x in xs))
     # Series with few values, such as evaluations, are the ones to look up: their rows come first.
@@ -87,17 +141,15 @@ def behind(
         [f"{x:,.10g}", *("" if x not in column else show(column[x]) for column in columns)] for x in sorted(wanted)
     ]
     what = f"{len(lines)} of {len(known):,} drawn points" if len(lines) < len(known) else f"{len(known):,} points"
-    shown = table([x_label, *(name for name, _, _ in series)], lines, right=range(len(series) + 1), sortable=False)
+    shown = table([X_NAME, *(name for name, _, _ in series)], lines, right=range(len(series) + 1), sortable=False)
     return tag("details", tag("summary", f"Numbers ({what})"), shown, class_="behind")
 
 
 def _spread(xs: Sequence[float], count: int) -> list[float]:
-    if len(xs) <= count:
-        return list(xs)
-    return [xs[round(i * (len(xs) - 1) / (count - 1))] for i in range(count)]
+    return list(xs) if len(xs) <= count else [xs[round(i * (len(xs) - 1) / (count - 1))] for i in range(count)]
 
 
-def in_words(name: str, xs: Sequence[float], ys: Sequence[float], *, x_label: str, show: Show) -> str:
+def in_words(name: str, xs: Sequence[float], ys: Sequence[float], show: Show) -> str:
     """Returns what a curve does, for those who do not see it."""
     points = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
     if not points:
@@ -106,7 +158,7 @@ def in_words(name: str, xs: Sequence[float], ys: Sequence[float], *, x_label: st
     low_x, low = min(points, key=lambda point: point[1])
     high_x, high = max(points, key=lambda point: point[1])
     return (
-        f"{name}: {show(first)} at {x_label} {first_x:,.10g}, {show(last)} at {last_x:,.10g}, "
+        f"{name}: {show(first)} at {X_NAME} {first_x:,.10g}, {show(last)} at {last_x:,.10g}, "
         f"lowest {show(low)} at {low_x:,.10g}, highest {show(high)} at {high_x:,.10g}."
     )
 
@@ -121,16 +173,9 @@ def patterns() -> Markup:
         "M4 0v8",
         "M2 2h1.6M6 6h1.6",
     ]
-    made = [
-        tag(
-            "pattern",
-            tag("rect", width=8, height=8, class_=f"tone-{tone}"),
-            tag("path", d=line, class_="hatch") if line else None,
-            id=f"tone-{tone}",
-            width=8,
-            height=8,
-            patternUnits="userSpaceOnUse",
-        )
-        for tone, line in enumerate(lines)
-    ]
+    made = []
+    for tone, line in enumerate(lines):
+        fill = tag("rect", width=8, height=8, class_=f"tone-{tone}")
+        hatch = tag("path", d=line, class_="hatch") if line else None
+        made.append(tag("pattern", fill, hatch, id=f"tone-{tone}", width=8, height=8, patternUnits="userSpaceOnUse"))
     return tag("svg", tag("defs", join(made)), class_="patterns", width=0, height=0, aria_hidden="true")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.pages.figure import NUM_TONES, figure, legend
@@ -48,21 +48,29 @@ def mesh_picture(title: str, axes: Mapping[str, int], *, names: Sequence[str] | 
     inner_sizes = [size for _, size in inner]
     places = list(itertools.product(*(range(size) for _, size in outer)))
     block = math.prod(inner_sizes)
-    pictures = []
-    for index in shown(len(places), MAX_PANELS):
-        if index is None:
-            pictures.append(tag("p", f"… {len(places) - MAX_PANELS + 1:,} more", class_="note"))
-            continue
+
+    def lattice(index: int) -> tuple[str, Markup]:
         label = ", ".join(f"{axis} {place}" for (axis, _), place in zip(outer, places[index], strict=True))
-        svg = _lattice(inner, first=index * block, names=names, label=f"{title} {label}".strip())
-        pictures.append(tag("div", tag("p", label, class_="panel-name") if label else None, svg))
+        return label, _lattice(inner, first=index * block, names=names, label=f"{title} {label}".strip())
+
     total = math.prod(axes.values())
     entries = [(_axis_swatch(number), f"{axis}: {size}") for number, (axis, size) in enumerate(reversed(inner))]
     entries += [(Markup(""), f"{axis}: {size}, one lattice each") for axis, size in outer]
     entries += [(Markup(""), f"{axis}: 1") for axis, size in axes.items() if size == 1]
     unit = "1 device" if total == 1 else f"{total:,} devices"
-    body = tag("div", *pictures, class_="panels")
-    return figure(title, unit=unit, keys=legend(entries), body=body, kind="mesh")
+    return figure(title, unit=unit, keys=legend(entries), body=_panels(len(places), lattice), kind="mesh")
+
+
+def _panels(count: int, draw: Callable[[int], tuple[str, Markup]]) -> Markup:
+    """Returns named pictures beside each other; of many, a few."""
+    pictures = []
+    for index in shown(count, MAX_PANELS):
+        if index is None:
+            pictures.append(tag("p", f"… {count - MAX_PANELS + 1:,} more", class_="note"))
+            continue
+        name, picture = draw(index)
+        pictures.append(tag("div", tag("p", name, class_="panel-name") if name else None, picture))
+    return tag("div", *pictures, class_="panels")
 
 
 def _axis_swatch(number: int) -> Markup:
@@ -83,40 +91,39 @@ def _lattice(axes: Sequence[tuple[str, int]], *, first: int, names: Sequence[str
     pitch_x, pitch_y = NODE_WIDTH + 28 + away_x, NODE_HEIGHT + 24 + away_y
     left, top = 30 + 8 * len(padded[1][0]) if len(rows) > 1 else 8, 8 + away_y
 
-    def place(layer: int, row: int, column: int) -> tuple[int, int]:
-        return left + column * pitch_x + layer * step_x, top + row * pitch_y - layer * step_y
-
-    def left_out(layer: int, row: int, column: int) -> bool:
-        return layers[layer] is None or rows[row] is None or columns[column] is None
-
+    # What is far is drawn first; each device with its place in the mesh, None where some are left out.
+    index = {
+        (i, j, k): None if layer is None or row is None or column is None else (layer, row, column)
+        for i, layer in reversed(list(enumerate(layers)))
+        for j, row in enumerate(rows)
+        for k, column in enumerate(columns)
+    }
+    at = {(i, j, k): (left + k * pitch_x + i * step_x, top + j * pitch_y - i * step_y) for i, j, k in index}
     parts: list[Markup] = []
-    for layer in reversed(range(len(layers))):  # what is far is drawn first
-        for row, column in itertools.product(range(len(rows)), range(len(columns))):
-            x, y = place(layer, row, column)
-            ahead = ((layer + 1, row, column), (layer, row + 1, column), (layer, row, column + 1))
-            for number, other in enumerate(ahead):
-                if other[0] == len(layers) or other[1] == len(rows) or other[2] == len(columns):
-                    continue
-                # A line may end at what is left out, but not run along it.
-                if not (left_out(layer, row, column) and left_out(*other)):
-                    end_x, end_y = place(*other)
-                    line = f"M{_middle(x, y)}L{_middle(end_x, end_y)}"
-                    parts.append(tag("path", d=line, class_=f"edge axis-{2 - number}"))
-    for layer in reversed(range(len(layers))):
-        for row, column in itertools.product(range(len(rows)), range(len(columns))):
-            x, y = place(layer, row, column)
-            index = layers[layer], rows[row], columns[column]
-            if index[0] is None or index[1] is None or index[2] is None:
-                parts.append(tag("text", "…", x=x + NODE_WIDTH / 2, y=y + 17, class_="node-text elided"))
-                continue
-            device = first + (index[0] * height + index[1]) * width + index[2]
-            about = ", ".join(f"{axis} {at}" for (axis, _), at in zip(padded, index, strict=True) if axis)
-            kind = f", {names[device]}" if names is not None and device < len(names) else ""
-            parts.append(_node(device, x, y, f"device {device}: {about}{kind}" if about else f"device {device}{kind}"))
+    for i, j, k in index:
+        for number, other in enumerate(((i + 1, j, k), (i, j + 1, k), (i, j, k + 1))):
+            # A line may end at what is left out, but not run along it.
+            if other in index and (index[i, j, k] or index[other]):
+                line = f"M{_middle(*at[i, j, k])}L{_middle(*at[other])}"
+                parts.append(tag("path", d=line, class_=f"edge axis-{2 - number}"))
+    for cell, (x, y) in at.items():
+        place = index[cell]
+        if place is None:
+            parts.append(tag("text", "…", x=x + NODE_WIDTH / 2, y=y + 17, class_="node-text elided"))
+            continue
+        device = first + (place[0] * height + place[1]) * width + place[2]
+        about = ", ".join(f"{axis} {number}" for (axis, _), number in zip(padded, place, strict=True) if axis)
+        kind = f", {names[device]}" if names is not None and device < len(names) else ""
+        parts.append(_node(device, x, y, f"device {device}: {about}{kind}" if about else f"device {device}{kind}"))
     bottom = top + (len(rows) - 1) * pitch_y + NODE_HEIGHT
     right = left + (len(columns) - 1) * pitch_x + NODE_WIDTH
+    words = [
+        (padded[2][0], "→", left, bottom + 17, "ink-0"),
+        (padded[1][0], "↓", left - 10, top + 17, "end ink-1"),
+        (padded[0][0], "↗", right + away_x // 2 + 2, bottom - away_y // 2 + 8, "ink-2"),
+    ]
     parts.append(
-        _axis_names(padded, left=left, top=top, bottom=bottom, away=(right + away_x // 2, bottom - away_y // 2))
+        join(tag("text", f"{n} {arrow}", x=x, y=y, class_=f"axis-name {c}") for n, arrow, x, y, c in words if n)
     )
     total_width = right + away_x + 12 + (8 * len(padded[0][0]) if away_x else 0)
     return tag(
@@ -145,18 +152,6 @@ def _node(device: int, x: int, y: int, about: str) -> Markup:
     return tag("g", tag("title", about), box, label, class_="node", data_devices=device, role="img", aria_label=about)
 
 
-def _axis_names(axes: Sequence[tuple[str, int]], *, left: int, top: int, bottom: int, away: tuple[int, int]) -> Markup:
-    (depth, _), (rows, _), (columns, _) = axes
-    parts = []
-    if columns:
-        parts.append(tag("text", f"{columns} →", x=left, y=bottom + 17, class_="axis-name ink-0"))
-    if rows:
-        parts.append(tag("text", f"{rows} ↓", x=left - 10, y=top + 17, class_="axis-name end ink-1"))
-    if depth:
-        parts.append(tag("text", f"{depth} ↗", x=away[0] + 2, y=away[1] + 8, class_="axis-name ink-2"))
-    return join(parts)
-
-
 @dataclass(frozen=True)
 class Tile:
     """A part of an array: what is written on it, and the numbers of the devices that hold it."""
@@ -178,15 +173,12 @@ class TileGrid:
 
 def tile_picture(title: str, grids: Sequence[TileGrid], *, note: str = "") -> Markup:
     """Returns an array cut into tiles, the devices that hold each written on it."""
-    pictures = []
-    for index in shown(len(grids), MAX_PANELS):
-        if index is None:
-            pictures.append(tag("p", f"… {len(grids) - MAX_PANELS + 1:,} more", class_="note"))
-            continue
-        name = tag("p", grids[index].title, class_="panel-name") if grids[index].title else None
-        pictures.append(tag("div", name, _tiles(grids[index], f"{title} {grids[index].title}".strip())))
+
+    def tiles(index: int) -> tuple[str, Markup]:
+        return grids[index].title, _tiles(grids[index], f"{title} {grids[index].title}".strip())
+
     after = tag("p", note, class_="note") if note else None
-    return figure(title, body=tag("div", *pictures, class_="panels"), after=after, kind="tiles")
+    return figure(title, body=_panels(len(grids), tiles), after=after, kind="tiles")
 
 
 def _tiles(grid: TileGrid, label: str) -> Markup:

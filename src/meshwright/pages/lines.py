@@ -1,4 +1,4 @@
-"""Line charts: curves that keep their text size at any width, named where they end.
+"""Line charts: curves that keep their text size at any width, named where they end; and long curves made shorter.
 
 The frame is measured in shares of the width and in pixels of height. Only the curves are stretched, and their strokes
 are not (`vector-effect`).
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.pages.figure import NUM_TONES, behind, figure, in_words, legend, nothing, plot, read_out_data
+from meshwright.pages.figure import NUM_TONES, Frame, in_words, legend, nothing, plot
 from meshwright.pages.markup import Markup, join, tag
-from meshwright.pages.numbers import Show, compact, finite_range, log_ticks, number, ticks, whole_ticks
+from meshwright.pages.numbers import Show, finite_range, number
 
 WIDTH = 10_000  # of the coordinates of curves; about a tenth of a pixel each
 LABEL_PIXELS = 16
@@ -39,35 +39,10 @@ class Mark:
     tall: bool = True
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """From values to places: x in shares of the width, y in pixels."""
-
-    low_x: float
-    high_x: float
-    low: float
-    high: float
-    height: int
-    log: bool
-
-    def x(self, value: float) -> float:
-        return (value - self.low_x) / (self.high_x - self.low_x)
-
-    def y(self, value: float) -> float:
-        low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
-        place = math.log10(value) if self.log else value
-        share = (place - low) / (high - low)
-        return self.height * (1 - min(max(share, 0.0), 1.0))
-
-    def drawable(self, value: float) -> bool:
-        return math.isfinite(value) and not (self.log and value <= 0)
-
-
 def line_chart(
     title: str,
     series: Sequence[Series],
     *,
-    x_label: str = "step",
     unit: str = "",
     height: int = 260,
     log: bool = False,
@@ -76,7 +51,7 @@ def line_chart(
     marks: Sequence[Mark] = (),
     show: Show = number,
 ) -> Markup:
-    """Returns curves over a common x axis.
+    """Returns curves over the steps of a run.
 
     Args:
         unit: what the values are, beside the title.
@@ -88,54 +63,43 @@ def line_chart(
     series = [one for one in series if any(map(math.isfinite, one.ys))]
     frame = _frame(series, marks, height, log=log, low=low, high=high)
     if frame is None:
-        return nothing(title, "Nothing was recorded.", unit=unit)
+        return nothing(title, unit)
     above = [
         (x, y) for one in series for x, y in zip(one.xs, one.ys, strict=True) if math.isfinite(y) and y > frame.high
     ]
-    svg = tag(
+    curves = tag(
         "svg",
-        tag("title", title),
-        _grid(frame, x_label, show),
-        _marks(frame, marks),
-        tag(
-            "svg",
-            *(_curve(one, frame) for one in series),
-            width="100%",
-            height=height,
-            viewBox=f"0 0 {WIDTH} {height}",
-            preserveAspectRatio="none",
-            overflow="visible",
-        ),
-        _overflow(frame, above),
-        _end_labels(series, frame),
+        *(_curve(one, frame) for one in series),
         width="100%",
         height=height,
-        role="img",
-        aria_label=title,
+        viewBox=f"0 0 {WIDTH} {height}",
+        preserveAspectRatio="none",
+        overflow="visible",
     )
-    data = [(one.name, one.xs, one.ys) for one in series]
-    words = [in_words(name, xs, ys, x_label=x_label, show=show) for name, xs, ys in data]
-    hint = None
+    overflow = join(tag("text", "▲", x=f"{100 * frame.x(x):.3f}%", y=9, class_="overflow") for x, _ in above[:200])
+    note = ""
     if above:
         places = f"{len(above):,} points lie" if len(above) > 1 else "One point lies"
-        worst = show(max(y for _, y in above))
-        hint = tag("p", f"{places} above the frame (▲), the highest at {worst}.", class_="note")
-    keys = legend([(_line_swatch(one), one.name) for one in series])
-    after = join(
-        [
-            hint,
-            read_out_data(x_label, data, low=frame.low_x, high=frame.high_x, show=show),
-            behind(x_label, data, show=show),
-        ]
+        note = f"{places} above the frame (▲), the highest at {show(max(y for _, y in above))}."
+    several = len(series) > 1
+    values = [(one.name, one.xs, one.ys) for one in series]
+    return plot(
+        title,
+        frame,
+        [_marks(frame, marks), curves, overflow, _end_labels(series, frame)],
+        values,
+        label=f"{title}. {' '.join(in_words(*one, show) for one in values)}",
+        show=show,
+        unit=unit,
+        keys=legend([(_line_swatch(one), one.name) for one in series]) if several else None,
+        note=note,
+        kind="lines labelled" if several else "lines",
     )
-    body = plot(svg, label=f"{title}. {' '.join(words)}", height=height)
-    kind = "lines labelled" if len(series) > 1 else "lines"
-    return figure(title, unit=unit, keys=keys if len(series) > 1 else None, body=body, after=after, kind=kind)
 
 
 def _frame(
     series: Sequence[Series], marks: Sequence[Mark], height: int, *, log: bool, low: float | None, high: float | None
-) -> _Frame | None:
+) -> Frame | None:
     across = finite_range([x for one in series for x in one.xs] + [mark.x for mark in marks if series])
     values = finite_range([y for one in series for y in one.ys if not log or y > 0])
     if across is None or values is None:
@@ -149,32 +113,10 @@ def _frame(
         air = 0.06 * (top - bottom)
         bottom, top = (bottom - air if low is None else bottom), (top + air if high is None else top)
     left, right = across
-    return _Frame(left, right if right > left else left + 1, bottom, top, height, log)
+    return Frame(left, right if right > left else left + 1, bottom, top, height, log)
 
 
-def _grid(frame: _Frame, x_label: str, show: Show) -> Markup:
-    parts = []
-    levels = (
-        log_ticks(frame.low, frame.high)
-        if frame.log
-        else ticks(frame.low, frame.high, count=5 if frame.height > 200 else 3)
-    )
-    for level in levels:
-        y = round(frame.y(level), 1)
-        parts.append(tag("line", x1=0, x2="100%", y1=y, y2=y, class_="grid"))
-        parts.append(tag("text", show(level), x=0, dx=-8, y=y, dy="0.32em", class_="tick y"))
-    for index, place in enumerate(whole_ticks(frame.low_x, frame.high_x)):
-        x = f"{100 * frame.x(place):.3f}%"
-        parts.append(tag("line", x1=x, x2=x, y1=frame.height, y2=frame.height + 5, class_="axis"))
-        # On a narrow page only every second one is shown.
-        odd = " odd" if index % 2 else ""
-        parts.append(tag("text", compact(place), x=x, y=frame.height + 18, class_=f"tick x{odd}"))
-    parts.append(tag("line", x1=0, x2="100%", y1=frame.height, y2=frame.height, class_="axis"))
-    parts.append(tag("text", x_label, x=0, dx=-8, y=frame.height + 18, class_="tick y"))
-    return join(parts)
-
-
-def _curve(one: Series, frame: _Frame) -> Markup:
+def _curve(one: Series, frame: Frame) -> Markup:
     places = [
         f"{WIDTH * frame.x(x):.1f} {frame.y(y):.2f}" if frame.drawable(y) else None
         for x, y in zip(one.xs, one.ys, strict=True)
@@ -196,7 +138,7 @@ def _curve(one: Series, frame: _Frame) -> Markup:
     return join(tag("path", d=line, class_=kind) for line, kind in drawn if "L" in line or "h" in line)
 
 
-def _marks(frame: _Frame, marks: Sequence[Mark]) -> Markup:
+def _marks(frame: Frame, marks: Sequence[Mark]) -> Markup:
     parts = []
     named = -math.inf
     for mark in sorted(marks, key=lambda mark: mark.x):
@@ -214,19 +156,11 @@ def _marks(frame: _Frame, marks: Sequence[Mark]) -> Markup:
     return join(parts)
 
 
-def _overflow(frame: _Frame, above: Sequence[tuple[float, float]]) -> Markup:
-    return join(tag("text", "▲", x=f"{100 * frame.x(x):.3f}%", y=9, class_="overflow") for x, _ in above[:200])
-
-
-def _end_labels(series: Sequence[Series], frame: _Frame) -> Markup | None:
+def _end_labels(series: Sequence[Series], frame: Frame) -> Markup | None:
     if len(series) < 2:
         return None
-    ends = []
-    for one in series:
-        last = next(y for y in reversed(one.ys) if math.isfinite(y))
-        if frame.drawable(last):
-            ends.append((frame.y(last), one))
-    ends.sort(key=lambda end: end[0])
+    lasts = [(next(y for y in reversed(one.ys) if math.isfinite(y)), one) for one in series]
+    ends = sorted(((frame.y(y), one) for y, one in lasts if frame.drawable(y)), key=lambda end: end[0])
     places = [y for y, _ in ends]
     # Labels move apart downwards, then the pile moves up until it is inside the frame.
     for i in range(1, len(places)):
@@ -235,18 +169,11 @@ def _end_labels(series: Sequence[Series], frame: _Frame) -> Markup | None:
     for i in reversed(range(len(places))):
         places[i] = min(places[i], bottom)
         bottom = places[i] - LABEL_PIXELS
-    return join(
-        tag(
-            "text",
-            one.name,
-            x="100%",
-            dx=8,
-            y=round(y, 1),
-            dy="0.32em",
-            class_=f"end-label {one.style} ink-{one.tone % NUM_TONES}",
-        )
-        for y, (_, one) in zip(places, ends, strict=True)
-    )
+    parts = []
+    for y, (_, one) in zip(places, ends, strict=True):
+        style = f"end-label {one.style} ink-{one.tone % NUM_TONES}"
+        parts.append(tag("text", one.name, x="100%", dx=8, y=round(y, 1), dy="0.32em", class_=style))
+    return join(parts)
 
 
 def _line_swatch(one: Series) -> Markup:
@@ -254,3 +181,49 @@ def _line_swatch(one: Series) -> Markup:
     line = tag("path", d="M1 7H25", class_=f"curve {one.style} line-{tone}")
     dot = tag("path", d="M13 7h0", class_=f"dot line-{tone}") if one.style == "dots" else None
     return tag("svg", line, dot, class_="swatch", width=26, height=14, aria_hidden="true")
+
+
+# --- Long curves ---
+
+
+def thin(xs: Sequence[float], ys: Sequence[float], *, limit: int = 2000) -> tuple[list[float], list[float]]:
+    """Returns at most about `limit` points: of each stretch its ends, its extremes and a gap if it has one.
+
+    A spike of one step in a million survives, and so does a value that is not finite.
+
+    >>> thin(range(12), [0, 0, 9, 0, 0, 0, 0, 0, -5, 0, 0, 0], limit=8)
+    ([0, 2, 5, 6, 8, 11], [0, 9, 0, 0, -5, 0])
+    """
+    if len(xs) <= limit:
+        return list(xs), list(ys)
+    stretches = max(1, limit // 4)
+    kept: list[int] = []
+    for stretch in range(stretches):
+        start, stop = stretch * len(xs) // stretches, (stretch + 1) * len(xs) // stretches
+        finite = [i for i in range(start, stop) if math.isfinite(ys[i])]
+        gap = next((i for i in range(start, stop) if not math.isfinite(ys[i])), None)
+        extremes = [min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)] if finite else []
+        kept += sorted(dict.fromkeys([start, stop - 1, *extremes, *([] if gap is None else [gap])]))
+    return [xs[i] for i in kept], [ys[i] for i in kept]
+
+
+def smooth(ys: Sequence[float], *, window: int) -> list[float]:
+    """Returns the mean of up to `window` values around each; gaps stay gaps and do not count.
+
+    The same number on both sides, fewer towards the ends, so that a falling curve is not drawn too high or too late.
+
+    >>> smooth([8.0, 4.0, 3.0, float("nan"), 2.0], window=3)
+    [8.0, 5.0, 3.5, nan, 2.0]
+    """
+    sums, counts = [0.0], [0]
+    for value in ys:
+        counted = math.isfinite(value)
+        sums.append(sums[-1] + (value if counted else 0.0))
+        counts.append(counts[-1] + counted)
+    found = []
+    for i, value in enumerate(ys):
+        reach = min(window // 2, i, len(ys) - 1 - i)
+        low, high = i - reach, i + reach + 1
+        mean = (sums[high] - sums[low]) / max(counts[high] - counts[low], 1)
+        found.append(mean if math.isfinite(value) else math.nan)
+    return found

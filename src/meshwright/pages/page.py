@@ -43,45 +43,22 @@ def make_page(title: str, *, head: Markup, sections: Sequence[Section], foot: ob
     style, script = _resource("page.css"), _resource("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
-    contents = tag(
-        "nav",
-        tag("ul", *(tag("li", tag("a", one.short or one.title, href=f"#{one.anchor}")) for one in sections)),
-        aria_label="Contents",
-    )
+    contents = [tag("li", tag("a", one.short or one.title, href=f"#{one.anchor}")) for one in sections]
     main = [
-        tag(
-            "section",
-            tag("h2", one.title, id=f"{one.anchor}-title"),
-            one.body,
-            id=one.anchor,
-            aria_labelledby=f"{one.anchor}-title",
-        )
+        tag("section", tag("h2", one.title, id=name), one.body, id=one.anchor, aria_labelledby=name)
         for one in sections
+        if (name := f"{one.anchor}-title")
     ]
-    document = tag(
-        "html",
-        tag(
-            "head",
-            tag("meta", charset="utf-8"),
-            Markup(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("meta", name="color-scheme", content="light dark"),
-            tag("title", title),
-            Markup(f"<style>\n{style}</style>"),
-        ),
-        tag(
-            "body",
-            tag("a", "Skip to the content", href="#content", class_="skip"),
-            patterns(),
-            tag("header", head),
-            contents,
-            tag("main", join(main, "\n"), id="content"),
-            tag("footer", foot) if foot else None,
-            Markup(f"<script>{script}</script>"),
-        ),
-        lang="en",
-    )
-    return f"<!doctype html>\n{document}\n"
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">\
+<meta http-equiv="Content-Security-Policy" content="{policy}">\
+<meta name="viewport" content="width=device-width, initial-scale=1">\
+<meta name="color-scheme" content="light dark">\
+{tag("title", title)}<style>
+{style}</style></head><body><a href="#content" class="skip">Skip to the content</a>{patterns()}{tag("header", head)}\
+<nav aria-label="Contents">{tag("ul", *contents)}</nav>{tag("main", join(main, chr(10)), id="content")}\
+{tag("footer", foot) if foot else ""}<script>{script}</script></body></html>
+"""
 
 
 def write_page(html: str, path: str | Path, *, hint: str = "name another file.") -> Path:

@@ -54,39 +54,26 @@ class Lane:
 
 
 def timeline(
-    title: str,
-    lanes: Sequence[Lane],
-    *,
-    unit: str = "",
-    keys: Sequence[str] = (),
-    show: Show = duration,
+    title: str, lanes: Sequence[Lane], *, unit: str = "", keys: Sequence[str] = (), show: Show = duration
 ) -> Markup:
     """Returns lanes under each other; time starts at the first thing in any of them.
 
     Args:
         keys: the names of tones, from 0 on, for a legend.
     """
-    starts = [span.start for lane in lanes for span in lane.spans] + [m.at for lane in lanes for m in lane.moments]
-    ends = [span.end for lane in lanes for span in lane.spans] + [m.at for lane in lanes for m in lane.moments]
-    if not starts:
-        return nothing(title, "Nothing was recorded.", unit=unit)
-    begin = min(starts)
-    length = (max(ends) - begin) or 1.0
+    times = [time for lane in lanes for span in lane.spans for time in (span.start, span.end)]
+    times += [moment.at for lane in lanes for moment in lane.moments]
+    if not times:
+        return nothing(title, unit)
+    begin = min(times)
+    length = (max(times) - begin) or 1.0
     pitch = NAME_PIXELS + LANE_PIXELS + GAP_PIXELS
     height = pitch * len(lanes)
     drawn = [_axis(length, height, show)]
     for number, lane in enumerate(lanes):
         drawn.append(_lane(lane, begin, length, top=number * pitch, show=show))
-    words = [_in_words(lane, begin, show) for lane in lanes]
-    svg = tag(
-        "svg",
-        tag("title", title),
-        *drawn,
-        width="100%",
-        height=height + 24,
-        role="img",
-        aria_label=f"{title}. {' '.join(words)}",
-    )
+    label = f"{title}. {' '.join(_in_words(lane, begin, show) for lane in lanes)}"
+    svg = tag("svg", tag("title", title), *drawn, width="100%", height=height + 24, role="img", aria_label=label)
     marks = legend([(swatch(tone), key) for tone, key in enumerate(keys)]) if keys else None
     return figure(title, unit=unit, keys=marks, body=tag("div", svg, class_="lanes"), kind="timeline")
 
@@ -117,22 +104,11 @@ def _lane(lane: Lane, begin: float, length: float, *, top: int, show: Show) -> M
         if width > 0.9 * len(span.label) + 1.5:
             middle = f"{x + width / 2:.3f}%"
             wide = " wide" if width < 2.6 * len(span.label) + 4 else ""
-            parts.append(
-                tag(
-                    "text",
-                    span.label,
-                    x=middle,
-                    y=top + NAME_PIXELS + 16,
-                    class_=f"part-label{wide} halo-{span.tone % NUM_TONES}",
-                )
-            )
+            style = f"part-label{wide} halo-{span.tone % NUM_TONES}"
+            parts.append(tag("text", span.label, x=middle, y=top + NAME_PIXELS + 16, class_=style))
     for moment in lane.moments:
-        shape = tag(
-            "path",
-            tag("title", f"{moment.label}, at {show(moment.at - begin)}"),
-            d=_SHAPES[moment.shape],
-            class_=f"moment tone-{moment.tone % NUM_TONES}",
-        )
+        title = tag("title", f"{moment.label}, at {show(moment.at - begin)}")
+        shape = tag("path", title, d=_SHAPES[moment.shape], class_=f"moment tone-{moment.tone % NUM_TONES}")
         # A picture of its own at that place: the shape keeps its size however wide the page is.
         place = f"{100 * (moment.at - begin) / length:.3f}%"
         parts.append(tag("svg", shape, x=place, y=top + NAME_PIXELS + LANE_PIXELS // 2, overflow="visible"))
