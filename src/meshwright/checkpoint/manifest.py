@@ -5,6 +5,7 @@ It is written last. A step without one is unfinished, and a step with one is who
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -27,6 +28,7 @@ from meshwright.specs import spec_to_json
 FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state"
+_PLAIN = ("mesh", "layout", "rng", "facts", "versions")  # fields of a manifest that are JSON as they are
 
 
 class StoredLeaf(NamedTuple):
@@ -75,11 +77,7 @@ class Manifest:
             "step": self.step,
             "files": {name: {"bytes": item.num_bytes, "sha256": item.sha256} for name, item in self.files.items()},
             "tree": [leaf.to_json() for leaf in self.tree],
-            "mesh": self.mesh,
-            "layout": self.layout,
-            "rng": self.rng,
-            "facts": self.facts,
-            "versions": self.versions,
+            **{name: getattr(self, name) for name in _PLAIN},
         }
         return _dump(body | {"sha256": _hash(body)})
 
@@ -104,11 +102,7 @@ class Manifest:
             step=body["step"],
             files={name: FileHash(item["bytes"], item["sha256"]) for name, item in body["files"].items()},
             tree=tuple(StoredLeaf.from_json(item) for item in body["tree"]),
-            mesh=body["mesh"],
-            layout=body["layout"],
-            rng=body["rng"],
-            facts=body["facts"],
-            versions=body["versions"],
+            **{name: body[name] for name in _PLAIN},
         )
 
     @property
@@ -216,10 +210,8 @@ def current_versions() -> dict[str, str]:
     """Returns the versions of what wrote a checkpoint."""
     found = {"python": platform.python_version()}
     for name in ("meshwright", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tensorstore"):
-        try:
+        with contextlib.suppress(PackageNotFoundError):  # of a source tree that is not installed
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

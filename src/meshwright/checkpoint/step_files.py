@@ -138,13 +138,17 @@ def is_unreadable(problem: str) -> bool:
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[None]:
-    """Makes a folder to write into; where that fails, or what is done in it, the folder is not left behind.
+def new_folder(folder: Path, *, empty: bool = False) -> Iterator[None]:
+    """Makes a folder to write into; where that fails, or what is done in it, nothing new is left behind.
 
-    A folder that is there already stays, with all in it.
+    Args:
+        empty: the folder may be there already only if nothing is in it, and failures leave it so. Otherwise one that
+            is there already stays, with all in it.
     """
     made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     hint = "name a new folder, in one that you may write to."
+    if empty and folder.is_dir() and any(folder.iterdir()):
+        raise CheckpointError(f"{folder} is not empty.", hint=hint)
     try:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -155,14 +159,13 @@ def new_folder(folder: Path) -> Iterator[None]:
         try:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            raise CheckpointError(
-                f"nothing can be written to {folder}: {error.strerror}.", hint="name a folder that you may write to."
-            ) from None
+            raise CheckpointError(f"nothing can be written to {folder}: {error.strerror}.", hint=hint) from None
         yield
     except BaseException:
-        if folder in made:
-            shutil.rmtree(folder, ignore_errors=True)
-            for place in made[1:]:
-                with contextlib.suppress(OSError):
-                    place.rmdir()
+        with contextlib.suppress(OSError):
+            for path in folder.iterdir() if empty else ():
+                path.unlink()
+        for place in made:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(place) if place == folder else place.rmdir()
         raise

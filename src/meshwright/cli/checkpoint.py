@@ -15,7 +15,7 @@ import tyro
 
 from meshwright.checkpoint import read_manifest, verify_step
 from meshwright.checkpoint import retention as keeping
-from meshwright.checkpoint.manifest import MANIFEST, Manifest
+from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.step_files import is_unreadable
 from meshwright.errors import CheckpointError
 from meshwright.layout.leaf import format_bytes
@@ -39,7 +39,10 @@ def ls(folder: Annotated[str, tyro.conf.Positional], /, json: bool = False) -> i
     if json:
         print(json_lib.dumps(found, indent=1))
     else:
-        rows = [(str(entry["step"]), entry["status"], _size(entry), entry["mesh"] or "-") for entry in found]
+        rows = []
+        for entry in found:
+            size = "-" if entry["bytes"] is None else format_bytes(entry["bytes"])
+            rows.append((str(entry["step"]), entry["status"], size, entry["mesh"] or "-"))
         print(text_table(("step", "status", "bytes", "mesh"), rows))
     return 0
 
@@ -57,15 +60,10 @@ def show(folder: Annotated[str, tyro.conf.Positional], /, step: int | None = Non
     if json:
         print(manifest.to_json(), end="")
         return 0
-    rows = [
-        (
-            leaf.name,
-            "x".join(map(str, leaf.shape)) or "scalar",
-            leaf.dtype,
-            format_spec(spec_from_json(manifest.layout[leaf.name])),
-        )
-        for leaf in manifest.tree
-    ]
+    rows = []
+    for leaf in manifest.tree:
+        spec = format_spec(spec_from_json(manifest.layout[leaf.name]))
+        rows.append((leaf.name, "x".join(map(str, leaf.shape)) or "scalar", leaf.dtype, spec))
     print(f"step {manifest.step}: {len(manifest.files)} files, {format_bytes(manifest.num_bytes)}")
     print(f"mesh: {manifest.mesh_text}, {manifest.mesh['num_devices']} devices ({manifest.mesh['device_kind']})")
     print(f"versions: {', '.join(f'{name} {version}' for name, version in manifest.versions.items())}")
@@ -97,9 +95,10 @@ def verify(folder: Annotated[str, tyro.conf.Positional], /, step: int | None = N
         problems = verify_step(place)
         bad += bool(problems)
         verdict = "UNREADABLE" if all(map(is_unreadable, problems)) else "DAMAGED"
-        print(f"step {place.name}: {verdict if problems else _fine(read_manifest(place))}")
-        for problem in problems:
-            print(f"  {problem}")
+        if not problems:
+            manifest = read_manifest(place)
+            verdict = f"fine, {len(manifest.files)} files, {format_bytes(manifest.num_bytes)}"
+        print("\n  ".join([f"step {place.name}: {verdict}", *problems]))
     return 1 if bad else 0
 
 
@@ -132,7 +131,7 @@ def convert(
     from meshwright.checkpoint.convert import import_export as conversions
 
     place = Path(source)
-    if os.path.exists(place / "config.json") and not _is_step(source) and not _has_steps(place):
+    if os.path.exists(place / "config.json") and not _is_step(source) and not keeping.all_steps(_steps_folder(source)):
         found = conversions.import_llama(place, target, step=step or 0, dtype=dtype)
         print(f"{target}: step {step or 0} holds the parameters of {found}")
         return 0
@@ -140,7 +139,8 @@ def convert(
         conversions.import_linen(place, target, forms=dict(_form(text) for text in linen), step=step or 0)
         print(f"{target}: step {step or 0} holds the parameters as whole arrays")
         return 0
-    options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": shard_bytes, "tell": _tell}
+    tell = functools.partial(print, file=sys.stderr, flush=True)
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": shard_bytes, "tell": tell}
     if model is not None:
         from meshwright.loop.model_choice import make_model
 
@@ -151,7 +151,11 @@ def convert(
             raise _no_step(steps)
     else:
         chosen = _step_folder(source, step)
-        steps, step = chosen.parent, _number(chosen)
+        if not chosen.name.isdecimal():
+            raise CheckpointError(
+                f"{chosen} is not named by the number of its step.", hint="move it to checkpoints/STEP."
+            )
+        steps, step = chosen.parent, int(chosen.name)
     for path in conversions.export_llama(steps, target, step=step, **options):
         print(path)
     return 0
@@ -188,10 +192,6 @@ def _steps_folder(folder: str) -> Path:
     return place / "checkpoints" if os.path.isdir(place / "checkpoints") else place
 
 
-def _has_steps(place: Path) -> bool:
-    return bool(keeping.all_steps(_steps_folder(str(place))))
-
-
 def _step_folder(folder: str, step: int | None) -> Path:
     if step is None and _is_step(folder):
         return Path(folder).absolute()
@@ -211,12 +211,6 @@ def _step_folder(folder: str, step: int | None) -> Path:
 def _is_step(folder: str) -> bool:
     """Returns whether a folder is that of a step, not of several."""
     return os.path.exists(Path(folder, MANIFEST))
-
-
-def _number(place: Path) -> int:
-    if not place.name.isdecimal():
-        raise CheckpointError(f"{place} is not named by the number of its step.", hint="move it to checkpoints/STEP.")
-    return int(place.name)
 
 
 def _no_step(place: Path) -> CheckpointError:
@@ -251,18 +245,6 @@ def _entry(place: Path) -> dict[str, Any]:
     return entry
 
 
-def _size(entry: dict[str, Any]) -> str:
-    return "-" if entry["bytes"] is None else format_bytes(entry["bytes"])
-
-
-def _fine(manifest: Manifest) -> str:
-    return f"fine, {len(manifest.files)} files, {format_bytes(manifest.num_bytes)}"
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _form(text: str) -> tuple[str, Any]:
     from meshwright.linen.global_params import DenseForm
 
@@ -272,7 +254,6 @@ def _form(text: str) -> tuple[str, Any]:
             f"{text!r} does not say where a layer is.", hint="PATH=gather:4, or PATH=scatter:4:pieces."
         )
     mode: Any = found["mode"]
-    size, more = int(found["size"]), found["more"]
-    return found["path"], DenseForm(
-        tp_mode=mode, axis_size=size, pieces=":pieces" in more, original_split_scatter=":split" in more
-    )
+    pieces, split = (word in found["more"] for word in (":pieces", ":split"))
+    form = DenseForm(tp_mode=mode, axis_size=int(found["size"]), pieces=pieces, original_split_scatter=split)
+    return found["path"], form

@@ -86,12 +86,12 @@ class Batches(BatchStream):
             raise DataError(f"start_row={start_row} is before the first row.")
         import grain
 
-        order = grain.MapDataset.source(_Numbered(rows)).seed(seed).shuffle().repeat(epochs)
+        order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat(epochs)
         placer = _Placer(rows, batch_size, shardings)
 
         def load(first: int) -> PlacedBatch:
             positions = first + placer.numbers
-            return placer.batch(first, positions, [order[int(position)] for position in positions])
+            return placer.batch(first, positions, [int(order[int(position)]) for position in positions])
 
         super().__init__(
             load,
@@ -127,22 +127,12 @@ def eval_batches(
 
     def load(first: int) -> PlacedBatch:
         positions = first + placer.numbers
-        found = [(int(place), rows[int(place)]) for place in positions if place < len(rows)]
-        return placer.batch(first, positions, found)
+        return placer.batch(first, positions, [int(place) for place in positions if place < len(rows)])
 
-    stream = BatchStream(
-        load,
-        batch_size=batch_size,
-        start_row=0,
-        stop_row=num_batches * batch_size,
-        rows_per_epoch=len(rows),
-        seed=0,
-        fingerprint=rows.fingerprint,
-        prefetch=prefetch,
-        ledger=None,
-        first_step=1,
-    )
-    with stream:
+    stop = num_batches * batch_size
+    with BatchStream(
+        load, batch_size=batch_size, fingerprint=rows.fingerprint, stop_row=stop, prefetch=prefetch
+    ) as stream:
         yield from stream
 
 
@@ -193,34 +183,20 @@ def job_batches(
     return BatchStream(
         load,
         batch_size=sizes[0],
-        start_row=start_row,
-        stop_row=None,
-        rows_per_epoch=None,
-        seed=seed,
         fingerprint=fingerprint,
+        seed=seed,
+        start_row=start_row,
         prefetch=prefetch,
         ledger=ledger,
         first_step=first_step,
     )
 
 
-class _Numbered:
-    """Rows with their numbers, which a shuffle would otherwise not tell."""
-
-    def __init__(self, rows: RowSource) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> tuple[int, Any]:
-        return int(index), self._rows[int(index)]
-
-
 class _Placer:
     """Makes global arrays of the rows that this process's devices need."""
 
     def __init__(self, rows: RowSource, batch_size: int, shardings: Shardings) -> None:
+        self.rows = rows
         self.example = rows[0]
         self.batch_size = batch_size
         self.shapes = jax.tree.map(
@@ -229,17 +205,17 @@ class _Placer:
         self.shardings = shardings(self.shapes)
         self.numbers = local_rows(self.shapes, self.shardings)
 
-    def batch(self, first: int, positions: np.ndarray, found: list[tuple[int, Any]]) -> PlacedBatch:
-        """Returns a batch from numbered rows; where there are fewer than positions, zeros fill it up."""
+    def batch(self, first: int, positions: np.ndarray, numbers: list[int]) -> PlacedBatch:
+        """Returns a batch of the rows with these numbers; where they are fewer than positions, zeros fill it up."""
         empty = jax.tree.map(np.zeros_like, self.example)
-        values = [row for _, row in found] + [empty] * (len(positions) - len(found))
+        values = [self.rows[number] for number in numbers] + [empty] * (len(positions) - len(numbers))
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *values)
         return PlacedBatch(
             arrays=place_rows(stacked, self.numbers, self.shapes, self.shardings),
             first_row=first,
             num_rows=self.batch_size,
-            row_ids=np.array([number for number, _ in found], np.int64),
-            positions=positions[: len(found)],
+            row_ids=np.array(numbers, np.int64),
+            positions=positions[: len(numbers)],
         )
 
 
@@ -291,14 +267,13 @@ def place_rows(rows: PyTree, numbers: np.ndarray, shapes: PyTree, shardings: PyT
 
     Nothing is exchanged between processes.
     """
-    leaves: list[Any]
-    structure: Any
-    leaves, structure = jax.tree.flatten(rows)
-    arrays = [
-        _place(leaf, numbers, shape.shape, sharding)
-        for leaf, (shape, sharding) in zip(leaves, _pairs(shapes, shardings), strict=True)
-    ]
-    return structure.unflatten(arrays)
+    pairs = iter(_pairs(shapes, shardings))
+
+    def place(leaf: Any) -> jax.Array:
+        shape, sharding = next(pairs)
+        return _place(leaf, numbers, shape.shape, sharding)
+
+    return jax.tree.map(place, rows)
 
 
 def _place(values: Any, numbers: np.ndarray, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:

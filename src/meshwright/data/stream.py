@@ -56,14 +56,14 @@ class BatchStream(Iterator[PlacedBatch]):
         load: Callable[[int], PlacedBatch],
         *,
         batch_size: int,
-        start_row: int,
-        stop_row: int | None,
-        rows_per_epoch: int | None,
-        seed: int,
         fingerprint: str,
-        prefetch: int,
-        ledger: Writer | None,
-        first_step: int,
+        seed: int = 0,
+        start_row: int = 0,
+        stop_row: int | None = None,
+        rows_per_epoch: int | None = None,
+        prefetch: int = 2,
+        ledger: Writer | None = None,
+        first_step: int = 1,
     ) -> None:
         import grain
 
@@ -81,7 +81,7 @@ class BatchStream(Iterator[PlacedBatch]):
         self._closing = False
         self._reading = 0
         self._idle = threading.Condition()
-        length = sys.maxsize // batch_size if stop_row is None else max(stop_row - start_row, 0) // batch_size
+        length = sys.maxsize // batch_size if self.num_left is None else self.num_left
         # One element is one batch: threads take whole batches, and hand them out in order.
         options = grain.ReadOptions(num_threads=min(prefetch, 4), prefetch_buffer_size=prefetch)
         self._batches: Any = iter(grain.MapDataset.range(length).map(self._read).to_iter_dataset(options))

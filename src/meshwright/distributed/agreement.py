@@ -39,16 +39,14 @@ def gather_texts(text: str) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 
-def from_first(number: int) -> int:
-    """Returns the number that process 0 has."""
-    if jax.process_count() == 1:
-        return number
-    return int(gather_texts(str(number))[0])
-
-
 def as_first(text: str) -> str:
     """Returns the text that process 0 has."""
     return gather_texts(text)[0]
+
+
+def from_first(number: int) -> int:
+    """Returns the number that process 0 has."""
+    return int(as_first(str(int(number))))
 
 
 def is_first() -> bool:
@@ -154,11 +152,9 @@ def code_fingerprint(files: Iterable[Path] = ()) -> str:
         (True, False)
     """
     found = hashlib.sha256()
-    for name, path in [
-        *((path.relative_to(_PACKAGE).as_posix(), path) for path in sorted(_PACKAGE.rglob("*.py"))),
-        *((path.name, path) for path in sorted(set(files))),
-    ]:
-        content = path.read_bytes()
+    own = {path: path.relative_to(_PACKAGE).as_posix() for path in sorted(_PACKAGE.rglob("*.py"))}
+    for path in [*own, *sorted(set(files))]:
+        name, content = own.get(path, path.name), path.read_bytes()
         found.update(f"{name} {len(content)}\n".encode() + content)
     return found.hexdigest()
 

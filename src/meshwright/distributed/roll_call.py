@@ -128,9 +128,9 @@ def _answer(address: Address, own: Report, deadline: float, timeout: float) -> N
         line.settimeout(max(0.01, deadline - time.monotonic()) + timeout + 5)
         try:
             line.sendall(json.dumps(vars(own)).encode() + b"\n")
-            verdict = json.loads(_read_line(line) or b"{}")
+            verdict = _read_line(line)
         except (OSError, ValueError):
-            verdict = {}
+            verdict = None
     if not isinstance(verdict, dict) or "problem" not in verdict:
         raise LaunchError(
             f"rank {own.rank} of {own.num_processes}, on {own.host}, lost rank 0 at {address} while others joined.",
@@ -147,9 +147,8 @@ def _listen(address: Address) -> tuple[socket.socket, str]:
     for host in _own_hosts(address):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            return socket.create_server((host, address.port), family=family, backlog=1024), str(
-                Address(host, address.port)
-            )
+            server = socket.create_server((host, address.port), family=family, backlog=1024)
+            return server, str(Address(host, address.port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise LaunchError(
@@ -177,30 +176,24 @@ def _own_hosts(address: Address) -> list[str]:
 
 
 def _connect(address: Address, deadline: float) -> socket.socket | None:
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return None
+    while (left := deadline - time.monotonic()) > 0:
         try:
             return socket.create_connection((address.host, address.port), timeout=min(left, 5.0))
         except OSError:
             time.sleep(0.1)
+    return None
 
 
-def _read_line(line: socket.socket) -> bytes:
-    read = b""
-    while not read.endswith(b"\n") and len(read) < _LONGEST_LINE:
-        more = line.recv(_LONGEST_LINE - len(read))
-        if not more:
-            break
-        read += more
-    return read
+def _read_line(line: socket.socket) -> Any:
+    """Returns what the next line says in JSON; raises `OSError` or `ValueError` where it says nothing."""
+    with line.makefile("rb") as stream:
+        return json.loads(stream.readline(_LONGEST_LINE))
 
 
 def _read_report(line: socket.socket) -> Report | None:
     line.settimeout(5.0)
     try:
-        said: Any = json.loads(_read_line(line))
+        said = _read_line(line)
         return Report(int(said["rank"]), int(said["num_processes"]), str(said["host"])[:255], int(said["pid"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

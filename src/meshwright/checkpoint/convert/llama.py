@@ -73,13 +73,10 @@ def to_llama(model: Decoder, params: PyTree) -> Iterator[tuple[str, Array]]:
     """Yields a decoder's parameters as a Llama's tensors, by name, one at a time, whole and on the host."""
     flat = flatten_tree(params, sep="/")
     _require_same("the parameters", {name: np.shape(leaf) for name, leaf in flat.items()}, _shapes(model))
-    for name, place in PLACES.items():
-        if name not in flat:
-            continue
-        layers = range(model.num_layers) if "{}" in place.name else (None,)
-        for layer in layers:
+    for name in (name for name in PLACES if name in flat):
+        for layer, tensor in _tensors(model, name):
             whole = np.asarray(flat[name] if layer is None else flat[name][layer])
-            yield place.name.format(layer), np.ascontiguousarray(whole.T if place.turned else whole)
+            yield tensor, np.ascontiguousarray(whole.T if PLACES[name].turned else whole)
 
 
 def llama_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
@@ -91,12 +88,16 @@ def llama_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
     """
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in _shapes(model).items():
-        place = PLACES[name]
-        stacked = "{}" in place.name
-        own = shape[1:] if stacked else shape
-        for layer in range(model.num_layers) if stacked else (None,):
-            found[place.name.format(layer)] = own[::-1] if place.turned else own
+        for layer, tensor in _tensors(model, name):
+            own = shape if layer is None else shape[1:]
+            found[tensor] = own[::-1] if PLACES[name].turned else own
     return found
+
+
+def _tensors(model: Decoder, name: str) -> list[tuple[int | None, str]]:
+    """Returns the tensors that a leaf is made of, each with its layer; a leaf that no layer has is one."""
+    layers = range(model.num_layers) if "{}" in PLACES[name].name else [None]
+    return [(layer, PLACES[name].name.format(layer)) for layer in layers]
 
 
 def _shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
@@ -252,7 +253,6 @@ def write_llama(
     folder = Path(folder)
     if max_shard_bytes < 1:
         raise CheckpointError(f"files of {max_shard_bytes} bytes hold nothing.", hint="5000000000, say.")
-    _require_empty(folder)
     target = None if dtype is None else as_dtype(dtype)
     if target is not None and not is_float(target):
         raise CheckpointError(f"weights cannot be cast to {target}.", hint="bfloat16, float16 or float32.")
@@ -265,7 +265,7 @@ def write_llama(
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     paths = [folder / name for name in names]
-    with new_folder(folder), _all_or_none(folder):
+    with _telling(folder), new_folder(folder, empty=True):
         for name, tensor in to_llama(model, params):
             number = shard_of[name]
             held = waiting.setdefault(number, {})
@@ -283,31 +283,12 @@ def write_llama(
     return [*paths, folder / CONFIG]
 
 
-def _require_empty(folder: Path) -> None:
-    try:
-        full = any(folder.iterdir())
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} is no folder to write to: {error.strerror}.", hint="name a new folder."
-        ) from None
-    if full:
-        raise CheckpointError(f"{folder} is not empty.", hint="name a new folder.")
-
-
 @contextlib.contextmanager
-def _all_or_none(folder: Path) -> Iterator[None]:
-    """Empties a folder, which was empty before, where what is written into it cannot be."""
+def _telling(folder: Path) -> Iterator[None]:
     try:
         yield
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            for path in folder.iterdir():
-                path.unlink(missing_ok=True)
-        if isinstance(error, (OSError, _safetensors().SafetensorError)):
-            raise CheckpointError(f"cannot write to {folder}: {explain_failure(error)}.") from error
-        raise
+    except (OSError, _safetensors().SafetensorError) as error:
+        raise CheckpointError(f"cannot write to {folder}: {explain_failure(error)}.") from error
 
 
 def read_llama(folder: Path | str, *, dtype: Any = None, layout: Layout | None = None) -> Llama:
@@ -333,7 +314,7 @@ def read_llama(folder: Path | str, *, dtype: Any = None, layout: Layout | None =
         _require_same(f"the files in {folder}", shapes, wanted)
         flat = {}
         for name in _shapes(model):
-            leaf: Any = _read_leaf(sources, PLACES[name], model.num_layers, None if dtype is None else as_dtype(dtype))
+            leaf: Any = _read_leaf(sources, model, name, None if dtype is None else as_dtype(dtype))
             if layout is not None:
                 (leaf,) = shard_leaves([leaf], [NamedSharding(layout.mesh, layout[name].spec)])
             flat[name] = leaf
@@ -351,15 +332,13 @@ def _opened(path: Path) -> Any:
         ) from None
 
 
-def _read_leaf(sources: Mapping[str, Any], place: TensorName, num_layers: int, dtype: Any) -> Array:
-    def one(name: str) -> Array:
-        tensor: Array = sources[name].get_tensor(name)
-        tensor = tensor.T if place.turned else tensor
-        return tensor if dtype is None else tensor.astype(dtype)
-
-    if "{}" not in place.name:
-        return np.ascontiguousarray(one(place.name))
-    return np.stack([one(place.name.format(layer)) for layer in range(num_layers)])
+def _read_leaf(sources: Mapping[str, Any], model: Decoder, name: str, dtype: Any) -> Array:
+    parts: list[Array] = []
+    for _, tensor in _tensors(model, name):
+        value = sources[tensor].get_tensor(tensor)
+        value = value.T if PLACES[name].turned else value
+        parts.append(value if dtype is None else value.astype(dtype))
+    return np.stack(parts) if "{}" in PLACES[name].name else np.ascontiguousarray(parts[0])
 
 
 def _require_tied(sources: Mapping[str, Any]) -> None:
