@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from meshwright.checkpoint.manifest import MANIFEST, STATE
 from meshwright.checkpoint.step_files import unreadable
@@ -44,31 +45,24 @@ class Keep:
 
 def finished_steps(folder: Path) -> list[int]:
     """Returns the steps in a folder that have a manifest, in order."""
-    return [step for step in all_steps(folder) if is_finished(folder / str(step))]
+    return [step for step in all_steps(folder) if step_status(folder / str(step)) == "finished"]
 
 
 def unfinished_steps(folder: Path) -> list[int]:
     """Returns the steps in a folder that have no manifest and hold nothing but what we write."""
-    return [step for step in all_steps(folder) if is_unfinished(folder / str(step))]
+    return [step for step in all_steps(folder) if step_status(folder / str(step)) == "unfinished"]
 
 
-def is_finished(place: Path) -> bool:
-    """Returns whether the folder of a step has a manifest."""
-    try:
-        with _reading(place):
-            return stat.S_ISREG(os.stat(place / MANIFEST).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
-def is_unfinished(place: Path) -> bool:
-    """Returns whether the folder of a step has no manifest and holds nothing but what we write."""
+def step_status(place: Path) -> Literal["finished", "unfinished", "unreadable", "foreign"]:
+    """Returns what a folder that is named by a number is, by the names in it: "foreign" where it is not ours."""
     try:
         with _reading(place):
             names = os.listdir(place)
-    except FileNotFoundError:  # another process has just removed it
-        return False
-    return MANIFEST not in names and all(name.split(".")[0] in ("", STATE) for name in names)
+            if MANIFEST in names:
+                return "finished" if stat.S_ISREG(os.stat(place / MANIFEST).st_mode) else "unreadable"
+    except FileNotFoundError:  # a link that leads nowhere; or another process has just removed it
+        return "unreadable" if os.path.lexists(place / MANIFEST) else "foreign"
+    return "unfinished" if all(name.split(".")[0] in ("", STATE) for name in names) else "foreign"
 
 
 def all_steps(folder: Path) -> list[int]:

@@ -220,13 +220,8 @@ def _no_step(place: Path) -> CheckpointError:
 
 
 def _status(place: Path) -> str:
-    """Returns what a folder that is named by a number is, by the names in it: "foreign" where it is not ours."""
     try:
-        if keeping.is_unfinished(place):
-            return "unfinished"
-        if keeping.is_finished(place):
-            return "finished"
-        return "unreadable" if os.path.lexists(place / MANIFEST) else "foreign"
+        return keeping.step_status(place)
     except CheckpointError:
         return "unreadable"
 

@@ -85,7 +85,7 @@ class Documents(Sequence[str | bytes]):
             raise IndexError(f"document {index} of {len(self)}")
         index %= len(self)
         part = bisect.bisect_right(self._ends, index)
-        return self._parts[part].text(index - (self._ends[part - 1] if part else 0))
+        return self._parts[part].document(index - (self._ends[part - 1] if part else 0)).text()
 
     def stream(self) -> Iterator[Document]:
         """Gives the documents in order, without counting them first."""
@@ -126,21 +126,18 @@ class _Part(abc.ABC):
     def __len__(self) -> int: ...
 
     @abc.abstractmethod
-    def text(self, index: int) -> str | bytes: ...
+    def document(self, index: int) -> Document: ...
 
-    @abc.abstractmethod
-    def stream(self) -> Iterator[Document]: ...
+    def stream(self) -> Iterator[Document]:
+        return (self.document(index) for index in range(len(self)))
 
 
 class _Text(_Part):
     def __len__(self) -> int:
         return 1
 
-    def text(self, index: int) -> bytes:
-        return b"".join(_blocks(self.path))
-
-    def stream(self) -> Iterator[Document]:
-        yield Document(str(self.path), lambda: _blocks(self.path))
+    def document(self, index: int) -> Document:
+        return Document(str(self.path), lambda: _blocks(self.path))
 
 
 class _Lines(_Part):
@@ -153,51 +150,51 @@ class _Lines(_Part):
     @functools.cached_property
     def _starts(self) -> array.array[int]:
         starts, at = array.array("q"), 0
-        with _telling(self.path), self.path.open("rb") as file:
-            for line in file:
-                if line.rstrip(b"\r\n"):
-                    starts.append(at)
-                at += len(line)
+        for line in self._lines():
+            if line.rstrip(b"\r\n"):
+                starts.append(at)
+            at += len(line)
         return starts
+
+    def _lines(self, start: int = 0) -> Iterator[bytes]:
+        with _telling(self.path), self.path.open("rb") as file:
+            file.seek(start)
+            yield from file
 
     def __len__(self) -> int:
         return len(self._starts)
 
-    def text(self, index: int) -> str:
-        with _telling(self.path), self.path.open("rb") as file:
-            file.seek(self._starts[index])
-            return self._parse(file.readline(), f"{self.path}, document {index}")
+    def document(self, index: int) -> Document:
+        return self._document(next(self._lines(self._starts[index])), f"{self.path}, document {index}")
 
     def stream(self) -> Iterator[Document]:
-        with _telling(self.path), self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.rstrip(b"\r\n"):
-                    where = f"{self.path}, line {number}"
-                    yield Document(where, functools.partial(self._pieces, line, where))
+        for number, line in enumerate(self._lines(), start=1):
+            if line.rstrip(b"\r\n"):
+                yield self._document(line, f"{self.path}, line {number}")
 
-    def _pieces(self, line: bytes, where: str) -> Iterator[str]:
-        yield self._parse(line, where)
+    def _document(self, line: bytes, where: str) -> Document:
+        return Document(where, lambda: iter([_parse(line, self.text_field, where)]))
 
-    def _parse(self, line: bytes, where: str) -> str:
-        try:
-            value = json.loads(line.rstrip(b"\r\n"))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where}: byte {error.start} is not UTF-8.", hint="JSON is always UTF-8.") from None
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{where} is not JSON: {error.msg} at column {error.colno}.", hint="one whole object on each line."
-            ) from None
-        field = self.text_field
-        if not isinstance(value, dict):
-            raise DataError(f"{where} is not an object but a {type(value).__name__}.", hint=f'{{"{field}": "..."}}')
-        if field not in value:
-            names = list(value)
-            hint = did_you_mean(field, names) or f"it has {', '.join(map(repr, names[:8])) or 'none'}."
-            raise DataError(f"{where} has no field {field!r}.", hint=hint)
-        text = value[field]
-        if not isinstance(text, str):
-            raise DataError(f"{where}: the field {field!r} is not a text but a {type(text).__name__}.")
-        return text
+
+def _parse(line: bytes, field: str, where: str) -> str:
+    try:
+        value = json.loads(line.rstrip(b"\r\n"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: byte {error.start} is not UTF-8.", hint="JSON is always UTF-8.") from None
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where} is not JSON: {error.msg} at column {error.colno}.", hint="one whole object on each line."
+        ) from None
+    if not isinstance(value, dict):
+        raise DataError(f"{where} is not an object but a {type(value).__name__}.", hint=f'{{"{field}": "..."}}')
+    if field not in value:
+        names = list(value)
+        hint = did_you_mean(field, names) or f"it has {', '.join(map(repr, names[:8])) or 'none'}."
+        raise DataError(f"{where} has no field {field!r}.", hint=hint)
+    text = value[field]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: the field {field!r} is not a text but a {type(text).__name__}.")
+    return text
 
 
 class _Records(_Part):
@@ -207,25 +204,23 @@ class _Records(_Part):
     def _source(self) -> Any:
         import grain
 
-        return self._told(lambda: grain.sources.ArrayRecordDataSource([str(self.path)]))
+        with self._reading():
+            return grain.sources.ArrayRecordDataSource([str(self.path)])
 
     def __len__(self) -> int:
         return len(self._source)
 
-    def text(self, index: int) -> bytes:
-        text: bytes = self._told(lambda: self._source[index])
-        return text
-
-    def stream(self) -> Iterator[Document]:
-        for index in range(len(self)):
-            yield Document(f"{self.path}, record {index}", functools.partial(self._pieces, index))
+    def document(self, index: int) -> Document:
+        return Document(f"{self.path}, record {index}", lambda: self._pieces(index))
 
     def _pieces(self, index: int) -> Iterator[bytes]:
-        yield self.text(index)
+        with self._reading():
+            yield self._source[index]
 
-    def _told(self, read: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
         try:
-            return read()
+            yield
         except (RuntimeError, ValueError, OSError, IndexError) as error:
             raise DataError(f"{self.path} cannot be read as ArrayRecord: {error}") from error
 
