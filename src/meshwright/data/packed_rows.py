@@ -16,6 +16,8 @@ import numpy as np
 from meshwright.data.tokens import Tokens
 from meshwright.errors import DataError
 
+_DTYPES = {"inputs": np.int32, "targets": np.int32, "weights": np.float32, "segment_ids": np.int32}
+
 
 class Rows:
     """Rows of `num_tokens` tokens: random access, `rows[i]` is a dict of arrays of that length.
@@ -61,15 +63,9 @@ class Rows:
         start = index * self.num_tokens
         ids, documents = self.tokens.read(start, min(start + self.num_tokens + 1, self.tokens.num_tokens))
         size = len(ids) - 1
-        row = {name: np.zeros(self.num_tokens, np.int32) for name in ("inputs", "targets", "segment_ids")}
-        weights = np.zeros(self.num_tokens, np.float32)
+        row = {name: np.zeros(self.num_tokens, dtype) for name, dtype in _DTYPES.items()}
         row["inputs"][:size] = ids[:-1]
         row["targets"][:size] = ids[1:]
+        row["weights"][:size] = documents[:-1] == documents[1:]
         row["segment_ids"][:size] = documents[:-1] - documents[0] + 1
-        weights[:size] = documents[:-1] == documents[1:]
-        return {
-            "inputs": row["inputs"],
-            "targets": row["targets"],
-            "weights": weights,
-            "segment_ids": row["segment_ids"],
-        }
+        return row

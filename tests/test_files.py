@@ -1,0 +1,87 @@
+import errno
+import os
+import threading
+
+import pytest
+
+from meshwright.files import explain_failure, remove_folder, write_atomically
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    write_atomically(path, "old")
+    written = []
+    for name in ("fsync", "replace"):
+
+        def fail(*args):
+            written.append([entry.name for entry in tmp_path.iterdir() if entry != path])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fail)
+            with pytest.raises(OSError, match="No space left"):
+                write_atomically(path, b"new")
+        assert os.listdir(tmp_path) == ["x"]
+        assert path.read_text() == "old"
+    # What is half written has a name that begins with a dot, and goes.
+    assert [names[0].startswith(".x.") for names in written] == [True, True]
+
+
+def test_it_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_path, monkeypatch):
+    done = []
+    for name in ("fsync", "replace"):
+        plain = getattr(os, name)
+
+        def noted(*args, name=name, plain=plain):
+            done.append(name)
+            return plain(*args)
+
+        monkeypatch.setattr(os, name, noted)
+    write_atomically(tmp_path / "x", "new")
+    assert done == ["fsync", "replace", "fsync"]
+
+
+def test_many_may_write_one_file_at_once(tmp_path):
+    path = tmp_path / "x"
+    texts = [str(number) * 5000 for number in range(8)]
+    threads = [threading.Thread(target=write_atomically, args=(path, text)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert path.read_text() in texts
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_it_may_be_read_by_others(tmp_path):
+    (tmp_path / "plain").write_text("x")
+    write_atomically(tmp_path / "x", "x")
+    assert (tmp_path / "x").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_folder_that_another_still_writes_to_is_removed(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    ended = threading.Event()
+
+    def write():
+        for number in range(30):
+            try:
+                (folder / str(number)).touch()
+            except FileNotFoundError:
+                folder.mkdir(exist_ok=True)
+        ended.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    ended.wait()
+    remove_folder(folder)
+    thread.join()
+    assert not folder.exists()
+    remove_folder(folder)
+
+
+def test_a_full_disk_is_said_to_be_one():
+    assert explain_failure(OSError(errno.ENOSPC, "No space left on device")).startswith("the disk is full (")
+    assert explain_failure(ValueError("RESOURCE_EXHAUSTED: x\n y")) == "the disk is full (RESOURCE_EXHAUSTED: x y)"
+    assert explain_failure(ValueError("a\nb")) == "ValueError: a b"
