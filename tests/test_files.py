@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import os
 import threading
@@ -62,19 +63,17 @@ def test_it_may_be_read_by_others(tmp_path):
 def test_a_folder_that_another_still_writes_to_is_removed(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
-    ended = threading.Event()
+    writing = threading.Event()
 
     def write():
-        for number in range(30):
-            try:
+        with contextlib.suppress(FileNotFoundError):  # until it is gone
+            for number in range(100_000):
                 (folder / str(number)).touch()
-            except FileNotFoundError:
-                folder.mkdir(exist_ok=True)
-        ended.set()
+                writing.set()
 
     thread = threading.Thread(target=write)
     thread.start()
-    ended.wait()
+    writing.wait()
     remove_folder(folder)
     thread.join()
     assert not folder.exists()
