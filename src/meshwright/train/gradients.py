@@ -11,18 +11,19 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import JobError, MeshwrightError, did_you_mean
 from meshwright.layout import Layout
+from meshwright.mesh.axes import varying_axes
 from meshwright.mesh.build import AnyMesh, require_axes
-from meshwright.models.execution import Remat, remat_policy
+from meshwright.models.execution import DATA_AXES, Remat, remat_policy
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.local_map import local_map
 from meshwright.specs import spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate, is_pair, over
-from meshwright.train.norms import leaf_square_sums
 from meshwright.train.precision import Precision
 from meshwright.train.state import gradient_specs, params_layout, require_loss
 from meshwright.train.sync import Sync
@@ -30,7 +31,6 @@ from meshwright.types import Metrics, PyTree
 
 View = Literal["global", "local"]
 
-DATA_AXES = ("dp", "fsdp")
 GATHER_AXES = ("fsdp",)
 PIPELINE_AXES = ("pp",)
 _COUNTED = "tokens of the loss"  # a name that no metric of a job has
@@ -132,6 +132,39 @@ def make_gradients(
         return result
 
     return Gradients(in_global_view if view == "global" else in_local_view, row_axes)
+
+
+# --- Norms of trees that are split over devices: those of whole leaves, not of a device's slices ---
+
+
+def leaf_square_sums(tree: PyTree) -> Any:
+    """Returns the sum of squares of every leaf, `[num_leaves]` in float32; in the local view, that of whole leaves.
+
+    Leaves that are split alike are summed over devices together: one exchange of a few numbers for each way of
+    splitting. A leaf whose slices are equal on some axis is counted once along it.
+    """
+    leaves = jax.tree.leaves(tree)
+    sums = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves]
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        groups.setdefault(tuple(sorted(varying_axes(leaf))), []).append(place)
+    whole: list[Any] = [None] * len(leaves)
+    for axes, places in groups.items():
+        part = jnp.stack([sums[place] for place in places])
+        total = lax.psum(part, axes) if axes else part
+        for index, place in enumerate(places):
+            whole[place] = total[index]
+    return jnp.stack(whole)
+
+
+def global_norm(tree: PyTree) -> Any:
+    """Returns the root of the sum of all squares in a tree, in both views; optax's counts slices in the local one.
+
+    Example:
+        >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}))
+        5.0
+    """
+    return jnp.sqrt(leaf_square_sums(tree).sum())
 
 
 def named_shardings(mesh: AnyMesh, specs: PyTree) -> PyTree:

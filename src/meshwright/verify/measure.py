@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightWarning
 from meshwright.layout import Layout
-from meshwright.models.execution import Remat
-from meshwright.train.gradients import DATA_AXES, View, make_gradients
+from meshwright.models.execution import DATA_AXES, Remat
+from meshwright.train.gradients import View, make_gradients
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, state_layout
 from meshwright.train.step import make_train_step
