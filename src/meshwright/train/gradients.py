@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,7 +90,7 @@ def make_gradients(
                 for leaf, dtype in zip(params.leaves, jax.tree.leaves(dtypes), strict=True)
             ]
         )
-    loss = _loss_function(job, gather, remat)
+    loss = _loss_function(job, takes, gather, remat)
     options: dict[str, Any] = {
         "num_minibatches": num_minibatches,
         "dtypes": dtypes,
@@ -181,8 +181,7 @@ def _row_axes(asked: str | Sequence[str] | None, mesh: AnyMesh) -> tuple[str, ..
     return axes
 
 
-def _loss_function(job: Any, gather: Gather | None, remat: Remat) -> Callable[..., Any]:
-    takes = inspect.signature(job.loss).parameters
+def _loss_function(job: Any, takes: Container[str], gather: Gather | None, remat: Remat) -> Callable[..., Any]:
     options: dict[str, Any] = {} if gather is None else {"gather": gather}
     policy = remat_policy(remat, by_name=False)
     if "remat" in takes:
@@ -208,22 +207,20 @@ def _loss_function(job: Any, gather: Gather | None, remat: Remat) -> Callable[..
 def _checked(found: Any) -> tuple[Any, Mapping[str, Any]]:
     """Returns what a job's loss returned, if it is a loss and its metrics."""
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
-        kinds = ", ".join(type(part).__name__ for part in found) if isinstance(found, tuple) else type(found).__name__
+        kinds = ", ".join(type(part).__name__ for part in (found if isinstance(found, tuple) else (found,)))
         raise JobError(
             f"a loss returns two things, itself and a dict of metrics; this one returned {kinds}.",
             hint="return loss, {} where there are no metrics.",
         )
     value: Any = found[0]
-    if not is_pair(value) and (not hasattr(value, "dtype") or np.ndim(value)) and not isinstance(value, (int, float)):
+    is_array = hasattr(value, "dtype")
+    if not is_pair(value) and (not is_array or np.ndim(value)) and not isinstance(value, (int, float)):
+        told = f"an array of shape {np.shape(value)}" if is_array else f"a {type(value).__name__}"
         raise JobError(
-            f"a loss is one number, or a sum and a count of what was summed; this one is {_told(value)}.",
+            f"a loss is one number, or a sum and a count of what was summed; this one is {told}.",
             hint="return loss.mean(), or (loss.sum(), count) where rows differ in how much of them counts.",
         )
     return value, found[1]
-
-
-def _told(value: Any) -> str:
-    return f"an array of shape {np.shape(value)}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
 
 
 def _values(metrics: PyTree) -> Metrics:

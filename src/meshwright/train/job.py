@@ -246,7 +246,12 @@ def _no_attribute(where: str, module: Any, attribute: str) -> JobError:
 
 
 def _call(reference: str, make: Callable[[], Any]) -> Any:
-    needed = _needed_arguments(make)
+    try:
+        parameters = list(inspect.signature(make).parameters.values())
+    except (TypeError, ValueError):  # some that are written in C have no signature
+        parameters = []
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [item.name for item in parameters if item.default is item.empty and item.kind not in variable]
     if needed:
         raise JobError(
             f"{reference!r} is no job, and a function that needs arguments: {', '.join(needed)}.",
@@ -260,15 +265,6 @@ def _call(reference: str, make: Callable[[], Any]) -> Any:
             f"{_located(error, _own_frames(error))}",
             hint=getattr(error, "hint", None) or "it must return a meshwright.Job when called without arguments.",
         ) from error
-
-
-def _needed_arguments(function: Callable[..., Any]) -> list[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some that are written in C have no signature
-        return []
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [item.name for item in parameters if item.default is item.empty and item.kind not in variable]
 
 
 # --- Where an error comes from ---
@@ -310,19 +306,13 @@ def _is_below(path: str, folders: list[str]) -> bool:
 
 def _function_of(job: Any, error: BaseException) -> str | None:
     """Returns the name of the job's function that an error passed through."""
-    functions = {name: getattr(job, name, None) for name in ("make_batch", "example_batch", "init", "loss")}
-    codes = {_code(function): name for name, function in functions.items()}
+    codes = {_code(getattr(job, name, None)): name for name in ("make_batch", "example_batch", "init", "loss")}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code in codes:
             return codes[frame.f_code]
     # A call with arguments that it does not take never gets to its first line.
     called = str(error).partition("()")[0] if isinstance(error, TypeError) else ""
-    return next((n for n, function in functions.items() if called and _qualname(function) == called), None)
-
-
-def _qualname(function: Any) -> str | None:
-    code = _code(function)
-    return None if code is None else code.co_qualname
+    return next((name for code, name in codes.items() if code is not None and code.co_qualname == called), None)
 
 
 def _code(function: Any) -> CodeType | None:
