@@ -31,7 +31,6 @@ PROGRAM = """
     from meshwright.loop.safety.preemption import EXIT_PREEMPTED, Preemption
     from meshwright.loop.sample import make_sampler
     from meshwright.models import Decoder
-    from meshwright.train.state import init_program
 
     options = json.loads(sys.argv[1])
     told = {"join": join(*options.get("join", ()), timeout=60)}
@@ -50,7 +49,9 @@ PROGRAM = """
     if "sizes" in options:
         model = Decoder(**options["sizes"])
         layout = mw.make_layout(model.rules, jax.eval_shape(model.init, jax.random.key(0)), mw.create_mesh("dp:2,tp:2"))
-        params = init_program(model.init, layout)(jax.random.key(0))
+        exactly = {"xla_backend_optimization_level": 0}  # as `init_state` compiles it: the same bits on every mesh
+        init = jax.jit(model.init, out_shardings=layout.shardings, compiler_options=exactly)
+        params = init(jax.random.key(0))
         told["sample"] = make_sampler(model, window=16)(params, [3, 14, 15], 8).tolist()
     with Preemption() as preemption:
         for step in range(1, 2000):

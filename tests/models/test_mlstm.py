@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.errors import PlacementError
-from meshwright.models.mlstm import MLSTMState, init_mlstm_state, mlstm_chunkwise, mlstm_parallel, mlstm_recurrent
+from meshwright.models import MLSTMState, init_mlstm_state, mlstm_chunkwise, mlstm_parallel, mlstm_recurrent
 from meshwright.parallel import local_map
 
 B, S, H, K, V = 2, 13, 4, 4, 6

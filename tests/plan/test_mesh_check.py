@@ -11,7 +11,7 @@ from meshwright.models import XLSTM, Decoder, Execution
 from meshwright.plan.plan import make_plan
 from meshwright.plan.search import largest_batch, search
 from meshwright.plan.step_setup import Setup, build_step
-from meshwright.train.axes_used import check_axes, known_axes, unused_axes
+from meshwright.train.job import check_axes, known_axes, unused_axes
 from meshwright.train.language_job import language_job
 
 

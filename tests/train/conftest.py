@@ -40,7 +40,7 @@ def start(job, mesh, optimizer=None, *, zero_axis=None, precision="float32", **o
     return state, make_train_step(job, optimizer, layout, precision=precision, **options)
 
 
-def train(job, mesh, num_steps=2, optimizer=None, **options):
+def train(job, mesh, num_steps=2, optimizer=None, make_batch=make_batch, **options):
     """Returns the first parameters, those after some steps, and the last metrics, on the host."""
     state, step = start(job, mesh, optimizer, **options)
     first = jax.device_get(state.params)

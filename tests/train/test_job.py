@@ -1,12 +1,21 @@
+"""Jobs: how they are found, what they carry, and how their errors are reported."""
+
+import functools
+import pickle
 import sys
 import types
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
 from meshwright import P
-from meshwright.train.job import job_errors
+from meshwright.distributed.agreement import sources_of
+from meshwright.models import Decoder, Execution
+from meshwright.train import language_job
+from meshwright.train.job import execution_of, job_errors, model_of
 
 SOURCE = """
 import jax.numpy as jnp
@@ -136,7 +145,7 @@ def init(size, key):
     return helper(jnp.ones(size))
 
 class Model:
-    init = functools.partial(init, 8)
+    init = staticmethod(functools.partial(init, 8))
     rules = []
 
     def loss(self, params, batch, rng):
@@ -158,6 +167,38 @@ def test_what_a_job_s_functions_raise_is_told_with_their_lines(folder):
         jax.eval_shape(job.loss, jax.ShapeDtypeStruct((8,), "float32"), None, None)
     with pytest.raises(mw.JobError, match=r"`loss` of the job 'my' failed\.(.|\n)*missing 2"), job_errors(job, "my"):
         job.loss(None)
+
+
+def test_a_partial_that_is_bound_as_a_method_is_found_too():
+    """Python 3.14 binds a `functools.partial` that is a class attribute, as it does a function."""
+
+    def init(size, job, key):
+        return jnp.ones(size) @ jnp.ones(3)
+
+    job = types.SimpleNamespace(rules=[])
+    job.init = types.MethodType(functools.partial(init, 8), job)
+    assert sources_of(job) == [Path(__file__).resolve()]
+    with pytest.raises(mw.JobError, match=r"`init` of the job 'my' failed\."), job_errors(job, "my"):
+        mw.abstract_init(job.init)
+
+
+@pytest.mark.parametrize("run", [None, Execution(layers="scan", num_microbatches=3)])
+def test_a_language_job_carries_its_model_and_execution(run):
+    model = Decoder.named("tiny")
+    job = pickle.loads(pickle.dumps(language_job(model, batch_size=8, num_tokens=16, run=run)))
+    assert model_of(job) == job.model == model
+    assert execution_of(job) == job.execution == (run or Execution())
+
+
+def test_only_language_models_and_executions_of_a_job_are_known():
+    """A user's own job may call its attributes the same, and mean something else."""
+    for job in (
+        mw.Job(init=None, rules=[]),
+        types.SimpleNamespace(),
+        types.SimpleNamespace(model=len, execution="now"),
+    ):
+        assert model_of(job) is None
+        assert execution_of(job) is None
 
 
 def test_errors_that_are_not_a_job_s_own_stay_as_they_are(folder):

@@ -16,9 +16,8 @@ from meshwright.models import Decoder
 from meshwright.parallel import is_manual, vary
 from meshwright.train import language_job
 from meshwright.verify import VerifyReport, verify
-from meshwright.verify.example_batch import example_batch
-from meshwright.verify.meshes import all_meshes, each_axis_alone, known_axes
-from meshwright.verify.reference import row_blocks
+from meshwright.verify.equivalence import all_meshes, each_axis_alone, example_batch, rule_axes
+from meshwright.verify.measure import SharedInputs, row_blocks
 
 RULES = mw.Rules([("up", P("fsdp", "tp")), ("down", P("tp", "fsdp")), ("bias", P())], optional_axes=("fsdp", "tp"))
 
@@ -271,16 +270,13 @@ def test_an_init_that_is_not_a_function_of_its_key():
 
 
 def test_an_init_that_depends_on_the_mesh(monkeypatch):
-    from meshwright.verify import equivalence
+    place, meshes = SharedInputs.place, []
 
-    place, meshes = equivalence.place, []
-
-    def place_and_tell(setup, mesh, **options):
+    def place_and_tell(inputs, mesh, **options):
         meshes.append(mesh)
-        return place(setup, mesh, **options)
+        return place(inputs, mesh, **options)
 
-    monkeypatch.setattr(equivalence, "place", place_and_tell)
-    monkeypatch.setattr("meshwright.verify.reference.place", place_and_tell)
+    monkeypatch.setattr(SharedInputs, "place", place_and_tell)
 
     def by_mesh(key):
         return init(key) | {"bias": jnp.full(4, float(meshes[-1].size))}
@@ -323,11 +319,11 @@ def test_meshes_that_a_job_does_not_fit_are_skipped_or_fail():
 
 
 def test_ways_to_split_devices():
-    axes = known_axes([("w", P("fsdp", ("tp", "x")))])
+    axes = rule_axes([("w", P("fsdp", ("tp", "x")))])
     assert axes == {"dp": False, "fsdp": True, "tp": True, "x": True}
-    assert list(known_axes(RULES)) == ["dp", "fsdp", "tp"]
-    assert list(known_axes([("w", P("model"))], data_axes=("data",))) == ["data", "model"]
-    assert len(all_meshes(8, known_axes(RULES))) == 10
+    assert list(rule_axes(RULES)) == ["dp", "fsdp", "tp"]
+    assert list(rule_axes([("w", P("model"))], data_axes=("data",))) == ["data", "model"]
+    assert len(all_meshes(8, rule_axes(RULES))) == 10
     assert all_meshes(6, {"dp": False, "tp": True}) == ["tp:6", "dp:2,tp:3", "dp:3,tp:2", "dp:6,tp:1"]
     assert each_axis_alone(8, axes) == ["dp:8,fsdp:1,tp:1,x:1", "fsdp:8,tp:1,x:1", "fsdp:1,tp:8,x:1", "fsdp:1,tp:1,x:8"]
 

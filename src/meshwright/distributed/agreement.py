@@ -12,6 +12,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any, TypeVar
 
 import jax
@@ -164,9 +165,8 @@ def sources_of(job: Any) -> list[Path]:
     files = []
     for name in ("init", "loss", "make_batch"):
         function = getattr(job, name, None)
-        while isinstance(function, functools.partial):
-            function = function.func
-        function = getattr(function, "__func__", function)
+        while isinstance(function, (functools.partial, MethodType)):
+            function = function.func if isinstance(function, functools.partial) else function.__func__
         if not (inspect.isfunction(function) or inspect.isclass(function)):
             function = type(function)
         try:

@@ -28,8 +28,7 @@ from meshwright.loop.sources import JobSource, TextSource, make_source, rows_of
 from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
 from meshwright.train import Step, language_job, make_train_step, require_agreement, state_layout
-from meshwright.train.axes_used import check_axes
-from meshwright.train.job import abstract_init, load_job
+from meshwright.train.job import abstract_init, check_axes, load_job
 
 
 class Voice:

@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 from meshwright.errors import ConfigError
 from meshwright.models.attention import attention
 from meshwright.models.execution import PROJECTION
-from meshwright.models.language import Context, LanguageModel, scaled_normal
+from meshwright.models.language import Context, LanguageModel, init_mlp, scaled_normal
 from meshwright.models.ops import rotary_tables, rotate
-from meshwright.models.sizes import check_division, check_sizes
 from meshwright.parallel.heads import split_heads
 from meshwright.parallel.tensor import sequence_norm
 from meshwright.types import PRNGKeyArray, PyTree
@@ -84,9 +83,9 @@ class Decoder(LanguageModel):
     )
 
     def __post_init__(self) -> None:
-        check_sizes(self)
+        super().__post_init__()
         if self.head_dim is None:
-            check_division(self, "d_model", "num_heads")
+            self._require_division("d_model", "num_heads")
         if self._head_dim % 2:
             from_sizes = f" (d_model {self.d_model} / num_heads {self.num_heads})" if self.head_dim is None else ""
             raise ConfigError(
@@ -94,7 +93,7 @@ class Decoder(LanguageModel):
                 hint="an even number of features per head.",
             )
         if self.num_kv_heads is not None:
-            check_division(self, "num_heads", "num_kv_heads")
+            self._require_division("num_heads", "num_kv_heads")
 
     @property
     def _kv_heads(self) -> int:
@@ -117,11 +116,7 @@ class Decoder(LanguageModel):
         }
         if self.qk_norm:
             attn |= {"q_norm": jnp.ones(self._head_dim), "k_norm": jnp.ones(self._head_dim)}
-        mlp = {
-            "gate": scaled_normal(k_gate, self.d_model, self.d_ff),
-            "up": scaled_normal(k_up, self.d_model, self.d_ff),
-            "down": scaled_normal(k_down, self.d_ff, self.d_model, scale=small),
-        }
+        mlp = init_mlp(k_gate, k_up, k_down, d_model=self.d_model, d_ff=self.d_ff, scale=small)
         return {"attn_norm": jnp.ones(self.d_model), "attn": attn, "mlp_norm": jnp.ones(self.d_model), "mlp": mlp}
 
     def prepare(self, positions: Any) -> Any:

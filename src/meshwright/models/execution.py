@@ -19,6 +19,9 @@ from meshwright.parallel.overlap.collective_matmul import GATHERED_ROWS
 Layers = Literal["auto", "scan", "unroll"] | int
 Remat = Literal["none", "dots", "full", "offload"] | Callable[..., Any]
 
+DATA_AXES = ("dp", "fsdp")
+"""The axes that split the rows of a batch, unless others are named."""
+
 PROJECTION = "projection"
 """The name (`jax.ad_checkpoint.checkpoint_name`) of what `remat="dots"` keeps in our models: results of matmuls."""
 
@@ -49,7 +52,7 @@ class Execution:
     """
 
     tensor_axis: str | None = "tp"
-    data_axes: tuple[str, ...] = ("dp", "fsdp")
+    data_axes: tuple[str, ...] = DATA_AXES
     pipeline_axis: str | None = "pp"
     sequence_parallel: bool = True
     save_gathered: bool = False

@@ -10,6 +10,7 @@ Shapes: B rows of a batch, S tokens, D features, V vocabulary.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import LayoutError, MeshwrightError, PlacementError, did_you_mean
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlacementError, did_you_mean
 from meshwright.mesh.axes import is_manual, place_on, ways_along
 from meshwright.mesh.build import current_mesh
 from meshwright.models.execution import PROJECTION, Execution, Remat
@@ -77,6 +79,42 @@ class LanguageModel(abc.ABC):
             hint = did_you_mean(size, cls.SIZES) or f"use one of: {', '.join(cls.SIZES)}."
             raise MeshwrightError(f"{cls.__name__} has no size {size!r}.", hint=hint)
         return cls(**(cls.SIZES[size] | changes))
+
+    # --- Sizes, checked when a model is made: a wrong one would only be met deep in a program ---
+
+    def __post_init__(self) -> None:
+        """Raises where a field of whole numbers has one below 1, or where a rate is none.
+
+        Example:
+            >>> from meshwright.models import Decoder
+            >>> Decoder.named("tiny", num_layers=0)
+            Traceback (most recent call last):
+            meshwright.errors.ConfigError: num_layers of Decoder is 0.
+            hint: a whole number from 1 on.
+        """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" or (field.type == "int | None" and value is not None):
+                is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+                if not is_whole or value < 1:
+                    raise ConfigError(f"{field.name} of {self._kind} is {value!r}.", hint="a whole number from 1 on.")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout of {self._kind} is {self.dropout!r}.", hint="a rate, 0 up to below 1.")
+
+    def _require_division(self, whole: str, parts: str) -> None:
+        """Raises where one size does not divide another."""
+        size, count = getattr(self, whole), getattr(self, parts)
+        if size % count:
+            below, above = size // count * count, -(-size // count) * count
+            near = f"{below} or {above}" if below else f"{above}"
+            raise ConfigError(
+                f"{whole} of {self._kind} is {size}, which its {parts} of {count} does not divide.",
+                hint=f"{whole} of {near}, or another {parts}.",
+            )
+
+    @property
+    def _kind(self) -> str:
+        return type(self).__name__
 
     # --- Parameters ---
 
@@ -154,7 +192,7 @@ class LanguageModel(abc.ABC):
         """
         run = run or Execution()
         if tokens.ndim != 2:
-            raise PlacementError(f"{type(self).__name__} got tokens of shape {tokens.shape}.", hint="use [B, S].")
+            raise PlacementError(f"{self._kind} got tokens of shape {tokens.shape}.", hint="use [B, S].")
         rng = rng if self.dropout else None
         extras = {"positions": positions, "segment_ids": segment_ids}
         stages = run.stages()
@@ -195,7 +233,7 @@ class LanguageModel(abc.ABC):
         num_stages = 1 if stages is None else jax.lax.axis_size(stages)
         if count * num_stages != self.num_layers:
             raise LayoutError(
-                f"{type(self).__name__}: {num_stages} x {count} layers are here, and it has {self.num_layers}.",
+                f"{self._kind}: {num_stages} x {count} layers are here, and it has {self.num_layers}.",
                 hint="the rules must split the stack of layers over the pipeline's axis, and over no other.",
             )
         if stages is None:
@@ -309,6 +347,15 @@ class Context:
 def scaled_normal(key: PRNGKeyArray, fan_in: int, *rest: int, scale: float = 1.0) -> Any:
     """Returns a weight `[fan_in, ...]` whose products keep the variance of what they multiply, times `scale**2`."""
     return jax.random.normal(key, (fan_in, *rest)) * (scale / fan_in**0.5)
+
+
+def init_mlp(k_gate: Any, k_up: Any, k_down: Any, *, d_model: int, d_ff: int, scale: float) -> PyTree:
+    """Returns the weights of `Context.feed_forward`; what it adds is scaled."""
+    return {
+        "gate": scaled_normal(k_gate, d_model, d_ff),
+        "up": scaled_normal(k_up, d_model, d_ff),
+        "down": scaled_normal(k_down, d_ff, d_model, scale=scale),
+    }
 
 
 def _whole(params: PyTree, gather: Gather | None, name: str) -> PyTree:

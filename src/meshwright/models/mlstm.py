@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def mlstm_recurrent(
         >>> one_more.shape
         (1, 1, 2, 4)
     """
-    t = _prepare(q, k, v, i, f, state, segment_ids, who="mlstm_recurrent")
+    t = prepare_tokens(q, k, v, i, f, state, segment_ids, who="mlstm_recurrent")
     wide = t.i_BSH.dtype
     begins_BS = jnp.zeros(t.q_BSHK.shape[:2], bool) if t.begins_BS is None else t.begins_BS
 
@@ -105,7 +105,7 @@ def mlstm_recurrent(
         n_BHK = keep_BH[..., None] * n_BHK + k_BHK
         # Sums of products rather than matmuls: one token reads the whole memory once, whatever computes it.
         q_BHK = q_BHK.astype(wide) * t.scale
-        h_BHV = _normalise(jnp.sum(q_BHK[..., None] * c_BHKV, axis=-2), jnp.sum(q_BHK * n_BHK, axis=-1), m_BH)
+        h_BHV = normalise(jnp.sum(q_BHK[..., None] * c_BHKV, axis=-2), jnp.sum(q_BHK * n_BHK, axis=-1), m_BH)
         return (c_BHKV, n_BHK, m_BH), h_BHV.astype(v_BHV.dtype)
 
     inputs = (t.q_BSHK, t.k_BSHK, t.v_BSHV, t.i_BSH, t.logf_BSH, begins_BS)
@@ -126,7 +126,7 @@ def mlstm_parallel(
         >>> mlstm_parallel(q, k, v, i=jnp.zeros((1, 3, 2)), f=jnp.zeros((1, 3, 2))).shape
         (1, 3, 2, 4)
     """
-    t = _prepare(q, k, v, i, f, None, segment_ids, who="mlstm_parallel")
+    t = prepare_tokens(q, k, v, i, f, None, segment_ids, who="mlstm_parallel")
     logf_BHS, i_BHS = jnp.moveaxis(t.logf_BSH, 1, 2), jnp.moveaxis(t.i_BSH, 1, 2)
     num_tokens = logf_BHS.shape[-1]
     after_TS = jnp.tril(jnp.ones((num_tokens, num_tokens), bool), k=-1)
@@ -139,230 +139,16 @@ def mlstm_parallel(
     m_BHT = lax.stop_gradient(jnp.maximum(jnp.max(log_BHTS, axis=-1), 0.0))
     score_BHTS = t.dot("BTHK,BSHK->BHTS", t.q_BSHK, t.k_BSHK) * t.scale * jnp.exp(log_BHTS - m_BHT[..., None])
     sum_BHTV = t.dot("BHTS,BSHV->BHTV", score_BHTS, t.v_BSHV)
-    h_BHTV = _normalise(sum_BHTV, jnp.sum(score_BHTS, axis=-1), m_BHT).astype(t.v_BSHV.dtype)
+    h_BHTV = normalise(sum_BHTV, jnp.sum(score_BHTS, axis=-1), m_BHT).astype(t.v_BSHV.dtype)
     h_BSHV: jax.Array = t.silence_padding(jnp.moveaxis(h_BHTV, 1, 2))
     return h_BSHV
-
-
-@overload
-def mlstm_chunkwise(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    i: jax.Array,
-    f: jax.Array,
-    *,
-    chunk_size: int = ...,
-    state: MLSTMState | None = ...,
-    segment_ids: jax.Array | None = ...,
-    return_state: Literal[False] = ...,
-) -> jax.Array: ...
-
-
-@overload
-def mlstm_chunkwise(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    i: jax.Array,
-    f: jax.Array,
-    *,
-    chunk_size: int = ...,
-    state: MLSTMState | None = ...,
-    segment_ids: jax.Array | None = ...,
-    return_state: Literal[True],
-) -> tuple[jax.Array, MLSTMState]: ...
-
-
-def mlstm_chunkwise(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    i: jax.Array,
-    f: jax.Array,
-    *,
-    chunk_size: int = 64,
-    state: MLSTMState | None = None,
-    segment_ids: jax.Array | None = None,
-    return_state: bool = False,
-) -> jax.Array | tuple[jax.Array, MLSTMState]:
-    """Returns the outputs `[B, S, H, V]` of an mLSTM, and on request the state after them: the form for training.
-
-    Gates and states are float32; matmuls take the dtype of `q`, `k` and `v` and accumulate in float32. The gradient
-    keeps one memory of K x V per chunk and head; inside `jax.checkpoint` these are computed again too.
-
-    Args:
-        q, k: `[B, S, H, K]`; `v` is `[B, S, H, V]`.
-        i, f: `[B, S, H]`, what enters the exponential input gate and the sigmoid forget gate.
-        chunk_size: tokens compared with each other; any number gives the same result. With larger ones fewer memories
-            are kept and matmuls are larger; past about K, comparing pairs costs more than that saves.
-        state: where to continue, from an earlier call of any form.
-        segment_ids: `[B, S]` of whole numbers, one per document, each document in one piece. A document starts from the
-            empty state, but for one that continues the document of `state`. 0 is padding, which leaves the state alone
-            and whose outputs are 0.
-
-    Example:
-        >>> q = k = v = jnp.ones((1, 100, 2, 4))
-        >>> i = f = jnp.zeros((1, 100, 2))
-        >>> cell = jax.jit(mlstm_chunkwise, static_argnames=("chunk_size", "return_state"))
-        >>> h, state = cell(q, k, v, i, f, chunk_size=16, return_state=True)
-        >>> h.shape, state.memory.shape
-        ((1, 100, 2, 4), (1, 2, 4, 4))
-    """
-    t = _prepare(q, k, v, i, f, state, segment_ids, who="mlstm_chunkwise")
-    if type(chunk_size) is not int or chunk_size < 1:
-        raise PlacementError(f"mlstm_chunkwise got chunk_size={chunk_size!r}.", hint="a whole number from 1 on.")
-    chunks = _cut(t, min(chunk_size, t.q_BSHK.shape[1]))
-    # First the states between chunks, one after another, then all chunks at once: the loop holds one matmul and one
-    # pass over the memory, and the matmuls of the chunks are one large batch.
-    carry, states = _states(t, chunks)
-    h_NBHLV = _outputs(t, chunks, states)
-    h_BNLHV = h_NBHLV.transpose(1, 0, 3, 2, 4)
-    h_BSHV = h_BNLHV.reshape(h_BNLHV.shape[0], -1, *h_BNLHV.shape[3:])[:, : t.q_BSHK.shape[1]]
-    h_BSHV = t.silence_padding(h_BSHV)
-    return (h_BSHV, t.state_after(carry)) if return_state else h_BSHV
-
-
-# --- The three steps of the chunkwise form ---
-
-
-class _Chunks(NamedTuple):
-    q_NBHLK: Any
-    k_NBHLK: Any
-    v_NBHLV: Any
-    i_NBHL: Any
-    coarse_NBHL: Any
-    fine_NBHL: Any
-    document_NB1L: Any  # which document of its row a token belongs to; None where there are no documents
-    before_NB1: Any  # the same of the last token before the chunk
-
-
-def _cut(t: _Tokens, length: int) -> _Chunks:
-    """Cuts time into chunks, heads before positions, and sums each chunk's forget gates up to every position.
-
-    These sums are kept as a coarse part, of eighths, which float32 adds and subtracts without any rounding, and a fine
-    part, which stays small. Of gates that forget much, one sum would be so large that the difference of two neighbours,
-    which is what counts, had lost its digits.
-    """
-    num_chunks = -(-t.q_BSHK.shape[1] // length)
-    missing = num_chunks * length - t.q_BSHK.shape[1]
-
-    def cut(x_BSH: Any, fill: float = 0.0) -> Any:
-        x = jnp.pad(x_BSH, [(0, 0), (0, missing)] + [(0, 0)] * (x_BSH.ndim - 2), constant_values=fill)
-        return jnp.moveaxis(x.reshape(x.shape[0], num_chunks, length, *x.shape[2:]), (1, 3), (0, 2))
-
-    # Positions past the end write nothing (-inf) and forget nothing (0): the state passes through them unchanged.
-    logf_NBHL = cut(t.logf_BSH)
-    eighths_NBHL = lax.stop_gradient(jnp.round(logf_NBHL * 8.0) / 8.0)
-    document_NB1L = before_NB1 = None
-    if t.begins_BS is not None:
-        document_BS1 = jnp.cumsum(t.begins_BS, axis=1)[..., None]
-        document_NB1L = lax.cummax(cut(document_BS1), axis=3)  # what lies past the end is of the last document
-        before_NB1 = jnp.concatenate([jnp.zeros_like(document_NB1L[:1, ..., -1]), document_NB1L[:-1, ..., -1]])
-    return _Chunks(
-        q_NBHLK=cut(t.q_BSHK),
-        k_NBHLK=cut(t.k_BSHK),
-        v_NBHLV=cut(t.v_BSHV),
-        i_NBHL=cut(t.i_BSH, fill=-jnp.inf),
-        coarse_NBHL=jnp.cumsum(eighths_NBHL, axis=-1),
-        fine_NBHL=jnp.cumsum(logf_NBHL - eighths_NBHL, axis=-1),
-        document_NB1L=document_NB1L,
-        before_NB1=before_NB1,
-    )
-
-
-def _states(t: _Tokens, chunks: _Chunks) -> Any:
-    """Returns the state after the last chunk, and stacked, those that the chunks start from."""
-    coarse, fine, document = chunks.coarse_NBHL, chunks.fine_NBHL, chunks.document_NB1L
-    through_NBH = coarse[..., -1] + fine[..., -1]
-    to_end_NBHL = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine) + chunks.i_NBHL
-    if document is not None:
-        through_NBH = jnp.where(document[..., -1] == chunks.before_NB1, through_NBH, -jnp.inf)
-        to_end_NBHL = jnp.where(document == document[..., -1:], to_end_NBHL, -jnp.inf)
-    return _remember(through_NBH, to_end_NBHL, chunks.k_NBHLK, chunks.v_NBHLV, t.start)
-
-
-def _outputs(t: _Tokens, chunks: _Chunks, states: Any) -> Any:
-    """Returns what every token reads: from its own chunk, pair by pair, and from the state its chunk starts from."""
-
-    # What has L x L values per chunk is computed again in the backward pass, so that all that is kept grows with S.
-    @jax.checkpoint
-    def outputs(chunks: _Chunks, states: Any) -> Any:
-        q, k, v, i, coarse, fine, document, before = chunks
-        c_NBHKV, n_NBHK, m_NBH = states
-        earlier_NBHL = coarse + fine + lax.stop_gradient(m_NBH)[..., None]
-        decay_NBHLM = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
-        related = jnp.tril(jnp.ones((q.shape[-2], q.shape[-2]), bool))
-        if document is not None:
-            earlier_NBHL = jnp.where(document == before[..., None], earlier_NBHL, -jnp.inf)
-            related = related & (document[..., :, None] == document[..., None, :])
-        log_NBHLM = jnp.where(related, decay_NBHLM + i[..., None, :], -jnp.inf)
-        m_NBHL = lax.stop_gradient(jnp.maximum(jnp.maximum(jnp.max(log_NBHLM, axis=-1), earlier_NBHL), 0.0))
-        earlier_NBHL = t.scale * jnp.exp(earlier_NBHL - m_NBHL)
-        score_NBHLM = t.dot("NBHLK,NBHMK->NBHLM", q, k) * t.scale * jnp.exp(log_NBHLM - m_NBHL[..., None])
-        sum_NBHLV = t.dot("NBHLM,NBHMV->NBHLV", score_NBHLM, v)
-        sum_NBHLV += earlier_NBHL[..., None] * t.dot("NBHLK,NBHKV->NBHLV", q, c_NBHKV)
-        size_NBHL = jnp.sum(score_NBHLM, axis=-1) + earlier_NBHL * t.dot("NBHLK,NBHK->NBHL", q, n_NBHK)
-        return _normalise(sum_NBHLV, size_NBHL, m_NBHL).astype(v.dtype)
-
-    return outputs(chunks, states)
 
 
 # --- Operations with gradients of their own ---
 
 
-@jax.custom_vjp
-def _remember(through_NBH: Any, to_end_NBHL: Any, k_NBHLK: Any, v_NBHLV: Any, start: Any) -> Any:
-    """Returns the state after the last chunk, and stacked, those that the chunks start from.
-
-    The stack of memories, K x V per chunk, is the largest array of all. It has the dtype of the keys, in which matmuls
-    read it, and the gradient keeps that one copy; the usual gradient would keep another, in float32.
-    """
-
-    def chunk(carry: Any, x: Any) -> tuple[Any, Any]:
-        (c_BHKV, n_BHK, m_BH), (through_BH, to_end_BHL, k_BHLK, v_BHLV) = carry, x
-        after_BH = jnp.maximum(jnp.maximum(through_BH + m_BH, jnp.max(to_end_BHL, axis=-1)), 0.0)
-        keep_BH, write_BHL = jnp.exp(through_BH + m_BH - after_BH), jnp.exp(to_end_BHL - after_BH[..., None])
-        written_BHLK = k_BHLK * write_BHL[..., None]
-        added_BHKV = _einsum("BHLK,BHLV->BHKV", written_BHLK.astype(k_BHLK.dtype), v_BHLV, c_BHKV.dtype)
-        next_c_BHKV = keep_BH[..., None, None] * c_BHKV + added_BHKV
-        next_n_BHK = keep_BH[..., None] * n_BHK + jnp.sum(written_BHLK, axis=-2)
-        return (next_c_BHKV, next_n_BHK, after_BH), (c_BHKV.astype(k_BHLK.dtype), n_BHK, m_BH)
-
-    return lax.scan(chunk, start, (through_NBH, to_end_NBHL, k_NBHLK, v_NBHLV))
-
-
-def _remember_fwd(*args: Any) -> tuple[Any, Any]:
-    end, stacks = _remember(*args)
-    after_NBH = jnp.concatenate([stacks[2][1:], end[2][None]])
-    return (end, stacks), (*args[:4], *stacks, after_NBH)
-
-
-def _remember_bwd(kept: Any, d_out: Any) -> Any:
-    def chunk(carry: Any, x: Any) -> tuple[Any, Any]:
-        d_c_BHKV, d_n_BHK = carry
-        through_BH, to_end_BHL, k_BHLK, v_BHLV, c_BHKV, n_BHK, m_BH, after_BH, d_read_BHKV, d_size_BHK = x
-        kind, wide = k_BHLK.dtype, d_c_BHKV.dtype
-        keep_BH, write_BHL = jnp.exp(through_BH + m_BH - after_BH), jnp.exp(to_end_BHL - after_BH[..., None])
-        written_BHLK = k_BHLK * write_BHL[..., None]
-        d_keep_BH = jnp.sum(c_BHKV * d_c_BHKV, axis=(-2, -1)) + jnp.sum(n_BHK * d_n_BHK, axis=-1)
-        d_written_BHLK = _einsum("BHLV,BHKV->BHLK", v_BHLV, d_c_BHKV.astype(kind), wide) + d_n_BHK[..., None, :]
-        d_v_BHLV = _einsum("BHLK,BHKV->BHLV", written_BHLK.astype(kind), d_c_BHKV.astype(kind), wide)
-        d_k_BHLK = d_written_BHLK * write_BHL[..., None]
-        d_to_end_BHL = jnp.sum(d_written_BHLK * written_BHLK, axis=-1)
-        d_c_BHKV = keep_BH[..., None, None] * d_c_BHKV + d_read_BHKV
-        d_n_BHK = keep_BH[..., None] * d_n_BHK + d_size_BHK
-        return (d_c_BHKV, d_n_BHK), (d_keep_BH * keep_BH, d_to_end_BHL, d_k_BHLK.astype(kind), d_v_BHLV.astype(kind))
-
-    (d_c_BHKV, d_n_BHK, d_m_BH), (d_c_NBHKV, d_n_NBHK, _) = d_out
-    d_start, d_inputs = lax.scan(chunk, (d_c_BHKV, d_n_BHK), (*kept, d_c_NBHKV, d_n_NBHK), reverse=True)
-    return (*d_inputs, (*d_start, jnp.zeros_like(d_m_BH)))
-
-
-_remember.defvjp(_remember_fwd, _remember_bwd)
-
-
-def _normalise(sum_V: Any, size: Any, m: Any) -> Any:
+def normalise(sum_V: Any, size: Any, m: Any) -> Any:
+    """Returns `sum / max(|size|, exp(-m))`."""
     # For gates past 87 exp(-m) would become 0, and a query of zeros 0 / 0.
     return _divide(sum_V, jnp.maximum(jnp.abs(size), jnp.exp(-jnp.minimum(m, 80.0))))
 
@@ -390,7 +176,7 @@ _divide.defvjp(_divide_fwd, _divide_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def _dot(dims: str, a: Any, b: Any, wide: Any) -> Any:
     """Multiplies in the dtype of `a` and `b`, backwards too, where JAX would multiply in that of the result."""
-    return _einsum(dims, a, b, wide)
+    return einsum(dims, a, b, wide)
 
 
 def _dot_fwd(dims: str, a: Any, b: Any, wide: Any) -> tuple[Any, Any]:
@@ -401,15 +187,17 @@ def _dot_bwd(dims: str, wide: Any, kept: Any, d_out: Any) -> tuple[Any, Any]:
     (a, b), (ins, out) = kept, dims.split("->")
     in_a, in_b = ins.split(",")
     d_out = d_out.astype(a.dtype)
-    d_a = _einsum(f"{out},{in_b}->{in_a}", d_out, b, wide)
-    d_b = _einsum(f"{in_a},{out}->{in_b}", a, d_out, wide)
+    d_a = einsum(f"{out},{in_b}->{in_a}", d_out, b, wide)
+    d_b = einsum(f"{in_a},{out}->{in_b}", a, d_out, wide)
     return d_a.astype(a.dtype), d_b.astype(b.dtype)
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
-def _einsum(dims: str, a: Any, b: Any, wide: Any) -> Any:
+def einsum(dims: str, a: Any, b: Any, wide: Any) -> Any:
+    """Multiplies in the dtype of `a` and `b`, and accumulates and returns in `wide`."""
+
     def narrow(a: Any, b: Any) -> Any:
         return jnp.einsum(dims, a, b, preferred_element_type=wide)
 
@@ -426,7 +214,9 @@ def _einsum(dims: str, a: Any, b: Any, wide: Any) -> Any:
 # --- Inputs, checked and in the form that all three share ---
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
+    """The inputs of a cell, and where it starts from."""
+
     q_BSHK: Any
     k_BSHK: Any
     v_BSHV: Any
@@ -454,7 +244,8 @@ class _Tokens(NamedTuple):
         return h_BSHV if self.real_BS is None else jnp.where(self.real_BS[..., None, None], h_BSHV, 0)
 
 
-def _prepare(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_ids: Any, *, who: str) -> _Tokens:
+def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_ids: Any, *, who: str) -> Tokens:
+    """Checks the inputs of a cell and returns them in the form that all three share; `who` is named in errors."""
     q, k, v, i, f = (jnp.asarray(x) for x in (q, k, v, i, f))
     _check(q, k, v, i, f, who=who)
     if state is None:
@@ -482,7 +273,7 @@ def _prepare(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_ids: An
 
     i_BSH, logf_BSH = i.astype(wide), jax.nn.log_sigmoid(f.astype(wide))
     if segment_ids is None:
-        return _Tokens(q, k, v, i_BSH, logf_BSH, None, None, start, segment_B)
+        return Tokens(q, k, v, i_BSH, logf_BSH, None, None, start, segment_B)
     real_BS = segment_ids != 0
     segment_ids = segment_ids.astype(segment_B.dtype)
     # For every token the document of the last one that was not padding: padding may also lie within a document.
@@ -492,7 +283,7 @@ def _prepare(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_ids: An
     begins_BS = real_BS & (segment_ids != before_BS) & (before_BS != _ANY_DOCUMENT)
     i_BSH = jnp.where(real_BS[..., None], i_BSH, -jnp.inf)
     logf_BSH = jnp.where(real_BS[..., None], logf_BSH, 0.0)
-    return _Tokens(q, k, v, i_BSH, logf_BSH, begins_BS, real_BS, start, known_BS[:, -1])
+    return Tokens(q, k, v, i_BSH, logf_BSH, begins_BS, real_BS, start, known_BS[:, -1])
 
 
 def _check(q: Any, k: Any, v: Any, i: Any, f: Any, *, who: str) -> None:

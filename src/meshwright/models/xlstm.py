@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import ConfigError
 from meshwright.models.execution import PROJECTION
-from meshwright.models.language import Context, LanguageModel, scaled_normal
-from meshwright.models.mlstm import mlstm_chunkwise
-from meshwright.models.sizes import check_division, check_sizes
+from meshwright.models.language import Context, LanguageModel, init_mlp, scaled_normal
+from meshwright.models.mlstm_chunks import mlstm_chunkwise
 from meshwright.parallel.heads import local_heads
 from meshwright.types import PRNGKeyArray, PyTree
 
@@ -70,8 +69,8 @@ class XLSTM(LanguageModel):
     )
 
     def __post_init__(self) -> None:
-        check_sizes(self)
-        check_division(self, "d_model", "num_heads")
+        super().__post_init__()
+        self._require_division("d_model", "num_heads")
         if not (0 < self.qk_factor < math.inf and self._key_dim):
             raise ConfigError(
                 f"qk_factor of XLSTM is {self.qk_factor!r}: no feature is left for the keys of {self.num_heads} heads.",
@@ -98,11 +97,7 @@ class XLSTM(LanguageModel):
             "head_norm": jnp.ones(self.d_model),
             "out": scaled_normal(k_out, self.d_model, self.d_model, scale=small),
         }
-        mlp = {
-            "gate": scaled_normal(k_gate, self.d_model, self.d_ff),
-            "up": scaled_normal(k_up, self.d_model, self.d_ff),
-            "down": scaled_normal(k_down, self.d_ff, self.d_model, scale=small),
-        }
+        mlp = init_mlp(k_gate, k_up, k_down, d_model=self.d_model, d_ff=self.d_ff, scale=small)
         return {"mlstm_norm": jnp.ones(self.d_model), "mlstm": mlstm, "mlp_norm": jnp.ones(self.d_model), "mlp": mlp}
 
     def layer(self, params: PyTree, h: Any, context: Context) -> Any:

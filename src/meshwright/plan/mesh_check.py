@@ -12,13 +12,13 @@ from meshwright.parallel.heads import heads_fit
 from meshwright.plan.costs.communication import TENSOR_AXIS
 from meshwright.plan.costs.job_costs import JobCosts
 from meshwright.plan.costs.stages import PIPELINE_AXIS
-from meshwright.train.axes_used import check_axes, run_of
+from meshwright.train.job import check_axes, execution_of
 
 
 def mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple[str, str] | None:
     """Returns what keeps a job from a mesh: in a few words that many meshes share, and for this one; or None."""
     tp, pp = sizes.get(TENSOR_AXIS, 1), sizes.get(PIPELINE_AXIS, 1)
-    run = run_of(job) or Execution()
+    run = execution_of(job) or Execution()
     if run.tensor_axis is not None:  # otherwise XLA splits what it can
         if profile.heads and not heads_fit(profile.heads, tp):
             return "do not divide the heads", f"tp={tp} does not divide {profile.heads} heads"

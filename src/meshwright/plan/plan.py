@@ -29,7 +29,7 @@ from meshwright.plan.costs.step_time import TimePlan, step_time
 from meshwright.plan.mesh_check import check_mesh
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
 from meshwright.plan.target import Target, parse_target
-from meshwright.train.axes_used import check_axes
+from meshwright.train.job import check_axes
 from meshwright.train.state import state_layout
 
 # libtpu 0.0.42 died with SIGFPE on a 7B decoder with fsdp:4096, and compiled dp:16,fsdp:256 for the same chips.

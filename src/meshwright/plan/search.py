@@ -25,8 +25,7 @@ from meshwright.plan.mesh_check import check_mesh, mesh_problem, one_of
 from meshwright.plan.plan import Plan, assemble, known_to_fail, lay_out, make_plan, mesh_sizes, profile_of
 from meshwright.plan.step_setup import Setup, batch_of
 from meshwright.plan.target import Target, parse_target
-from meshwright.train.axes_used import unused_axes
-from meshwright.train.job import load_job
+from meshwright.train.job import load_job, unused_axes
 
 AXES = ("dp", "fsdp", "pp", "tp")
 SYNCS = ("hybrid", "once")

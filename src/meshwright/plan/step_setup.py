@@ -13,10 +13,9 @@ import numpy as np
 from meshwright.errors import JobError, MeshwrightError, did_you_mean
 from meshwright.mesh.build import AnyMesh
 from meshwright.parallel.rows import count_rows
-from meshwright.train.compiler import compiler_options
 from meshwright.train.precision import Precision
 from meshwright.train.state import require_loss, state_layout
-from meshwright.train.step import Step, make_train_step
+from meshwright.train.step import Step, make_train_step, xla_options
 from meshwright.types import PyTree
 
 LEARNING_RATE = 1e-4  # changes nothing that a plan looks at
@@ -137,7 +136,7 @@ def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
 def step_options(mesh: AnyMesh, setup: Setup) -> dict[str, Any]:
     """Returns the options for XLA that a setup's step is compiled with."""
     overlap = setup.overlap and setup.view == "local"
-    return compiler_options(mesh, dict(setup.compiler_options), overlap=overlap) or {}
+    return xla_options(mesh, dict(setup.compiler_options), overlap=overlap) or {}
 
 
 def _default(field: Any) -> Any:

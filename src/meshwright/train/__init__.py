@@ -3,12 +3,10 @@
 from meshwright.distributed.agreement import fingerprint, require_agreement
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.adapters import equinox_job, linen_job, nnx_job
-from meshwright.train.gradients import Gradients, View, make_gradients
+from meshwright.train.gradients import Gradients, View, global_norm, make_gradients
 from meshwright.train.guards import NonFiniteGuard
 from meshwright.train.job import Job, abstract_init, load_job
-from meshwright.train.language_job import language_job
-from meshwright.train.loss import next_token_loss, shift_targets
-from meshwright.train.norms import global_norm
+from meshwright.train.language_job import language_job, next_token_loss, shift_targets
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, make_state, state_layout
 from meshwright.train.step import Step, make_eval_step, make_train_step

@@ -7,12 +7,15 @@ any mesh; and after it a dict of metrics, if there are any.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen
+from flax.traverse_util import unflatten_dict
 
 from meshwright.errors import JobError
 from meshwright.train.job import Job
@@ -189,22 +192,10 @@ class _Names(NamedTuple):
         return cls(tuple(tuple(key_to_string(key) for key in path) for path, _ in leaves), jax.tree.structure(tree))
 
     def to_dict(self, tree: PyTree) -> PyTree:
-        nested: dict[str, Any] = {}
-        for path, leaf in zip(self.paths, jax.tree.leaves(tree), strict=True):
-            node = nested
-            for name in path[:-1]:
-                node = node.setdefault(name, {})
-            node[path[-1]] = leaf
-        return nested
+        return unflatten_dict(dict(zip(self.paths, jax.tree.leaves(tree), strict=True)))
 
     def from_dict(self, nested: PyTree) -> PyTree:
-        def find(path: tuple[str, ...]) -> Any:
-            node = nested
-            for name in path:
-                node = node[name]
-            return node
-
-        return self.structure.unflatten([find(path) for path in self.paths])
+        return self.structure.unflatten([functools.reduce(operator.getitem, path, nested) for path in self.paths])
 
 
 def _job(init: Callable[..., Any], loss: Callable[..., Any], batch: PyTree, rules: Any, mesh: str | None) -> Job:

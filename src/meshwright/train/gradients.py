@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import JobError, MeshwrightError, did_you_mean
 from meshwright.layout import Layout
+from meshwright.mesh.axes import varying_axes
 from meshwright.mesh.build import AnyMesh, require_axes
-from meshwright.models.execution import Remat, remat_policy
+from meshwright.models.execution import DATA_AXES, Remat, remat_policy
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.local_map import local_map
 from meshwright.specs import spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate, is_pair, over
-from meshwright.train.norms import leaf_square_sums
 from meshwright.train.precision import Precision
 from meshwright.train.state import gradient_specs, params_layout, require_loss
 from meshwright.train.sync import Sync
@@ -30,7 +31,6 @@ from meshwright.types import Metrics, PyTree
 
 View = Literal["global", "local"]
 
-DATA_AXES = ("dp", "fsdp")
 GATHER_AXES = ("fsdp",)
 PIPELINE_AXES = ("pp",)
 _COUNTED = "tokens of the loss"  # a name that no metric of a job has
@@ -90,7 +90,7 @@ def make_gradients(
                 for leaf, dtype in zip(params.leaves, jax.tree.leaves(dtypes), strict=True)
             ]
         )
-    loss = _loss_function(job, gather, remat)
+    loss = _loss_function(job, takes, gather, remat)
     options: dict[str, Any] = {
         "num_minibatches": num_minibatches,
         "dtypes": dtypes,
@@ -134,6 +134,39 @@ def make_gradients(
     return Gradients(in_global_view if view == "global" else in_local_view, row_axes)
 
 
+# --- Norms of trees that are split over devices: those of whole leaves, not of a device's slices ---
+
+
+def leaf_square_sums(tree: PyTree) -> Any:
+    """Returns the sum of squares of every leaf, `[num_leaves]` in float32; in the local view, that of whole leaves.
+
+    Leaves that are split alike are summed over devices together: one exchange of a few numbers for each way of
+    splitting. A leaf whose slices are equal on some axis is counted once along it.
+    """
+    leaves = jax.tree.leaves(tree)
+    sums = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves]
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        groups.setdefault(tuple(sorted(varying_axes(leaf))), []).append(place)
+    whole: list[Any] = [None] * len(leaves)
+    for axes, places in groups.items():
+        part = jnp.stack([sums[place] for place in places])
+        total = lax.psum(part, axes) if axes else part
+        for index, place in enumerate(places):
+            whole[place] = total[index]
+    return jnp.stack(whole)
+
+
+def global_norm(tree: PyTree) -> Any:
+    """Returns the root of the sum of all squares in a tree, in both views; optax's counts slices in the local one.
+
+    Example:
+        >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}))
+        5.0
+    """
+    return jnp.sqrt(leaf_square_sums(tree).sum())
+
+
 def named_shardings(mesh: AnyMesh, specs: PyTree) -> PyTree:
     """Returns a tree of specs as shardings on a mesh."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
@@ -148,8 +181,7 @@ def _row_axes(asked: str | Sequence[str] | None, mesh: AnyMesh) -> tuple[str, ..
     return axes
 
 
-def _loss_function(job: Any, gather: Gather | None, remat: Remat) -> Callable[..., Any]:
-    takes = inspect.signature(job.loss).parameters
+def _loss_function(job: Any, takes: Container[str], gather: Gather | None, remat: Remat) -> Callable[..., Any]:
     options: dict[str, Any] = {} if gather is None else {"gather": gather}
     policy = remat_policy(remat, by_name=False)
     if "remat" in takes:
@@ -175,22 +207,20 @@ def _loss_function(job: Any, gather: Gather | None, remat: Remat) -> Callable[..
 def _checked(found: Any) -> tuple[Any, Mapping[str, Any]]:
     """Returns what a job's loss returned, if it is a loss and its metrics."""
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
-        kinds = ", ".join(type(part).__name__ for part in found) if isinstance(found, tuple) else type(found).__name__
+        kinds = ", ".join(type(part).__name__ for part in (found if isinstance(found, tuple) else (found,)))
         raise JobError(
             f"a loss returns two things, itself and a dict of metrics; this one returned {kinds}.",
             hint="return loss, {} where there are no metrics.",
         )
     value: Any = found[0]
-    if not is_pair(value) and (not hasattr(value, "dtype") or np.ndim(value)) and not isinstance(value, (int, float)):
+    is_array = hasattr(value, "dtype")
+    if not is_pair(value) and (not is_array or np.ndim(value)) and not isinstance(value, (int, float)):
+        told = f"an array of shape {np.shape(value)}" if is_array else f"a {type(value).__name__}"
         raise JobError(
-            f"a loss is one number, or a sum and a count of what was summed; this one is {_told(value)}.",
+            f"a loss is one number, or a sum and a count of what was summed; this one is {told}.",
             hint="return loss.mean(), or (loss.sum(), count) where rows differ in how much of them counts.",
         )
     return value, found[1]
-
-
-def _told(value: Any) -> str:
-    return f"an array of shape {np.shape(value)}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
 
 
 def _values(metrics: PyTree) -> Metrics:

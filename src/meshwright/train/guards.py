@@ -11,6 +11,7 @@ import numpy as np
 
 from meshwright.errors import TrainingError
 from meshwright.layout import Layout
+from meshwright.train.state import params_layout
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
@@ -72,8 +73,6 @@ class NonFiniteGuard:
     @classmethod
     def for_layout(cls, layout: Layout, *, limit: int = 5) -> NonFiniteGuard:
         """Returns a guard for a run whose state has this layout."""
-        from meshwright.train.state import params_layout
-
         return cls([leaf.name for leaf in params_layout(layout).leaves], limit)
 
     def check(self, metrics: Mapping[str, Any], *, step: int, batch_id: Any = None) -> str | None:

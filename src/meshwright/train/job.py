@@ -11,15 +11,20 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
 
 import jax
 
-from meshwright.errors import JobError, MeshwrightError, did_you_mean
+from meshwright.errors import JobError, MeshError, MeshwrightError, did_you_mean
+from meshwright.mesh.string import parse_mesh
+from meshwright.models.execution import DATA_AXES, Execution
+from meshwright.models.language import LanguageModel
+from meshwright.rules import as_rules
+from meshwright.specs import spec_axes
 from meshwright.types import PyTree
 
 
@@ -35,6 +40,8 @@ class Job:
         mesh: the mesh it is usually run on, as a string.
         make_batch: from a seed to a batch of the example's shapes, for comparing steps (`meshwright verify`).
         vocab_size: how many tokens the model knows. Text with others is refused: JAX would look them up as the last.
+        model: the language model that the loss trains, if it is one of `meshwright.models`: plans then know its layers.
+        execution: the options that this model runs with.
 
     Any object with these attributes is a job; only `init` and `rules` are always needed.
     """
@@ -46,12 +53,75 @@ class Job:
     mesh: str | None = None
     make_batch: Callable[[int], PyTree] | None = None
     vocab_size: int | None = None
+    model: LanguageModel | None = None
+    execution: Execution | None = None
 
 
 def abstract_init(init: Callable[[Any], PyTree]) -> PyTree:
     """Returns the shapes and dtypes that `init` would give, without computing or allocating anything."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.eval_shape(init, key)
+
+
+def model_of(job: Any) -> LanguageModel | None:
+    """Returns the language model of a job; None if it has another one, whose layers we know nothing of."""
+    model = getattr(job, "model", None)
+    return model if isinstance(model, LanguageModel) else None
+
+
+def execution_of(job: Any) -> Execution | None:
+    """Returns the options that the language model of a job runs with."""
+    execution = getattr(job, "execution", None)
+    return execution if isinstance(execution, Execution) else None
+
+
+def known_axes(job: Any) -> tuple[str, ...]:
+    """Returns all mesh axes that a job can use: those of its batch, its rules and its model.
+
+    A loss of a user's own can use axes by name; it is taken to use those of the job's `mesh`.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.train import language_job
+        >>> known_axes(language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16))
+        ('dp', 'fsdp', 'pp', 'tp')
+    """
+    found = [*DATA_AXES, *(axis for _, spec in as_rules(job.rules) for axis in spec_axes(spec))]
+    execution, mesh = execution_of(job), getattr(job, "mesh", None)
+    if execution is not None:
+        found += [*execution.data_axes, *filter(None, (execution.pipeline_axis, execution.tensor_axis))]
+    elif isinstance(mesh, str) and mesh:
+        found += parse_mesh(mesh).names
+    return tuple(dict.fromkeys(found))
+
+
+def unused_axes(job: Any, mesh_sizes: Mapping[str, int]) -> list[str]:
+    """Returns the axes of a mesh, of more than one device, that split nothing of a job.
+
+    Their devices would all compute the same.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> unused_axes(job, {"dp": 2, "fdsp": 4, "spare": 1})
+        ['fdsp']
+    """
+    known = known_axes(job)
+    return [axis for axis, size in mesh_sizes.items() if size > 1 and axis not in known]
+
+
+def check_axes(job: Any, mesh_sizes: Mapping[str, int]) -> None:
+    """Raises where an axis of a mesh splits nothing of a job."""
+    unused, known = unused_axes(job, mesh_sizes), known_axes(job)
+    if not unused:
+        return
+    names = f"its axes are {', '.join(known)}"
+    if execution_of(job) is None:
+        names += "; if its loss uses another one, name that in the job's own mesh"
+    close = did_you_mean(unused[0], known)
+    which = f"axis {unused[0]!r} splits" if len(unused) == 1 else f"axes {', '.join(map(repr, unused))} split"
+    raise MeshError(f"{which} nothing of this job.", hint=f"{close} {names}." if close else f"{names}.")
 
 
 def load_job(reference: str) -> Any:
@@ -176,7 +246,12 @@ def _no_attribute(where: str, module: Any, attribute: str) -> JobError:
 
 
 def _call(reference: str, make: Callable[[], Any]) -> Any:
-    needed = _needed_arguments(make)
+    try:
+        parameters = list(inspect.signature(make).parameters.values())
+    except (TypeError, ValueError):  # some that are written in C have no signature
+        parameters = []
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [item.name for item in parameters if item.default is item.empty and item.kind not in variable]
     if needed:
         raise JobError(
             f"{reference!r} is no job, and a function that needs arguments: {', '.join(needed)}.",
@@ -190,15 +265,6 @@ def _call(reference: str, make: Callable[[], Any]) -> Any:
             f"{_located(error, _own_frames(error))}",
             hint=getattr(error, "hint", None) or "it must return a meshwright.Job when called without arguments.",
         ) from error
-
-
-def _needed_arguments(function: Callable[..., Any]) -> list[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some that are written in C have no signature
-        return []
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [item.name for item in parameters if item.default is item.empty and item.kind not in variable]
 
 
 # --- Where an error comes from ---
@@ -240,27 +306,21 @@ def _is_below(path: str, folders: list[str]) -> bool:
 
 def _function_of(job: Any, error: BaseException) -> str | None:
     """Returns the name of the job's function that an error passed through."""
-    functions = {name: getattr(job, name, None) for name in ("make_batch", "example_batch", "init", "loss")}
-    codes = {_code(function): name for name, function in functions.items()}
+    codes = {_code(getattr(job, name, None)): name for name in ("make_batch", "example_batch", "init", "loss")}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code in codes:
             return codes[frame.f_code]
     # A call with arguments that it does not take never gets to its first line.
     called = str(error).partition("()")[0] if isinstance(error, TypeError) else ""
-    return next((n for n, function in functions.items() if called and _qualname(function) == called), None)
-
-
-def _qualname(function: Any) -> str | None:
-    code = _code(function)
-    return None if code is None else code.co_qualname
+    return next((name for code, name in codes.items() if code is not None and code.co_qualname == called), None)
 
 
 def _code(function: Any) -> CodeType | None:
     """Returns the code of a function, also of one that is bound, wrapped, partly given its arguments, or an object."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    while isinstance(function, (functools.partial, MethodType)):  # also a partial that is bound, as in Python 3.14
+        function = function.func if isinstance(function, functools.partial) else function.__func__
     function = inspect.unwrap(function) if callable(function) else None
     if function is not None and not hasattr(function, "__code__"):
-        function = getattr(function, "__func__", None) or type(function).__call__
+        function = type(function).__call__
     code = getattr(function, "__code__", None)
     return code if isinstance(code, CodeType) else None

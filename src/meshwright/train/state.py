@@ -6,7 +6,7 @@ state = init_state(job, optimizer, layout, key)       # one program, each device
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ def state_layout(
         >>> state_layout(job, optax.adam(1e-3), mesh, zero_axis="dp")["opt_state/0/mu/w"].spec
         P('dp',)
     """
-    abstract = jax.eval_shape(lambda key: make_state(job, optimizer, key, precision=precision), _abstract_key())
+    abstract = abstract_init(lambda key: make_state(job, optimizer, key, precision=precision))
     layout = make_layout(job.rules, abstract, mesh, pad=pad)
     if zero_axis is None:
         return layout
@@ -110,22 +110,24 @@ def init_state(
             "state that is trained has the shapes that its loss takes.",
             hint="make the layout without pad=, with rules or sizes that divide.",
         )
-    program = init_program(lambda key: make_state(job, optimizer, key, precision=precision), layout)
-    state: RunState = program(key)
-    return state
-
-
-def init_program(init: Callable[[Any], PyTree], layout: Layout) -> Any:
-    """Returns `init` compiled so that its bits do not depend on how its results are split."""
     platform = getattr(layout.mesh.devices.flat[0], "platform", "cpu")
     # Optimized, the normal distribution's last bit can depend on a slice's shape (CPU, jax 0.12).
     options = {"xla_backend_optimization_level": 0} if platform == "cpu" else None
-    return jax.jit(init, out_shardings=layout.shardings, compiler_options=options)
+    make = functools.partial(make_state, job, optimizer, precision=precision)
+    state: RunState = jax.jit(make, out_shardings=layout.shardings, compiler_options=options)(key)
+    return state
 
 
 def params_layout(layout: Layout) -> Layout:
     """Returns the part of a state's layout that belongs to its parameters."""
-    return _part(layout, "params")
+    parts = layout.structure.unflatten(layout.leaves)
+    if not isinstance(parts, RunState):
+        raise LayoutError(
+            "this is not the layout of a run's state.", hint="meshwright.train.state_layout(job, optimizer, mesh)."
+        )
+    leaves, structure = jax.tree.flatten(parts.params, is_leaf=lambda node: isinstance(node, LeafLayout))
+    named = [leaf._replace(name=leaf.name.removeprefix("params/")) for leaf in leaves]
+    return Layout(layout.mesh, named, structure, None)
 
 
 def gradient_specs(layout: Layout) -> PyTree:
@@ -137,19 +139,6 @@ def gradient_specs(layout: Layout) -> PyTree:
         if subject.role == "statistic" and name in finest and subject.param_shape == leaf.shape:
             finest[name] = max(finest[name], leaf.spec, key=lambda spec: len(spec_axes(spec)))
     return params.structure.unflatten([finest[leaf.name] for leaf in params.leaves])
-
-
-def _part(layout: Layout, field: str) -> Layout:
-    parts: RunState = layout.structure.unflatten(layout.leaves)
-    if not isinstance(parts, RunState):
-        raise LayoutError(
-            "this is not the layout of a run's state.", hint="meshwright.train.state_layout(job, optimizer, mesh)."
-        )
-    part = getattr(parts, field)
-    is_leaf = lambda node: isinstance(node, LeafLayout)  # noqa: E731
-    leaves, structure = jax.tree.flatten(part, is_leaf=is_leaf)
-    named = [leaf._replace(name=leaf.name.removeprefix(f"{field}/")) for leaf in leaves]
-    return Layout(layout.mesh, named, structure, None)
 
 
 def _finer(leaf: LeafLayout, axis: str, mesh: AnyMesh) -> LeafLayout:
@@ -167,10 +156,6 @@ def _finer(leaf: LeafLayout, axis: str, mesh: AnyMesh) -> LeafLayout:
                 reason=f"ZeRO-1 over {axis}", stored_shape=leaf.stored_shape,
             )  # fmt: skip
     return leaf._replace(reason=f"no dim left of {format_spec(leaf.spec)} that {axis} divides")
-
-
-def _abstract_key() -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def require_loss(job: Any, *, who: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +19,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import MeshwrightError, PlacementError
+from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
 from meshwright.layout import Layout
+from meshwright.mesh.build import AnyMesh
 from meshwright.models.execution import Remat
+from meshwright.parallel.overlap.compiler_options import overlap_options
 from meshwright.parallel.rows import count_rows
-from meshwright.train.compiler import compiler_options as options_for
 from meshwright.train.gradients import View, make_gradients, named_shardings
 from meshwright.train.guards import require_live_state, require_same_state
 from meshwright.train.precision import Precision
@@ -134,7 +136,7 @@ def make_train_step(
         }
         return state, {**metrics, **told}
 
-    options = options_for(layout.mesh, compiler_options, overlap=overlap and view == "local")
+    options = xla_options(layout.mesh, compiler_options, overlap=overlap and view == "local")
     return Step(step, layout, gradients.row_axes, updates=True, donate=donate, compiler_options=options)
 
 
@@ -176,7 +178,7 @@ def make_eval_step(
         (loss, _, metrics), _ = losses(state.params, batch, None)
         return {**metrics, "loss": loss}
 
-    options = options_for(layout.mesh, compiler_options)
+    options = xla_options(layout.mesh, compiler_options)
     return Step(step, layout, losses.row_axes, updates=False, donate=False, compiler_options=options)
 
 
@@ -268,3 +270,47 @@ class Step:
             self.batch_shardings(batch),
         )
         return self._jit.lower(self.layout.abstract, shapes)
+
+
+# --- Options for XLA that measured well, by kind of device (benchmarks/RESULTS.md) ---
+
+# On an H200, a step of a 956M decoder: cuBLAS's matmuls are faster than XLA's own by 3%. The fusion of slices with
+# matmuls comes before autotuning and keeps it away from every matmul whose weight is one of stacked layers: 1.5%.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "gpu": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False},
+}
+
+
+def xla_options(mesh: AnyMesh, wanted: dict[str, Any] | None, *, overlap: bool = False) -> dict[str, Any] | None:
+    """Returns the options for a step on this mesh: what measured well on its devices, overruled by what is wanted.
+
+    With `overlap`, also what hides whole collectives there (`overlap_options`).
+    """
+    device = mesh.devices.flat[0] if hasattr(mesh, "devices") else None
+    platform = {"cuda": "gpu"}.get(getattr(device, "platform", ""), getattr(device, "platform", ""))
+    known = _OPTIONS.get(platform, {}) | (overlap_options(mesh) if overlap and mesh.size > 1 else {})
+    if not known:
+        return wanted
+    options = tuple(known.items())
+    if not _is_known(options, mesh):
+        options = tuple(option for option in options if _is_known((option,), mesh))
+    return dict(options) | (wanted or {})
+
+
+@functools.lru_cache(maxsize=64)
+def _is_known(options: tuple[tuple[str, Any], ...], mesh: AnyMesh) -> bool:
+    """Says whether the compiler takes options; of a single one that it refuses, it warns."""
+    argument = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
+    try:
+        jax.jit(lambda x: x, compiler_options=dict(options)).lower(argument).compile()
+    except Exception as error:  # XLA's error for an unknown option has no type of its own
+        if len(options) == 1:
+            name, value = options[0]
+            warnings.warn(
+                f"this XLA refuses the option {name}={value}, which makes steps faster on this device: {error}\n"
+                "hint: steps are right without it; a newer meshwright may know its new name.",
+                MeshwrightWarning,
+                stacklevel=4,
+            )
+        return False
+    return True

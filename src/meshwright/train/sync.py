@@ -29,7 +29,7 @@ from meshwright.mesh.axes import axis_size, is_manual, place_on, summing_dtype, 
 from meshwright.mesh.build import current_mesh, require_axes
 from meshwright.parallel.fsdp import gather_array, leaf_scope
 from meshwright.specs import canonical, check_spec_type, dim_axes, format_spec, spec_axes
-from meshwright.tree import named_leaves
+from meshwright.tree import NamedLeaf, named_leaves
 from meshwright.types import PyTree
 
 Sync = Literal["every", "hybrid", "once"]
@@ -82,28 +82,21 @@ class SyncPlan:
         return self._gather(self._mark(prepared, params) if self.sync == "every" else prepared)
 
     def _mark(self, own: PyTree, params: PyTree) -> PyTree:
-        def mark(own: Any, whole: Any, leaf: tuple[str, tuple[int, str] | None]) -> Any:
-            with leaf_scope(leaf[0]):
-                return mark_leaf(own, whole, leaf[1])
-
-        def mark_leaf(own: Any, whole: Any, scatter: tuple[int, str] | None) -> Any:
-            if scatter is None:
-                return _mark_for_sum(own, self.axes, self.reduce_dtype)
-            dim, axis = scatter
-            others = tuple(name for name in self.axes if name != axis)
-            # The slices are summed over the other axes, not the whole: scattered first on the way back.
-            return _mark_for_scatter(
-                _mark_for_sum(own, others, self.reduce_dtype), vary(whole, self.axes), dim, axis, self.reduce_dtype
-            )
+        def mark(own: Any, whole: Any, known: tuple[str, tuple[int, str] | None]) -> Any:
+            name, scatter = known
+            with leaf_scope(name):
+                if scatter is None:
+                    return _mark_for_sum(own, self.axes, self.reduce_dtype)
+                dim, axis = scatter
+                # The slices are summed over the other axes, not the whole: scattered first on the way back.
+                own = _mark_for_sum(own, [other for other in self.axes if other != axis], self.reduce_dtype)
+                return _mark_for_scatter(own, vary(whole, self.axes), dim, axis, self.reduce_dtype)
 
         return _map(mark, own, params, by_leaf=list(zip(self.names, self.scatters, strict=True)))
 
     def narrow(self, params: PyTree) -> PyTree:
         """Returns parameters in the dtypes that the loss is to have them in."""
-        leaves: list[Any]
-        structure: Any
-        leaves, structure = jax.tree.flatten(params)
-        return structure.unflatten([leaf.astype(dtype) for leaf, dtype in zip(leaves, self.dtypes, strict=True)])
+        return _map(lambda leaf, dtype: leaf.astype(dtype), params, by_leaf=self.dtypes)
 
     def first_row(self, num_rows: int) -> Any:
         """Returns the number that this device's first row has in the whole batch."""
@@ -124,19 +117,17 @@ class SyncPlan:
             )
 
     def _gather(self, params: PyTree) -> PyTree:
-        leaves: list[Any]
-        structure: Any
-        leaves, structure = jax.tree.flatten(params)
-        whole = []
-        for leaf, steps, dtype, name in zip(leaves, self.gathers, self.dtypes, self.names, strict=True):
+        def gather(leaf: Any, known: tuple[str, tuple[tuple[int, str], ...], Any]) -> Any:
+            name, steps, dtype = known
             with leaf_scope(name):
                 for dim, axis in steps:
                     # Parameters travel in the dtype they are used in, gradients in that of the sums.
                     leaf = gather_array(
                         leaf, dim=dim, axis=axis, gather_dtype=dtype, grad_scatter_dtype=self.reduce_dtype
                     )
-            whole.append(leaf)
-        return structure.unflatten(whole)
+            return leaf
+
+        return _map(gather, params, by_leaf=list(zip(self.names, self.gathers, self.dtypes, strict=True)))
 
 
 def make_sync_plan(
@@ -178,27 +169,25 @@ def make_sync_plan(
                 f"{WHO}: parameter `{leaf.name}` is {leaf.value.dtype}, which has no gradient.",
                 hint="keep what is not trained out of params, and close over it in loss_fn.",
             )
-    gathers = tuple(
-        _gathers(leaf.name, leaf.value, spec, manual, gathered)
-        for leaf, spec in zip(leaves, _leaf_specs(params, specs), strict=True)
+    own = _leaf_specs(params, specs)
+    fine = own if grad_specs is None else _leaf_specs(params, grad_specs)
+    wanted = [leaf.value.dtype for leaf in leaves] if dtypes is None else map(as_dtype, jax.tree.leaves(dtypes))
+    return SyncPlan(
+        sync=sync,
+        axes=tuple(summed),
+        row_axes=tuple(rows),
+        gathers=tuple(_gathers(leaf, spec, manual, gathered) for leaf, spec in zip(leaves, own, strict=True)),
+        scatters=tuple(
+            _scatter(leaf, spec, finer, manual, summed) for leaf, spec, finer in zip(leaves, own, fine, strict=True)
+        ),
+        dtypes=tuple(wanted),
+        reduce_dtype=reduce_dtype,
+        names=tuple(leaf.name for leaf in leaves),
     )
-    scatters = tuple(
-        _scatter(leaf.name, leaf.value, spec, finer, manual, summed)
-        for leaf, spec, finer in zip(
-            leaves,
-            _leaf_specs(params, specs),
-            _leaf_specs(params, specs if grad_specs is None else grad_specs),
-            strict=True,
-        )
-    )
-    own = [leaf.value.dtype for leaf in leaves]
-    wanted = own if dtypes is None else [as_dtype(dtype) for dtype in jax.tree.leaves(dtypes)]
-    names = tuple(leaf.name for leaf in leaves)
-    return SyncPlan(sync, tuple(summed), tuple(rows), gathers, scatters, tuple(wanted), reduce_dtype, names)
 
 
 def _scatter(
-    name: str, leaf: Any, spec: P, finer: P, manual: Sequence[str], summed: Sequence[str]
+    leaf: NamedLeaf, spec: P, finer: P, manual: Sequence[str], summed: Sequence[str]
 ) -> tuple[int, str] | None:
     extra = [axis for axis in spec_axes(finer) if axis in manual and axis not in spec_axes(spec)]
     if not extra:
@@ -207,10 +196,10 @@ def _scatter(
     ways = axis_size(extra[0], who=WHO)
     coarse = P(*(tuple(a for a in dim_axes(entry) if a != extra[0]) or None for entry in finer))
     fits = len(extra) == 1 and dim_axes(finer[dim])[-1] == extra[0] and canonical(coarse) == canonical(spec)
-    if not fits or extra[0] not in summed or leaf.shape[dim] % ways:
+    if not fits or extra[0] not in summed or leaf.value.shape[dim] % ways:
         raise PlacementError(
-            f"{WHO}: the gradient of `{name}` cannot be left as {format_spec(finer)} where the parameter is "
-            f"{format_spec(spec)} and its slice {leaf.shape}.",
+            f"{WHO}: the gradient of `{leaf.name}` cannot be left as {format_spec(finer)} where the parameter is "
+            f"{format_spec(spec)} and its slice {leaf.value.shape}.",
             hint="grad_specs may add one axis that splits the batch, as the last of its dim, which it must divide.",
         )
     return dim, extra[0]
@@ -260,14 +249,12 @@ def _leaf_specs(params: PyTree, specs: PyTree) -> list[P]:
     return [check_spec_type(spec, where=f"{WHO}: specs") for spec in found]
 
 
-def _gathers(
-    name: str, leaf: Any, spec: P, manual: Sequence[str], gathered: Sequence[str]
-) -> tuple[tuple[int, str], ...]:
-    named = {axis for axis in spec_axes(spec) if axis in manual}
-    if named != varying_axes(leaf):
-        actual = ", ".join(map(repr, sorted(varying_axes(leaf)))) or "no axis"
+def _gathers(leaf: NamedLeaf, spec: P, manual: Sequence[str], gathered: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    varying = varying_axes(leaf.value)
+    if {axis for axis in spec_axes(spec) if axis in manual} != varying:
+        actual = ", ".join(map(repr, sorted(varying))) or "no axis"
         raise PlacementError(
-            f"{WHO}: parameter `{name}` varies along {actual}, but its spec is {format_spec(spec)}.",
+            f"{WHO}: parameter `{leaf.name}` varies along {actual}, but its spec is {format_spec(spec)}.",
             hint="give the specs that the parameters were given to local_map with.",
         )
     steps = []
@@ -277,8 +264,8 @@ def _gathers(
             steps.append((dim, here.pop()))
         if any(axis in gathered for axis in here):
             raise PlacementError(
-                f"{WHO}: parameter `{name}` has dim {dim} split over {dim_axes(entry)}; gathered along the first of "
-                "them alone, its slices would not lie next to each other.",
+                f"{WHO}: parameter `{leaf.name}` has dim {dim} split over {dim_axes(entry)}; gathered along the first "
+                "of them alone, its slices would not lie next to each other.",
                 hint=f"put the gathered axes last in the spec: {(*[a for a in here if a not in gathered], *gathered)}.",
             )
     return tuple(steps)

@@ -6,11 +6,12 @@ report.require()                                     # raises, with the table an
 
 from meshwright.verify.causes import Cause
 from meshwright.verify.compare import Comparison, LeafDifference, Ratio
-from meshwright.verify.equivalence import verify
+from meshwright.verify.equivalence import example_batch, verify
 from meshwright.verify.report import Case, VerifyReport
 
 __all__ = [
     "verify",
+    "example_batch",
     "VerifyReport",
     "Case",
     "Comparison",

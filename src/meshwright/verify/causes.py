@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.verify.compare import Array, Named, Ratio, largest, ratio_of
+from meshwright.verify.compare import Array, Named, Ratio, apart, largest, ratio_of
 
 Blocks = Mapping[Any, tuple[slice, ...]]
 """What each device holds of a leaf, as `NamedSharding.devices_indices_map` says."""
@@ -366,8 +366,4 @@ def _cut(array: Any, part: Sequence[tuple[int, int]]) -> Array:
 
 
 def _apart(first: Array, second: Array) -> float:
-    a, b = np.asarray(first).astype(np.float64), np.asarray(second).astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        apart = np.where(a == b, 0.0, np.abs(a - b))
-    apart = np.where(np.isnan(apart), np.where(np.isnan(a) == np.isnan(b), 0.0, np.inf), apart)
-    return float(apart.max(initial=0.0))
+    return float(apart(first, second).max(initial=0.0))

@@ -133,14 +133,9 @@ def compare_leaf(path: str, reference: Array, measured: Array, *, scale: float) 
     expected, got = _wide(reference), _wide(measured)
     if expected.size == 0:
         return LeafDifference(path, (), 0.0, 0.0, 0.0)
-    with np.errstate(invalid="ignore", over="ignore"):
-        apart = np.abs(got - expected)
-    # Not a number on one side only is as wrong as it gets; on both it is the same.
-    apart = np.where(np.isnan(apart), np.where(np.isnan(expected) == np.isnan(got), 0.0, np.inf), apart)
-    apart = np.where(expected == got, 0.0, apart)  # also of infinities
-    place = np.unravel_index(int(np.argmax(apart)), apart.shape)
-    index = tuple(int(number) for number in place)
-    most = float(apart[index])
+    distances = apart(reference, measured)
+    index = tuple(int(number) for number in np.unravel_index(int(np.argmax(distances)), distances.shape))
+    most = float(distances[index])
     error = most / scale if scale > 0 else (math.inf if most else 0.0)
     return LeafDifference(path, index, float(expected[index]), float(got[index]), error, ratio_of(reference, measured))
 
@@ -159,6 +154,17 @@ def ratio_of(reference: Array, measured: Array) -> Ratio | None:
     large = np.abs(expected) >= 1e-2 * np.abs(expected).max()
     ratios = got[large] / expected[large]
     return Ratio(float(np.median(ratios)), float(ratios.min()), float(ratios.max()), int(ratios.size))
+
+
+def apart(first: Array, second: Array) -> Array:
+    """Returns how far apart two arrays are, element by element, in float64.
+
+    Not a number on one side only is as wrong as it gets; on both it is the same.
+    """
+    a, b = _wide(first), _wide(second)
+    with np.errstate(invalid="ignore", over="ignore"):
+        distances = np.where(a == b, 0.0, np.abs(a - b))  # infinities are equal too
+    return np.where(np.isnan(distances), np.where(np.isnan(a) == np.isnan(b), 0.0, np.inf), distances)
 
 
 def largest(array: Array) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from meshwright.mesh.build import create_mesh
@@ -15,8 +14,16 @@ from meshwright.train.gradients import View
 from meshwright.verify import causes
 from meshwright.verify.causes import Cause
 from meshwright.verify.compare import Comparison, largest, ratio_of
-from meshwright.verify.measure import Measured, Placed, gradient_function, place, worst_copies
-from meshwright.verify.reference import LEAST, Reference, rounding
+from meshwright.verify.measure import (
+    LEAST,
+    Measured,
+    Placed,
+    Reference,
+    all_worst_copies,
+    largest_of_all,
+    rounding,
+    worst_copies,
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Finding:
             name = grads.different[0]
             what, expected, array = f"the gradient of `{name}`", reference.grads[name], measured.grads[name]
         got = worst_copies(array, expected)
-        allowed = self.tolerance * max(largest(expected), LEAST * reference.largest_gradient)
+        allowed = self.tolerance * max(largest(expected), LEAST * largest_of_all(reference.grads))
         tried = (
             lambda: causes.not_finite(expected, got, what=what),
             lambda: causes.copies(what, causes.copies_along(array, allowed=allowed)),
@@ -64,15 +71,11 @@ class Finding:
         )
         yield from (cause for attempt in tried if (cause := attempt()) is not None)
 
-    def _agrees_without_rng(self, placed: Placed) -> bool:
-        assert self.reference.without_rng is not None
-        return self._same(placed, None, self.reference.without_rng)
-
     def _same(self, placed: Placed, rng: Any, expected: tuple[Any, dict[str, Any]]) -> bool:
         """Whether loss and gradients on some mesh are those expected; False also where they cannot be computed."""
-        function = gradient_function(self.reference.setup, placed, view=self.view, num_minibatches=self.num_minibatches)
+        function = placed.gradients(self.view, self.num_minibatches)
         try:
-            loss, grads = jax.device_get(function(self.reference.setup.batch, rng))
+            loss, grads = function(self.reference.inputs.batch, rng)
         except Exception:
             return False
         return all(
@@ -80,9 +83,8 @@ class Finding:
         )
 
     def _random(self) -> Cause | None:
-        if self.reference.without_rng is None or not self._agrees_without_rng(self.placed):
-            return None
-        return causes.random_numbers()
+        expected = self.reference.without_rng
+        return causes.random_numbers() if expected is not None and self._same(self.placed, None, expected) else None
 
     def _reduction(self, loss: Comparison, grads: Comparison) -> Cause | None:
         sizes = {axis: int(size) for axis, size in self.placed.mesh.shape.items()}
@@ -100,7 +102,7 @@ class Finding:
     @property
     def _row_axes(self) -> tuple[str, ...]:
         mesh = self.placed.mesh
-        return tuple(axis for axis in self.reference.setup.row_axes(mesh) if mesh.shape[axis] > 1)
+        return tuple(axis for axis in self.placed.row_axes if mesh.shape[axis] > 1)
 
     def _by_block(self) -> tuple[list[Any], list[dict[str, Any]]]:
         ways = math.prod(self.placed.mesh.shape[axis] for axis in self._row_axes)
@@ -140,7 +142,7 @@ class Finding:
             text = ",".join(f"{name}:{size if name == axis else 1}" for name, size in mesh.shape.items())
             part = create_mesh(text, devices=list(mesh.devices.flat[: mesh.shape[axis]]))
             try:
-                placed = place(self.reference.setup, part).starting_from(self.reference.params, self.reference.setup)
+                placed = self.reference.inputs.place(part).starting_from(self.reference.params)
             except Exception:  # the job does not fit this mesh, and says nothing about the axis
                 continue
             expected = (self.reference.loss, self.reference.grads)
@@ -150,9 +152,7 @@ class Finding:
     def _optimizer(self) -> Cause:
         reference, measured = self.reference, self.measured
         wanted = reference.changes(reference.first)
-        got = reference.changes(
-            {name: worst_copies(leaf, reference.first[name]) for name, leaf in measured.first.items()}
-        )
+        got = reference.changes(all_worst_copies(measured.first, reference.first))
         allowed = {
             name: max(self.tolerance * largest(change), rounding(reference.first[name]))
             for name, change in wanted.items()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from meshwright.errors import LayoutError, MeshError, MeshwrightError
+from meshwright.dtypes import is_float
+from meshwright.errors import JobError, LayoutError, MeshError, MeshwrightError
+from meshwright.mesh.build import create_mesh
+from meshwright.mesh.string import parse_mesh
 from meshwright.models.execution import Remat
-from meshwright.parallel.rows import count_rows
+from meshwright.rules import as_rules
+from meshwright.specs import spec_axes
 from meshwright.train.gradients import GATHER_AXES, View
 from meshwright.train.precision import Precision
 from meshwright.train.state import require_loss
@@ -22,19 +28,11 @@ from meshwright.types import PyTree
 from meshwright.verify import causes
 from meshwright.verify.compare import compare
 from meshwright.verify.diagnosis import Finding
-from meshwright.verify.example_batch import example_batch
-from meshwright.verify.measure import Placed, SharedInputs, measure, place, worst_copies
-from meshwright.verify.meshes import (
-    all_meshes,
-    each_axis_alone,
-    known_axes,
-    make_mesh,
-    mesh_text,
-    pick_devices,
-    reference_mesh,
-)
-from meshwright.verify.reference import Reference
+from meshwright.verify.measure import Placed, Reference, SharedInputs, all_worst_copies
 from meshwright.verify.report import Case, VerifyReport
+
+# The order in which meshes list axes: what crosses the slow network first.
+AXIS_ORDER = ("dp", "fsdp", "pp", "tp", "sp")
 
 
 def verify(
@@ -98,13 +96,12 @@ def verify(
         raise MeshwrightError(
             f"verify got tolerance={tolerance}, num_steps={num_steps}.", hint="a tolerance above 0, and 1 step or more."
         )
-    views = (views,) if isinstance(views, str) else tuple(views)
     counts = (num_minibatches,) if isinstance(num_minibatches, int) else tuple(num_minibatches)
     if not counts or min(counts) < 1:
         raise MeshwrightError(f"verify got num_minibatches={counts}.", hint="1 or more each; 1 is the whole batch.")
     if not 0 <= seed < 2**32:
         raise MeshwrightError(f"verify got seed={seed}.", hint="a whole number from 0 to 4294967295.")
-    setup = SharedInputs(
+    inputs = SharedInputs(
         job,
         optimizer or optax.sgd(0.1),
         example_batch(job, seed=seed) if batch is None else batch,
@@ -115,51 +112,43 @@ def verify(
         remat,
         data_axes,
     )
-    chosen = pick_devices(devices)
-    axes = known_axes(job.rules, data_axes)
-    texts, by_name = _wanted(job, meshes, len(chosen), axes)
-    targets = [make_mesh(text, chosen) for text in texts]
+    wanted = list(itertools.product((views,) if isinstance(views, str) else views, counts))
+    chosen = _pick_devices(devices)
+    axes = rule_axes(job.rules, data_axes)
+    meshes = (getattr(job, "mesh", None) or None) if meshes is None else meshes
+    by_name = meshes not in (None, "all")
+    if by_name:
+        texts = [meshes] if isinstance(meshes, str) else list(meshes or ())
+    else:
+        texts = (all_meshes if meshes == "all" else each_axis_alone)(len(chosen), axes)
+    targets = [_make_mesh(text, chosen) for text in texts]
+    # A mesh of one device that has every axis which the rules or another mesh name.
+    names = dict.fromkeys([*axes, *(axis for mesh in targets for axis in mesh.axis_names)])
+    alone = create_mesh(",".join(f"{axis}:1" for axis in names), devices=chosen[:1])
     tell = progress or (lambda line: None)
     cases: list[Case] = []
     # GPUs and TPUs otherwise round what matmuls take in, and a slice's matmul not as the whole one's.
     with jax.default_matmul_precision("highest" if precision == "float32" else None):
         tell("one device")
-        reference = _reference(setup, reference_mesh(axes, targets, chosen[0]))
+        reference = _reference(inputs, alone)
         for mesh in targets:
-            wanted = [(view, count) for view in views for count in counts]
             cases += _cases(reference, mesh, wanted, tolerance, by_name=by_name, tell=tell)
-    return VerifyReport(
-        tuple(cases), tolerance, num_steps, len(reference.initial), count_rows(setup.batch, who="verify")
-    )
+    return VerifyReport(tuple(cases), tolerance, num_steps, len(reference.initial), inputs.num_rows)
 
 
-def _wanted(
-    job: Any, meshes: str | Sequence[str] | None, num_devices: int, axes: dict[str, bool]
-) -> tuple[list[str], bool]:
-    """Returns the meshes to compare on, and whether they were asked for by name."""
-    if meshes == "all":
-        return all_meshes(num_devices, axes), False
-    if meshes is None and getattr(job, "mesh", None):
-        meshes = job.mesh
-    if meshes is None:
-        return each_axis_alone(num_devices, axes), False
-    return [meshes] if isinstance(meshes, str) else list(meshes), True
-
-
-def _reference(setup: SharedInputs, mesh: Mesh) -> Reference:
+def _reference(inputs: SharedInputs, mesh: Mesh) -> Reference:
     try:
-        placed = place(setup, mesh, quiet=False)
-        reference = Reference(setup, placed, measure(setup, placed, view="global", num_minibatches=1))
+        reference = Reference(inputs.place(mesh, quiet=False))
     except Exception as error:
         error.add_note("This is the step on one device, which a mesh would be compared with.")
         raise
-    bad = next((name for name, leaf in {"loss": reference.loss, **reference.grads}.items() if not _finite(leaf)), None)
-    if bad is not None:
-        what = "the loss" if bad == "loss" else f"the gradient of `{bad}`"
-        raise MeshwrightError(
-            f"on one device {what} is not finite, so there is nothing to compare with.",
-            hint="give a batch for which it is: verify(job, batch=...).",
-        )
+    for name, leaf in {"": reference.loss, **reference.grads}.items():
+        if not np.isfinite(leaf.astype(np.float64)).all():
+            what = f"the gradient of `{name}`" if name else "the loss"
+            raise MeshwrightError(
+                f"on one device {what} is not finite, so there is nothing to compare with.",
+                hint="give a batch for which it is: verify(job, batch=...).",
+            )
     return reference
 
 
@@ -172,65 +161,148 @@ def _cases(
     by_name: bool,
     tell: Callable[[str], None],
 ) -> list[Case]:
-    text, setup = mesh_text(mesh), reference.setup
+    text, inputs = ",".join(f"{axis}:{size}" for axis, size in mesh.shape.items()), reference.inputs
+    row_axes = inputs.row_axes(mesh)
     try:
-        placed = place(setup, mesh)
+        placed = inputs.place(mesh)
     except Exception as error:
         misfit = isinstance(error, (LayoutError, MeshError)) and not by_name
         return [
             Case(text, view, count, "skipped" if misfit else "failed", message=_told(error)) for view, count in wanted
         ]
+    ways = math.prod(mesh.shape[axis] for axis in row_axes)
     cases = []
     for view, count in wanted:
-        problem = _rows_problem(setup, mesh, count)
-        if problem:
+        parts = f", {count} minibatches" if count > 1 else ""
+        if inputs.num_rows % (ways * count):
+            split = f"{ways} devices{parts.replace(',', ' x')}"
+            problem = f"a batch of {inputs.num_rows} rows cannot be split over {split}."
             cases.append(Case(text, view, count, "failed" if by_name else "skipped", message=problem))
             continue
-        tell(f"{text}, {view} view" + (f", {count} minibatches" if count > 1 else ""))
+        tell(f"{text}, {view} view{parts}")
         try:
-            cases.append(_case(reference, placed, view, count, tolerance))
+            cases.append(_case(reference, placed, text, view, count, tolerance))
         except Exception as error:  # whatever goes wrong on a mesh is the finding
-            cause = causes.sees_slices(_other_axes(setup, mesh)) if view == "local" else None
+            # Along axes that neither split rows nor gather parameters, what is done is the loss's.
+            others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in (*row_axes, *GATHER_AXES)]
+            cause = causes.sees_slices(others) if view == "local" else None
             cases.append(Case(text, view, count, "failed", causes=(cause,) if cause else (), message=_told(error)))
     return cases
 
 
-def _case(reference: Reference, placed: Placed, view: View, num_minibatches: int, tolerance: float) -> Case:
-    setup = reference.setup
-    made = {name: worst_copies(leaf, reference.initial[name]) for name, leaf in placed.initial.items()}
+def _case(reference: Reference, placed: Placed, mesh: str, view: View, num_minibatches: int, tolerance: float) -> Case:
+    made = all_worst_copies(placed.initial, reference.initial)
     initial = compare("initial parameters", reference.initial, made, tolerance=0.0)
     found = [] if initial.ok else [causes.initial(repeatable=reference.is_repeatable)]
     if not initial.ok:  # so that the rest is compared all the same
-        placed = placed.starting_from(reference.params, setup)
-    measured = measure(setup, placed, view=view, num_minibatches=num_minibatches)
+        placed = placed.starting_from(reference.params)
+    measured = placed.measure(view, num_minibatches)
     comparisons = (initial, *reference.compare(measured, tolerance))
     if not all(comparison.ok for comparison in comparisons[1:]):
         by_name = {comparison.what: comparison for comparison in comparisons}
         found += Finding(reference, placed, measured, by_name, view, num_minibatches, tolerance).causes()
     verdict: Any = "equal" if all(comparison.ok for comparison in comparisons) else "different"
-    return Case(mesh_text(placed.mesh), view, num_minibatches, verdict, comparisons, tuple(found))
-
-
-def _other_axes(setup: SharedInputs, mesh: Mesh) -> list[str]:
-    """Returns the axes along which neither rows are split nor parameters gathered: what is done there is the loss's."""
-    known = (*setup.row_axes(mesh), *GATHER_AXES)
-    return [axis for axis, size in mesh.shape.items() if size > 1 and axis not in known]
-
-
-def _rows_problem(setup: SharedInputs, mesh: Mesh, num_minibatches: int) -> str:
-    ways = math.prod(mesh.shape[axis] for axis in setup.row_axes(mesh))
-    rows = count_rows(setup.batch, who="verify")
-    if rows % (ways * num_minibatches) == 0:
-        return ""
-    parts = f" x {num_minibatches} minibatches" if num_minibatches > 1 else ""
-    return f"a batch of {rows} rows cannot be split over {ways} devices{parts}."
-
-
-def _finite(leaf: Any) -> bool:
-    return bool(np.isfinite(np.asarray(leaf).astype(np.float64)).all())
+    return Case(mesh, view, num_minibatches, verdict, comparisons, tuple(found))
 
 
 def _told(error: Exception) -> str:
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     shown = "\n".join(lines[:8] + ["..."] * (len(lines) > 8))
     return shown if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {shown}"
+
+
+# --- What steps are compared on: a batch, and meshes ---
+
+
+def example_batch(job: Any, *, seed: int = 0) -> PyTree:
+    """Returns a batch for a job, the same for the same seed.
+
+    A job may have `make_batch(seed)` or `example_batch(key)`, which say how one is drawn. If not, it is `job.batch`;
+    where that has shapes only, floats are drawn from 0 to 1, and whole numbers are 0 or 1, which all vocabularies have.
+
+    Example:
+        >>> import meshwright as mw
+        >>> job = mw.Job(init=None, rules=[], batch={"x": jax.ShapeDtypeStruct((4,), "int32")})
+        >>> example_batch(job)["x"].tolist()
+        [1, 1, 1, 0]
+    """
+    if getattr(job, "make_batch", None) is not None:
+        return job.make_batch(seed)
+    if getattr(job, "example_batch", None) is not None:
+        return job.example_batch(jax.random.key(seed))
+    batch = getattr(job, "batch", None)
+    if batch is None:
+        raise JobError(
+            "the job has no batch to compare steps on.", hint="Job(..., batch=...), or verify(job, batch=...)."
+        )
+    generator = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: _draw(leaf, generator), batch)
+
+
+def _draw(leaf: Any, generator: np.random.Generator) -> Any:
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), leaf.shape)
+    if is_float(leaf.dtype):
+        return generator.random(leaf.shape).astype(leaf.dtype)
+    return generator.integers(0, 2, leaf.shape).astype(leaf.dtype)
+
+
+def rule_axes(rules: Any, data_axes: Sequence[str] | None = None) -> dict[str, bool]:
+    """Returns the axes that rules know, and those that split data, each with whether every mesh must have it.
+
+    Example:
+        >>> from meshwright import P, Rules
+        >>> rule_axes(Rules([("w", P("fsdp", "tp"))], optional_axes=("tp",)))
+        {'dp': False, 'fsdp': True, 'tp': False}
+    """
+    rules = as_rules(rules)
+    named = dict.fromkeys(axis for _, spec in rules for axis in spec_axes(spec))
+    axes = [*(data_axes or ("dp",)), *rules.optional_axes, *named]
+    order = {axis: place for place, axis in enumerate(AXIS_ORDER)}
+    ordered = sorted(dict.fromkeys(axes), key=lambda axis: order.get(axis, len(order)))
+    return {axis: axis in named and axis not in rules.optional_axes for axis in ordered}
+
+
+def all_meshes(num_devices: int, axes: dict[str, bool]) -> list[str]:
+    """Returns every way to split a number of devices over axes, as mesh strings; axes that may be left out are.
+
+    Example:
+        >>> all_meshes(4, {"dp": False, "tp": False})
+        ['tp:4', 'dp:2,tp:2', 'dp:4']
+    """
+    divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+    splits = itertools.product(divisors, repeat=len(axes))
+    return [_string(sizes, axes) for sizes in splits if math.prod(sizes) == num_devices]
+
+
+def each_axis_alone(num_devices: int, axes: dict[str, bool]) -> list[str]:
+    """Returns, for each axis, the mesh that has all devices along it."""
+    return [_string([num_devices if axis == name else 1 for axis in axes], axes) for name in axes]
+
+
+def _string(sizes: Sequence[int], axes: dict[str, bool]) -> str:
+    named = zip(axes.items(), sizes, strict=True)
+    return ",".join(f"{axis}:{size}" for (axis, needed), size in named if size > 1 or needed)
+
+
+def _make_mesh(text: str, devices: Sequence[Any]) -> Mesh:
+    """Returns a mesh of all devices, or of the first ones where its sizes say how many."""
+    spec = parse_mesh(text)
+    size = math.prod(spec.sizes)
+    return create_mesh(spec, devices=devices[:size] if -1 not in spec.sizes and size < len(devices) else devices)
+
+
+def _pick_devices(devices: Sequence[Any] | int | None) -> list[Any]:
+    """Returns the devices to use, of which there must be two at least."""
+    available = jax.devices()
+    chosen = list(available[:devices] if devices is None or isinstance(devices, int) else devices)
+    if isinstance(devices, int) and not 1 <= devices <= len(available):
+        raise MeshwrightError(f"devices={devices} of {len(available)} available.", hint=f"use 2 to {len(available)}.")
+    if len(chosen) < 2:
+        raise MeshwrightError(
+            "there is one device only, and nothing to compare it with.",
+            hint="simulate some: JAX_PLATFORMS=cpu, and meshwright.simulate_cpu_devices() before JAX starts.",
+        )
+    return chosen

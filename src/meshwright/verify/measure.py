@@ -1,4 +1,4 @@
-"""What is measured on a mesh: initial parameters, and loss, gradients and parameters of a few steps.
+"""What is measured on a mesh, and on the one device that all meshes of a report are compared with.
 
 One program per view and number of minibatches gives all of it: the step itself. Its gradients are read from the state
 of `optax.trace` with no memory, which stands before the optimizer and keeps what goes through it.
@@ -10,9 +10,11 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -20,14 +22,20 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightWarning
 from meshwright.layout import Layout
-from meshwright.models.execution import Remat
-from meshwright.train.gradients import DATA_AXES, View, make_gradients
+from meshwright.models.execution import DATA_AXES, Remat
+from meshwright.parallel.rows import count_rows, row_key
+from meshwright.train.gradients import View, make_gradients
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, state_layout
 from meshwright.train.step import make_train_step
 from meshwright.train.sync import Sync
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
+from meshwright.verify.compare import GROWTH, Array, Comparison, Named, apart, compare, largest
+
+# A gradient that should be zero is the rounding of what cancels, which is about as large as other gradients. So errors
+# are relative to a leaf's largest gradient, or to this part of the largest of all leaves where that is more.
+LEAST = 1e-2
 
 
 @dataclass(frozen=True)
@@ -50,45 +58,20 @@ class SharedInputs:
         return optax.chain(optax.trace(decay=0.0), self.optimizer)
 
     @property
-    def key(self) -> Any:
-        return jax.random.key(self.seed)
+    def num_rows(self) -> int:
+        return count_rows(self.batch, who="verify")
 
     def row_axes(self, mesh: Mesh) -> tuple[str, ...]:
         return tuple(axis for axis in self.data_axes or DATA_AXES if axis in mesh.axis_names)
 
-    def options(self, view: View, mesh: Mesh) -> dict[str, Any]:
-        return {
-            "view": view,
-            "sync": self.sync if view == "local" else None,
-            "precision": self.precision,
-            "remat": self.remat,
-            "data_axes": self.row_axes(mesh),
-        }
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A job on one mesh: its layout and its first state."""
-
-    layout: Layout
-    state: RunState
-
-    @property
-    def mesh(self) -> Mesh:
-        mesh = self.layout.mesh
-        assert isinstance(mesh, Mesh)
-        return mesh
-
-    @property
-    def initial(self) -> dict[str, Any]:
-        return named(self.state.params)
-
-    def starting_from(self, params: PyTree, setup: SharedInputs) -> Placed:
-        """Returns the same with other parameters."""
-        shardings = self.layout.shardings
-        placed = jax.device_put(params, shardings.params)
-        opt_state = jax.device_put(setup.recording.init(placed), shardings.opt_state)
-        return Placed(self.layout, dataclasses.replace(self.state, params=placed, opt_state=opt_state))
+    def place(self, mesh: Mesh, *, quiet: bool = True) -> Placed:
+        """Makes the job's first state on a mesh; raises where its rules do not fit it."""
+        with warnings.catch_warnings():
+            if quiet:  # what there is to say about the rules was said for the reference
+                warnings.simplefilter("ignore", MeshwrightWarning)
+            layout = state_layout(self.job, self.recording, mesh, precision=self.precision)
+            key = jax.random.key(self.seed)
+            return Placed(self, layout, init_state(self.job, self.recording, layout, key, precision=self.precision))
 
 
 @dataclass(frozen=True)
@@ -103,74 +86,207 @@ class Measured:
     """Parameters after all steps."""
 
 
-def place(setup: SharedInputs, mesh: Mesh, *, quiet: bool = True) -> Placed:
-    """Makes a job's first state on a mesh; raises where its rules do not fit it."""
-    with warnings.catch_warnings():
-        if quiet:  # what there is to say about the rules was said for the reference
-            warnings.simplefilter("ignore", MeshwrightWarning)
-        layout = state_layout(setup.job, setup.recording, mesh, precision=setup.precision)
-        return Placed(layout, init_state(setup.job, setup.recording, layout, setup.key, precision=setup.precision))
+@dataclass(frozen=True)
+class Placed:
+    """A job on one mesh: its layout and its first state."""
+
+    inputs: SharedInputs
+    layout: Layout
+    state: RunState
+
+    @property
+    def mesh(self) -> Mesh:
+        mesh = self.layout.mesh
+        assert isinstance(mesh, Mesh)
+        return mesh
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        return self.inputs.row_axes(self.mesh)
+
+    @property
+    def initial(self) -> dict[str, Any]:
+        return _named(self.state.params)
+
+    def starting_from(self, params: PyTree) -> Placed:
+        """Returns the same with other parameters."""
+        shardings = self.layout.shardings
+        placed = jax.device_put(params, shardings.params)
+        opt_state = jax.device_put(self.inputs.recording.init(placed), shardings.opt_state)
+        return dataclasses.replace(self, state=dataclasses.replace(self.state, params=placed, opt_state=opt_state))
+
+    def measure(self, view: View, num_minibatches: int) -> Measured:
+        """Takes a few steps."""
+        inputs = self.inputs
+        step = make_train_step(
+            inputs.job,
+            inputs.recording,
+            self.layout,
+            skip_nonfinite=False,
+            donate=False,
+            **self._options(view, num_minibatches),
+        )
+        state, metrics = step(self.state, inputs.batch)
+        grads, first = _named(state.opt_state[0].trace), _named(state.params)
+        for _ in range(inputs.num_steps - 1):
+            state, _ = step(state, inputs.batch)
+        return Measured(metrics["loss"], grads, first, _named(state.params))
+
+    def gradients(self, view: View, num_minibatches: int) -> Callable[[PyTree, Any], tuple[Any, dict[str, Any]]]:
+        """Returns `gradients(batch, rng) -> (loss, gradients by name)` at the first parameters, on the host."""
+        gradients = make_gradients(self.inputs.job, self.layout, **self._options(view, num_minibatches))
+
+        @jax.jit
+        def compute(params: PyTree, batch: PyTree, rng: Any) -> tuple[Any, PyTree]:
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                result, _ = gradients(params, batch, rng)
+            return result.loss, result.grads
+
+        def call(batch: PyTree, rng: Any) -> tuple[Any, dict[str, Any]]:
+            rows = P(self.row_axes)
+            here = jax.tree.map(lambda leaf: NamedSharding(self.mesh, rows if np.ndim(leaf) else P()), batch)
+            loss, grads = compute(self.state.params, jax.device_put(batch, here), rng)
+            return np.asarray(loss), _fetch(_named(grads))
+
+        return call
+
+    def _options(self, view: View, num_minibatches: int) -> dict[str, Any]:
+        return {
+            "view": view,
+            "num_minibatches": num_minibatches,
+            "sync": self.inputs.sync if view == "local" else None,
+            "precision": self.inputs.precision,
+            "remat": self.inputs.remat,
+            "data_axes": self.row_axes,
+        }
 
 
-def measure(setup: SharedInputs, placed: Placed, *, view: View, num_minibatches: int) -> Measured:
-    """Takes a few steps on a mesh."""
-    step = make_train_step(
-        setup.job,
-        setup.recording,
-        placed.layout,
-        num_minibatches=num_minibatches,
-        skip_nonfinite=False,
-        donate=False,
-        **setup.options(view, placed.mesh),
-    )
-    state, metrics = step(placed.state, setup.batch)
-    grads, first = named(state.opt_state[0].trace), named(state.params)
-    for _ in range(setup.num_steps - 1):
-        state, _ = step(state, setup.batch)
-    return Measured(metrics["loss"], grads, first, named(state.params))
+class Reference:
+    """The step on one device, on the host, and what else is computed with it."""
+
+    def __init__(self, placed: Placed) -> None:
+        measured = placed.measure("global", 1)
+        self.placed, self.inputs = placed, placed.inputs
+        self.params: PyTree = jax.device_get(placed.state.params)
+        self.initial, self.loss = _fetch(placed.initial), np.asarray(measured.loss)
+        self.grads, self.first, self.last = map(_fetch, (measured.grads, measured.first, measured.last))
+        self.rng = jax.random.fold_in(placed.state.rng, placed.state.step)  # of the first step
+        self._blocks: dict[Any, Any] = {}
+
+    def changes(self, params: Named) -> dict[str, Any]:
+        """Returns by how much parameters changed since the start."""
+        return {name: leaf.astype(np.float64) - self.initial[name].astype(np.float64) for name, leaf in params.items()}
+
+    # --- Comparing ---
+
+    def compare(self, measured: Measured, tolerance: float) -> tuple[Comparison, ...]:
+        """Compares loss, gradients and parameters; of copies that devices hold, the worst counts."""
+        loss = worst_copies(measured.loss, self.loss)
+        grads, last = all_worst_copies(measured.grads, self.grads), all_worst_copies(measured.last, self.last)
+        # Parameters cannot be closer than they are rounded, once a step; and what differs by rounding grows with steps.
+        num_steps = self.inputs.num_steps
+        after = tolerance if num_steps == 1 else GROWTH * tolerance
+        scales = {
+            name: max(largest(change), num_steps * rounding(self.last[name]) / after)
+            for name, change in self.changes(self.last).items()
+        }
+        return (
+            *self.compare_gradients(loss, grads, tolerance, expected=(self.loss, self.grads)),
+            compare("parameters", self.last, last, tolerance=after, scales=scales),
+        )
+
+    def compare_gradients(
+        self, loss: Any, grads: Named, tolerance: float, *, expected: tuple[Any, Named]
+    ) -> tuple[Comparison, Comparison]:
+        """Compares loss and gradients."""
+        least = LEAST * largest_of_all(expected[1])
+        return (
+            compare("loss", {"loss": expected[0]}, {"loss": loss}, tolerance=tolerance, least_scale=LEAST),
+            compare("gradients", expected[1], grads, tolerance=tolerance, least_scale=least),
+        )
+
+    # --- Computed only when something differs ---
+
+    @cached_property
+    def gradients(self) -> Callable[[PyTree, Any], tuple[Any, dict[str, Any]]]:
+        """`gradients(batch, rng) -> (loss, gradients)` on one device."""
+        return self.placed.gradients("global", 1)
+
+    @cached_property
+    def without_rng(self) -> tuple[Any, dict[str, Any]] | None:
+        """Loss and gradients without a random key; None where that changes nothing, or the loss needs a key."""
+        try:
+            loss, grads = self.gradients(self.inputs.batch, None)
+        except Exception:  # a loss that cannot do without its key
+            return None
+        same = np.array_equal(loss, self.loss) and all(np.array_equal(grads[name], self.grads[name]) for name in grads)
+        return None if same else (loss, grads)
+
+    @cached_property
+    def is_repeatable(self) -> bool:
+        """Whether `init` gives the same bits when it is compiled again."""
+        again = self.inputs.place(self.placed.mesh).initial
+        return all(np.array_equal(again[name], leaf) for name, leaf in self.initial.items())
+
+    def by_block(self, view: View, ways: int, num_minibatches: int) -> tuple[list[Any], list[dict[str, Any]]]:
+        """Returns loss and gradients of each block of rows that a mesh computes at once, computed on one device."""
+        known = (view if num_minibatches > 1 else "any", ways, num_minibatches)
+        if known not in self._blocks:
+            parts = row_blocks(self.inputs.batch, self.rng, view, ways, num_minibatches)
+            results = [self.gradients(batch, rng) for batch, rng in parts]
+            self._blocks[known] = [loss for loss, _ in results], [grads for _, grads in results]
+        blocks: tuple[list[Any], list[dict[str, Any]]] = self._blocks[known]
+        return blocks
 
 
-def gradient_function(
-    setup: SharedInputs, placed: Placed, *, view: View, num_minibatches: int
-) -> Callable[[PyTree, Any], tuple[Any, dict[str, Any]]]:
-    """Returns `gradients(batch, rng) -> (loss, gradients by name)` at a placed job's first parameters."""
-    gradients = make_gradients(
-        setup.job, placed.layout, num_minibatches=num_minibatches, **setup.options(view, placed.mesh)
-    )
-    mesh, rows = placed.mesh, P(setup.row_axes(placed.mesh))
+def row_blocks(batch: PyTree, rng: Any, view: View, ways: int, num_minibatches: int) -> list[tuple[PyTree, Any]]:
+    """Returns the rows that are computed together, with their keys: a device's rows, or those of a minibatch."""
+    rows = count_rows(batch, who="verify")
+    size = rows // (ways * num_minibatches)
+    numbers = np.arange(rows).reshape(ways, num_minibatches, size)
+    if view == "global" and num_minibatches > 1 and ways > 1:
+        # A minibatch is a slice out of each device's rows.
+        blocks = {"block": size, "stride": size * num_minibatches}
+        parts = [(numbers[:, index].ravel(), blocks) for index in range(num_minibatches)]
+    else:
+        parts = [(part, {}) for part in numbers.reshape(-1, size)]
 
-    @jax.jit
-    def compute(params: PyTree, batch: PyTree, rng: Any) -> tuple[Any, PyTree]:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            result, _ = gradients(params, batch, rng)
-        return result.loss, result.grads
+    def take(part: Any) -> PyTree:
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[part] if np.ndim(leaf) else leaf, batch)
 
-    def call(batch: PyTree, rng: Any) -> tuple[Any, dict[str, Any]]:
-        here = jax.tree.map(lambda leaf: NamedSharding(mesh, rows if np.ndim(leaf) else P()), batch)
-        loss, grads = compute(placed.state.params, jax.device_put(batch, here), rng)
-        return loss, named(grads)
-
-    return call
+    return [(take(part), row_key(rng, int(part[0]), **blocks)) for part, blocks in parts]
 
 
-def named(tree: PyTree) -> dict[str, Any]:
-    """Returns a tree as a dict from leaf name to leaf."""
-    return {leaf.name: leaf.value for leaf in named_leaves(tree)}
-
-
-def worst_copies(array: Any, reference: Any) -> np.ndarray[Any, Any]:
+def worst_copies(array: Any, reference: Any) -> Array:
     """Returns an array on the host; of parts that several devices hold, the copy that is furthest from a reference."""
-    if array.is_fully_replicated and len(array.sharding.device_set) == 1:
-        return np.asarray(array)
-    expected = np.asarray(reference, np.float64)
     whole = np.empty(array.shape, array.dtype)
     furthest: dict[str, float] = {}
     for shard in array.addressable_shards:
-        data = np.asarray(shard.data)
-        with np.errstate(invalid="ignore"):
-            apart = np.abs(data.astype(np.float64) - expected[shard.index])
-        distance = float(np.where(np.isnan(apart), np.inf, apart).max(initial=0.0))
-        part = repr(shard.index)
+        data, part = np.asarray(shard.data), repr(shard.index)
+        distance = float(apart(np.asarray(reference)[shard.index], data).max(initial=0.0))
         if part not in furthest or distance > furthest[part]:
             furthest[part], whole[shard.index] = distance, data
     return whole
+
+
+def all_worst_copies(arrays: Named, reference: Named) -> dict[str, Array]:
+    """Returns `worst_copies` of each leaf of a tree."""
+    return {name: worst_copies(leaf, reference[name]) for name, leaf in arrays.items()}
+
+
+def rounding(leaf: Any) -> float:
+    """Returns how far apart two roundings of a leaf can be: one unit in the last place of its largest element."""
+    return float(jnp.finfo(leaf.dtype).eps) * largest(leaf)
+
+
+def largest_of_all(tree: Named) -> float:
+    """Returns the largest magnitude in a tree."""
+    return max((largest(leaf) for leaf in tree.values()), default=0.0)
+
+
+def _named(tree: PyTree) -> dict[str, Any]:
+    return {leaf.name: leaf.value for leaf in named_leaves(tree)}
+
+
+def _fetch(tree: Named) -> dict[str, Any]:
+    return {name: np.asarray(leaf) for name, leaf in tree.items()}

@@ -135,7 +135,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshwright.parallel import gather_matmul, matmul_scatter
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.plan.compiled.topology import target_mesh
-from meshwright.train.compiler import compiler_options
+from meshwright.train.step import xla_options
 
 mesh = target_mesh("h200:1x8", (8,), ("tp",))
 rows, up, down = P(None, "tp", None), P(None, None, "tp"), P(None, "tp", None)
@@ -151,7 +151,7 @@ def loss(x, *weights):
     return lax.psum(jnp.sum(lax.scan(layer, x, weights)[0].astype(jnp.float32)), "tp")
 
 run = jax.shard_map(jax.grad(loss, argnums=(0, 1, 2)), mesh=mesh, in_specs=specs, out_specs=specs)
-text = jax.jit(run).lower(*structs).compile(compiler_options(mesh, None)).as_text()
+text = jax.jit(run).lower(*structs).compile(xla_options(mesh, None)).as_text()
 written = re.findall(r"= bf16\\[16384,3584\\]\\S* custom-call\\(.*mosaic_gpu", text)
 copied = re.findall(r"= bf16\\[(?:16384|4,4096),3584\\]\\S* (?:copy|concatenate)\\(", text)
 print(len(written), len(copied))

@@ -20,13 +20,12 @@ from jax.sharding import AbstractMesh, AxisType
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.hardware.flops import Flops, count_jaxpr
 from meshwright.models.execution import Execution, remat_policy
-from meshwright.models.language import LanguageModel
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.cudnn import assumed_cudnn
 from meshwright.plan.costs.layer_kind import REST
 from meshwright.plan.costs.saved_activations import bytes_kept
 from meshwright.plan.step_setup import batch_of, make_optimizer
-from meshwright.train.axes_used import run_of
+from meshwright.train.job import execution_of, model_of
 from meshwright.train.precision import Precision
 from meshwright.train.state import abstract_params, make_state, require_loss
 from meshwright.tree import named_leaves
@@ -155,9 +154,7 @@ def profile_job(
             raise MeshwrightError(f"remat={remat!r} cannot be planned.", hint=hint)
     dtypes = Precision(**precision) if isinstance(precision, Mapping) else Precision.named(precision)
     params = abstract_params(job, dtypes)
-    parts = [*getattr(job.loss, "args", ()), None]
-    model = next((part for part in parts if isinstance(part, LanguageModel)), None)
-    run = run_of(job) or Execution()
+    model, run = model_of(job), execution_of(job) or Execution()
     heads = getattr(model, "num_heads", None)
     traced = {remat: _trace(job, params, dtypes, remat, _ROWS, platform) for remat in remats}
     # What does not grow with the rows hardly depends on the policy: gradients that the loss already has, and weights

@@ -9,39 +9,39 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.parallel.overlap.compiler_options import OPTIONS
-from meshwright.train import compiler
+from meshwright.train import step
 
 
 def test_devices_without_measurements_get_what_was_asked_for():
     mesh = mw.create_mesh("dp:8")
-    assert compiler.compiler_options(mesh, None) is None
-    assert compiler.compiler_options(mesh, {"xla_dump_to": "x"}) == {"xla_dump_to": "x"}
+    assert step.xla_options(mesh, None) is None
+    assert step.xla_options(mesh, {"xla_dump_to": "x"}) == {"xla_dump_to": "x"}
 
 
 def test_what_is_asked_for_wins_and_what_is_refused_is_told(monkeypatch):
     known = {"xla_backend_optimization_level": 1, "xla_no_such_option": True}
-    monkeypatch.setitem(compiler._OPTIONS, "cpu", known)
+    monkeypatch.setitem(step._OPTIONS, "cpu", known)
     with pytest.warns(mw.MeshwrightWarning, match="this XLA refuses the option xla_no_such_option=True"):
-        found = compiler.compiler_options(mw.create_mesh("dp:8"), {"xla_backend_optimization_level": 2})
+        found = step.xla_options(mw.create_mesh("dp:8"), {"xla_backend_optimization_level": 2})
     assert found == {"xla_backend_optimization_level": 2}
 
 
 def test_what_hides_collectives_is_asked_for_where_there_are_any(monkeypatch):
     monkeypatch.setitem(OPTIONS, "cpu", {"xla_backend_optimization_level": 1})
     mesh = mw.create_mesh("dp:8")
-    assert compiler.compiler_options(mesh, None, overlap=True) == {"xla_backend_optimization_level": 1}
+    assert step.xla_options(mesh, None, overlap=True) == {"xla_backend_optimization_level": 1}
     wanted = {"xla_backend_optimization_level": 3}
-    assert compiler.compiler_options(mesh, wanted, overlap=True) == wanted
-    assert compiler.compiler_options(mesh, None) is None
+    assert step.xla_options(mesh, wanted, overlap=True) == wanted
+    assert step.xla_options(mesh, None) is None
     one = mw.create_mesh("dp:1", devices=mesh.devices.flat[:1])
-    assert compiler.compiler_options(one, None, overlap=True) is None
+    assert step.xla_options(one, None, overlap=True) is None
 
 
 @pytest.mark.parametrize(("view", "overlap", "asked"), [("local", True, 1), ("local", False, 0), ("global", True, 0)])
 def test_a_step_asks_for_it_in_the_local_view(monkeypatch, view, overlap, asked):
     seen = []
     monkeypatch.setattr(
-        "meshwright.train.compiler.overlap_options", lambda mesh: seen.append(mesh) or {"xla_no_such_option": True}
+        "meshwright.train.step.overlap_options", lambda mesh: seen.append(mesh) or {"xla_no_such_option": True}
     )
     job = mw.Job(
         init=lambda key: {"w": jnp.zeros(8)}, rules=[("w", P("fsdp"))], loss=lambda p, b, r: (p["w"].sum(), {})
