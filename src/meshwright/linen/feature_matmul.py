@@ -8,7 +8,6 @@ split this way. Gradients come from the rings themselves: the gradient of a ring
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -16,10 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import PlacementError
 from meshwright.linen.rings import async_gather, async_gather_bidirectional, async_scatter, async_scatter_split
-from meshwright.mesh.axes import view_of
-from meshwright.parallel.local_map import island
+from meshwright.parallel.local_map import AxisView
 from meshwright.parallel.overlap.loops import dot
 
 
@@ -36,28 +33,26 @@ def gather_matmul_by_features(x: jax.Array, w: jax.Array, *, axis: str, both_way
         ...     float(jax.jit(lambda x, w: gather_matmul_by_features(x, w, axis="tp"))(x, w)[0, 0])
         16.0
     """
-    view = view_of(axis, who="gather_matmul_by_features")
-    size = int(lax.axis_size(axis)) if view == "local" else 1
-    if w.shape[0] != x.shape[-1] * size:
-        raise PlacementError(
-            f"gather_matmul_by_features: {size} slices of {x.shape[-1]} features cannot multiply a weight of shape "
-            f"{w.shape}.",
-            hint=f"the weight must be [{x.shape[-1] * size}, columns].",
+    view = AxisView.of(axis, who="gather_matmul_by_features")
+    whole = x.shape[-1] * view.num_slices
+    if w.shape[0] != whole:
+        raise view.error(
+            f"{view.num_slices} slices of {x.shape[-1]} features cannot multiply a weight of shape {w.shape}.",
+            hint=f"the weight must be [{whole}, columns].",
         )
-    if view == "plain":
-        return _finish(dot(x, w), x, w)
-    if view == "global":
-        call = functools.partial(gather_matmul_by_features, axis=axis, both_ways=both_ways)
-        features = P(*([None] * (x.ndim - 1)), axis)
-        gathered: jax.Array = island(call, axis=axis, in_specs=(features, P(None, axis)), out_specs=features)(x, w)
-        return gathered
-    width, place = x.shape[-1], lax.axis_index(axis)
-    entries = (async_gather_bidirectional if both_ways else async_gather)(x, axis)
-    total: Any = 0.0
-    for k, entry in enumerate(entries):  # entry k came from the device k places back
-        start = lax.rem(place - k + size, size) * width
-        total = total + dot(entry, lax.dynamic_slice_in_dim(w, start, width, axis=0))
-    return _finish(total, x, w)
+
+    def ring(x: Any, w: Any) -> Any:
+        width, place = x.shape[-1], lax.axis_index(axis)
+        entries = (async_gather_bidirectional if both_ways else async_gather)(x, axis)
+        total: Any = 0.0
+        for k, entry in enumerate(entries):  # entry k came from the device k places back
+            start = lax.rem(place - k + view.ways, view.ways) * width
+            total = total + dot(entry, lax.dynamic_slice_in_dim(w, start, width, axis=0))
+        return _finish(total, x, w)
+
+    features = P(*([None] * (x.ndim - 1)), axis)
+    gathered: jax.Array = view.run(ring, x, w, plain=_multiply, in_specs=(features, P(None, axis)), out_specs=features)
+    return gathered
 
 
 def matmul_scatter_by_features(x: jax.Array, w: jax.Array, *, axis: str, both_ways: bool = False) -> jax.Array:
@@ -72,27 +67,25 @@ def matmul_scatter_by_features(x: jax.Array, w: jax.Array, *, axis: str, both_wa
         ...     jax.jit(lambda x, w: matmul_scatter_by_features(x, w, axis="tp"))(x, w).shape
         (3, 8)
     """
-    view = view_of(axis, who="matmul_scatter_by_features")
-    if view == "plain":
-        return _finish(dot(x, w), x, w)
-    if view == "global":
-        call = functools.partial(matmul_scatter_by_features, axis=axis, both_ways=both_ways)
-        features = P(*([None] * (x.ndim - 1)), axis)
-        scattered: jax.Array = island(call, axis=axis, in_specs=(features, P(axis, None)), out_specs=features)(x, w)
-        return scattered
-    size, place = int(lax.axis_size(axis)), lax.axis_index(axis)
-    if w.shape[-1] % size:
-        raise PlacementError(
-            f"matmul_scatter_by_features cannot scatter {w.shape[-1]} columns over {size} devices of axis {axis!r}.",
-            hint=f"pad the columns to {-(-w.shape[-1] // size) * size}.",
-        )
-    width = w.shape[-1] // size
-    parts = []
-    for k in range(size):  # entry k is destined to the device size - 1 - k places on
-        start = lax.rem(place + size - 1 - k, size) * width
-        parts.append(_finish(dot(x, lax.dynamic_slice_in_dim(w, start, width, axis=1)), x, w))
-    summed: jax.Array = (async_scatter_split if both_ways and width > 1 else async_scatter)(parts, axis)
+    view = AxisView.of(axis, who="matmul_scatter_by_features")
+    view.check_divides(w.shape[-1], "columns")
+
+    def ring(x: Any, w: Any) -> Any:
+        size, place = view.ways, lax.axis_index(axis)
+        width = w.shape[-1] // size
+        parts = []
+        for k in range(size):  # entry k is destined to the device size - 1 - k places on
+            start = lax.rem(place + size - 1 - k, size) * width
+            parts.append(_multiply(x, lax.dynamic_slice_in_dim(w, start, width, axis=1)))
+        return (async_scatter_split if both_ways and width > 1 else async_scatter)(parts, axis)
+
+    features = P(*([None] * (x.ndim - 1)), axis)
+    summed: jax.Array = view.run(ring, x, w, plain=_multiply, in_specs=(features, P(axis, None)), out_specs=features)
     return summed
+
+
+def _multiply(x: Any, w: Any) -> jax.Array:
+    return _finish(dot(x, w), x, w)
 
 
 def _finish(product: Any, x: Any, w: Any) -> jax.Array:

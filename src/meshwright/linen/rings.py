@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import axis_size, vary
 from meshwright.parallel.overlap.loops import shift
+from meshwright.specs import ceil_div
 from meshwright.types import PyTree
 
 
@@ -116,6 +117,6 @@ def _halves(tree: PyTree, *, who: str) -> tuple[PyTree, PyTree]:
             )
 
     def half(take: Callable[[Any, int], Any]) -> PyTree:
-        return jax.tree.map(lambda leaf: take(leaf, -(-leaf.shape[-1] // 2)), tree)
+        return jax.tree.map(lambda leaf: take(leaf, ceil_div(leaf.shape[-1], 2)), tree)
 
     return half(lambda leaf, cut: leaf[..., :cut]), half(lambda leaf, cut: leaf[..., cut:])

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.dtypes import as_dtype, cast_target, is_float
 from meshwright.errors import PlacementError, TreeError
+from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import axis_size, summing_dtype, vary
 from meshwright.mesh.build import current_mesh
-from meshwright.parallel.overlap.forms import chip_family
 from meshwright.specs import check_spec_type, dim_axes, format_spec
 from meshwright.tree import tree_path_to_string
 from meshwright.types import PyTree
@@ -155,8 +155,8 @@ def _all_gather(x: Any, *, axis: str, dim: int, dtype: Any) -> Any:
 
 
 def _sum_scattered(x: Any, *, axis: str, ways: int, dim: int) -> Any:
-    if chip_family() != "v5p":
-        mesh = current_mesh()
+    mesh = current_mesh()
+    if chip_family(mesh) != "v5p":
         is_mixed = mesh is not None and set(mesh.axis_names) != set(mesh.manual_axes)
         # What was asked for travels, but where it cannot be added up.
         dtype = summing_dtype(x.dtype) if is_mixed else x.dtype

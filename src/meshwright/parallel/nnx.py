@@ -24,6 +24,7 @@ from meshwright.parallel.tensor import (
     sequence_norm,
 )
 from meshwright.parallel.vocabulary import vocab_cross_entropy, vocab_embed
+from meshwright.specs import round_up
 
 Initializer = Callable[..., Any]
 LECUN = nnx.initializers.lecun_normal()
@@ -265,7 +266,7 @@ class VocabEmbed(nnx.Module):
         embedding_init: Initializer = UNIT,
         rngs: nnx.Rngs,
     ) -> None:
-        shape = (_padded(vocab_size, pad_to_multiple_of), num_features)
+        shape = (round_up(vocab_size, pad_to_multiple_of), num_features)
         self.embedding = nnx.Param(embedding_init(rngs.params(), shape, param_dtype), spec=P(axis, None))
         self.vocab_size = vocab_size
         self.axis = axis
@@ -311,7 +312,7 @@ class VocabHead(nnx.Module):
         kernel_init: Initializer = LECUN,
         rngs: nnx.Rngs,
     ) -> None:
-        shape = (num_features, _padded(vocab_size, pad_to_multiple_of))
+        shape = (num_features, round_up(vocab_size, pad_to_multiple_of))
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), spec=P(None, axis))
         self.vocab_size = vocab_size
         self.axis = axis
@@ -332,7 +333,3 @@ class VocabHead(nnx.Module):
 
 def _in(dtype: Any, x: Any) -> Any:
     return x if dtype is None else x.astype(dtype)
-
-
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

@@ -19,6 +19,7 @@ from jax.extend import random as prng
 
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import vary, varying_axes
+from meshwright.specs import round_up
 from meshwright.tree import named_leaves
 from meshwright.types import PRNGKeyArray, PyTree
 
@@ -70,7 +71,7 @@ def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str, num_blocks
         if ways == 1 and num_blocks > 1:
             raise PlacementError(
                 f"{who}: a batch of {rows} rows cannot be split over {num_blocks} devices.",
-                hint=f"use {max(rows // num_blocks, 1) * num_blocks} or {-(-rows // num_blocks) * num_blocks} rows.",
+                hint=f"use {max(rows // num_blocks, 1) * num_blocks} or {round_up(rows, num_blocks)} rows.",
             )
         raise PlacementError(_division_text(own, num_parts, who=who, part=part), hint=_nearest(own, num_parts, part))
     leaves: list[Any]
@@ -105,7 +106,7 @@ def _division_text(rows: int, num_parts: int, *, who: str, part: str) -> str:
 
 
 def _nearest(rows: int, num_parts: int, part: str) -> str:
-    sizes = [size for size in (rows // num_parts * num_parts, -(-rows // num_parts) * num_parts) if size]
+    sizes = [size for size in (rows // num_parts * num_parts, round_up(rows, num_parts)) if size]
     counts = [count for count in range(1, rows + 1) if rows % count == 0]
     below = [count for count in counts if count < num_parts][-1:]
     above = [count for count in counts if count > num_parts][:1]

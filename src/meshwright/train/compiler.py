@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightWarning
+from meshwright.hardware.chips import chip_family
 from meshwright.mesh.build import AnyMesh
-from meshwright.parallel.overlap.compiler_options import overlap_options
+from meshwright.parallel.overlap.forms import overlap_options
 
 # On an H200, a step of a 956M decoder: cuBLAS's matmuls are faster than XLA's own by 3%. The fusion of slices with
 # matmuls comes before autotuning and keeps it away from every matmul whose weight is one of stacked layers: 1.5%.
@@ -27,9 +28,8 @@ def compiler_options(mesh: AnyMesh, wanted: dict[str, Any] | None, *, overlap: b
 
     With `overlap`, also what hides whole collectives there (`overlap_options`).
     """
-    device = mesh.devices.flat[0] if hasattr(mesh, "devices") else None
-    platform = {"cuda": "gpu"}.get(getattr(device, "platform", ""), getattr(device, "platform", ""))
-    known = _OPTIONS.get(platform, {}) | (overlap_options(mesh) if overlap and mesh.size > 1 else {})
+    chip = chip_family(mesh) if isinstance(mesh, Mesh) else ""
+    known = _OPTIONS.get(chip, {}) | (overlap_options(mesh) if overlap and mesh.size > 1 else {})
     if not known:
         return wanted
     options = tuple(known.items())

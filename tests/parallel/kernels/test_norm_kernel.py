@@ -60,7 +60,7 @@ def in_plain_jax(kernel, h, d_kept, d_normed, inverse, scale, *, outs, **_):
 
 @pytest.mark.parametrize("split", [True, False])
 def test_the_scale_gets_its_gradient_from_all_devices_once(split, monkeypatch):
-    monkeypatch.setattr(kernels, "chip_family", lambda: "gpu")
+    monkeypatch.setattr(kernels, "chip_family", lambda mesh: "gpu")
     monkeypatch.setattr(norm_kernel, "call_kernel", in_plain_jax)
     h, scale, weights = normal(0, 4, 8, 16), 1 + normal(1, 16), normal(2, 2, 4, 8, 16)
     rows = P("dp", "tp") if split else P("dp")

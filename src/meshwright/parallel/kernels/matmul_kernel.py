@@ -23,7 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.parallel.kernels.dispatch import is_hopper, is_interpreted
+from meshwright.hardware.chips import is_hopper
+from meshwright.mesh.build import current_mesh
+from meshwright.parallel.kernels.dispatch import is_interpreted
 
 TILE_ROWS = 128
 _WIDTHS = (256, 192, 128)  # of tiles, in columns; the first that divides a weight's
@@ -53,7 +55,7 @@ def can_write(x: Any, weights: Sequence[Any], out_dtype: Any, size: int) -> bool
     dtypes = {jnp.dtype(kind) for kind in (x.dtype, out_dtype or x.dtype, *(w.dtype for w in weights))}
     return (
         jax.__version_info__ >= (0, 11)
-        and (is_hopper() or is_interpreted())
+        and (is_hopper(current_mesh()) or is_interpreted())
         and dtypes in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)})
         and 0 not in (*x.shape, *(w.shape[-1] for w in weights))
         and width % _DEPTH == 0

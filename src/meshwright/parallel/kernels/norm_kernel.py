@@ -18,6 +18,7 @@ from jax import lax
 from meshwright.mesh.axes import vary_alike
 from meshwright.parallel.kernels.dispatch import call_kernel, uses_kernels
 from meshwright.parallel.tensor import sequence_norm
+from meshwright.specs import ceil_div
 
 # On an H200, 32768 rows of 2048: of 8 to 128 rows for each program, and 1 to 16 warps, these are among the best.
 _ROWS, _FEATURES_PER_WARP = 32, 512
@@ -63,7 +64,7 @@ def _backward(eps: float, kept: Any, grads: Any) -> tuple[Any, Any]:
     d_kept, d_normed = grads
     features = h.shape[-1]
     rows = h.size // features
-    programs = -(-rows // _ROWS)
+    programs = ceil_div(rows, _ROWS)
     block = max(16, 1 << (features - 1).bit_length())
     d_h, partial = call_kernel(
         functools.partial(_kernel, rows=rows, features=features, block=block),

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.parallel.kernels.dispatch import call_kernel
+from meshwright.specs import ceil_div
 
 # A program reads a row in pieces of DEPTH x LANES logits, eight neighbours of each line for every thread. So a thread
 # finds the largest of DEPTH logits alone, and makes what it has summed relative to a new one once for all of them.
@@ -107,7 +108,7 @@ def _kernel(
         exponentials = jnp.exp2((values - new[None]) * _LOG2_E)
         return new, total * jnp.exp2((largest - new) * _LOG2_E) + jnp.sum(exponentials, axis=0)
 
-    pieces = -(-size // piece)
+    pieces = ceil_div(size, piece)
     start = jnp.full(_LANES, _LOWEST, jnp.float32), jnp.zeros(_LANES, jnp.float32)
     by_lane, total = lax.fori_loop(0, pieces, read, start)
     largest = jnp.max(by_lane)
