@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshwright.hardware.flops import register_cost
 from meshwright.mesh.axes import vary_alike
 from meshwright.parallel.kernels.dispatch import call_kernel, uses_kernels
 from meshwright.parallel.tensor import sequence_norm
@@ -80,6 +81,7 @@ def _backward(eps: float, kept: Any, grads: Any) -> tuple[Any, Any]:
 
 
 _residual_norm.defvjp(_forward, _backward)
+register_cost("residual_norm_gradient", linear_in=range(1, 3))
 
 
 def _kernel(

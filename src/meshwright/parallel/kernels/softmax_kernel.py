@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshwright.hardware.flops import register_cost
 from meshwright.parallel.kernels.dispatch import call_kernel
 from meshwright.specs import ceil_div
 
@@ -69,6 +70,9 @@ def softmax_gradient(logits: jax.Array, targets: jax.Array, factors: jax.Array, 
         name="softmax_gradient",
     )
     return Softmax(*found)
+
+
+register_cost("softmax_gradient", linear_in=range(2, 3))
 
 
 def _kernel(

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.mesh.axes import vary, varying_axes
-from meshwright.parallel.kernels.cut_kernel import cut_columns
+from meshwright.parallel.kernels.copy_kernels import cut_columns
 from meshwright.parallel.kernels.matmul_kernel import TILE_ROWS, row_unit, tile_columns, write_product
 from meshwright.parallel.overlap.loops import dot, sum_scattered, tie
 from meshwright.specs import ceil_div
@@ -165,7 +165,7 @@ def scatter_in_parts(
         operands: `[B, n * M, K]` each.
         weights: `[K, F]` each, one per operand.
         wire: the dtype in which partial sums travel.
-        kernels: whether a kernel cuts the weights (`cut_kernel`).
+        kernels: whether a kernel cuts the weights (`copy_kernels`).
     """
     rows = [_by_device(operand, size) for operand in operands]
     across = ceil_div(math.prod(rows[0].shape[:-1]), TILE_ROWS)
