@@ -30,7 +30,7 @@ from meshwright.models.ops import swiglu
 from meshwright.models.stack import run_layers
 from meshwright.parallel.dropout import dropout
 from meshwright.parallel.fsdp import Gather
-from meshwright.parallel.kernels.norm_kernel import residual_norm
+from meshwright.parallel.kernels.gradient_kernels import residual_norm
 from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_embed

@@ -3,7 +3,7 @@
 from meshwright.mesh.axes import axis_size, is_manual, place_on, vary, varying_axes, view_of
 from meshwright.parallel.cross_entropy import LossSums, linear_cross_entropy
 from meshwright.parallel.dropout import dropout
-from meshwright.parallel.fsdp import Gather, gather_array, gather_array_with_mean_grads, gather_tree
+from meshwright.parallel.fsdp import Gather, gather_array, gather_tree
 from meshwright.parallel.heads import local_heads, split_heads
 from meshwright.parallel.local_map import island, local_map
 from meshwright.parallel.overlap.collective_matmul import gather_matmul, matmul_scatter
@@ -25,7 +25,6 @@ __all__ = [
     "Gather",
     "axis_size",
     "gather_array",
-    "gather_array_with_mean_grads",
     "gather_tree",
     "gather_matmul",
     "is_manual",

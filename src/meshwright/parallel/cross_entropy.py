@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.mesh.axes import axis_size, is_manual, place_on, summing_dtype, vary, vary_alike, varying_axes
 from meshwright.mesh.build import current_mesh, require_axes
 from meshwright.parallel.kernels.dispatch import uses_kernels
-from meshwright.parallel.kernels.softmax_kernel import softmax_gradient
+from meshwright.parallel.kernels.gradient_kernels import softmax_gradient
 from meshwright.parallel.local_map import AxisView, local_map
 from meshwright.parallel.overlap.loops import dot, dot_rows
 from meshwright.parallel.vocabulary import check_targets, checked_vocab_size, own_zeros, whole_numbers

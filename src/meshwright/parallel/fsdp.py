@@ -126,30 +126,6 @@ def gather_array(
     return gather(x)
 
 
-def gather_array_with_mean_grads(
-    x: Any, axis: int, axis_name: str, gather_dtype: Any = None, grad_scatter_dtype: Any = None
-) -> Any:
-    """Gathers the slices of an array along a dim; the gradient is the mean over devices of each slice's part.
-
-    Args:
-        axis: the dim that is split.
-        gather_dtype: floats travel in this dtype, and arrive in their own.
-        grad_scatter_dtype: gradients travel back in this one.
-
-    Example:
-        >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
-        >>> def loss(x):
-        ...     return (gather_array_with_mean_grads(x, 0, "dp") * jax.lax.axis_index("dp")).sum()
-        >>> grads = jax.shard_map(jax.grad(loss), mesh=mw.create_mesh("dp:8"), in_specs=P("dp"), out_specs=P("dp"))
-        >>> grads(jnp.ones(8)).tolist()[:2]  # the mean of 0..7
-        [3.5, 3.5]
-    """
-    return gather_array(
-        x, dim=axis, axis=axis_name, gather_dtype=gather_dtype, grad_scatter_dtype=grad_scatter_dtype, mean_grads=True
-    )
-
-
 def _all_gather(x: Any, *, axis: str, dim: int, dtype: Any) -> Any:
     return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True).astype(x.dtype)
 
