@@ -22,6 +22,7 @@ from meshwright.errors import PlacementError, did_you_mean
 from meshwright.linen.rings import async_gather, async_gather_bidirectional, async_scatter, async_scatter_split
 from meshwright.linen.stacking import masker, stack_params, unstack_params
 from meshwright.mesh.axes import axis_size, place_on, summing_dtype, vary
+from meshwright.parallel.overlap.loops import sum_scattered
 from meshwright.rng import fold_rng_over_axis
 from meshwright.specs import round_up
 from meshwright.tree import named_tree_map
@@ -323,8 +324,7 @@ def _scatter_sum(y: Any, axis: str, size: int) -> Any:
             f"{y.shape[-1]} % {size} = {y.shape[-1] % size}.",
             hint=f"let dense_fn make a layer of {round_up(y.shape[-1], size)} features: all of them, not one device's.",
         )
-    summed = lax.psum_scatter(y.astype(summing_dtype(y.dtype)), axis, scatter_dimension=y.ndim - 1, tiled=True)
-    return summed.astype(y.dtype)
+    return sum_scattered(y, axis, dim=-1)
 
 
 def _map_biases(change: Callable[[Any], Any], variables: PyTree) -> PyTree:

@@ -106,12 +106,13 @@ def vary(tree: PyTree, axes: str | Sequence[str] | None) -> PyTree:
     return jax.tree.map(mark, tree)
 
 
-def vary_alike(*arrays: Any) -> Any:
-    """Marks arrays as differing along every manual axis along which one of them does.
+def vary_alike(*trees: PyTree, axes: Sequence[str] = ()) -> Any:
+    """Marks arrays as differing along every manual axis along which one of them does, and along `axes`.
 
-    A custom gradient must have the type of what it is the gradient of, so all inputs of such a function vary alike.
+    A custom gradient must have the type of what it is the gradient of, so all inputs of such a function vary alike; the
+    sums that this implies for their gradients happen outside.
     """
-    return vary(arrays, sorted(frozenset[str]().union(*(varying_axes(array) for array in arrays))))
+    return vary(trees, sorted(frozenset(axes).union(*map(varying_axes, jax.tree.leaves(trees)))))
 
 
 def summing_dtype(dtype: Any) -> Any:

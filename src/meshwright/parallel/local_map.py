@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import PlacementError
-from meshwright.mesh.axes import vary, varying_axes, view_of, ways_along
+from meshwright.mesh.axes import vary_alike, varying_axes, view_of, ways_along
 from meshwright.mesh.build import AnyMesh, current_mesh, require_axes
 from meshwright.placement import no_mesh_error
 from meshwright.specs import get_names_from_partition_spec, keep_axes, round_up
@@ -99,8 +99,7 @@ def island(f: Callable[..., Any], *, axis: str, in_specs: PyTree, out_specs: PyT
             inner = jax.checkpoint(f)
         mapped = local_map(inner, axes=(axis,), in_specs=in_specs, out_specs=out_specs)
         # Sums over the axes outside, which gradients of arguments may need, must happen outside as well.
-        axes: frozenset[str] = frozenset().union(*(varying_axes(leaf) for leaf in jax.tree.leaves(args)))
-        return mapped(*vary(args, sorted(axes)))
+        return mapped(*vary_alike(*args))
 
     return wrapped
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.mesh.axes import summing_dtype, vary, varying_axes
+from meshwright.mesh.axes import summing_dtype, vary, vary_alike, varying_axes
 from meshwright.parallel.local_map import AxisView
 from meshwright.parallel.overlap.collective_matmul import gather_matmul
-from meshwright.parallel.overlap.loops import dot
+from meshwright.parallel.overlap.loops import dot, sum_scattered
 from meshwright.parallel.tensor import GatherOptions, refuse_options
 
 
@@ -64,13 +64,10 @@ def vocab_embed(
     def look_up(ids: Any, table: Any) -> Any:
         assert axis is not None
         part = _lookup(ids, table, lax.axis_index(axis) * table.shape[0], vocab_size)
-        part = part.astype(summing_dtype(part.dtype))
         # Exact in any dtype: of the terms of each sum, all but one are zero.
         if sequence_parallel:
-            summed = lax.psum_scatter(part, axis, scatter_dimension=ids.ndim - 1, tiled=True)
-        else:
-            summed = lax.psum(part, axis)
-        return summed.astype(table.dtype)
+            return sum_scattered(part, axis)
+        return lax.psum(part.astype(summing_dtype(part.dtype)), axis).astype(table.dtype)
 
     embedded: jax.Array = view.run(
         look_up,
@@ -146,8 +143,7 @@ def vocab_cross_entropy(
 
 def _lookup(ids: Any, table: Any, first: Any, total: int) -> jax.Array:
     """Returns the rows for those ids that lie in `first .. first + len(table)`, zero for the others."""
-    # A custom gradient must have the type of what it is the gradient of, so both vary alike from here on.
-    ids, table = vary((ids, table), sorted(varying_axes(ids) | varying_axes(table)))
+    ids, table = vary_alike(ids, table)
     rows = _take(table.shape[0], table.dtype, table, ids - first)
     return jnp.where(((ids >= 0) & (ids < total))[..., None], rows, jnp.asarray(jnp.nan, table.dtype))
 

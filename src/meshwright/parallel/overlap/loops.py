@@ -77,31 +77,20 @@ def gather_pieces(x: Any, axis: str, size: int, form: Form, visit: Callable[[Any
 
     Every row of the gathered array is visited exactly once, this device's own first.
     """
-    num_rows = x.shape[-2]
-    place = lax.axis_index(axis)
-    if not form.both_ways or num_rows % 2:
-        shard = x
-        for hop in range(size):
-            arriving = shift(shard, axis, size) if hop < size - 1 else None
-            carry = visit(carry, shard, lax.rem(place - hop + size, size) * num_rows)
-            if arriving is not None and form.tie != "none":
-                # The next shard may be used only after this product is written: else the products are merged.
-                arriving, carry = tie((arriving, carry))
-            shard = arriving
-        return carry
-    half = num_rows // 2
-    top, bottom = x[..., :half, :], x[..., half:, :]
+    num_rows, place = x.shape[-2], lax.axis_index(axis)
+    half = _half(num_rows, form)
+    pieces = [x[..., :half, :], x[..., half:, :]] if half else [x]
     for hop in range(size):
         last = hop == size - 1
-        next_top = None if last else shift(top, axis, size)
-        next_bottom = None if last else shift(bottom, axis, size, up=False)
-        carry = visit(carry, top, lax.rem(place - hop + size, size) * num_rows)
-        if not last and form.tie in ("between", "next"):
-            next_top, carry = tie((next_top, carry))
-        carry = visit(carry, bottom, lax.rem(place + hop, size) * num_rows + half)
-        if not last and form.tie == "next":
-            next_bottom, carry = tie((next_bottom, carry))
-        top, bottom = next_top, next_bottom
+        arriving = [None if last else shift(piece, axis, size, up=way == 0) for way, piece in enumerate(pieces)]
+        for way, piece in enumerate(pieces):
+            first_row = lax.rem(place + hop if way else place - hop + size, size) * num_rows
+            carry = visit(carry, piece, first_row + half if way else first_row)
+            tied = form.tie == "next" or (form.tie == "between" and way == 0) or (not half and form.tie != "none")
+            if tied and not last:
+                # The next piece may be used only after this product is written: else the products are merged.
+                arriving[way], carry = tie((arriving[way], carry))
+        pieces = arriving
     return carry
 
 
@@ -125,23 +114,42 @@ def scatter_sums(
         between: called after each step with its number and an accumulator; returns the accumulator, tied to whatever
             else is to be in step with the ring.
     """
-    place = lax.axis_index(axis)
-    chains = 2 if form.both_ways and num_rows % 2 == 0 else 1
-    rows = num_rows // chains
-    sums: list[Any] = [None] * chains
+    place, half = lax.axis_index(axis), _half(num_rows, form)
+    rows = half or num_rows
+    # Whole numbers stay whole numbers in sums: float32 has only 24 bits for them.
+    wide = jnp.float32 if is_float(wire) else wire
+    sums: list[Any] = [None, None] if half else [None]
     previous: Any = None
     for step in range(size):
-        for chain in range(chains):
-            up = chain % 2 == 0
-            ahead = size - 1 - step
-            start = lax.rem(place + (ahead if up else size - ahead), size) * num_rows + chain * rows
-            received = shift(sums[chain], axis, size, up=up) if step else None
-            sums[chain], operands, previous = _scatter_step(
-                products, operands, start, rows, received, sums, chain, previous, form, wire
-            )
+        for chain in range(len(sums)):
+            ahead, before = size - 1 - step, (chain - 1) % len(sums)
+            start = lax.rem(place + (size - ahead if chain else ahead), size) * num_rows + chain * rows
+            received = shift(sums[chain], axis, size, up=chain == 0) if step else None
+            if received is not None and form.tie == "operand":
+                operands, received, sums[before] = tie((operands, received, sums[before]))
+            elif received is not None and form.tie == "late_slice":
+                # Cutting it late keeps fewer slices in memory.
+                start, _ = tie((start, sums[before]))
+            elif received is not None and form.tie == "product":
+                # On GPUs: without this tie the matmuls are merged, which makes the hop synchronous.
+                start, _ = tie((start, previous))
+            slices = [take_rows(operand, start, rows) for operand in operands]
+            if received is None:
+                total = products(slices, wire)
+            elif form.tie == "product":
+                # On GPUs: without the tie, the library takes the received buffer as its own accumulator.
+                received, product = tie((received, products(slices, wire)))
+                total = (product.astype(wide) + received.astype(wide)).astype(wire)
+            else:
+                if form.tie in ("slice", "late_slice"):
+                    # The slice is multiplied once the partial sum is here: the addition then stays inside the matmul,
+                    # and the previous chain's hop runs beside it.
+                    slices, received, sums[before] = tie((slices, received, sums[before]))
+                total = (products(slices, wide) + received.astype(wide)).astype(wire)
+            sums[chain] = previous = total
         if between is not None:
             sums[0] = between(step, sums[0])
-    return jnp.concatenate(sums, axis=-2) if chains > 1 else sums[0]
+    return jnp.concatenate(sums, axis=-2) if half else sums[0]
 
 
 def scatter_beside_gather(
@@ -153,8 +161,8 @@ def scatter_beside_gather(
     accumulator once per hop, which costs up to 1.5 times the matmul itself.
     """
     num_rows, place = x.shape[-2], lax.axis_index(axis)
-    half = num_rows // 2 if form.both_ways and num_rows % 2 == 0 else num_rows
-    travelling = [x[..., :half, :]] + ([x[..., half:, :]] if half < num_rows else [])
+    half = _half(num_rows, form)
+    travelling = [x[..., :half, :], x[..., half:, :]] if half else [x]
     buffer = put_rows(empty_rows(x, num_rows * size, x.shape[-1], x.dtype), x, place * num_rows)
     state = {"travelling": travelling, "buffer": buffer}
 
@@ -175,52 +183,6 @@ def scatter_beside_gather(
     return dx, gathered
 
 
-def _scatter_step(
-    products: Callable[..., Any],
-    operands: list[Any],
-    start: Any,
-    rows: int,
-    received: Any,
-    sums: list[Any],
-    chain: int,
-    previous: Any,
-    form: Form,
-    wire: Any,
-) -> tuple[Any, list[Any], Any]:
-    """Computes one partial product and adds what arrived; returns the sum to pass on."""
-
-    wide = _wide(wire)
-
-    def taken(operand: Any) -> Any:
-        return take_rows(operand, start, rows)
-
-    if received is None:
-        total = products([taken(operand) for operand in operands], wire)
-        return total, operands, total
-    before = (chain - 1) % len(sums)
-    if form.tie in ("slice", "late_slice"):
-        # The slice is multiplied once the partial sum is here: the addition then stays inside the matmul, and the
-        # previous chain's hop runs beside it. Cutting it late keeps fewer slices in memory.
-        if form.tie == "late_slice":
-            start, _ = tie((start, sums[before]))
-        slices, received, sums[before] = tie(([taken(operand) for operand in operands], received, sums[before]))
-        total = products(slices, wide) + received.astype(wide)
-    elif form.tie == "operand":
-        operands, received, sums[before] = tie((operands, received, sums[before]))
-        total = products([taken(operand) for operand in operands], wide) + received.astype(wide)
-    elif form.tie == "product":
-        # On GPUs: without the first tie the matmuls are merged, without the second the library takes the received
-        # buffer as its own accumulator; both make the hop synchronous.
-        start, _ = tie((start, previous))
-        product = products([taken(operand) for operand in operands], wire)
-        received, product = tie((received, product))
-        total = product.astype(wide) + received.astype(wide)
-    else:
-        total = products([taken(operand) for operand in operands], wide) + received.astype(wide)
-    total = total.astype(wire)
-    return total, operands, total
-
-
-def _wide(wire: Any) -> Any:
-    """Returns the dtype to add in: whole numbers stay whole numbers, since float32 has only 24 bits for them."""
-    return jnp.float32 if is_float(wire) else wire
+def _half(num_rows: int, form: Form) -> int:
+    """Returns how many rows of a shard travel up; 0 where it travels whole."""
+    return num_rows // 2 if form.both_ways and num_rows % 2 == 0 else 0
