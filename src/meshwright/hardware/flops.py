@@ -125,8 +125,7 @@ def matmul_flops(results: Iterable[int], contracted: Iterable[int]) -> int:
 
 # --- Kernels ---
 
-
-_COSTS: dict[str, Callable[[Any], Tally]] = {}
+_KERNELS: dict[str, Callable[[Any], Tally]] = {}
 
 
 def register_cost(kernel: str, cost: Callable[[Any], Tally] | None = None, *, linear_in: Sequence[int] = ()) -> None:
@@ -137,7 +136,7 @@ def register_cost(kernel: str, cost: Callable[[Any], Tally] | None = None, *, li
         cost: from its equation in a jaxpr to its operations; by default one for each element of its results.
         linear_in: the operands that its results are linear in, together.
     """
-    _COSTS[kernel], LINEAR_KERNELS[kernel] = cost or _per_result, linear_in
+    _KERNELS[kernel], LINEAR_KERNELS[kernel] = cost or _per_result, linear_in
 
 
 # --- Walking a jaxpr ---
@@ -162,10 +161,13 @@ class _Counter:
         return self._known[key][1]
 
     def _equation(self, equation: Any, gradients: list[bool] | None) -> Tally:
-        again = gradients is not None and not any(gradients)
-        name = equation.primitive.name
-        handler = _opaque if is_opaque(name) else _HANDLERS.get(name, _inner)
-        tally = handler(self, equation, None if again else gradients)
+        again, name = gradients is not None and not any(gradients), equation.primitive.name
+        if is_opaque(name):
+            tally = _KERNELS.get(kernel_name(equation), _unknown)(equation)
+        elif name in _COSTS:
+            tally = _COSTS[name](equation)
+        else:
+            tally = _CALLS.get(name, _inner)(self, equation, None if again else gradients)
         if again:
             # All of it: blocks within it need not be told apart.
             notes = Counter({text: times for text, times in tally.notes.items() if text != _NOT_TOLD})
@@ -173,19 +175,26 @@ class _Counter:
         return tally
 
 
-# --- Handlers: one for each kind of equation ---
+def _needed(jaxpr: Any) -> Iterator[tuple[int, Any]]:
+    """Yields the equations that results depend on, with their numbers, from the last: compilers drop the others."""
+    live = {id(var) for var in jaxpr.outvars}
+    for number in reversed(range(len(jaxpr.eqns))):
+        equation = jaxpr.eqns[number]
+        if equation.effects or any(id(var) in live for var in equation.outvars):
+            live.update(id(value) for value in equation.invars)
+            yield number, equation
 
-_Marks = list[bool] | None
-_Handler = Callable[[_Counter, Any, _Marks], Tally]
+
+# --- What one equation costs ---
 
 
-def _matmul(flops: Callable[[Any], int]) -> _Handler:
-    def count(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
+def _matmul(flops: Callable[[Any], int]) -> Callable[[Any], Tally]:
+    def cost(equation: Any) -> Tally:
         wider = max((value.aval.dtype for value in equation.invars[:2]), key=lambda dtype: dtype.itemsize)
         moved = sum(map(_bytes, (*equation.invars, *equation.outvars)))
         return Tally(by_dtype=Counter({wider.name: flops(equation)}), moved=moved)
 
-    return count
+    return cost
 
 
 def _dot_flops(equation: Any) -> int:
@@ -203,31 +212,63 @@ def _conv_flops(equation: Any) -> int:
     return matmul_flops(equation.outvars[0].aval.shape, (kernel[dim] for dim in dims[1:]))
 
 
-def _attention(products: int, again: int = 0) -> _Handler:
-    """Counts cuDNN's attention, which makes so many products, some of them again, and skips what a mask hides."""
-
-    def flops(equation: Any) -> int:
-        query, value = equation.invars[0].aval.shape, equation.invars[2].aval.shape
-        by_heads = equation.params["layout"] == 1  # [B, N, T, H] instead of [B, T, N, H]
-        heads, keys = query[1 if by_heads else 2], value[2 if by_heads else 1]
-        queries = query[2 if by_heads else 1]
-        causal = "CAUSAL" in str(equation.params["mask_type"]).upper()
-        whole = products * matmul_flops((query[0], heads, queries, keys), (query[-1],))
-        return whole // 2 if causal else whole
-
-    def count(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
-        tally = _matmul(flops)(counter, equation, gradients)
-        return replace(tally, attention=tally.matmul, recomputed=tally.matmul * again // products)
-
-    return count
+def _attention(equation: Any) -> Tally:
+    """Counts cuDNN's attention, which skips what a causal mask hides."""
+    # Backwards it makes five products, the first of them again.
+    products, again = (5, 1) if "_bwd" in equation.primitive.name else (2, 0)
+    query, value = equation.invars[0].aval.shape, equation.invars[2].aval.shape
+    heads, queries, keys = query[2], query[1], value[1]
+    if equation.params["layout"] == 1:  # [B, N, T, H] instead of [B, T, N, H]
+        heads, queries, keys = query[1], query[2], value[2]
+    causal = "CAUSAL" in str(equation.params["mask_type"]).upper()
+    one = matmul_flops((query[0], heads, queries, keys), (query[-1],)) // (2 if causal else 1)
+    tally = _matmul(lambda _: products * one)(equation)
+    return replace(tally, attention=tally.matmul, recomputed=again * one)
 
 
-def _opaque(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
-    kernel = kernel_name(equation)
-    if kernel in _COSTS:
-        return _COSTS[kernel](equation)
-    name = f"{equation.primitive.name} {kernel}".strip()
+def _per_result(equation: Any) -> Tally:
+    return Tally(other=sum(map(_size, equation.outvars)))
+
+
+def _per_operand(equation: Any) -> Tally:
+    return Tally(other=sum(map(_size, equation.invars)))
+
+
+def _unknown(equation: Any) -> Tally:
+    name = f"{equation.primitive.name} {kernel_name(equation)}".strip()
     return Tally(notes=Counter([f"`{name}` is not counted: JAX does not know what is inside"]))
+
+
+def _size(value: Any) -> int:
+    return math.prod(value.aval.shape)
+
+
+def _bytes(value: Any) -> int:
+    return _size(value) * int(value.aval.dtype.itemsize)
+
+
+_ELEMENTWISE = names(
+    "add sub mul div rem pow integer_pow neg abs sign max min exp exp2 expm1 log log1p sqrt rsqrt cbrt square "
+    "sin cos tan sinh cosh tanh asin acos atan atan2 logistic erf erfc erf_inv lgamma digamma add_any clamp "
+    "floor ceil round nextafter select_n"
+)
+_REDUCTIONS = names("reduce_sum reduce_max reduce_min reduce_prod argmax argmin cumsum cumprod cummax")
+_SCATTERS = [f"scatter{sign}{what}" for sign in "-_" for what in ("add", "sub", "mul", "min", "max")]
+_ATTENTION = [f"dot_product_attention_{way}{kind}" for way in ("fwd", "bwd") for kind in ("", "_wrapper")]
+_COSTS: dict[str, Callable[[Any], Tally]] = {
+    **dict.fromkeys(("dot_general", "ragged_dot_general"), _matmul(_dot_flops)),
+    "conv_general_dilated": _matmul(_conv_flops),
+    **dict.fromkeys(_ATTENTION, _attention),
+    **dict.fromkeys(_ELEMENTWISE, _per_result),
+    **dict.fromkeys(_REDUCTIONS, _per_operand),
+    **dict.fromkeys(_SCATTERS, lambda equation: Tally(other=_size(equation.invars[2]))),
+    **dict.fromkeys(WITHOUT_INSIDE, lambda equation: Tally()),
+}
+
+
+# --- What equations cost that call other jaxprs ---
+
+_Marks = list[bool] | None
 
 
 def _cond(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
@@ -282,58 +323,10 @@ def _inner(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
     return tally
 
 
-def _per_result(equation: Any) -> Tally:
-    return Tally(other=sum(map(_size, equation.outvars)))
-
-
-def _per_operand(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
-    return Tally(other=sum(map(_size, equation.invars)))
-
-
-def _scatter(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
-    return Tally(other=_size(equation.invars[2]))
-
-
-# --- Equations ---
-
-
-def _needed(jaxpr: Any) -> Iterator[tuple[int, Any]]:
-    """Yields the equations that results depend on, with their numbers, from the last: compilers drop the others."""
-    live = {id(var) for var in jaxpr.outvars}
-    for number in reversed(range(len(jaxpr.eqns))):
-        equation = jaxpr.eqns[number]
-        if equation.effects or any(id(var) in live for var in equation.outvars):
-            live.update(id(value) for value in equation.invars)
-            yield number, equation
-
-
-def _size(value: Any) -> int:
-    return math.prod(value.aval.shape)
-
-
-def _bytes(value: Any) -> int:
-    return _size(value) * int(value.aval.dtype.itemsize)
-
-
-_ELEMENTWISE = names(
-    "add sub mul div rem pow integer_pow neg abs sign max min exp exp2 expm1 log log1p sqrt rsqrt cbrt square "
-    "sin cos tan sinh cosh tanh asin acos atan atan2 logistic erf erfc erf_inv lgamma digamma add_any clamp "
-    "floor ceil round nextafter select_n"
-)
-_REDUCTIONS = names("reduce_sum reduce_max reduce_min reduce_prod argmax argmin cumsum cumprod cummax")
-_HANDLERS: dict[str, _Handler] = {
-    **dict.fromkeys(_ELEMENTWISE, lambda counter, equation, gradients: _per_result(equation)),
-    **dict.fromkeys(_REDUCTIONS, _per_operand),
-    **{f"scatter{sign}{what}": _scatter for sign in "-_" for what in ("add", "sub", "mul", "min", "max")},
-    **dict.fromkeys(WITHOUT_INSIDE, lambda counter, equation, gradients: Tally()),
-    **dict.fromkeys(("dot_general", "ragged_dot_general"), _matmul(_dot_flops)),
-    "conv_general_dilated": _matmul(_conv_flops),
-    # Backwards it makes five products, the first of them again.
-    **dict.fromkeys(("dot_product_attention_fwd_wrapper", "dot_product_attention_fwd"), _attention(2)),
-    **dict.fromkeys(("dot_product_attention_bwd_wrapper", "dot_product_attention_bwd"), _attention(5, again=1)),
-    **dict.fromkeys(("remat2", "remat", "checkpoint"), _checkpoint),
+_CALLS: dict[str, Callable[[_Counter, Any, _Marks], Tally]] = {
     "cond": _cond,
     "while": _while,
     "scan": _scan,
     "shard_map": _shard_map,
+    **dict.fromkeys(("remat2", "remat", "checkpoint"), _checkpoint),
 }

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.hardware.chips import is_hopper
 from meshwright.hardware.flops import count_flops
 from meshwright.parallel import gather_matmul, local_map
 from meshwright.parallel.kernels import matmul_kernel
@@ -83,16 +82,6 @@ def test_other_chips_and_older_jax_do_without(hopper, monkeypatch):
     monkeypatch.setattr(matmul_kernel, "is_hopper", lambda mesh: True)
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     assert not can_write(x, [w], None, 8)
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_one"),
-    [("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA GH200 480GB", True), ("NVIDIA B200", False),
-     ("NVIDIA A100-SXM4-80GB", False), ("NVIDIA RTX 2000", False), ("cpu", False)],
-)  # fmt: skip
-def test_hopper_is_known_by_its_name(kind, is_one):
-    device = type("Device", (), {"device_kind": kind})()
-    assert is_hopper(type("Mesh", (), {"abstract_device": device})) is is_one
 
 
 def test_units_are_whole_tiles_that_can_be_written():
