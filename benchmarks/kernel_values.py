@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.parallel.kernels.cut_kernel import cut_columns
+from meshwright.parallel.kernels.copy_kernels import cut_columns
 from meshwright.parallel.kernels.matmul_kernel import can_write, write_product
 
 # Devices, blocks of rows, where parts of a block's rows end, features of rows and of products.

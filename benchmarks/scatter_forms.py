@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from measure import table
 
 from meshwright.parallel import local_map
-from meshwright.parallel.overlap.compiler_options import overlap_options
+from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.plan.compiled.topology import mesh_on_target
 
 ROWS, FEATURES = 4096, (4096, 11008, 11264, 12288, 28672)

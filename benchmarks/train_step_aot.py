@@ -24,7 +24,7 @@ import optax
 
 import meshwright as mw
 from meshwright.models import Decoder, Execution
-from meshwright.parallel.overlap.compiler_options import overlap_options
+from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.plan.compiled.collectives import ProgramSchedule, read_schedule
 from meshwright.plan.compiled.topology import can_compile_for, target_mesh
 from meshwright.train.language_job import language_job

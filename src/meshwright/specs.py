@@ -107,7 +107,7 @@ def spec_problem(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -
                 )
             ways *= axis_sizes[axis]
         if shape[dim] % ways:
-            padded = -(-shape[dim] // ways) * ways
+            padded = round_up(shape[dim], ways)
             axes = " x ".join(f"`{axis}`" for axis in dim_axes(entry))
             return SpecProblem(
                 "indivisible",
@@ -118,6 +118,21 @@ def spec_problem(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -
                 padded,
             )
     return None
+
+
+def ceil_div(size: int, by: int) -> int:
+    """Returns how many parts of at most `by` a size has: `size / by`, rounded up."""
+    return -(-size // by)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Returns the least multiple of a number that is not below a size.
+
+    Example:
+        >>> round_up(50, 8), round_up(48, 8)
+        (56, 48)
+    """
+    return ceil_div(size, multiple) * multiple
 
 
 def shard_shape(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -136,7 +151,7 @@ def padded_shape(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -
         ways = 1
         for axis in dim_axes(entry):
             ways *= axis_sizes[axis]
-        padded[dim] = -(-padded[dim] // ways) * ways
+        padded[dim] = round_up(padded[dim], ways)
     return tuple(padded)
 
 

@@ -13,6 +13,7 @@ from flax.core import FrozenDict
 
 from meshwright.compat.xlstm_jax.distributed import xla_utils
 from meshwright.errors import MeshError, MeshwrightError
+from meshwright.mesh.build import GPU_FLAGS
 
 ROOT = "meshwright.compat.xlstm_jax"
 
@@ -197,7 +198,7 @@ def test_defect_11_flags_are_merged_and_known_to_xla(run_python):
     assert flags.startswith(mine)
     names = [flag.partition("=")[0].strip("-") for flag in flags.split()]
     assert len(names) == len(set(names))
-    assert set(xla_utils.GPU_FLAGS) <= set(names)
+    assert set(GPU_FLAGS) <= set(names)
     assert error[0] == "set_XLA_flags was called after JAX started, which is when XLA_FLAGS is read."
 
 

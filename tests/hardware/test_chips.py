@@ -1,8 +1,11 @@
 """The table of chips: every figure has a source, and agrees with what is printed on the chip."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from meshwright.hardware.chips import CHIPS, chip_of
+import meshwright as mw
+from meshwright.hardware.chips import CHIPS, chip_family, chip_of, is_hopper
 
 BY_NAME = {chip.name: chip for chip in CHIPS}
 
@@ -51,6 +54,34 @@ def test_chips_that_only_sound_alike_are_not_in_the_table(kind):
 def test_names_and_kinds_are_unique():
     known = [name for chip in CHIPS for name in {chip.name, *(kind.casefold() for kind in chip.device_kinds)}]
     assert len(known) == len(set(known))
+
+
+def mesh_of(kind):
+    return SimpleNamespace(abstract_device=SimpleNamespace(device_kind=kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [("TPU v5 lite", "v5e"), ("TPU v5e", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("TPU v4", "v5p"),
+     ("NVIDIA H200", "gpu"), ("cpu", "cpu"), ("something else", "cpu")],
+)  # fmt: skip
+def test_tables_list_a_mesh_by_its_devices(kind, family):
+    assert chip_family(mesh_of(kind)) == family
+    assert chip_family(SimpleNamespace(abstract_mesh=mesh_of(kind))) == family
+
+
+def test_without_devices_tables_list_a_mesh_as_cpu():
+    for mesh in (None, mw.create_abstract_mesh("dp:8"), mw.create_mesh("dp:8")):
+        assert chip_family(mesh) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_one"),
+    [("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA GH200 480GB", True), ("NVIDIA B200", False),
+     ("NVIDIA A100-SXM4-80GB", False), ("NVIDIA RTX 2000", False), ("cpu", False)],
+)  # fmt: skip
+def test_hopper_is_known_by_its_name(kind, is_one):
+    assert is_hopper(mesh_of(kind)) is is_one
 
 
 # What vendors print: TFLOP/s of bfloat16, GB, GB/s, GB/s of all links in both directions.

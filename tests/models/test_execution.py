@@ -9,8 +9,8 @@ import pytest
 
 import meshwright as mw
 from meshwright.models import XLSTM, Decoder, Execution, language
+from meshwright.parallel.kernels import copy_kernels, gradient_kernels
 from meshwright.parallel.kernels import dispatch as kernels
-from meshwright.parallel.kernels import norm_kernel, softmax_kernel, stack_kernel
 from meshwright.train import language_job
 from meshwright.train.gradients import make_gradients
 from meshwright.train.state import init_state, state_layout
@@ -52,7 +52,7 @@ def counting(used, call):
 @pytest.mark.parametrize("name", ["decoder", pytest.param("xlstm", marks=pytest.mark.slow)])
 def test_kernels_do_not_change_loss_or_gradients(name, monkeypatch):
     used = []
-    for module in (norm_kernel, softmax_kernel, stack_kernel):
+    for module in (copy_kernels, gradient_kernels):
         monkeypatch.setattr(module, "call_kernel", counting(used, kernels.call_kernel))
     mesh = mw.create_mesh("dp:1", devices=1)
     found = loss_and_gradients(MODELS[name], mesh, True)
@@ -83,8 +83,8 @@ def in_plain_jax(used, kernel, *args, name, outs, **_):
 def test_on_meshes_they_take_and_give_what_a_device_has(text, names, monkeypatch):
     used, mesh = [], mw.create_mesh(text, devices=4 if "tp" in text else 2)
     exact = loss_and_gradients(MODELS["decoder"], mesh, False)
-    monkeypatch.setattr(kernels, "chip_family", lambda: "gpu")
-    for module in (norm_kernel, softmax_kernel, stack_kernel):
+    monkeypatch.setattr(kernels, "chip_family", lambda mesh: "gpu")
+    for module in (copy_kernels, gradient_kernels):
         monkeypatch.setattr(module, "call_kernel", functools.partial(in_plain_jax, used))
     assert_same(loss_and_gradients(MODELS["decoder"], mesh, None), exact)
     # Where the vocabulary is split, a device has a part of each row of logits, and the loss stays with XLA.

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.parallel.overlap.compiler_options import OPTIONS
+from meshwright.parallel.overlap.forms import OPTIONS
 from meshwright.train import step
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 GIB = 2**30
 
@@ -351,3 +351,31 @@ def chip_of(kind: str) -> Chip | None:
         if wanted == chip.name or wanted in (known.casefold() for known in chip.device_kinds):
             return chip
     return None
+
+
+def chip_family(mesh: Any) -> Literal["v5e", "v5p", "v6e", "gpu", "cpu"]:
+    """Returns the name under which tables of this package list the devices of a mesh; "cpu" if they are unknown.
+
+    TPUs without a row of their own are listed as v5p.
+
+    Args:
+        mesh: a `jax.sharding.Mesh` or `AbstractMesh`, for example `current_mesh()`; or None.
+    """
+    kind = _device_kind(mesh).lower()
+    if "v6" in kind:
+        return "v6e"
+    if "v5 lite" in kind or "v5e" in kind:
+        return "v5e"
+    if "tpu" in kind:
+        return "v5p"
+    return "gpu" if "nvidia" in kind else "cpu"
+
+
+def is_hopper(mesh: Any) -> bool:
+    """Returns whether the devices of a mesh are Hopper GPUs, whose matmul instructions no other generation has."""
+    return re.search(r"\bG?H(20|100|200|800)\b", _device_kind(mesh)) is not None
+
+
+def _device_kind(mesh: Any) -> str:
+    device = getattr(getattr(mesh, "abstract_mesh", mesh), "abstract_device", None)
+    return str(getattr(device, "device_kind", "cpu"))

@@ -17,6 +17,19 @@ from typing import Any
 
 import jax
 
+from meshwright.hardware.linearity import (
+    LINEAR_KERNELS,
+    WITHOUT_INSIDE,
+    inner_jaxprs,
+    is_opaque,
+    kernel_name,
+    names,
+    num_gradients,
+    open_jaxpr,
+    scan_marks,
+    spread,
+)
+
 
 @dataclass(frozen=True)
 class Flops:
@@ -62,7 +75,7 @@ def count_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Flop
 
 def count_jaxpr(jaxpr: Any) -> Flops:
     """Returns the operations of a jaxpr, such as `jax.jit(f).trace(*args).jaxpr`."""
-    tally = _Counter().count(_open(jaxpr))
+    tally = _Counter().count(open_jaxpr(jaxpr))
     notes = tuple(f"{text} ({times} times)" if times > 1 else text for text, times in sorted(tally.notes.items()))
     by_dtype = dict(sorted(tally.by_dtype.items()))
     matmul = sum(by_dtype.values())
@@ -73,7 +86,9 @@ _NOT_TOLD = "of a `jax.checkpoint`, what is computed again could not be told fro
 
 
 @dataclass
-class _Tally:
+class Tally:
+    """Operations counted so far; fields as in `Flops`, with `other` for those that are not of matmuls."""
+
     other: int = 0
     recomputed: int = 0
     attention: int = 0
@@ -83,9 +98,11 @@ class _Tally:
 
     @property
     def matmul(self) -> int:
+        """Those of matmuls and convolutions."""
         return sum(self.by_dtype.values())
 
-    def add(self, more: _Tally, times: int = 1) -> None:
+    def add(self, more: Tally, times: int = 1) -> Tally:
+        """Adds another tally so many times, its notes once; returns itself."""
         self.other += times * more.other
         self.recomputed += times * more.recomputed
         self.attention += times * more.attention
@@ -93,190 +110,69 @@ class _Tally:
         for dtype, count in more.by_dtype.items():
             self.by_dtype[dtype] += times * count
         self.notes.update(more.notes)
+        return self
+
+
+def matmul_flops(results: Iterable[int], contracted: Iterable[int]) -> int:
+    """Returns the operations of a matmul or convolution, from the dims of its result and those that are summed over.
+
+    Example:
+        >>> matmul_flops((8, 64), (32,)) == 2 * 8 * 32 * 64
+        True
+    """
+    return 2 * math.prod(results) * math.prod(contracted)
+
+
+# --- Kernels ---
+
+_KERNELS: dict[str, Callable[[Any], Tally]] = {}
+
+
+def register_cost(kernel: str, cost: Callable[[Any], Tally] | None = None, *, linear_in: Sequence[int] = ()) -> None:
+    """Says what a kernel costs, into which JAX does not look: called beside the kernel.
+
+    Args:
+        kernel: the name that it is called with (`pallas_call(..., name=...)`).
+        cost: from its equation in a jaxpr to its operations; by default one for each element of its results.
+        linear_in: the operands that its results are linear in, together.
+    """
+    _KERNELS[kernel], LINEAR_KERNELS[kernel] = cost or _per_result, linear_in
+
+
+# --- Walking a jaxpr ---
 
 
 class _Counter:
     """Walks jaxprs; those seen before are not walked again, which many layers written out need."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Any, _Tally]] = {}
+        self._known: dict[Any, tuple[Any, Tally]] = {}
 
-    def count(self, jaxpr: Any, gradients: Sequence[bool] | None = None) -> _Tally:
+    def count(self, jaxpr: Any, gradients: Sequence[bool] | None = None) -> Tally:
         """Counts a jaxpr. `gradients`: inside of a checkpointed block, which of its inputs carry gradients."""
         key = (id(jaxpr), None if gradients is None else tuple(gradients))
         if key not in self._known:
-            tally = _Tally()
-            carried = None if gradients is None else _spread(jaxpr, gradients)
+            tally = Tally()
+            carried = None if gradients is None else spread(jaxpr, gradients)
             for number, equation in _needed(jaxpr):
                 here = None if carried is None else carried[number]
                 tally.add(self._equation(equation, here))
             self._known[key] = (jaxpr, tally)  # kept, so that no other jaxpr gets its id
         return self._known[key][1]
 
-    def _equation(self, equation: Any, gradients: list[bool] | None) -> _Tally:
-        again = gradients is not None and not any(gradients)
-        tally = self._count_equation(equation, None if again else gradients)
+    def _equation(self, equation: Any, gradients: list[bool] | None) -> Tally:
+        again, name = gradients is not None and not any(gradients), equation.primitive.name
+        if is_opaque(name):
+            tally = _KERNELS.get(kernel_name(equation), _unknown)(equation)
+        elif name in _COSTS:
+            tally = _COSTS[name](equation)
+        else:
+            tally = _CALLS.get(name, _inner)(self, equation, None if again else gradients)
         if again:
             # All of it: blocks within it need not be told apart.
             notes = Counter({text: times for text, times in tally.notes.items() if text != _NOT_TOLD})
             tally = replace(tally, recomputed=tally.matmul, notes=notes)
         return tally
-
-    def _count_equation(self, equation: Any, gradients: list[bool] | None) -> _Tally:
-        name, params, tally = equation.primitive.name, equation.params, _Tally()
-        if name in _MATMULS:
-            wider = max((value.aval.dtype for value in equation.invars[:2]), key=lambda dtype: dtype.itemsize)
-            tally.by_dtype[wider.name] += _MATMULS[name](equation)
-            tally.moved += sum(map(_bytes, (*equation.invars, *equation.outvars)))
-            if name.startswith("dot_product_attention"):
-                tally.attention += tally.matmul
-            if name.startswith("dot_product_attention_bwd"):
-                tally.recomputed += tally.matmul // 5
-        elif _kernel_name(equation) == _WRITES_PRODUCT:
-            rows, w = (value.aval for value in equation.invars[:2])
-            product = rows.shape[0] * w.shape[1]  # the array that it is written into is larger
-            tally.by_dtype[rows.dtype.name] += 2 * product * rows.shape[1]
-            tally.moved += sum(map(_bytes, equation.invars[:2])) + product * rows.dtype.itemsize
-        elif _kernel_name(equation) in _KERNELS:
-            tally.other += sum(map(_size, equation.outvars))
-        elif name in _OPAQUE or "callback" in name:
-            tally.notes[f"`{_kernel_name(equation)}` is not counted: JAX does not know what is inside"] += 1
-        elif name == "cond":
-            branches = [self.count(_open(b), gradients and gradients[1:]) for b in params["branches"]]
-            tally.add(max(branches, key=lambda branch: (branch.matmul, branch.other)))
-            if len({branch.matmul for branch in branches}) > 1:
-                tally.notes["of a `cond`, the branch with the most matmuls is counted"] += 1
-        elif name == "while":
-            inner = self.count(_open(params["body_jaxpr"]))
-            tally.add(inner)
-            if inner.matmul:
-                tally.notes["a `while` loop of unknown length is counted once"] += 1
-        elif name == "scan":
-            body = _open(params["jaxpr"])
-            tally.add(self.count(body, gradients and _scan_marks(equation, gradients)), params["length"])
-        elif name == "shard_map":
-            axes = params.get("newly_manual_axes", params.get("manual_axes"))
-            assert axes is not None, "this jax describes shard_map in another way"
-            devices = math.prod(params["mesh"].shape[axis] for axis in axes)
-            tally.add(self.count(_open(params["jaxpr"]), gradients), devices)
-        elif name in _REMAT and params.get("differentiated") and gradients is None:
-            tally.add(self._checkpointed(_open(params["jaxpr"])))
-        elif name in _ELEMENTWISE:
-            tally.other += sum(math.prod(out.aval.shape) for out in equation.outvars)
-        elif name.startswith(_REDUCTIONS):
-            tally.other += sum(_size(value) for value in equation.invars)
-        elif name.startswith(("scatter-", "scatter_")):
-            tally.other += _size(equation.invars[2])
-        elif name not in _WITHOUT_INSIDE:
-            for inner in _inside(params):
-                same = gradients is not None and len(inner.invars) == len(gradients)
-                tally.add(self.count(inner, gradients if same else None))
-        return tally
-
-    def _checkpointed(self, block: Any) -> _Tally:
-        """Counts a block in a backward pass: what depends on no gradient that comes in is computed again."""
-        count = _num_gradients(block)
-        if count == 0:
-            tally = _Tally()
-            tally.add(self.count(block))
-            if tally.matmul:
-                tally.notes[_NOT_TOLD] += 1
-            return tally
-        first = len(block.invars) - count
-        return self.count(block, [number >= first for number in range(len(block.invars))])
-
-
-# --- Where gradients go in a checkpointed block ---
-
-
-def _num_gradients(block: Any) -> int:
-    """Returns how many of a block's last inputs are gradients: as many as its results are linear in, together."""
-    size = len(block.invars)
-    for count in range(1, size + 1):
-        marks = [number >= size - count for number in range(size)]
-        if _results(block, marks, linear=True) is None:
-            return count - 1
-    return size
-
-
-def _spread(jaxpr: Any, marks: Sequence[bool]) -> list[list[bool]]:
-    """Returns, for every equation, which of its inputs depend on the marked inputs of the jaxpr."""
-    rows: list[list[bool]] = []
-    _results(jaxpr, marks, linear=False, rows=rows)
-    return rows
-
-
-def _results(
-    jaxpr: Any, marks: Sequence[bool], *, linear: bool, rows: list[list[bool]] | None = None
-) -> list[bool] | None:
-    """Returns which results depend on the marked inputs; None where `linear` is asked for and one is not linear."""
-    marked = {id(var) for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
-    for equation in jaxpr.eqns:
-        here = [id(value) in marked for value in equation.invars]
-        if rows is not None:
-            rows.append(here)
-        if any(here):
-            results = _equation_results(equation, here, linear=linear)
-            if results is None:
-                return None
-            marked.update(id(var) for var, mark in zip(equation.outvars, results, strict=True) if mark)
-    return [id(var) in marked for var in jaxpr.outvars]
-
-
-def _equation_results(equation: Any, here: list[bool], *, linear: bool) -> list[bool] | None:
-    name, params = equation.primitive.name, equation.params
-    if name == "optimization_barrier":
-        return here
-    if name == "scan":
-        body, carried = _open(params["jaxpr"]), _scan_marks(equation, here)
-        return _results(body, carried, linear=linear)
-    if name == "cond":
-        branches = [_results(_open(branch), here[1:], linear=linear) for branch in params["branches"]]
-        if linear and (here[0] or any(branch is None for branch in branches)):
-            return None
-        return [here[0] or any(marks) for marks in zip(*(branch or () for branch in branches), strict=True)]
-    inner = [jaxpr for jaxpr in _inside(params) if len(jaxpr.invars) == len(here)]
-    if len(inner) == 1 and len(inner[0].outvars) == len(equation.outvars) and name not in _WITHOUT_INSIDE:
-        return _results(inner[0], here, linear=linear)
-    return [True] * len(equation.outvars) if not linear or _is_linear(_kernel_name(equation), here) else None
-
-
-def _is_linear(name: str, here: list[bool]) -> bool:
-    """Returns whether an operation is linear in those of its operands that are marked, together."""
-    if name in _KERNELS:
-        return not any(mark for place, mark in enumerate(here) if place not in _KERNELS[name])
-    if name in _BILINEAR:
-        return sum(here) == 1
-    if name in _LINEAR_IN_FIRST:
-        return not any(here[1:])
-    if name == "select_n":
-        return not here[0]
-    if name == "dynamic_update_slice":
-        return not any(here[2:])
-    if name.startswith(("scatter-add", "scatter_add")):
-        return not here[1]
-    if name.startswith("dot_product_attention_bwd"):
-        return not any(here[:-1])
-    return name in _LINEAR
-
-
-def _scan_marks(equation: Any, marks: Sequence[bool]) -> list[bool]:
-    """Returns which inputs of a scan's body depend on the marked inputs of the scan, in any of its rounds."""
-    body, marks = _open(equation.params["jaxpr"]), list(marks)
-    # Constants, then what is carried, then what is sliced: only the last have a dim more outside. jax 0.11 renamed the
-    # parameters that would say so.
-    num_carry = sum(out.aval.ndim == inner.aval.ndim for out, inner in zip(equation.outvars, body.outvars, strict=True))
-    end = sum(out.aval.ndim == inner.aval.ndim for out, inner in zip(equation.invars, body.invars, strict=True))
-    begin = end - num_carry
-    while True:
-        results = _results(body, marks, linear=False) or []
-        carried = [old or new for old, new in zip(marks[begin:end], results[: end - begin], strict=True)]
-        if carried == marks[begin:end]:
-            return marks
-        marks[begin:end] = carried
-
-
-# --- Equations ---
 
 
 def _needed(jaxpr: Any) -> Iterator[tuple[int, Any]]:
@@ -289,119 +185,148 @@ def _needed(jaxpr: Any) -> Iterator[tuple[int, Any]]:
             yield number, equation
 
 
-def _open(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
+# --- What one equation costs ---
 
 
-def _inside(params: Mapping[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-            inner = _open(part)
-            if hasattr(inner, "eqns"):
-                yield inner
+def _matmul(flops: Callable[[Any], int]) -> Callable[[Any], Tally]:
+    def cost(equation: Any) -> Tally:
+        wider = max((value.aval.dtype for value in equation.invars[:2]), key=lambda dtype: dtype.itemsize)
+        moved = sum(map(_bytes, (*equation.invars, *equation.outvars)))
+        return Tally(by_dtype=Counter({wider.name: flops(equation)}), moved=moved)
+
+    return cost
+
+
+def _dot_flops(equation: Any) -> int:
+    numbers = equation.params.get("dimension_numbers")
+    if numbers is None:
+        numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    (contracted, _), _ = numbers
+    shape = equation.invars[0].aval.shape
+    return matmul_flops(equation.outvars[0].aval.shape, (shape[dim] for dim in contracted))
+
+
+def _conv_flops(equation: Any) -> int:
+    kernel = equation.invars[1].aval.shape
+    dims = equation.params["dimension_numbers"].rhs_spec  # output features, input features, the rest
+    return matmul_flops(equation.outvars[0].aval.shape, (kernel[dim] for dim in dims[1:]))
+
+
+def _attention(equation: Any) -> Tally:
+    """Counts cuDNN's attention, which skips what a causal mask hides."""
+    # Backwards it makes five products, the first of them again.
+    products, again = (5, 1) if "_bwd" in equation.primitive.name else (2, 0)
+    query, value = equation.invars[0].aval.shape, equation.invars[2].aval.shape
+    heads, queries, keys = query[2], query[1], value[1]
+    if equation.params["layout"] == 1:  # [B, N, T, H] instead of [B, T, N, H]
+        heads, queries, keys = query[1], query[2], value[2]
+    causal = "CAUSAL" in str(equation.params["mask_type"]).upper()
+    one = matmul_flops((query[0], heads, queries, keys), (query[-1],)) // (2 if causal else 1)
+    tally = _matmul(lambda _: products * one)(equation)
+    return replace(tally, attention=tally.matmul, recomputed=again * one)
+
+
+def _per_result(equation: Any) -> Tally:
+    return Tally(other=sum(map(_size, equation.outvars)))
+
+
+def _per_operand(equation: Any) -> Tally:
+    return Tally(other=sum(map(_size, equation.invars)))
+
+
+def _unknown(equation: Any) -> Tally:
+    name = f"{equation.primitive.name} {kernel_name(equation)}".strip()
+    return Tally(notes=Counter([f"`{name}` is not counted: JAX does not know what is inside"]))
 
 
 def _size(value: Any) -> int:
-    return _product(value.aval.shape)
+    return math.prod(value.aval.shape)
 
 
 def _bytes(value: Any) -> int:
     return _size(value) * int(value.aval.dtype.itemsize)
 
 
-def _product(sizes: Iterable[int]) -> int:
-    return math.prod(sizes)
-
-
-def _kernel_name(equation: Any) -> str:
-    """Returns the name of an operation; of one that JAX does not look into, with its own."""
-    if equation.primitive.name not in _OPAQUE and "callback" not in equation.primitive.name:
-        return str(equation.primitive.name)
-    known = equation.params.get("name") or equation.params.get("name_and_src_info") or ""
-    text = str(getattr(known, "name", known))
-    return f"{equation.primitive.name} {text}".strip()
-
-
-def _dot_flops(equation: Any) -> int:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    shape = equation.invars[0].aval.shape
-    return 2 * _size(equation.outvars[0]) * _product(shape[dim] for dim in contracted)
-
-
-def _conv_flops(equation: Any) -> int:
-    kernel = equation.invars[1].aval.shape
-    dims = equation.params["dimension_numbers"].rhs_spec  # output features, input features, the rest
-    return 2 * _size(equation.outvars[0]) * _product(kernel[dim] for dim in dims[1:])
-
-
-def _ragged_dot_flops(equation: Any) -> int:
-    numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    (contracted, _), _ = numbers
-    shape = equation.invars[0].aval.shape
-    return 2 * _size(equation.outvars[0]) * _product(shape[dim] for dim in contracted)
-
-
-def _attention_flops(products: int) -> Callable[[Any], int]:
-    def count(equation: Any) -> int:
-        query, value = equation.invars[0].aval.shape, equation.invars[2].aval.shape
-        by_heads = equation.params["layout"] == 1  # [B, N, T, H] instead of [B, T, N, H]
-        heads, keys = query[1 if by_heads else 2], value[2 if by_heads else 1]
-        queries = query[2 if by_heads else 1]
-        causal = "CAUSAL" in str(equation.params["mask_type"]).upper()
-        whole = _product((2 * products, query[0], heads, queries, keys, query[-1]))
-        return whole // 2 if causal else whole
-
-    return count
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# cuDNN's attention skips what a causal mask hides. Backwards it makes five products, the first of them again.
-_MATMULS: dict[str, Callable[[Any], int]] = {
-    "dot_general": _dot_flops,
-    "conv_general_dilated": _conv_flops,
-    "ragged_dot_general": _ragged_dot_flops,
-    "dot_product_attention_fwd_wrapper": _attention_flops(2),
-    "dot_product_attention_fwd": _attention_flops(2),
-    "dot_product_attention_bwd_wrapper": _attention_flops(5),
-    "dot_product_attention_bwd": _attention_flops(5),
-}
-_OPAQUE = ("pallas_call", "mpmd_map", "ffi_call", "custom_call", "triton_kernel_call", "mosaic_gpu_call")
-# The one kernel of ours that is a matmul: `meshwright.parallel.kernels.matmul_kernel`.
-_WRITES_PRODUCT = "mpmd_map write_product"
-# The others (`meshwright.parallel.kernels.dispatch`): the operands that each is linear in, together.
-_KERNELS: dict[str, range] = {
-    "pallas_call cut_columns": range(1),
-    "pallas_call residual_norm_gradient": range(1, 3),
-    "pallas_call softmax_gradient": range(2, 3),
-    "pallas_call stack": range(256),
-}
-_REMAT = ("remat2", "remat", "checkpoint")
-_ELEMENTWISE = _names(
+_ELEMENTWISE = names(
     "add sub mul div rem pow integer_pow neg abs sign max min exp exp2 expm1 log log1p sqrt rsqrt cbrt square "
     "sin cos tan sinh cosh tanh asin acos atan atan2 logistic erf erfc erf_inv lgamma digamma add_any clamp "
     "floor ceil round nextafter select_n"
 )
-_REDUCTIONS = (
-    "reduce_sum",
-    "reduce_max",
-    "reduce_min",
-    "reduce_prod",
-    "argmax",
-    "argmin",
-    "cumsum",
-    "cumprod",
-    "cummax",
-)
-_WITHOUT_INSIDE = _names("sort reduce reduce_window reduce_precision select_and_scatter_add")
-_BILINEAR = _names("mul dot_general conv_general_dilated ragged_dot_general")
-_LINEAR_IN_FIRST = _names("div dynamic_slice gather sharding_constraint reduce_precision")
-_LINEAR = _names(
-    "add add_any sub neg transpose reshape broadcast_in_dim squeeze expand_dims reduce_sum "
-    "convert_element_type copy copy_p slice pad concatenate rev cumsum psum psum_invariant psum2 pvary pcast "
-    "pbroadcast all_gather all_gather_invariant all_gather_reduced reduce_scatter unreduced_reduce_scatter "
-    "psum_scatter all_to_all ppermute real imag complex conj name stop_gradient device_put reshard split stack "
-    "unstack"
-)
+_REDUCTIONS = names("reduce_sum reduce_max reduce_min reduce_prod argmax argmin cumsum cumprod cummax")
+_SCATTERS = [f"scatter{sign}{what}" for sign in "-_" for what in ("add", "sub", "mul", "min", "max")]
+_ATTENTION = [f"dot_product_attention_{way}{kind}" for way in ("fwd", "bwd") for kind in ("", "_wrapper")]
+_COSTS: dict[str, Callable[[Any], Tally]] = {
+    **dict.fromkeys(("dot_general", "ragged_dot_general"), _matmul(_dot_flops)),
+    "conv_general_dilated": _matmul(_conv_flops),
+    **dict.fromkeys(_ATTENTION, _attention),
+    **dict.fromkeys(_ELEMENTWISE, _per_result),
+    **dict.fromkeys(_REDUCTIONS, _per_operand),
+    **dict.fromkeys(_SCATTERS, lambda equation: Tally(other=_size(equation.invars[2]))),
+    **dict.fromkeys(WITHOUT_INSIDE, lambda equation: Tally()),
+}
+
+
+# --- What equations cost that call other jaxprs ---
+
+_Marks = list[bool] | None
+
+
+def _cond(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
+    branches = [counter.count(open_jaxpr(b), gradients and gradients[1:]) for b in equation.params["branches"]]
+    tally = Tally().add(max(branches, key=lambda branch: (branch.matmul, branch.other)))
+    if len({branch.matmul for branch in branches}) > 1:
+        tally.notes["of a `cond`, the branch with the most matmuls is counted"] += 1
+    return tally
+
+
+def _while(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
+    tally = Tally().add(counter.count(open_jaxpr(equation.params["body_jaxpr"])))
+    if tally.matmul:
+        tally.notes["a `while` loop of unknown length is counted once"] += 1
+    return tally
+
+
+def _scan(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
+    body = counter.count(open_jaxpr(equation.params["jaxpr"]), gradients and scan_marks(equation, gradients))
+    return Tally().add(body, equation.params["length"])
+
+
+def _shard_map(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
+    params = equation.params
+    axes = params.get("newly_manual_axes", params.get("manual_axes"))
+    assert axes is not None, "this jax describes shard_map in another way"
+    devices = math.prod(params["mesh"].shape[axis] for axis in axes)
+    return Tally().add(counter.count(open_jaxpr(params["jaxpr"]), gradients), devices)
+
+
+def _checkpoint(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
+    """Counts a block in a backward pass: what depends on no gradient that comes in is computed again."""
+    if not equation.params.get("differentiated") or gradients is not None:
+        return _inner(counter, equation, gradients)
+    block = open_jaxpr(equation.params["jaxpr"])
+    count = num_gradients(block)
+    if count:
+        first = len(block.invars) - count
+        return counter.count(block, [number >= first for number in range(len(block.invars))])
+    tally = Tally().add(counter.count(block))
+    if tally.matmul:
+        tally.notes[_NOT_TOLD] += 1
+    return tally
+
+
+def _inner(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
+    """Counts what an equation calls, such as a `jit`: nothing, for most."""
+    tally = Tally()
+    for inner in inner_jaxprs(equation.params):
+        same = gradients is not None and len(inner.invars) == len(gradients)
+        tally.add(counter.count(inner, gradients if same else None))
+    return tally
+
+
+_CALLS: dict[str, Callable[[_Counter, Any, _Marks], Tally]] = {
+    "cond": _cond,
+    "while": _while,
+    "scan": _scan,
+    "shard_map": _shard_map,
+    **dict.fromkeys(("remat2", "remat", "checkpoint"), _checkpoint),
+}

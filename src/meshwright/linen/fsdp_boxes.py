@@ -22,7 +22,7 @@ from meshwright.errors import MeshwrightWarning, PlacementError
 from meshwright.linen.stacking import close_box, is_box, open_box, split_array_over_mesh
 from meshwright.mesh.axes import axis_size, summing_dtype, vary, varying_axes
 from meshwright.mesh.build import current_mesh
-from meshwright.parallel.fsdp import dim_split_last_by, gather_array_with_mean_grads, leaf_scope
+from meshwright.parallel.fsdp import dim_split_last_by, gather_array, leaf_scope
 from meshwright.specs import dim_axes
 from meshwright.tree import tree_path_to_string
 from meshwright.types import PyTree
@@ -111,6 +111,30 @@ def gather_params(params: PyTree, axis_name: str, gather_dtype: Any = None, grad
         return close_box(leaf, whole, (*names[:dim], _without(names[dim], axis_name), *names[dim + 1 :]))
 
     return jax.tree_util.tree_map_with_path(gather, params, is_leaf=is_box)
+
+
+def gather_array_with_mean_grads(
+    x: Any, axis: int, axis_name: str, gather_dtype: Any = None, grad_scatter_dtype: Any = None
+) -> Any:
+    """Gathers the slices of an array along a dim; the gradient is the mean over devices of each slice's part.
+
+    Args:
+        axis: the dim that is split.
+        gather_dtype: floats travel in this dtype, and arrive in their own.
+        grad_scatter_dtype: gradients travel back in this one.
+
+    Example:
+        >>> import meshwright as mw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> def loss(x):
+        ...     return (gather_array_with_mean_grads(x, 0, "dp") * jax.lax.axis_index("dp")).sum()
+        >>> grads = jax.shard_map(jax.grad(loss), mesh=mw.create_mesh("dp:8"), in_specs=P("dp"), out_specs=P("dp"))
+        >>> grads(jnp.ones(8)).tolist()[:2]  # the mean of 0..7
+        [3.5, 3.5]
+    """
+    return gather_array(
+        x, dim=axis, axis=axis_name, gather_dtype=gather_dtype, grad_scatter_dtype=grad_scatter_dtype, mean_grads=True
+    )
 
 
 def shard_module_params(

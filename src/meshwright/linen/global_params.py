@@ -21,6 +21,7 @@ from flax import linen as nn
 from meshwright.errors import TreeError, did_you_mean
 from meshwright.linen.layers import TPAsyncDense, TPDense, TPMode
 from meshwright.linen.stacking import open_box
+from meshwright.specs import ceil_div
 
 Tree = Mapping[str, Any]
 
@@ -182,7 +183,7 @@ def _cut_pieces(kernel: Any, form: DenseForm) -> list[Any]:
 
 def _permute(x: Any, direction: Callable[[Any], Any], orders: list[Any], *, dim: int) -> Any:
     """Reorders the blocks along a dim; with two orders, the left and the right half of the last dim each in its own."""
-    xp, cut = _namespace(x), -(-x.shape[-1] // len(orders))
+    xp, cut = _namespace(x), ceil_div(x.shape[-1], len(orders))
     halves = [x[..., :cut], x[..., cut:]][: len(orders)]
     moved = [xp.take(half, direction(order), axis=dim) for half, order in zip(halves, orders, strict=True)]
     return xp.concatenate(moved, axis=-1)

@@ -22,7 +22,9 @@ from meshwright.errors import PlacementError, did_you_mean
 from meshwright.linen.rings import async_gather, async_gather_bidirectional, async_scatter, async_scatter_split
 from meshwright.linen.stacking import masker, stack_params, unstack_params
 from meshwright.mesh.axes import axis_size, place_on, summing_dtype, vary
+from meshwright.parallel.overlap.loops import sum_scattered
 from meshwright.rng import fold_rng_over_axis
+from meshwright.specs import round_up
 from meshwright.tree import named_tree_map
 from meshwright.types import PyTree
 
@@ -320,11 +322,9 @@ def _scatter_sum(y: Any, axis: str, size: int) -> Any:
         raise PlacementError(
             f"TPDense in mode 'scatter' splits its {y.shape[-1]} outputs over the {size} devices of axis {axis!r}: "
             f"{y.shape[-1]} % {size} = {y.shape[-1] % size}.",
-            hint=f"let dense_fn make a layer of {-(-y.shape[-1] // size) * size} features: all of them, not one "
-            "device's.",
+            hint=f"let dense_fn make a layer of {round_up(y.shape[-1], size)} features: all of them, not one device's.",
         )
-    summed = lax.psum_scatter(y.astype(summing_dtype(y.dtype)), axis, scatter_dimension=y.ndim - 1, tiled=True)
-    return summed.astype(y.dtype)
+    return sum_scattered(y, axis, dim=-1)
 
 
 def _map_biases(change: Callable[[Any], Any], variables: PyTree) -> PyTree:

@@ -3,6 +3,11 @@
 Entry `k` of a gather on device `i` is the shard of device `(i - k) mod n` when shifting up (device j sends to j + 1),
 of `(i + k) mod n` when shifting down. A scatter sums, over devices, the entries destined to each of them. Gradients
 are the dual: that of a gather is a scatter over the same ring in the other direction, and the reverse.
+
+Matmuls on activations that are split by features are made of these rings. Each device holds all rows and some of the
+features: gathering means adding up products of feature slices, and scattering that each device keeps some columns of
+the result. Compilers overlap this form less well than the one by rows (`meshwright.parallel.gather_matmul`;
+benchmarks/RESULTS.md has both), so it is there for models that keep their activations split this way.
 """
 
 from __future__ import annotations
@@ -12,10 +17,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import axis_size, vary
-from meshwright.parallel.overlap.loops import shift
+from meshwright.parallel.local_map import AxisView
+from meshwright.parallel.overlap.loops import dot, shift
+from meshwright.specs import ceil_div
 from meshwright.types import PyTree
 
 
@@ -97,6 +106,85 @@ def async_scatter_split(xs: Sequence[PyTree], axis_name: str) -> PyTree:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=-1), left, right)
 
 
+# --- Matmuls by features ---
+
+
+def gather_matmul_by_features(x: jax.Array, w: jax.Array, *, axis: str, both_ways: bool = True) -> jax.Array:
+    """Returns `gather(x) @ w` where `x` is split by its last dim and `w` by its columns.
+
+    The result is split by its last dim. In a plain `jit` program the ring runs as an island; without the axis this is
+    an ordinary matmul.
+
+    Example:
+        >>> import meshwright as mw
+        >>> x, w = jnp.ones((3, 16)), jnp.ones((16, 8))
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     float(jax.jit(lambda x, w: gather_matmul_by_features(x, w, axis="tp"))(x, w)[0, 0])
+        16.0
+    """
+    view = AxisView.of(axis, who="gather_matmul_by_features")
+    whole = x.shape[-1] * view.num_slices
+    if w.shape[0] != whole:
+        raise view.error(
+            f"{view.num_slices} slices of {x.shape[-1]} features cannot multiply a weight of shape {w.shape}.",
+            hint=f"the weight must be [{whole}, columns].",
+        )
+
+    def ring(x: Any, w: Any) -> Any:
+        width, place = x.shape[-1], lax.axis_index(axis)
+        entries = (async_gather_bidirectional if both_ways else async_gather)(x, axis)
+        total: Any = 0.0
+        for k, entry in enumerate(entries):  # entry k came from the device k places back
+            start = lax.rem(place - k + view.ways, view.ways) * width
+            total = total + dot(entry, lax.dynamic_slice_in_dim(w, start, width, axis=0))
+        return _finish(total, x, w)
+
+    features = P(*([None] * (x.ndim - 1)), axis)
+    gathered: jax.Array = view.run(ring, x, w, plain=_multiply, in_specs=(features, P(None, axis)), out_specs=features)
+    return gathered
+
+
+def matmul_scatter_by_features(x: jax.Array, w: jax.Array, *, axis: str, both_ways: bool = False) -> jax.Array:
+    """Returns this device's columns of the sum over devices of `x @ w`, `x` split by its last dim and `w` by rows.
+
+    In a plain `jit` program the ring runs as an island; without the axis this is an ordinary matmul.
+
+    Example:
+        >>> import meshwright as mw
+        >>> x, w = jnp.ones((3, 16)), jnp.ones((16, 8))
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     jax.jit(lambda x, w: matmul_scatter_by_features(x, w, axis="tp"))(x, w).shape
+        (3, 8)
+    """
+    view = AxisView.of(axis, who="matmul_scatter_by_features")
+    view.check_divides(w.shape[-1], "columns")
+
+    def ring(x: Any, w: Any) -> Any:
+        size, place = view.ways, lax.axis_index(axis)
+        width = w.shape[-1] // size
+        parts = []
+        for k in range(size):  # entry k is destined to the device size - 1 - k places on
+            start = lax.rem(place + size - 1 - k, size) * width
+            parts.append(_multiply(x, lax.dynamic_slice_in_dim(w, start, width, axis=1)))
+        return (async_scatter_split if both_ways and width > 1 else async_scatter)(parts, axis)
+
+    features = P(*([None] * (x.ndim - 1)), axis)
+    summed: jax.Array = view.run(ring, x, w, plain=_multiply, in_specs=(features, P(axis, None)), out_specs=features)
+    return summed
+
+
+def _multiply(x: Any, w: Any) -> jax.Array:
+    return _finish(dot(x, w), x, w)
+
+
+def _finish(product: Any, x: Any, w: Any) -> jax.Array:
+    finished: jax.Array = product.astype(jnp.result_type(x.dtype, w.dtype))
+    return finished
+
+
+# --- Checks and halves ---
+
+
 def _checked_count(xs: Sequence[PyTree], axis: str, *, who: str) -> int:
     size = axis_size(axis, who=who)
     if len(xs) != size:
@@ -116,6 +204,6 @@ def _halves(tree: PyTree, *, who: str) -> tuple[PyTree, PyTree]:
             )
 
     def half(take: Callable[[Any, int], Any]) -> PyTree:
-        return jax.tree.map(lambda leaf: take(leaf, -(-leaf.shape[-1] // 2)), tree)
+        return jax.tree.map(lambda leaf: take(leaf, ceil_div(leaf.shape[-1], 2)), tree)
 
     return half(lambda leaf, cut: leaf[..., :cut]), half(lambda leaf, cut: leaf[..., cut:])

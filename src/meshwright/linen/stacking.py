@@ -17,7 +17,7 @@ from jax import lax
 
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import axis_size, place_on, vary
-from meshwright.specs import dim_axes
+from meshwright.specs import dim_axes, round_up
 from meshwright.types import PyTree
 
 
@@ -42,11 +42,10 @@ def split_array_over_mesh(x: Any, axis_name: str, split_axis: int) -> Any:
     dim = _checked_dim(split_axis, jnp.ndim(x), who="split_array_over_mesh")
     size = jnp.shape(x)[dim]
     if size % ways:
-        padded = -(-size // ways) * ways
         raise PlacementError(
             f"split_array_over_mesh: dim {dim} of an array of shape {jnp.shape(x)} has size {size}; axis "
             f"{axis_name!r} has {ways} devices: {size} % {ways} = {size % ways}.",
-            hint=f"pad to {padded}, or split another dim.",
+            hint=f"pad to {round_up(size, ways)}, or split another dim.",
         )
     if ways == 1:
         return x

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.errors import MeshError
+from meshwright.hardware.chips import chip_family
 from meshwright.mesh.build import current_mesh, require_axes
 from meshwright.types import PyTree
 
@@ -105,12 +106,13 @@ def vary(tree: PyTree, axes: str | Sequence[str] | None) -> PyTree:
     return jax.tree.map(mark, tree)
 
 
-def vary_alike(*arrays: Any) -> Any:
-    """Marks arrays as differing along every manual axis along which one of them does.
+def vary_alike(*trees: PyTree, axes: Sequence[str] = ()) -> Any:
+    """Marks arrays as differing along every manual axis along which one of them does, and along `axes`.
 
-    A custom gradient must have the type of what it is the gradient of, so all inputs of such a function vary alike.
+    A custom gradient must have the type of what it is the gradient of, so all inputs of such a function vary alike; the
+    sums that this implies for their gradients happen outside.
     """
-    return vary(arrays, sorted(frozenset[str]().union(*(varying_axes(array) for array in arrays))))
+    return vary(trees, sorted(frozenset(axes).union(*map(varying_axes, jax.tree.leaves(trees)))))
 
 
 def summing_dtype(dtype: Any) -> Any:
@@ -119,7 +121,6 @@ def summing_dtype(dtype: Any) -> Any:
     Where one axis is manual and another, even of size 1, is automatic, XLA's CPU compiler (jax 0.10 to 0.12) aborts the
     process on a sum over devices of such floats.
     """
-    device = getattr(current_mesh(), "abstract_device", None)
-    on_cpu = str(getattr(device, "device_kind", "cpu")).lower() == "cpu"
+    on_cpu = chip_family(current_mesh()) == "cpu"
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
     return jnp.float32 if on_cpu and narrow else dtype

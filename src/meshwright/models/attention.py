@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import PlacementError
+from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import vary_alike
 from meshwright.mesh.build import current_mesh
-from meshwright.parallel.overlap.forms import chip_family
 
 Implementation = Literal["xla", "cudnn"]
 
@@ -118,7 +118,7 @@ def _capped(q: Any, k: Any, v: Any, mask: Any, soft_cap: float) -> jax.Array:
 
 
 def _suits_cudnn(q: Any, *, masked: bool) -> bool:
-    on_gpu = chip_family() == "gpu" if current_mesh() is not None else jax.default_backend() == "gpu"
+    on_gpu = chip_family(current_mesh()) == "gpu" if current_mesh() is not None else jax.default_backend() == "gpu"
     if not on_gpu or q.dtype not in (jnp.bfloat16, jnp.float16):
         return False
     # Its limits on every generation of GPUs; an explicit mask needs an even number of positions.

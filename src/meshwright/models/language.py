@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlacementError, did_you_mean
+from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import is_manual, place_on, ways_along
 from meshwright.mesh.build import current_mesh
 from meshwright.models.execution import PROJECTION, Execution, Remat
@@ -31,8 +32,7 @@ from meshwright.models.ops import swiglu
 from meshwright.models.stack import run_layers
 from meshwright.parallel.dropout import dropout
 from meshwright.parallel.fsdp import Gather
-from meshwright.parallel.kernels.norm_kernel import residual_norm
-from meshwright.parallel.overlap.forms import chip_family
+from meshwright.parallel.kernels.gradient_kernels import residual_norm
 from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_embed
@@ -324,7 +324,7 @@ class Context:
         options: Any = {"kernels": run.kernels} if run.sequence_parallel else {}
         h = row_dense(y, weight, axis=axis, sequence_parallel=run.sequence_parallel, **options)
         arrives = run.sequence_parallel and ways_along(axis, who="rows") > 1
-        if chip_family() == "gpu" and not arrives:
+        if chip_family(current_mesh()) == "gpu" and not arrives:
             # What is added to it next stays out of the matmul: XLA would copy that first, to let cuBLAS add to it.
             h = lax.optimization_barrier(h)
         return checkpoint_name(h, PROJECTION)

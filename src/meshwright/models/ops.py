@@ -15,7 +15,7 @@ from jax import lax
 
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import vary_alike
-from meshwright.parallel.kernels.stack_kernel import stack
+from meshwright.parallel.kernels.copy_kernels import stack
 from meshwright.types import PyTree
 
 # --- Rotary positions ---

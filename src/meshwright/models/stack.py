@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.errors import LayoutError
+from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import varying_axes
+from meshwright.mesh.build import current_mesh
 from meshwright.models.execution import Layers, Remat, remat_policy
 from meshwright.models.ops import unstack
 from meshwright.parallel.fsdp import Gather
-from meshwright.parallel.overlap.forms import chip_family
 from meshwright.types import PyTree
 
 # Measured (benchmarks/RESULTS.md): on GPUs a scan's slices of stacked weights and residuals cost about a tenth. Where
@@ -57,7 +58,7 @@ def run_layers(
     """
     count = int(jax.tree.leaves(layers)[0].shape[0])
     if form == "auto":
-        form = "scan" if gather is not None else _BEST_FORM.get(chip_family(), "scan")
+        form = "scan" if gather is not None else _BEST_FORM.get(chip_family(current_mesh()), "scan")
     size = _block_size(form, count)
     numbers = first + jnp.arange(count)
     whole = gather.layer() if gather is not None else None

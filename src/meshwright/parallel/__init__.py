@@ -3,15 +3,19 @@
 from meshwright.mesh.axes import axis_size, is_manual, place_on, vary, varying_axes, view_of
 from meshwright.parallel.cross_entropy import LossSums, linear_cross_entropy
 from meshwright.parallel.dropout import dropout
-from meshwright.parallel.fsdp import Gather, gather_array, gather_array_with_mean_grads, gather_tree
+from meshwright.parallel.fsdp import Gather, gather_array, gather_tree
 from meshwright.parallel.heads import local_heads, split_heads
 from meshwright.parallel.local_map import island, local_map
 from meshwright.parallel.overlap.collective_matmul import gather_matmul, matmul_scatter
-from meshwright.parallel.overlap.compiler_options import overlap_options
-from meshwright.parallel.overlap.forms import Form
+from meshwright.parallel.overlap.forms import Form, overlap_options
 from meshwright.parallel.pipeline.engine import pipeline
-from meshwright.parallel.pipeline.schedule import Schedule, circular_schedule, gpipe_schedule
-from meshwright.parallel.pipeline.stages import stage_layers, unstage_layers
+from meshwright.parallel.pipeline.schedule import (
+    Schedule,
+    circular_schedule,
+    gpipe_schedule,
+    stage_layers,
+    unstage_layers,
+)
 from meshwright.parallel.rows import row_key
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_cross_entropy, vocab_embed
@@ -21,7 +25,6 @@ __all__ = [
     "Gather",
     "axis_size",
     "gather_array",
-    "gather_array_with_mean_grads",
     "gather_tree",
     "gather_matmul",
     "is_manual",

@@ -22,17 +22,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import PlacementError
-from meshwright.mesh.axes import axis_size, is_manual, place_on, summing_dtype, vary, vary_alike, varying_axes, view_of
+from meshwright.mesh.axes import axis_size, is_manual, place_on, summing_dtype, vary, vary_alike, varying_axes
 from meshwright.mesh.build import current_mesh, require_axes
 from meshwright.parallel.kernels.dispatch import uses_kernels
-from meshwright.parallel.kernels.softmax_kernel import softmax_gradient
-from meshwright.parallel.local_map import local_map
+from meshwright.parallel.kernels.gradient_kernels import softmax_gradient
+from meshwright.parallel.local_map import AxisView, local_map
 from meshwright.parallel.overlap.loops import dot, dot_rows
-from meshwright.parallel.tensor import check_divides, check_matmul, check_split
 from meshwright.parallel.vocabulary import check_targets, checked_vocab_size, own_zeros, whole_numbers
+from meshwright.specs import ceil_div
 
-WHO = "linear_cross_entropy"
 # Every chunk reads and writes the float32 gradient of the head. On an H200, chunks of 1024 rows cost 6% more time than
 # 2048, and larger ones up to 2% less; smaller vocabularies have room for those.
 CHUNK_ROWS, CHUNK_BYTES = 2048, 512 * 2**20
@@ -121,23 +119,22 @@ def linear_cross_entropy(
     """
     x, head, targets = jnp.asarray(x), jnp.asarray(head), whole_numbers(targets)
     weights = None if weights is None else jnp.asarray(weights)
-    view = view_of(axis, who=WHO)
-    check_matmul(x, (head,), who=WHO)
-    check_split(axis, who=WHO, head=head)
-    ways = axis_size(axis, who=WHO) if view == "local" else 1
-    check_targets(x, {"targets": targets, "weights": weights}, ways if sequence_parallel else 1, axis, who=WHO)
-    _check_options(targets, label_smoothing, soft_cap, chunk_rows)
-    data_axes = _automatic(batch_axes, x)
-    if view == "global":
-        check_divides(head.shape[1], axis, "tokens of vocabulary", who=WHO)
+    view = AxisView.of(axis, who="linear_cross_entropy")
+    view.check_matmul(x, (head,))
+    view.check_split(head=head)
+    check_targets(view, x, sequence_parallel, targets=targets, weights=weights)
+    _check_options(view, targets, label_smoothing, soft_cap, chunk_rows)
+    data_axes = _automatic(view, batch_axes, x)
+    if view.kind == "global":
+        view.check_divides(head.shape[1], "tokens of vocabulary")
         if sequence_parallel:
-            check_divides(x.shape[-2], axis, "rows", who=WHO)
+            view.check_divides(x.shape[-2], "rows")
     plan = _Options(
-        axis=axis if view != "plain" else None,
-        gathers=view != "plain" and sequence_parallel,
+        axis=axis if view.kind != "plain" else None,
+        gathers=view.kind != "plain" and sequence_parallel,
         batch_axes=data_axes,
-        island=(*data_axes, axis) if view == "global" and axis is not None else data_axes,
-        vocab_size=checked_vocab_size(vocab_size, head.shape[1] * ways, "columns", who=WHO),
+        island=(*data_axes, axis) if view.kind == "global" and axis is not None else data_axes,
+        vocab_size=checked_vocab_size(view, vocab_size, head.shape[1], "columns"),
         z_loss=float(z_loss),
         label_smoothing=float(label_smoothing),
         soft_cap=None if soft_cap is None else float(soft_cap),
@@ -151,7 +148,7 @@ def linear_cross_entropy(
     # data axes that this implies for their gradients happen outside, at the mark.
     everywhere: frozenset[str] = frozenset().union(*map(varying_axes, operands))
     x, head, targets, weights = vary(operands, sorted(name for name in everywhere if name != axis))
-    if view == "local" and sequence_parallel:
+    if view.kind == "local" and sequence_parallel:
         x = vary(x, axis)
     sums = _loss_sums(plan, x, head, targets, weights)
     return LossSums(sums.total, *map(lax.stop_gradient, sums[1:]))
@@ -268,9 +265,9 @@ def _summed_as(value: Any, grad: Any) -> Any:
 def _chunk_loss(plan: _Options, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
     """Returns the sums of a chunk, and a function that returns the gradient of `total` with respect to `products`."""
     num_columns, last = products.shape[-1], products.ndim - 1
-    places, first = lax.broadcasted_iota(jnp.int32, products.shape, last), place_on(plan.axis, who=WHO) * num_columns
+    places, first = lax.broadcasted_iota(jnp.int32, products.shape, last), place_on(plan.axis) * num_columns
     is_real: Any = True
-    if plan.vocab_size < num_columns * axis_size(plan.axis, who=WHO):
+    if plan.vocab_size < num_columns * axis_size(plan.axis):
         is_real = places < plan.vocab_size - first
     is_target = places == (targets - first)[..., None]
     capped = _cap(products, plan.soft_cap)
@@ -398,8 +395,8 @@ class _Rows:
         most = chunk_rows or max(CHUNK_ROWS, CHUNK_BYTES // row_bytes)
         leading = max(1, math.prod(shape[:-1]))
         kept, most = (shape, most // leading) if most >= leading else ((math.prod(shape),), most)
-        num_chunks = max(1, -(-kept[-1] // most))
-        return cls(shape, kept, num_chunks, -(-kept[-1] // num_chunks))
+        num_chunks = max(1, ceil_div(kept[-1], most))
+        return cls(shape, kept, num_chunks, ceil_div(kept[-1], num_chunks))
 
     def cut(self, array: Any, *, features: bool = False) -> Any:
         """Returns `[num_chunks, ..., rows]`, with zeros, which count for nothing, added at the end."""
@@ -422,28 +419,30 @@ class _Rows:
 # --- Checks ---
 
 
-def _automatic(batch_axes: Sequence[str], x: Any) -> tuple[str, ...]:
+def _automatic(view: AxisView, batch_axes: Sequence[str], x: Any) -> tuple[str, ...]:
     """Returns those of the axes that XLA would split the batch over: neither manual nor of size 1."""
     mesh = current_mesh()
     if mesh is None or not batch_axes:
         return ()
-    require_axes(mesh, batch_axes, where=f"{WHO}: batch_axes")
+    require_axes(mesh, batch_axes, where=f"{view.who}: batch_axes")
     found = tuple(axis for axis in batch_axes if mesh.shape[axis] > 1 and not is_manual(axis))
     ways = math.prod(mesh.shape[axis] for axis in found)
     if x.shape[0] % ways:
-        raise PlacementError(
-            f"{WHO}: the first dim of x, of shape {x.shape}, cannot be split over the {ways} devices of {found}.",
+        raise view.error(
+            f"the first dim of x, of shape {x.shape}, cannot be split over the {ways} devices of {found}.",
             hint="give the axes that the batch is split over, or none.",
         )
     return found
 
 
-def _check_options(targets: Any, label_smoothing: float, soft_cap: float | None, chunk_rows: int | None) -> None:
+def _check_options(
+    view: AxisView, targets: Any, label_smoothing: float, soft_cap: float | None, chunk_rows: int | None
+) -> None:
     if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise PlacementError(f"{WHO}: targets are {targets.dtype}.", hint="give the integers that name the tokens.")
+        raise view.error(f"targets are {targets.dtype}.", hint="give the integers that name the tokens.")
     if not 0 <= label_smoothing < 1:
-        raise PlacementError(f"{WHO}: label_smoothing={label_smoothing}.", hint="use 0 to below 1.")
+        raise view.error(f"label_smoothing={label_smoothing}.", hint="use 0 to below 1.")
     if soft_cap is not None and soft_cap <= 0:
-        raise PlacementError(f"{WHO}: soft_cap={soft_cap}.", hint="use a positive number, or None for no cap.")
+        raise view.error(f"soft_cap={soft_cap}.", hint="use a positive number, or None for no cap.")
     if chunk_rows is not None and chunk_rows < 1:
-        raise PlacementError(f"{WHO}: chunk_rows={chunk_rows}.", hint="use a positive number, or None for the default.")
+        raise view.error(f"chunk_rows={chunk_rows}.", hint="use a positive number, or None for the default.")

@@ -6,7 +6,6 @@ leaves are split, and gradients are sums: what a loss that is already divided by
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.dtypes import as_dtype, cast_target, is_float
 from meshwright.errors import PlacementError, TreeError
+from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import axis_size, summing_dtype, vary
 from meshwright.mesh.build import current_mesh
-from meshwright.parallel.overlap.forms import chip_family
 from meshwright.specs import check_spec_type, dim_axes, format_spec
 from meshwright.tree import tree_path_to_string
 from meshwright.types import PyTree
@@ -56,20 +55,17 @@ def gather_tree(
     except (ValueError, TypeError) as error:
         raise TreeError(f"gather_tree: params and specs differ in structure: {error}") from None
 
+    dtypes = {
+        "gather_dtype": gather_dtype,
+        "grad_scatter_dtype": grad_scatter_dtype,
+        "grad_sum_dtype": grad_sum_dtype,
+    }
+
     def gather(path: Any, leaf: Any, spec: Any) -> Any:
         spec = check_spec_type(spec, where="gather_tree")
         dim = dim_split_last_by(tuple(spec), axis, who=f"gather_tree: {format_spec(spec)}")
-        if dim is None:
-            return leaf
         with leaf_scope(path):
-            return gather_array(
-                leaf,
-                dim=dim,
-                axis=axis,
-                gather_dtype=gather_dtype,
-                grad_scatter_dtype=grad_scatter_dtype,
-                grad_sum_dtype=grad_sum_dtype,
-            )
+            return leaf if dim is None else gather_array(leaf, dim=dim, axis=axis, **dtypes)
 
     return structure.unflatten([gather(*leaf, spec) for leaf, spec in zip(leaves, leaf_specs, strict=True)])
 
@@ -107,8 +103,11 @@ def gather_array(
     if ways == 1:
         return x
     dtype, dim = x.dtype, dim % x.ndim
-    forward = functools.partial(_all_gather, axis=axis, dim=dim, dtype=cast_target(dtype, _dtype(gather_dtype)))
-    x = vary(x, axis)
+    x, wire = vary(x, axis), cast_target(dtype, _dtype(gather_dtype))
+
+    def forward(x: Any) -> Any:
+        return lax.all_gather(x.astype(wire), axis, axis=dim, tiled=True).astype(dtype)
+
     if not is_float(dtype):
         return forward(x)
 
@@ -126,37 +125,9 @@ def gather_array(
     return gather(x)
 
 
-def gather_array_with_mean_grads(
-    x: Any, axis: int, axis_name: str, gather_dtype: Any = None, grad_scatter_dtype: Any = None
-) -> Any:
-    """Gathers the slices of an array along a dim; the gradient is the mean over devices of each slice's part.
-
-    Args:
-        axis: the dim that is split.
-        gather_dtype: floats travel in this dtype, and arrive in their own.
-        grad_scatter_dtype: gradients travel back in this one.
-
-    Example:
-        >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
-        >>> def loss(x):
-        ...     return (gather_array_with_mean_grads(x, 0, "dp") * jax.lax.axis_index("dp")).sum()
-        >>> grads = jax.shard_map(jax.grad(loss), mesh=mw.create_mesh("dp:8"), in_specs=P("dp"), out_specs=P("dp"))
-        >>> grads(jnp.ones(8)).tolist()[:2]  # the mean of 0..7
-        [3.5, 3.5]
-    """
-    return gather_array(
-        x, dim=axis, axis=axis_name, gather_dtype=gather_dtype, grad_scatter_dtype=grad_scatter_dtype, mean_grads=True
-    )
-
-
-def _all_gather(x: Any, *, axis: str, dim: int, dtype: Any) -> Any:
-    return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True).astype(x.dtype)
-
-
 def _sum_scattered(x: Any, *, axis: str, ways: int, dim: int) -> Any:
-    if chip_family() != "v5p":
-        mesh = current_mesh()
+    mesh = current_mesh()
+    if chip_family(mesh) != "v5p":
         is_mixed = mesh is not None and set(mesh.axis_names) != set(mesh.manual_axes)
         # What was asked for travels, but where it cannot be added up.
         dtype = summing_dtype(x.dtype) if is_mixed else x.dtype
@@ -240,22 +211,13 @@ class Gather:
         paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
         specs = structure.flatten_up_to(self.specs)
         dtypes = [leaf.dtype for leaf in leaves] if self.dtypes is None else structure.flatten_up_to(self.dtypes)
-        return structure.unflatten(list(map(self._named_whole, paths, leaves, specs, dtypes)))
+        return structure.unflatten(list(map(self._whole, paths, leaves, specs, dtypes)))
 
-    def _named_whole(self, path: Any, leaf: Any, spec: P, dtype: Any) -> Any:
+    def _whole(self, path: Any, leaf: Any, spec: P, dtype: Any) -> Any:
+        back = {"grad_scatter_dtype": self.grad_scatter_dtype, "grad_sum_dtype": self.grad_sum_dtype}
         with leaf_scope(path, self.name):
-            return self._whole(leaf, spec, dtype)
-
-    def _whole(self, leaf: Any, spec: P, dtype: Any) -> Any:
-        for axis in reversed(self.axes):  # the last axis of a spec splits a dim last, and is gathered first
-            dim = dim_split_last_by(tuple(spec), axis, who=f"Gather: {format_spec(spec)}")
-            if dim is not None:
-                leaf = gather_array(
-                    leaf,
-                    dim=dim,
-                    axis=axis,
-                    gather_dtype=dtype,
-                    grad_scatter_dtype=self.grad_scatter_dtype,
-                    grad_sum_dtype=self.grad_sum_dtype,
-                )
-        return leaf.astype(dtype)
+            for axis in reversed(self.axes):  # the last axis of a spec splits a dim last, and is gathered first
+                dim = dim_split_last_by(tuple(spec), axis, who=f"Gather: {format_spec(spec)}")
+                if dim is not None:
+                    leaf = gather_array(leaf, dim=dim, axis=axis, gather_dtype=dtype, **back)
+            return leaf.astype(dtype)

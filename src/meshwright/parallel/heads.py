@@ -15,8 +15,9 @@ import jax
 from jax import lax
 
 from meshwright.errors import PlacementError
-from meshwright.mesh.axes import summing_dtype, vary, view_of, ways_along
-from meshwright.parallel.tensor import check_split
+from meshwright.mesh.axes import summing_dtype, vary
+from meshwright.parallel.local_map import AxisView
+from meshwright.specs import round_up
 
 
 def heads_fit(num_heads: int, ways: int, *, shared: bool = False) -> bool:
@@ -40,10 +41,10 @@ def local_heads(num_heads: int, *, axis: str | None, what: str = "heads") -> int
         ...     local_heads(16, axis="tp")
         16
     """
-    ways = ways_along(axis, who="local_heads")
-    if not heads_fit(num_heads, ways):
-        raise _unfit(num_heads, ways, axis, what, shared=False)
-    return num_heads // ways if view_of(axis, who="local_heads") == "local" else num_heads
+    view = AxisView.of(axis, who="local_heads")
+    if not heads_fit(num_heads, view.ways):
+        raise _unfit(num_heads, view.ways, axis, what, shared=False)
+    return num_heads // view.num_slices
 
 
 def split_heads(
@@ -69,25 +70,23 @@ def split_heads(
         >>> run(jnp.arange(8.0)[None])[0].tolist()[3:5]
         [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
     """
-    who = "split_heads"
-    ways, view = ways_along(axis, who=who), view_of(axis, who=who)
+    view = AxisView.of(axis, who="split_heads")
+    ways = view.ways
     if not heads_fit(num_heads, ways, shared=shared):
         raise _unfit(num_heads, ways, axis, what, shared=shared)
-    check_split(axis, who=who, y=y)
+    view.check_split(y=y)
     together, here = ways // num_heads if num_heads else 1, num_heads
-    if axis is not None and view == "local":
+    if axis is not None and view.kind == "local":
         here = max(1, num_heads // ways)
         if together > 1:
             y = _from_neighbours(axis, together, vary(y, axis))
     elif together > 1 and _is_typed(y):
-        raise PlacementError(
-            f"{who}: {num_heads} {what} for {ways} devices of axis {axis!r}, which is explicit: heads would be split.",
+        raise view.error(
+            f"{num_heads} {what} for {ways} devices of axis {axis!r}, which is explicit: heads would be split.",
             hint="use the local view, or a mesh whose axes are automatic (AxisType.Auto).",
         )
     if here < 1 or y.shape[-1] % here:
-        raise PlacementError(
-            f"{who}: {y.shape[-1]} features are not {here} {what} of one size.", hint="check the number of heads."
-        )
+        raise view.error(f"{y.shape[-1]} features are not {here} {what} of one size.", hint="check the number.")
     return y.reshape(*y.shape[:-1], here, y.shape[-1] // here)
 
 
@@ -127,7 +126,7 @@ def _is_typed(y: Any) -> bool:
 
 def _unfit(num_heads: int, ways: int, axis: str | None, what: str, *, shared: bool) -> PlacementError:
     fitting = [str(count) for count in range(2, num_heads + 1) if num_heads % count == 0]
-    down, up = num_heads // ways * ways, -(-num_heads // ways) * ways
+    down, up = num_heads // ways * ways, round_up(num_heads, ways)
     if shared:
         fitting.append(f"{2 * num_heads}, {4 * num_heads} or so")
         down = down or max(count for count in range(1, ways) if ways % count == 0 and count <= max(1, num_heads))

@@ -1,20 +1,26 @@
-"""Entering the local view: `shard_map` without the axes that have one device, and with errors that name the cause."""
+"""Entering the local view, and running one operation in every view.
+
+`local_map` is `shard_map` without the axes that have one device, and with errors that name the cause. `AxisView` is
+what every layer asks: how a program sees arrays that an axis splits, which checks follow, and how to run there.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
+from jax import lax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import PlacementError
-from meshwright.mesh.axes import vary, varying_axes
+from meshwright.mesh.axes import vary_alike, varying_axes, view_of, ways_along
 from meshwright.mesh.build import AnyMesh, current_mesh, require_axes
 from meshwright.placement import no_mesh_error
-from meshwright.specs import get_names_from_partition_spec, keep_axes
+from meshwright.specs import get_names_from_partition_spec, keep_axes, round_up
 from meshwright.types import PyTree
 
 
@@ -93,10 +99,84 @@ def island(f: Callable[..., Any], *, axis: str, in_specs: PyTree, out_specs: PyT
             inner = jax.checkpoint(f)
         mapped = local_map(inner, axes=(axis,), in_specs=in_specs, out_specs=out_specs)
         # Sums over the axes outside, which gradients of arguments may need, must happen outside as well.
-        axes: frozenset[str] = frozenset().union(*(varying_axes(leaf) for leaf in jax.tree.leaves(args)))
-        return mapped(*vary(args, sorted(axes)))
+        return mapped(*vary_alike(*args))
 
     return wrapped
+
+
+@dataclass(frozen=True)
+class AxisView:
+    """How an operation sees arrays that are split along an axis, with the checks that depend on it.
+
+    Args:
+        kind: what `view_of` returns.
+        ways: how many devices lie along the axis; 1 in the plain view.
+        who: the name of the operation, with which its errors begin.
+    """
+
+    axis: str | None
+    kind: Literal["plain", "local", "global"]
+    ways: int
+    who: str
+
+    @classmethod
+    def of(cls, axis: str | None, *, who: str) -> AxisView:
+        """Returns the view of the program that is traced here; raises if its mesh lacks the axis."""
+        return cls(axis, view_of(axis, who=who), ways_along(axis, who=who), who)
+
+    @property
+    def num_slices(self) -> int:
+        """How many of the slices that the program sees make up a whole array: 1 unless the view is local."""
+        return self.ways if self.kind == "local" else 1
+
+    def run(
+        self,
+        local: Callable[..., Any],
+        *args: Any,
+        in_specs: PyTree,
+        out_specs: PyTree,
+        plain: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Runs `local` on slices, in the global view as an island; in the plain view, `plain` if it is given."""
+        if self.kind == "global":
+            assert self.axis is not None
+            return island(local, axis=self.axis, in_specs=in_specs, out_specs=out_specs)(*args)
+        return (plain if plain is not None and self.kind == "plain" else local)(*args)
+
+    def error(self, text: str, *, hint: str) -> PlacementError:
+        """Returns an error that begins with the operation's name."""
+        return PlacementError(f"{self.who}: {text}", hint=hint)
+
+    def check_divides(self, size: int, what: str) -> None:
+        """Raises if the axis does not divide a dim that it splits."""
+        if size % self.ways:
+            raise self.error(
+                f"{size} {what} cannot be split over {self.ways} devices of axis {self.axis!r}: {size} % {self.ways} = "
+                f"{size % self.ways}.",
+                hint=f"pad to {round_up(size, self.ways)}.",
+            )
+
+    def check_split(self, **slices: Any) -> None:
+        """Raises if an argument is whole on every device of a manual axis that should have split it."""
+        if self.kind != "local" or self.axis not in varying_axes(lax.axis_index(self.axis)):
+            return  # whole arrays are right here; or check_vma is off, and nothing is known
+        for name, value in slices.items():
+            if self.axis not in varying_axes(value):
+                raise self.error(
+                    f"{name} of shape {value.shape} is the same on every device of axis {self.axis!r}; each needs its "
+                    "own slice.",
+                    hint=f"name {self.axis!r} in the spec of {name}; if the slices really are equal, mark it with "
+                    "vary.",
+                )
+
+    def check_matmul(self, x: Any, ws: Sequence[Any]) -> None:
+        """Raises if `[..., rows, K]` cannot be multiplied by `[K, F]`."""
+        for w in ws:
+            if x.ndim < 2 or w.ndim != 2 or w.shape[0] != x.shape[-1]:
+                raise self.error(
+                    f"cannot multiply x of shape {x.shape} by a weight of shape {w.shape}.",
+                    hint="x must be [..., rows, K] and the weight [K, features]; in the local view, both are slices.",
+                )
 
 
 def _leaves(specs: PyTree) -> list[Any]:

@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 from meshwright.errors import PlacementError
 from meshwright.parallel.tensor import (
     GatherOptions,
-    ScatterOptions,
     column_dense,
     fused_column_dense,
     row_dense,
     sequence_norm,
 )
 from meshwright.parallel.vocabulary import vocab_cross_entropy, vocab_embed
+from meshwright.specs import round_up
 
 Initializer = Callable[..., Any]
 LECUN = nnx.initializers.lecun_normal()
@@ -47,27 +47,30 @@ def param_specs(module_or_state: Any) -> Any:
 
 
 class _Dense(nnx.Module):
+    """A dense layer whose kernel an axis splits along one dim: `split_dim` says which."""
+
+    split_dim: int
+
     def __init__(
         self,
         in_features: int,
         out_features: int,
         *,
         axis: str,
-        kernel_spec: P,
-        bias_spec: P,
-        use_bias: bool,
-        sequence_parallel: bool,
-        dtype: Any,
-        param_dtype: Any,
-        kernel_init: Initializer,
-        bias_init: Initializer,
+        use_bias: bool = True,
+        sequence_parallel: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = LECUN,
+        bias_init: Initializer = ZEROS,
         rngs: nnx.Rngs,
-        overlap: Any,
+        **overlap: Unpack[GatherOptions],
     ) -> None:
-        shape = (in_features, out_features)
-        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), spec=kernel_spec)
+        by_columns = self.split_dim == 1
+        kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
+        self.kernel = nnx.Param(kernel, spec=P(None, axis) if by_columns else P(axis, None))
         # The key is drawn either way, so that other layers do not change with this choice.
-        bias_key = rngs.params()
+        bias_key, bias_spec = rngs.params(), P(axis) if by_columns else P()
         self.bias = nnx.Param(bias_init(bias_key, (out_features,), param_dtype), spec=bias_spec) if use_bias else None
         self.axis = axis
         self.sequence_parallel = sequence_parallel
@@ -95,36 +98,7 @@ class ColumnDense(_Dense):
         (2, 16, 8)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        axis: str,
-        use_bias: bool = True,
-        sequence_parallel: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Initializer = LECUN,
-        bias_init: Initializer = ZEROS,
-        rngs: nnx.Rngs,
-        **overlap: Unpack[GatherOptions],
-    ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            axis=axis,
-            kernel_spec=P(None, axis),
-            bias_spec=P(axis),
-            use_bias=use_bias,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
-            overlap=overlap,
-        )
+    split_dim = 1
 
     def __call__(self, x: Any) -> Any:
         return column_dense(_in(self.dtype, x), *self.weights(), **self.options())
@@ -143,36 +117,7 @@ class RowDense(_Dense):
         (2, 16, 4)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        axis: str,
-        use_bias: bool = True,
-        sequence_parallel: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Initializer = LECUN,
-        bias_init: Initializer = ZEROS,
-        rngs: nnx.Rngs,
-        **overlap: Unpack[ScatterOptions],
-    ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            axis=axis,
-            kernel_spec=P(axis, None),
-            bias_spec=P(),
-            use_bias=use_bias,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
-            overlap=overlap,
-        )
+    split_dim = 0
 
     def __call__(self, x: Any) -> Any:
         return row_dense(_in(self.dtype, x), *self.weights(), **self.options())
@@ -265,7 +210,7 @@ class VocabEmbed(nnx.Module):
         embedding_init: Initializer = UNIT,
         rngs: nnx.Rngs,
     ) -> None:
-        shape = (_padded(vocab_size, pad_to_multiple_of), num_features)
+        shape = (round_up(vocab_size, pad_to_multiple_of), num_features)
         self.embedding = nnx.Param(embedding_init(rngs.params(), shape, param_dtype), spec=P(axis, None))
         self.vocab_size = vocab_size
         self.axis = axis
@@ -311,7 +256,7 @@ class VocabHead(nnx.Module):
         kernel_init: Initializer = LECUN,
         rngs: nnx.Rngs,
     ) -> None:
-        shape = (num_features, _padded(vocab_size, pad_to_multiple_of))
+        shape = (num_features, round_up(vocab_size, pad_to_multiple_of))
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), spec=P(None, axis))
         self.vocab_size = vocab_size
         self.axis = axis
@@ -332,7 +277,3 @@ class VocabHead(nnx.Module):
 
 def _in(dtype: Any, x: Any) -> Any:
     return x if dtype is None else x.astype(dtype)
-
-
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

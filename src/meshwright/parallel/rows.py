@@ -18,7 +18,8 @@ from jax import lax
 from jax.extend import random as prng
 
 from meshwright.errors import PlacementError
-from meshwright.mesh.axes import vary, varying_axes
+from meshwright.mesh.axes import vary_alike
+from meshwright.specs import round_up
 from meshwright.tree import named_leaves
 from meshwright.types import PRNGKeyArray, PyTree
 
@@ -70,9 +71,14 @@ def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str, num_blocks
         if ways == 1 and num_blocks > 1:
             raise PlacementError(
                 f"{who}: a batch of {rows} rows cannot be split over {num_blocks} devices.",
-                hint=f"use {max(rows // num_blocks, 1) * num_blocks} or {-(-rows // num_blocks) * num_blocks} rows.",
+                hint=f"use {max(rows // num_blocks, 1) * num_blocks} or {round_up(rows, num_blocks)} rows.",
             )
-        raise PlacementError(_division_text(own, num_parts, who=who, part=part), hint=_nearest(own, num_parts, part))
+        why = (
+            f"cannot make {num_parts} {part}es of a batch of {own} rows: some would have none."
+            if num_parts > own
+            else f"cannot cut a batch of {own} rows into {num_parts} {part}es: {own} % {num_parts} = {own % num_parts}."
+        )
+        raise PlacementError(f"{who} {why}", hint=_nearest(own, num_parts, part))
     leaves: list[Any]
     structure: Any
     leaves, structure = jax.tree.flatten(batch)
@@ -96,16 +102,8 @@ def _by_part(leaf: Any, num_parts: int, num_blocks: int) -> Any:
     return jnp.reshape(jnp.swapaxes(blocks, 0, 1), (num_parts, -1, *rest))
 
 
-def _division_text(rows: int, num_parts: int, *, who: str, part: str) -> str:
-    if num_parts > rows:
-        return f"{who} cannot make {num_parts} {part}es of a batch of {rows} rows: some would have none."
-    return (
-        f"{who} cannot cut a batch of {rows} rows into {num_parts} {part}es: {rows} % {num_parts} = {rows % num_parts}."
-    )
-
-
 def _nearest(rows: int, num_parts: int, part: str) -> str:
-    sizes = [size for size in (rows // num_parts * num_parts, -(-rows // num_parts) * num_parts) if size]
+    sizes = [size for size in (rows // num_parts * num_parts, round_up(rows, num_parts)) if size]
     counts = [count for count in range(1, rows + 1) if rows % count == 0]
     below = [count for count in counts if count < num_parts][-1:]
     above = [count for count in counts if count > num_parts][:1]
@@ -173,8 +171,7 @@ def bits_by_place(words: Any, places: Sequence[Any], sizes: Sequence[int], bit_w
     shape = np.shape(places[0])
     operands = [jnp.broadcast_to(words[0], shape), jnp.broadcast_to(words[1], shape), places[0], within]
     # The hash is one operation to JAX, which wants operands that vary along the same axes.
-    operands = vary(operands, sorted(frozenset().union(*map(varying_axes, operands))))
-    high, low = prng.threefry2x32_p.bind(*operands)
+    high, low = prng.threefry2x32_p.bind(*vary_alike(*operands))
     if bit_width == 64:
         return (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
     return (high ^ low).astype(jnp.dtype(f"uint{bit_width}"))

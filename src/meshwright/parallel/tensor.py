@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.errors import PlacementError
-from meshwright.mesh.axes import summing_dtype, vary, vary_alike, varying_axes, view_of, ways_along
+from meshwright.mesh.axes import summing_dtype, vary, vary_alike
+from meshwright.parallel.local_map import AxisView
 from meshwright.parallel.overlap.collective_matmul import gather_matmul, matmul_scatter
 from meshwright.parallel.overlap.forms import Form
 from meshwright.parallel.overlap.loops import dot
@@ -35,7 +35,6 @@ class ScatterOptions(TypedDict, total=False):
 
     form: Form | str | None
     grad_form: Form | str | None
-    num_chunks: int | None
     wire_dtype: Any
     kernels: bool | None
 
@@ -73,7 +72,7 @@ def column_dense(
         [4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
     """
     bs = None if b is None else (b,)
-    return _columns(x, (w,), bs, axis=axis, who="column_dense", rows_split=sequence_parallel, overlap=overlap)[0]
+    return _columns(AxisView.of(axis, who="column_dense"), x, (w,), bs, sequence_parallel, overlap)[0]
 
 
 def fused_column_dense(
@@ -97,9 +96,7 @@ def fused_column_dense(
         >>> gate.shape, up.shape
         ((16, 8), (16, 16))
     """
-    return _columns(
-        x, tuple(ws), bs, axis=axis, who="fused_column_dense", rows_split=sequence_parallel, overlap=overlap
-    )
+    return _columns(AxisView.of(axis, who="fused_column_dense"), x, tuple(ws), bs, sequence_parallel, overlap)
 
 
 def row_dense(
@@ -127,23 +124,22 @@ def row_dense(
         ...     float(jax.jit(lambda x, w, b: row_dense(x, w, b, axis="tp"))(x, w, b)[0, 0])
         9.0
     """
-    who = "row_dense"
-    view = view_of(axis, who=who)
-    check_split(axis, who=who, w=w)
-    check_matmul(x, (w,), who=who)
+    view = AxisView.of(axis, who="row_dense")
+    view.check_split(w=w)
+    view.check_matmul(x, (w,))
     if b is not None:
-        _check_bias(b, w, axis, who=who)
+        _check_bias(view, b, w)
     if sequence_parallel:
-        if view == "global":
-            check_divides(x.shape[-2], axis, "rows", who=who)
-            check_divides(w.shape[0], axis, "input features", who=who)
+        if view.kind == "global":
+            view.check_divides(x.shape[-2], "rows")
+            view.check_divides(w.shape[0], "input features")
         scattered = matmul_scatter(x, w, axis=axis, **overlap)
         return scattered if b is None else _add_bias(scattered, vary(b.astype(jnp.float32), axis))
-    refuse_options(overlap, who=who)
+    refuse_options(view, overlap)
     kind = jnp.result_type(x, w)
     y: jax.Array = dot(x, w, kind)
     # After the sum, not before it: there, each device would add the bias.
-    y = lax.psum(y.astype(summing_dtype(kind)), axis).astype(kind) if view == "local" else y
+    y = lax.psum(y.astype(summing_dtype(kind)), axis).astype(kind) if view.kind == "local" else y
     return y if b is None else _add_bias(y, b)
 
 
@@ -171,12 +167,11 @@ def sequence_norm(
         >>> sequence_norm(jnp.array([[3.0, -3.0]]), jnp.array([1.0, 2.0]), axis="tp", eps=0.0).tolist()
         [[1.0, -2.0]]
     """
-    who = "sequence_norm"
-    view_of(axis, who=who)
+    view = AxisView.of(axis, who="sequence_norm")
     for name, value in (("scale", scale), ("bias", bias)):
         if value is not None and value.shape != x.shape[-1:]:
-            raise PlacementError(
-                f"{who}: x of shape {x.shape} and {name} of shape {value.shape} differ in features.",
+            raise view.error(
+                f"x of shape {x.shape} and {name} of shape {value.shape} differ in features.",
                 hint=f"{name} must be [{x.shape[-1]}], whole on every device.",
             )
     wide = [vector.astype(jnp.float32) for vector in (scale, bias) if vector is not None]
@@ -216,34 +211,31 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 
 
 def _columns(
+    view: AxisView,
     x: jax.Array,
     ws: tuple[jax.Array, ...],
     bs: Sequence[jax.Array | None] | None,
-    *,
-    axis: str | None,
-    who: str,
     rows_split: bool,
     overlap: GatherOptions,
 ) -> tuple[jax.Array, ...]:
-    view = view_of(axis, who=who)
     biases = (None,) * len(ws) if bs is None else tuple(bs)
     if len(biases) != len(ws):
-        raise PlacementError(f"{who} got {len(biases)} biases for {len(ws)} weights.", hint="None for those without.")
-    check_matmul(x, ws, who=who)
+        raise view.error(f"got {len(biases)} biases for {len(ws)} weights.", hint="None for those without.")
+    view.check_matmul(x, ws)
     for w, b in zip(ws, biases, strict=True):
-        check_split(axis, who=who, w=w, **({} if b is None else {"b": b}))
+        view.check_split(w=w, **({} if b is None else {"b": b}))
         if b is not None:
-            _check_bias(b, w, axis, who=who)
+            _check_bias(view, b, w)
     if rows_split:
-        if view == "global":
-            check_divides(x.shape[-2], axis, "rows", who=who)
+        if view.kind == "global":
+            view.check_divides(x.shape[-2], "rows")
             for w in ws:
-                check_divides(w.shape[1], axis, "output features", who=who)
-        ys = gather_matmul(x, ws, axis=axis, **overlap)
+                view.check_divides(w.shape[1], "output features")
+        ys = gather_matmul(x, ws, axis=view.axis, **overlap)
     else:
-        refuse_options(overlap, who=who)
+        refuse_options(view, overlap)
         # Every device uses the whole of x: its gradient is the sum of theirs, once for all weights.
-        x = vary(x, axis)
+        x = vary(x, view.axis)
         ys = tuple(dot(x, w, jnp.result_type(x, w)) for w in ws)
     return tuple(y if b is None else _add_bias(y, b) for y, b in zip(ys, biases, strict=True))
 
@@ -253,56 +245,19 @@ def _add_bias(y: jax.Array, b: jax.Array) -> jax.Array:
     return (y.astype(jnp.float32) + b.astype(jnp.float32)).astype(y.dtype)
 
 
-# --- Checks that the layers of this folder share ---
-
-
-def check_split(axis: str | None, *, who: str, **slices: jax.Array) -> None:
-    """Raises where an argument is whole on every device of a manual axis that should have split it."""
-    if view_of(axis, who=who) != "local" or axis not in varying_axes(lax.axis_index(axis)):
-        return  # whole arrays are right here; or check_vma is off, and nothing is known
-    for name, value in slices.items():
-        if axis not in varying_axes(value):
-            raise PlacementError(
-                f"{who}: {name} of shape {value.shape} is the same on every device of axis {axis!r}; each needs its "
-                "own slice.",
-                hint=f"name {axis!r} in the spec of {name}; if the slices really are equal, mark it with vary.",
-            )
-
-
-def check_divides(size: int, axis: str | None, what: str, *, who: str) -> None:
-    """Raises where an axis does not divide a dim that it splits."""
-    ways = ways_along(axis, who=who)
-    if size % ways:
-        raise PlacementError(
-            f"{who}: {size} {what} cannot be split over {ways} devices of axis {axis!r}: {size} % {ways} = "
-            f"{size % ways}.",
-            hint=f"pad to {-(-size // ways) * ways}.",
-        )
-
-
-def check_matmul(x: jax.Array, ws: Sequence[jax.Array], *, who: str) -> None:
-    """Raises where `[..., rows, K]` cannot be multiplied by `[K, F]`."""
-    for w in ws:
-        if x.ndim < 2 or w.ndim != 2 or w.shape[0] != x.shape[-1]:
-            raise PlacementError(
-                f"{who} cannot multiply x of shape {x.shape} by a weight of shape {w.shape}.",
-                hint="x must be [..., rows, K] and the weight [K, features]; in the local view, both are slices.",
-            )
-
-
-def _check_bias(b: jax.Array, w: jax.Array, axis: str | None, *, who: str) -> None:
+def _check_bias(view: AxisView, b: jax.Array, w: jax.Array) -> None:
     if b.shape != w.shape[1:]:
-        raise PlacementError(
-            f"{who}: a weight of shape {w.shape} and a bias of shape {b.shape} differ in output features.",
+        raise view.error(
+            f"a weight of shape {w.shape} and a bias of shape {b.shape} differ in output features.",
             hint=f"the bias must be [{w.shape[1]}]"
-            + (f", split over {axis!r} where the weight's columns are." if axis else "."),
+            + (f", split over {view.axis!r} where the weight's columns are." if view.axis else "."),
         )
 
 
-def refuse_options(overlap: GatherOptions | ScatterOptions, *, who: str) -> None:
+def refuse_options(view: AxisView, overlap: GatherOptions | ScatterOptions) -> None:
     """Raises for options of a ring where there is none."""
     if overlap:
-        raise PlacementError(
-            f"{who}: {', '.join(f'{name}=' for name in overlap)} would have no effect with sequence_parallel=False.",
+        raise view.error(
+            f"{', '.join(f'{name}=' for name in overlap)} would have no effect with sequence_parallel=False.",
             hint="there is no transfer beside the matmul then; leave it out.",
         )

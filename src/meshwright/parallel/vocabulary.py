@@ -8,7 +8,6 @@ what travels per token is three numbers: the largest logit, the sum of exponenti
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, Unpack
 
 import jax
@@ -16,12 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import PlacementError
-from meshwright.mesh.axes import axis_size, place_on, summing_dtype, vary, varying_axes, view_of
-from meshwright.parallel.local_map import island
+from meshwright.mesh.axes import summing_dtype, vary, vary_alike, varying_axes
+from meshwright.parallel.local_map import AxisView
 from meshwright.parallel.overlap.collective_matmul import gather_matmul
-from meshwright.parallel.overlap.loops import dot
-from meshwright.parallel.tensor import GatherOptions, check_divides, check_matmul, check_split, refuse_options
+from meshwright.parallel.overlap.loops import dot, sum_scattered
+from meshwright.parallel.tensor import GatherOptions, refuse_options
 
 
 @jax.named_scope("embedding")
@@ -49,36 +47,37 @@ def vocab_embed(
         ...     jax.jit(lambda ids, table: vocab_embed(ids, table, axis="tp"))(ids, table)[0, :, 0].tolist()
         [3.0, 0.0, 7.0, 7.0, 1.0, 2.0, 3.0, 4.0]
     """
-    who = "vocab_embed"
     ids, table = jnp.asarray(ids), jnp.asarray(table)
+    view = AxisView.of(axis, who="vocab_embed")
     if ids.ndim < 1 or table.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise PlacementError(
-            f"{who} got ids of shape {ids.shape} and type {ids.dtype}, and a table of shape {table.shape}.",
+        raise view.error(
+            f"got ids of shape {ids.shape} and type {ids.dtype}, and a table of shape {table.shape}.",
             hint="ids must be [..., rows] of integers, and the table [V, D].",
         )
-    ids = whole_numbers(ids)
-    view = view_of(axis, who=who)
-    check_split(axis, who=who, table=table)
-    ways = axis_size(axis, who=who) if view == "local" else 1
-    vocab_size = checked_vocab_size(vocab_size, table.shape[0] * ways, "rows", who=who)
-    if axis is None or view == "plain":
-        return _lookup(ids, table, 0, vocab_size)
+    view.check_split(table=table)
+    vocab_size = checked_vocab_size(view, vocab_size, table.shape[0], "rows")
     if sequence_parallel:
-        check_divides(ids.shape[-1], axis, "rows", who=who)
-    if view == "global":
-        check_divides(table.shape[0], axis, "tokens of vocabulary", who=who)
-        rows = P(*([None] * (ids.ndim - 1)), axis) if sequence_parallel else P()
-        call = functools.partial(vocab_embed, axis=axis, sequence_parallel=sequence_parallel, vocab_size=vocab_size)
-        embedded: jax.Array = island(call, axis=axis, in_specs=(P(), P(axis)), out_specs=rows)(ids, table)
-        return embedded
-    part = _lookup(ids, table, place_on(axis, who=who) * table.shape[0], vocab_size)
-    part = part.astype(summing_dtype(part.dtype))
-    # Exact in any dtype: of the terms of each sum, all but one are zero.
-    if sequence_parallel:
-        summed: jax.Array = lax.psum_scatter(part, axis, scatter_dimension=ids.ndim - 1, tiled=True)
-    else:
-        summed = lax.psum(part, axis)
-    return summed.astype(table.dtype)
+        view.check_divides(ids.shape[-1], "rows")
+    if view.kind == "global":
+        view.check_divides(table.shape[0], "tokens of vocabulary")
+
+    def look_up(ids: Any, table: Any) -> Any:
+        assert axis is not None
+        part = _lookup(ids, table, lax.axis_index(axis) * table.shape[0], vocab_size)
+        # Exact in any dtype: of the terms of each sum, all but one are zero.
+        if sequence_parallel:
+            return sum_scattered(part, axis)
+        return lax.psum(part.astype(summing_dtype(part.dtype)), axis).astype(table.dtype)
+
+    embedded: jax.Array = view.run(
+        look_up,
+        whole_numbers(ids),
+        table,
+        plain=lambda ids, table: _lookup(ids, table, 0, vocab_size),
+        in_specs=(P(), P(axis)),
+        out_specs=P(*([None] * (ids.ndim - 1)), axis) if sequence_parallel else P(),
+    )
+    return embedded
 
 
 def vocab_cross_entropy(
@@ -115,31 +114,27 @@ def vocab_cross_entropy(
         >>> bool(jnp.allclose(loss, jnp.log(16.0)))
         True
     """
-    who = "vocab_cross_entropy"
-    targets = whole_numbers(targets)
-    view = view_of(axis, who=who)
-    check_matmul(x, (head,), who=who)
-    check_split(axis, who=who, head=head)
-    ways = axis_size(axis, who=who) if view == "local" else 1
-    check_targets(x, {"targets": targets, "mask": mask}, ways if sequence_parallel else 1, axis, who=who)
-    vocab_size = checked_vocab_size(vocab_size, head.shape[1] * ways, "columns", who=who)
+    view, targets = AxisView.of(axis, who="vocab_cross_entropy"), whole_numbers(targets)
+    view.check_matmul(x, (head,))
+    view.check_split(head=head)
+    check_targets(view, x, sequence_parallel, targets=targets, mask=mask)
+    vocab_size = checked_vocab_size(view, vocab_size, head.shape[1], "columns")
     if not sequence_parallel:
-        refuse_options(overlap, who=who)
-    if axis is not None and view == "global":
-        check_divides(head.shape[1], axis, "tokens of vocabulary", who=who)
+        refuse_options(view, overlap)
+    if view.kind == "global":
+        view.check_divides(head.shape[1], "tokens of vocabulary")
         if sequence_parallel:
-            check_divides(x.shape[-2], axis, "rows", who=who)
-        rows = P(*([None] * (x.ndim - 2)), axis) if sequence_parallel else P()
-        call = functools.partial(
-            vocab_cross_entropy, axis=axis, sequence_parallel=sequence_parallel, vocab_size=vocab_size, **overlap
-        )
-        loss = island(call, axis=axis, in_specs=(rows, P(None, axis), P()), out_specs=P())(x, head, targets)
-    else:
+            view.check_divides(x.shape[-2], "rows")
+
+    def losses(x: Any, head: Any, targets: Any) -> Any:
         if sequence_parallel:
             logits = gather_matmul(x, head, axis=axis, out_dtype=jnp.float32, **overlap)
         else:
             logits = dot(vary(x, axis), head)
-        loss = _cross_entropy(logits, targets, axis if view == "local" else None, vocab_size, who=who)
+        return _cross_entropy(logits, targets, None if view.kind == "plain" else axis, vocab_size)
+
+    rows = P(*([None] * (x.ndim - 2)), axis) if sequence_parallel else P()
+    loss = view.run(losses, x, head, targets, in_specs=(rows, P(None, axis), P()), out_specs=P())
     return loss if mask is None else jnp.where(mask, loss, 0.0)
 
 
@@ -148,8 +143,7 @@ def vocab_cross_entropy(
 
 def _lookup(ids: Any, table: Any, first: Any, total: int) -> jax.Array:
     """Returns the rows for those ids that lie in `first .. first + len(table)`, zero for the others."""
-    # A custom gradient must have the type of what it is the gradient of, so both vary alike from here on.
-    ids, table = vary((ids, table), sorted(varying_axes(ids) | varying_axes(table)))
+    ids, table = vary_alike(ids, table)
     rows = _take(table.shape[0], table.dtype, table, ids - first)
     return jnp.where(((ids >= 0) & (ids < total))[..., None], rows, jnp.asarray(jnp.nan, table.dtype))
 
@@ -189,11 +183,11 @@ def own_zeros(*shape: int) -> Any:
 # --- The loss ---
 
 
-def _cross_entropy(logits: Any, targets: Any, axis: str | None, vocab_size: int, *, who: str) -> Any:
+def _cross_entropy(logits: Any, targets: Any, axis: str | None, vocab_size: int) -> Any:
     columns, available = jnp.arange(logits.shape[-1]), logits.shape[-1]
     if axis is not None:
-        columns = columns + place_on(axis, who=who) * logits.shape[-1]
-        available *= axis_size(axis, who=who)
+        columns = columns + lax.axis_index(axis) * logits.shape[-1]
+        available *= lax.axis_size(axis)
     if vocab_size < available:
         logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
     # The largest logit only keeps the exponentials in range: the loss does not depend on it.
@@ -214,23 +208,24 @@ def whole_numbers(ids: Any) -> Any:
     return ids.astype(jnp.int32) if narrow else ids
 
 
-def check_targets(x: Any, of_tokens: Mapping[str, Any], ways: int, axis: str | None, *, who: str) -> None:
-    """Raises where arrays of one entry per token do not fit `x`, which may have only one device's rows."""
-    wanted = (*x.shape[:-2], x.shape[-2] * ways)
+def check_targets(view: AxisView, x: Any, rows_split: bool, **of_tokens: Any) -> None:
+    """Raises if arrays of one entry per token do not fit `x`, which may have only one device's rows."""
+    wanted = (*x.shape[:-2], x.shape[-2] * (view.num_slices if rows_split else 1))
     for name, value in of_tokens.items():
         if value is not None and value.shape != wanted:
-            raise PlacementError(
-                f"{who}: x of shape {x.shape} needs {name} of shape {wanted}; they have {value.shape}.",
-                hint=f"{name} are whole along {axis!r}, whose devices each see all tokens of their rows."
-                if axis
+            raise view.error(
+                f"x of shape {x.shape} needs {name} of shape {wanted}; they have {value.shape}.",
+                hint=f"{name} are whole along {view.axis!r}, whose devices each see all tokens of their rows."
+                if view.axis
                 else f"{name} must be x's shape without its last dim.",
             )
 
 
-def checked_vocab_size(vocab_size: int | None, available: int, what: str, *, who: str) -> int:
-    """Returns how many of the rows or columns are real: all, unless a number says otherwise."""
+def checked_vocab_size(view: AxisView, vocab_size: int | None, seen: int, what: str) -> int:
+    """Returns how many rows or columns are real: all of them, of which `seen` are seen here, or as many as asked."""
+    available = seen * view.num_slices
     if vocab_size is None:
         return available
     if not 1 <= vocab_size <= available:
-        raise PlacementError(f"{who}: vocab_size={vocab_size} of {available} {what}.", hint=f"use 1 to {available}.")
+        raise view.error(f"vocab_size={vocab_size} of {available} {what}.", hint=f"use 1 to {available}.")
     return vocab_size

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.dtypes import is_float
+from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import vary, varying_axes
-from meshwright.parallel.overlap.forms import chip_family
+from meshwright.mesh.build import current_mesh
 from meshwright.parallel.rows import row_key, split_rows
 from meshwright.train.sync import Sync, make_sync_plan
 from meshwright.types import Metrics, PRNGKeyArray, PyTree
@@ -234,7 +235,7 @@ def written_once(tree: PyTree) -> PyTree:
     kernel for each of its results, that costs more than it saves (benchmarks/RESULTS.md).
     """
     # Leaf by leaf: what passes a barrier together varies along the same axes after it.
-    return jax.tree.map(lax.optimization_barrier, tree) if chip_family() == "gpu" else tree
+    return jax.tree.map(lax.optimization_barrier, tree) if chip_family(current_mesh()) == "gpu" else tree
 
 
 def zeros_for(function: Callable[..., PyTree], *args: Any) -> PyTree:

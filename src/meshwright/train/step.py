@@ -16,14 +16,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
+from meshwright.hardware.chips import chip_family
 from meshwright.layout import Layout
 from meshwright.mesh.build import AnyMesh
 from meshwright.models.execution import Remat
-from meshwright.parallel.overlap.compiler_options import overlap_options
+from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.parallel.rows import count_rows
 from meshwright.train.gradients import View, make_gradients, named_shardings
 from meshwright.train.guards import require_live_state, require_same_state
@@ -286,9 +287,8 @@ def xla_options(mesh: AnyMesh, wanted: dict[str, Any] | None, *, overlap: bool =
 
     With `overlap`, also what hides whole collectives there (`overlap_options`).
     """
-    device = mesh.devices.flat[0] if hasattr(mesh, "devices") else None
-    platform = {"cuda": "gpu"}.get(getattr(device, "platform", ""), getattr(device, "platform", ""))
-    known = _OPTIONS.get(platform, {}) | (overlap_options(mesh) if overlap and mesh.size > 1 else {})
+    chip = chip_family(mesh) if isinstance(mesh, Mesh) else ""
+    known = _OPTIONS.get(chip, {}) | (overlap_options(mesh) if overlap and mesh.size > 1 else {})
     if not known:
         return wanted
     options = tuple(known.items())

@@ -32,7 +32,7 @@ def test_cpus_get_kernels_on_request_only():
 
 
 def test_gpus_get_them_wherever_arrays_are_one_devices(monkeypatch):
-    monkeypatch.setattr(kernels, "chip_family", lambda: "gpu")
+    monkeypatch.setattr(kernels, "chip_family", lambda mesh: "gpu")
     one, many = mw.create_mesh("dp:1", devices=1), mw.create_mesh("dp:4,tp:2")
     with jax.set_mesh(one):
         assert uses_kernels(None)
@@ -43,14 +43,14 @@ def test_gpus_get_them_wherever_arrays_are_one_devices(monkeypatch):
 
 
 def test_an_axis_that_types_speak_of_keeps_kernels_away(monkeypatch):
-    monkeypatch.setattr(kernels, "chip_family", lambda: "gpu")
+    monkeypatch.setattr(kernels, "chip_family", lambda mesh: "gpu")
     mesh = jax.make_mesh((1,), ("dp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         assert not uses_kernels(None)
 
 
 def test_old_gpus_do_without(monkeypatch):
-    monkeypatch.setattr(kernels, "chip_family", lambda: "gpu")
+    monkeypatch.setattr(kernels, "chip_family", lambda mesh: "gpu")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for capability, wanted in (("7.5", False), ("8.0", True), ("9.0", True), ("12.0", True)):
         device = type("Device", (), {"compute_capability": capability})()
@@ -66,7 +66,7 @@ def test_what_cannot_be_is_refused(monkeypatch):
         uses_kernels(True)
     with pytest.raises(PlacementError, match="on several CPU devices JAX cannot interpret them"):
         in_local_view(mw.create_mesh("dp:8"), True)
-    monkeypatch.setattr(kernels, "chip_family", lambda: "v5p")
+    monkeypatch.setattr(kernels, "chip_family", lambda mesh: "v5p")
     with pytest.raises(PlacementError, match="for GPUs: not for v5p"):
         uses_kernels(True)
 

@@ -14,7 +14,6 @@ import meshwright as mw
 from meshwright.hardware.flops import count_flops
 from meshwright.parallel import gather_matmul, local_map
 from meshwright.parallel.kernels import matmul_kernel
-from meshwright.parallel.kernels.dispatch import is_hopper
 from meshwright.parallel.kernels.matmul_kernel import can_write, row_unit, tile_columns, write_product
 from meshwright.parallel.overlap import collective_matmul
 from meshwright.parallel.overlap import parts as overlap_parts
@@ -47,7 +46,7 @@ def test_products_are_written_into_their_places(size, blocks, edges, depth, colu
 @pytest.fixture
 def hopper(monkeypatch):
     """As if programs were for Hopper GPUs, with kernels."""
-    monkeypatch.setattr(matmul_kernel, "is_hopper", lambda: True)
+    monkeypatch.setattr(matmul_kernel, "is_hopper", lambda mesh: True)
     monkeypatch.setattr(collective_matmul, "uses_kernels", lambda wanted: wanted is not False)
     monkeypatch.setattr(jax, "__version_info__", max(jax.__version_info__, (0, 11)))
 
@@ -78,24 +77,11 @@ def test_other_chips_and_older_jax_do_without(hopper, monkeypatch):
     x, w = jax.ShapeDtypeStruct((2048, 8192), "bfloat16"), jax.ShapeDtypeStruct((8192, 3584), "bfloat16")
     monkeypatch.setattr(matmul_kernel, "is_interpreted", lambda: False)
     assert can_write(x, [w], None, 8)
-    monkeypatch.setattr(matmul_kernel, "is_hopper", lambda: False)
+    monkeypatch.setattr(matmul_kernel, "is_hopper", lambda mesh: False)
     assert not can_write(x, [w], None, 8)
-    monkeypatch.setattr(matmul_kernel, "is_hopper", lambda: True)
+    monkeypatch.setattr(matmul_kernel, "is_hopper", lambda mesh: True)
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     assert not can_write(x, [w], None, 8)
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_one"),
-    [("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA GH200 480GB", True), ("NVIDIA B200", False),
-     ("NVIDIA A100-SXM4-80GB", False), ("NVIDIA RTX 2000", False), ("cpu", False)],
-)  # fmt: skip
-def test_hopper_is_known_by_its_name(kind, is_one, monkeypatch):
-    device = type("Device", (), {"device_kind": kind})()
-    monkeypatch.setattr(
-        "meshwright.parallel.kernels.dispatch.current_mesh", lambda: type("Mesh", (), {"abstract_device": device})
-    )
-    assert is_hopper() is is_one
 
 
 def test_units_are_whole_tiles_that_can_be_written():

@@ -140,7 +140,7 @@ def test_bytes_are_the_least_possible():
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(overlap_forms, "chip_family", lambda: "gpu")
+    monkeypatch.setattr(overlap_forms, "chip_family", lambda mesh: "gpu")
 
 
 @pytest.mark.parametrize(
@@ -159,20 +159,13 @@ def on_a_gpu(monkeypatch):
     ],
 )
 def test_gpus_use_them_where_matmuls_take_as_long_as_transfers(on_a_gpu, operation, axis_size, width, form):
-    assert choose_form(operation, None, num_chunks=None, axis_size=axis_size, width=width) == form
-
-
-def test_chunks_are_those_of_the_ring(on_a_gpu):
-    chosen = choose_form("gather_matmul", None, num_chunks=4, axis_size=8, width=8192)
-    assert chosen == Form(tie="next", group=2)
-    with pytest.raises(PlacementError, match=r"num_chunks=4 counts the steps of a ring, and the form is in parts"):
-        choose_form("gather_matmul", "parts", num_chunks=4, axis_size=8, width=8192)
+    assert choose_form(operation, None, axis_size=axis_size, width=width) == form
 
 
 def test_other_chips_do_not(monkeypatch):
     for chip in ("v5e", "v5p", "v6e", "cpu"):
-        monkeypatch.setattr(overlap_forms, "chip_family", lambda chip=chip: chip)
-        chosen = choose_form("matmul_scatter", None, num_chunks=None, axis_size=8, width=8192)
+        monkeypatch.setattr(overlap_forms, "chip_family", lambda mesh, chip=chip: chip)
+        chosen = choose_form("matmul_scatter", None, axis_size=8, width=8192)
         assert chosen == FORMS[chip]["matmul_scatter"]
 
 
@@ -194,7 +187,9 @@ def test_beside_automatic_axes_everything_is_a_ring(on_a_gpu):
     assert over == {("collective-permute", ("tp",))}
 
 
-@pytest.mark.parametrize("options", [{"ring": True}, {"ring": False, "tie": "next"}, {"ring": False, "group": 2}])
+@pytest.mark.parametrize(
+    "options", [{"ring": True}, {"ring": False, "tie": "next"}, {"ring": False, "both_ways": True}]
+)
 def test_parts_are_not_of_a_ring(options):
     with pytest.raises(PlacementError, match=r"has parts, which are positive and of whole collectives, not of a ring"):
         Form(parts=(1, 2), **options)

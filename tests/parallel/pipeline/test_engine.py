@@ -15,8 +15,13 @@ import meshwright as mw
 from meshwright.parallel.dropout import dropout
 from meshwright.parallel.local_map import local_map
 from meshwright.parallel.pipeline.engine import pipeline
-from meshwright.parallel.pipeline.schedule import Schedule, circular_schedule, gpipe_schedule
-from meshwright.parallel.pipeline.stages import stage_layers, unstage_layers
+from meshwright.parallel.pipeline.schedule import (
+    Schedule,
+    circular_schedule,
+    gpipe_schedule,
+    stage_layers,
+    unstage_layers,
+)
 from meshwright.parallel.rows import row_key
 
 VOCAB, WIDTH, HIDDEN, LAYERS = 11, 8, 16, 8

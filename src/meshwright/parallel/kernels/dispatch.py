@@ -6,7 +6,6 @@ worth its lines only where it saves a pass; each says which, and benchmarks/RESU
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -15,8 +14,8 @@ import jax
 from jax.sharding import AxisType
 
 from meshwright.errors import PlacementError
+from meshwright.hardware.chips import chip_family
 from meshwright.mesh.build import current_mesh
-from meshwright.parallel.overlap.forms import chip_family
 
 
 def uses_kernels(wanted: bool | None) -> bool:
@@ -28,7 +27,8 @@ def uses_kernels(wanted: bool | None) -> bool:
     """
     if wanted is False:
         return False
-    chip, mesh = chip_family(), current_mesh()
+    mesh = current_mesh()
+    chip = chip_family(mesh)
     others = [] if mesh is None else [name for name in mesh.axis_names if name not in mesh.manual_axes]
     # An axis of one device splits nothing, but where types say what is split, kernels accept no such type.
     split = [name for name in others if mesh is not None and (mesh.shape[name] > 1 or _is_explicit(mesh, name))]
@@ -59,15 +59,9 @@ def _is_too_old() -> bool:
     return float(getattr(jax.local_devices()[0], "compute_capability", 8)) < 8
 
 
-def is_hopper() -> bool:
-    """Returns whether programs are for Hopper GPUs, whose instructions for matmuls no other generation has."""
-    kind = str(getattr(getattr(current_mesh(), "abstract_device", None), "device_kind", ""))
-    return re.search(r"\bG?H(20|100|200|800)\b", kind) is not None
-
-
 def is_interpreted() -> bool:
     """Returns whether kernels are interpreted here, for want of a GPU."""
-    return chip_family() != "gpu" and jax.default_backend() != "gpu"
+    return chip_family(current_mesh()) != "gpu" and jax.default_backend() != "gpu"
 
 
 def backed_by(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Products of gathered rows, written where they belong: a matmul of our own for Hopper GPUs (Pallas, by Mosaic).
 
-Where rows are gathered in parts (`overlap_parts`), each part has rows of every device, and its products belong into as
+Where rows are gathered in parts (`overlap.parts`), each part has rows of every device, and its products belong into as
 many places of the result. XLA's matmuls write arrays of their own, which one more pass puts together: 4 to 8% of the
 matmul. This one writes into the result itself.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.parallel.kernels.dispatch import is_hopper, is_interpreted
+from meshwright.hardware.chips import is_hopper
+from meshwright.hardware.flops import Tally, matmul_flops, register_cost
+from meshwright.mesh.build import current_mesh
+from meshwright.parallel.kernels.dispatch import is_interpreted
 
 TILE_ROWS = 128
 _WIDTHS = (256, 192, 128)  # of tiles, in columns; the first that divides a weight's
@@ -53,7 +57,7 @@ def can_write(x: Any, weights: Sequence[Any], out_dtype: Any, size: int) -> bool
     dtypes = {jnp.dtype(kind) for kind in (x.dtype, out_dtype or x.dtype, *(w.dtype for w in weights))}
     return (
         jax.__version_info__ >= (0, 11)
-        and (is_hopper() or is_interpreted())
+        and (is_hopper(current_mesh()) or is_interpreted())
         and dtypes in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)})
         and 0 not in (*x.shape, *(w.shape[-1] for w in weights))
         and width % _DEPTH == 0
@@ -100,6 +104,17 @@ def write_product(out: Any, rows: Any, w: Any, *, size: int, num_blocks: int, sh
         return kernel(rows, w)
     # A Ref that is seen outside of this would keep JAX from differentiating loops around it, and from remat.
     return pl.run_state(lambda ref: kernel(rows, w, ref))(out)
+
+
+def _cost(equation: Any) -> Tally:
+    rows, w = (value.aval for value in equation.invars[:2])
+    product = rows.shape[0], w.shape[1]  # the array that it is written into is larger
+    num_elements = rows.size + w.size + math.prod(product)
+    flops = Counter({rows.dtype.name: matmul_flops(product, rows.shape[1:])})
+    return Tally(by_dtype=flops, moved=num_elements * rows.dtype.itemsize)
+
+
+register_cost("write_product", _cost)
 
 
 def _kernel(

@@ -10,7 +10,6 @@ there; forward and backward. The same call works in every view: inside `shard_ma
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,18 +20,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshwright.dtypes import as_dtype, is_float
-from meshwright.errors import PlacementError
-from meshwright.mesh.axes import vary, varying_axes, view_of, ways_along
+from meshwright.mesh.axes import vary_alike
 from meshwright.parallel.kernels.dispatch import backed_by, uses_kernels
 from meshwright.parallel.kernels.matmul_kernel import can_write
-from meshwright.parallel.local_map import island
+from meshwright.parallel.local_map import AxisView
 from meshwright.parallel.overlap.forms import Form, choose_form
 from meshwright.parallel.overlap.loops import (
     dot,
     dot_rows,
     empty_rows,
     gather_pieces,
-    put_piece,
+    put_rows,
     scatter_beside_gather,
     scatter_sums,
     sum_scattered,
@@ -64,7 +62,6 @@ def gather_matmul(
     axis: str | None,
     form: Form | str | None = None,
     grad_form: Form | str | None = None,
-    num_chunks: int | None = None,
     save_gathered: bool = False,
     wire_dtype: Any = None,
     out_dtype: Any = None,
@@ -77,7 +74,6 @@ def gather_matmul(
         w: `[K, F]`, split by columns over `axis`; or a tuple of such weights, which share one gather.
         form: `"ring"`, `"both_ways"`, `"parts"`, `"whole"` or a `Form`; by default what measured best on this chip.
         grad_form: the same for the backward pass.
-        num_chunks: steps of the ring; fewer steps mean larger matmuls. A divisor of the axis size.
         save_gathered: keep the gathered rows for the weight's gradient instead of gathering them again.
         wire_dtype: the dtype in which the backward's partial sums travel; that of `x` by default.
         out_dtype: the dtype of the products, which are float32 inside; that of `x` and `w` by default.
@@ -95,44 +91,37 @@ def gather_matmul(
         True
     """
     weights = tuple(w) if isinstance(w, (tuple, list)) else (w,)
-    _check_shapes("gather_matmul", x, weights)
+    view = AxisView.of(axis, who="gather_matmul")
+    view.check_matmul(x, weights)
+    if view.kind == "global":
+        view.check_divides(x.shape[-2], "rows")
+        for weight in weights:
+            view.check_divides(weight.shape[-1], "columns")
     out_dtype = None if out_dtype is None else as_dtype(out_dtype)
-    view = view_of(axis, who="gather_matmul")
-    if axis is None or view == "plain":
-        outs = tuple(
-            _product(use, weight, out_dtype) for use, weight in zip(_uses(x, len(weights)), weights, strict=True)
-        )
-    elif view == "global":
-        _check_divides("gather_matmul", axis, rows=x.shape[-2], columns=[w.shape[-1] for w in weights])
-        rows = P(*([None] * (x.ndim - 2)), axis, None)
-        columns = P(*([None] * (x.ndim - 1)), axis)
-        call = functools.partial(
-            gather_matmul,
-            axis=axis,
-            form=form,
-            grad_form=grad_form,
-            num_chunks=num_chunks,
-            save_gathered=save_gathered,
-            wire_dtype=wire_dtype,
-            out_dtype=out_dtype,
-            kernels=kernels,
-        )
-        outs = island(call, axis=axis, in_specs=(rows, P(None, axis)), out_specs=columns)(x, weights)
-    else:
-        size, width = lax.axis_size(axis), sum(weight.shape[-1] for weight in weights)
-        forward = choose_form("gather_matmul", form, num_chunks=num_chunks, axis_size=size, width=width)
+
+    def multiply(x: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
+        uses = _uses(x, len(weights))
+        return tuple(_product(use, weight, out_dtype) for use, weight in zip(uses, weights, strict=True))
+
+    def ring(x: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
+        assert axis is not None
+        size, width = view.ways, sum(weight.shape[-1] for weight in weights)
+        forward = choose_form("gather_matmul", form, axis_size=size, width=width)
         plan = _Choices(
             axis,
             size,
             forward,
-            choose_form("gather_matmul_grad", grad_form, num_chunks=None, axis_size=size, width=width),
+            choose_form("gather_matmul_grad", grad_form, axis_size=size, width=width),
             save_gathered,
             _wire_dtype(wire_dtype, x, *weights),
             out_dtype,
             bool(forward.parts) and can_write(x, weights, out_dtype, size) and uses_kernels(kernels),
         )
-        x, weights = _vary_alike((x, weights), axis)
-        outs = _gather_matmul(plan, x, weights)
+        outs: tuple[Any, ...] = _gather_matmul(plan, *vary_alike(x, weights, axes=(axis,)))
+        return outs
+
+    rows, columns = _specs(x.ndim, axis)
+    outs = view.run(ring, x, weights, plain=multiply, in_specs=(rows, P(None, axis)), out_specs=columns)
     return outs if isinstance(w, (tuple, list)) else outs[0]
 
 
@@ -143,7 +132,6 @@ def matmul_scatter(
     axis: str | None,
     form: Form | str | None = None,
     grad_form: Form | str | None = None,
-    num_chunks: int | None = None,
     wire_dtype: Any = None,
     kernels: bool | None = None,
 ) -> jax.Array:
@@ -154,7 +142,6 @@ def matmul_scatter(
         w: `[K, F]`, split by rows over `axis`.
         form: `"ring"`, `"both_ways"`, `"parts"`, `"whole"` or a `Form`; by default what measured best on this chip.
         grad_form: the same for the backward pass.
-        num_chunks: steps of the ring; fewer steps mean larger matmuls. A divisor of the axis size.
         wire_dtype: the dtype in which partial sums travel; that of `x` by default. float32 doubles the bytes.
         kernels: whether a kernel of ours cuts the weight, where columns are summed in parts; by default on GPUs.
 
@@ -168,44 +155,41 @@ def matmul_scatter(
         ...     bool((jax.jit(lambda x, w: matmul_scatter(x, w, axis="tp"))(x, w) == x @ w).all())
         True
     """
-    _check_shapes("matmul_scatter", x, (w,))
-    view = view_of(axis, who="matmul_scatter")
-    if axis is None or view == "plain":
-        product: jax.Array = _product(x, w, None)
-        return product
-    if view == "global":
-        _check_divides("matmul_scatter", axis, rows=x.shape[-2], columns=[x.shape[-1]])
-        rows = P(*([None] * (x.ndim - 2)), axis, None)
-        columns = P(*([None] * (x.ndim - 1)), axis)
-        call = functools.partial(
-            matmul_scatter,
-            axis=axis,
-            form=form,
-            grad_form=grad_form,
-            num_chunks=num_chunks,
-            wire_dtype=wire_dtype,
+    view = AxisView.of(axis, who="matmul_scatter")
+    view.check_matmul(x, (w,))
+    if view.kind == "global":
+        view.check_divides(x.shape[-1], "columns")
+    view.check_divides(x.shape[-2], "rows")
+
+    def ring(x: Any, w: Any) -> Any:
+        assert axis is not None
+        plan = _Choices(
+            axis,
+            view.ways,
+            choose_form("matmul_scatter", form, axis_size=view.ways, width=x.shape[-1]),
+            choose_form("matmul_scatter_grad", grad_form, axis_size=view.ways, width=x.shape[-1]),
+            False,
+            _wire_dtype(wire_dtype, x, w),
             kernels=kernels,
         )
-        scattered: jax.Array = island(call, axis=axis, in_specs=(columns, P(axis, None)), out_specs=rows)(x, w)
-        return scattered
-    size = lax.axis_size(axis)
-    if x.shape[-2] % size:
-        raise PlacementError(
-            f"matmul_scatter cannot scatter {x.shape[-2]} rows over {size} devices of axis {axis!r}.",
-            hint=f"pad the rows to {-(-x.shape[-2] // size) * size}.",
-        )
-    plan = _Choices(
-        axis,
-        size,
-        choose_form("matmul_scatter", form, num_chunks=num_chunks, axis_size=size, width=x.shape[-1]),
-        choose_form("matmul_scatter_grad", grad_form, num_chunks=None, axis_size=size, width=x.shape[-1]),
-        False,
-        _wire_dtype(wire_dtype, x, w),
-        kernels=kernels,
+        return _matmul_scatter(plan, *vary_alike(x, w, axes=(axis,)))
+
+    rows, columns = _specs(x.ndim, axis)
+    result: jax.Array = view.run(
+        ring,
+        x,
+        w,
+        plain=functools.partial(_product, out_dtype=None),
+        in_specs=(columns, P(axis, None)),
+        out_specs=rows,
     )
-    x, w = _vary_alike((x, w), axis)
-    result: jax.Array = _matmul_scatter(plan, x, w)
     return result
+
+
+def _specs(num_dims: int, axis: str | None) -> tuple[P, P]:
+    """Returns the specs of arrays that an axis splits by rows, and by columns."""
+    lead = [None] * (num_dims - 2)
+    return P(*lead, axis, None), P(*lead, None, axis)
 
 
 # --- gather_matmul and its gradient ---
@@ -270,8 +254,8 @@ def _gather_and_multiply(plan: _Choices, keep: bool, x: Any, weights: tuple[Any,
     def visit(carry: Any, piece: Any, start: Any) -> Any:
         outs, gathered = carry
         products = _products(plan, piece, weights)
-        outs = [put_piece(out, product, start) for out, product in zip(outs, products, strict=True)]
-        return outs, [put_piece(buffer, piece, start) for buffer in gathered]
+        outs = [put_rows(out, product, start) for out, product in zip(outs, products, strict=True)]
+        return outs, [put_rows(buffer, piece, start) for buffer in gathered]
 
     outs, gathered = gather_pieces(x, plan.axis, plan.size, plan.forward, visit, (outs, gathered))
     return tuple(outs), gathered[0] if keep else None
@@ -354,7 +338,7 @@ def _scatter_bwd(plan: _Choices, saved: Any, d_out: Any) -> tuple[Any, Any]:
 
     def visit(carry: Any, piece: Any, start: Any) -> Any:
         dx, gathered = carry
-        return put_piece(dx, dot(piece, w.T, x.dtype), start), put_piece(gathered, piece, start)
+        return put_rows(dx, dot(piece, w.T, x.dtype), start), put_rows(gathered, piece, start)
 
     buffers = empty_rows(x, x.shape[-2], x.shape[-1], x.dtype), empty_rows(x, x.shape[-2], w.shape[-1], d_out.dtype)
     dx, gathered = tie(gather_pieces(d_out, plan.axis, plan.size, plan.backward, visit, buffers))
@@ -377,13 +361,6 @@ def _both_before_what_follows(plan: _Choices, dx: Any, d_weights: Any) -> tuple[
         return dx, d_weights
     both: tuple[Any, Any] = tie((dx, d_weights))
     return both
-
-
-def _vary_alike(operands: Any, axis: str) -> Any:
-    # A custom gradient must give each operand's gradient the type of that operand, so all must vary alike before it;
-    # the sums that this implies for their gradients happen outside.
-    axes = {axis}.union(*(varying_axes(leaf) for leaf in jax.tree.leaves(operands)))
-    return vary(operands, sorted(axes))
 
 
 def _products(plan: _Choices, piece: Any, weights: tuple[Any, ...]) -> list[Any]:
@@ -410,25 +387,3 @@ def _wire_dtype(asked: Any, x: Any, *weights: Any) -> Any:
 
 def _out_dtype(x: Any, w: Any) -> Any:
     return jnp.result_type(x.dtype, w.dtype)
-
-
-def _check_divides(who: str, axis: str, *, rows: int, columns: Sequence[int]) -> None:
-    ways = ways_along(axis, who=who)
-    for name, size in (("rows", rows), *(("columns", one) for one in columns)):
-        if size % ways:
-            raise PlacementError(
-                f"{who} cannot split {size} {name} over the {ways} devices of axis {axis!r}: {size} % {ways} = "
-                f"{size % ways}.",
-                hint=f"pad them to {-(-size // ways) * ways}.",
-            )
-
-
-def _check_shapes(who: str, x: Any, weights: Sequence[Any]) -> None:
-    if x.ndim < 2:
-        raise PlacementError(f"{who} needs rows and features; x has shape {x.shape}.", hint="add a dim of rows.")
-    for w in weights:
-        if w.ndim != 2 or w.shape[0] != x.shape[-1]:
-            raise PlacementError(
-                f"{who} cannot multiply x of shape {x.shape} by a weight of shape {w.shape}.",
-                hint=f"the weight must be [{x.shape[-1]}, features].",
-            )

@@ -1,8 +1,8 @@
-"""Which form of an overlapped matmul to use on which chip: a small table with the measurements behind it.
+"""What hides communication on which chip: forms of overlapped matmuls, compiler options for whole collectives.
 
-Measured by compiling [16384, 8192] @ [8192, 28672] in bfloat16 ahead of time (benchmarks/RESULTS.md has the runs):
-hops hidden behind a matmul, the compiler's estimate of compute over that of the unsplit form, and temporary memory.
-A form that looks equivalent can lose everything to the compiler's scheduling, which is why there is a table.
+Forms were measured by compiling [16384, 8192] @ [8192, 28672] in bfloat16 ahead of time (benchmarks/RESULTS.md has the
+runs): hops hidden behind a matmul, the compiler's estimate of compute over that of the unsplit form, and temporary
+memory. A form that looks equivalent can lose everything to the compiler's scheduling, which is why there is a table.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from meshwright.errors import PlacementError, did_you_mean
-from meshwright.mesh.build import current_mesh
+from meshwright.hardware.chips import chip_family
+from meshwright.mesh.build import AnyMesh, current_mesh
 
 Operation = Literal["gather_matmul", "matmul_scatter", "gather_matmul_grad", "matmul_scatter_grad"]
 Tie = Literal["none", "next", "between", "slice", "late_slice", "operand", "product"]
@@ -27,20 +28,18 @@ class Form:
     Args:
         ring: False is the unsplit form: one collective beside one matmul; or, with `parts`, several of both.
         both_ways: half of each shard travels up and half down, using both directions of each link at once.
-        group: how many neighbours first pool their shards; the ring then has fewer and larger steps.
-        tie: what an optimization barrier ties together at each step; see the loops in `overlap_loops`.
+        tie: what an optimization barrier ties together at each step; see `loops`.
         parts: without a ring, the sizes of the parts that travel, relative to each other, smallest first. The transfer
-            of the first one is not hidden: a gather begins with it, a scatter ends with it. See `overlap_parts`.
+            of the first one is not hidden: a gather begins with it, a scatter ends with it. See `parts`.
     """
 
     ring: bool = True
     both_ways: bool = False
-    group: int = 1
     tie: Tie = "none"
     parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        of_a_ring = self.ring or self.both_ways or self.group > 1 or self.tie != "none"
+        of_a_ring = self.ring or self.both_ways or self.tie != "none"
         if self.parts and (of_a_ring or min(self.parts) < 1):
             raise PlacementError(
                 f"{self} has parts, which are positive and of whole collectives, not of a ring.",
@@ -120,71 +119,28 @@ def branch() -> Iterator[None]:
         _in_branch.reset(token)
 
 
-def chip_family() -> str:
-    """Returns the row of the table for the devices of the mesh in force; "cpu" where they are unknown."""
-    mesh = current_mesh()
-    device = getattr(mesh, "abstract_device", None)
-    kind = str(getattr(device, "device_kind", "cpu")).lower()
-    for name, family in (("v6", "v6e"), ("v5 lite", "v5e"), ("v5e", "v5e"), ("tpu", "v5p"), ("nvidia", "gpu")):
-        if name in kind:
-            return family
-    return "cpu"
-
-
-def choose_form(
-    operation: Operation, form: Form | str | None, *, num_chunks: int | None, axis_size: int, width: int
-) -> Form:
+def choose_form(operation: Operation, form: Form | str | None, *, axis_size: int, width: int) -> Form:
     """Returns the form to use: the caller's, or the table's for this chip.
 
     Args:
-        num_chunks: the steps of a ring, which set the size of its groups.
         width: features per device that each travelling row is multiplied with, or is a product of.
     """
     if isinstance(form, str):
         if form not in _NAMED:
             hint = did_you_mean(form, _NAMED) or f"use one of: {', '.join(_NAMED)}, or a Form."
             raise PlacementError(f"{operation}: there is no form {form!r}.", hint=hint)
-        form = _NAMED[form]
-    if form is None:
-        form = _from_table(operation, width=width, axis_size=axis_size, rings_only=num_chunks is not None)
-    if axis_size > 1 and form.group > 1 and (axis_size % form.group or form.group == axis_size):
-        raise PlacementError(
-            f"{operation}: {form} pools {form.group} of {axis_size} devices.",
-            hint="a group is smaller than the axis, and divides it; form='whole' pools all.",
-        )
-    if num_chunks is None:
+        return _NAMED[form]
+    if form is not None:
         return form
-    if form.parts:
-        raise PlacementError(
-            f"{operation}: num_chunks={num_chunks} counts the steps of a ring, and the form is in parts.",
-            hint="leave num_chunks out, and give the parts: Form(ring=False, parts=(1, 1, 1, 1)).",
-        )
-    if not form.ring and num_chunks != 1:
-        raise PlacementError(
-            f"{operation}: num_chunks={num_chunks} counts the steps of a ring, and the form is unsplit.",
-            hint='leave one of them out, or use form="ring".',
-        )
-    if num_chunks not in range(1, axis_size + 1) or axis_size % num_chunks:
-        divisors = [str(count) for count in range(1, axis_size + 1) if axis_size % count == 0]
-        raise PlacementError(
-            f"{operation}: {num_chunks} chunks for {axis_size} devices.", hint=f"use one of: {', '.join(divisors)}."
-        )
-    if num_chunks == 1:
-        return WHOLE
-    group = axis_size // int(num_chunks)
-    return replace(form, group=group, both_ways=form.both_ways and group == 1)
-
-
-def _from_table(operation: Operation, *, width: int, axis_size: int, rings_only: bool) -> Form:
-    family = chip_family()
+    family = chip_family(current_mesh())
     if family == "cpu" and _in_branch.get():
         return WHOLE
     if family == "gpu" and _has_automatic_axes():
         return _GPU_ISLAND[operation]
-    if family == "gpu" and not rings_only:
-        for least_size, least_width, form in GPU_PARTS.get(operation, []):
+    if family == "gpu":
+        for least_size, least_width, parts in GPU_PARTS.get(operation, []):
             if axis_size >= least_size and width >= least_width:
-                return form
+                return parts
     return FORMS[family][operation]
 
 
@@ -192,3 +148,47 @@ def _has_automatic_axes() -> bool:
     """Whether XLA may have split arrays over axes that this code does not see."""
     mesh = current_mesh()
     return mesh is not None and any(size > 1 and axis not in mesh.manual_axes for axis, size in mesh.shape.items())
+
+
+# --- Whole collectives ---
+
+# Rings hide what they move by their own form. A gather of a layer's weights (FSDP) is one instruction, and only the
+# compiler can make it asynchronous. Its defaults do that on GPUs, and not on TPUs. Read off a compiled train step of a
+# 7B decoder on 64 chips (benchmarks/RESULTS.md); no such machine was timed.
+
+# SparseCores carry collectives while the matmul units work. By default all of a v5p's and a v6e's are synchronous, and
+# a reduce-scatter over a whole slice becomes an all-reduce, of twice the bytes. Async collective fusion, the other
+# way, hid half of a v5p's gathers and left the all-reduces.
+_SPARSE_CORE: dict[str, Any] = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
+    "xla_tpu_sparse_core_reduce_scatter_offload_min_size_in_bytes": "0",
+}
+# A layer's weights in one gather, which starts a layer ahead: of seven, three were left exposed.
+_COMBINED: dict[str, Any] = {"xla_gpu_all_gather_combine_threshold_bytes": 2**30}
+# Where layers are written out, XLA combines the gradients of all of them, and scatters them when all is done: so these
+# go one by one. In a loop, one scatter for each layer hides more (89% of all bytes for 85%, with fsdp:8,tp:8).
+_ONE_BY_ONE: dict[str, Any] = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20}
+
+OPTIONS: dict[str, dict[str, Any]] = {"v5p": _SPARSE_CORE, "v6e": _SPARSE_CORE, "gpu": _COMBINED}
+OPTIONS_WRITTEN_OUT: dict[str, dict[str, Any]] = {"gpu": _ONE_BY_ONE}
+
+
+def overlap_options(mesh: AnyMesh, *, written_out: bool = False) -> dict[str, Any]:
+    """Returns `compiler_options` for `make_train_step` that hide collectives on the chips of a mesh; often none.
+
+    `written_out`: layers are not in a loop (`Execution(layers="unroll")`).
+
+    They are names of one compiler version (jax 0.10 with libtpu 0.0.42; jax 0.10 to 0.12 on GPUs): another may refuse
+    one of them, with an error that names it.
+
+    Example:
+        >>> import meshwright as mw
+        >>> overlap_options(mw.create_mesh("fsdp:8"))
+        {}
+    """
+    chip = chip_family(mesh)
+    return OPTIONS.get(chip, {}) | (OPTIONS_WRITTEN_OUT.get(chip, {}) if written_out else {})

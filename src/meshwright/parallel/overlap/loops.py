@@ -3,7 +3,7 @@
 All loops are unrolled in Python. XLA then sees each hop as its own instruction and can run it beside a matmul; in a
 `fori_loop` it cannot. Left alone, XLA merges the small matmuls, starts hops too early or splits the additions off,
 each of which exposes hops or costs memory. `optimization_barrier` prevents that: values that pass through one
-barrier together cannot be moved across each other. Which ties are needed differs between chips (`overlap_forms`).
+barrier together cannot be moved across each other. Which ties are needed differs between chips (`forms`).
 
 Shapes: rows are the second to last dim. B = leading dims, M = rows of one device's shard, K, F = features.
 """
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.dtypes import is_float
-from meshwright.mesh.axes import vary, varying_axes
-from meshwright.parallel.overlap.forms import Form, chip_family
+from meshwright.mesh.axes import summing_dtype, vary, varying_axes
+from meshwright.parallel.overlap.forms import Form
 from meshwright.types import PyTree
 
 tie = lax.optimization_barrier
@@ -62,11 +62,8 @@ def empty_rows(like: Any, num_rows: int, num_features: int, dtype: Any) -> Any:
 
 def sum_scattered(x: Any, axis: str, *, dim: int = -2) -> Any:
     """Sums over devices in one collective, each device keeping its own part of one dim: the rows."""
-    if chip_family() == "cpu" and x.dtype == jnp.bfloat16:
-        # XLA's CPU compiler aborts the process on a bfloat16 reduction in a shard_map that leaves some axes automatic,
-        # as every size-1 axis is.
-        return sum_scattered(x.astype(jnp.float32), axis, dim=dim).astype(x.dtype)
-    return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)
+    wide = x.astype(summing_dtype(x.dtype))
+    return lax.psum_scatter(wide, axis, scatter_dimension=dim % x.ndim, tiled=True).astype(x.dtype)
 
 
 def shift(x: PyTree, axis: str, size: int, *, up: bool = True) -> PyTree:
@@ -80,77 +77,21 @@ def gather_pieces(x: Any, axis: str, size: int, form: Form, visit: Callable[[Any
 
     Every row of the gathered array is visited exactly once, this device's own first.
     """
-    num_rows = x.shape[-2]
-    place = lax.axis_index(axis)
-    if form.group > 1:
-        return _gather_grouped(x, axis, size, form, visit, carry)
-    if not form.both_ways or num_rows % 2:
-        shard = x
-        for hop in range(size):
-            arriving = shift(shard, axis, size) if hop < size - 1 else None
-            carry = visit(carry, shard, lax.rem(place - hop + size, size) * num_rows)
-            if arriving is not None and form.tie != "none":
-                # The next shard may be used only after this product is written: else the products are merged.
-                arriving, carry = tie((arriving, carry))
-            shard = arriving
-        return carry
-    half = num_rows // 2
-    top, bottom = x[..., :half, :], x[..., half:, :]
+    num_rows, place = x.shape[-2], lax.axis_index(axis)
+    half = _half(num_rows, form)
+    pieces = [x[..., :half, :], x[..., half:, :]] if half else [x]
     for hop in range(size):
         last = hop == size - 1
-        next_top = None if last else shift(top, axis, size)
-        next_bottom = None if last else shift(bottom, axis, size, up=False)
-        carry = visit(carry, top, lax.rem(place - hop + size, size) * num_rows)
-        if not last and form.tie in ("between", "next"):
-            next_top, carry = tie((next_top, carry))
-        carry = visit(carry, bottom, lax.rem(place + hop, size) * num_rows + half)
-        if not last and form.tie == "next":
-            next_bottom, carry = tie((next_bottom, carry))
-        top, bottom = next_top, next_bottom
+        arriving = [None if last else shift(piece, axis, size, up=way == 0) for way, piece in enumerate(pieces)]
+        for way, piece in enumerate(pieces):
+            first_row = lax.rem(place + hop if way else place - hop + size, size) * num_rows
+            carry = visit(carry, piece, first_row + half if way else first_row)
+            tied = form.tie == "next" or (form.tie == "between" and way == 0) or (not half and form.tie != "none")
+            if tied and not last:
+                # The next piece may be used only after this product is written: else the products are merged.
+                arriving[way], carry = tie((arriving[way], carry))
+        pieces = arriving
     return carry
-
-
-def _gather_grouped(x: Any, axis: str, size: int, form: Form, visit: Callable[..., Any], carry: Any) -> Any:
-    """Neighbours pool their shards first, so that the ring has fewer, larger steps: same bytes, fewer matmuls."""
-    group, num_rows = form.group, x.shape[-2]
-    place = lax.axis_index(axis)
-    within = lax.rem(place, group)
-    base = place - within
-
-    def start(of_base: Any, offset: int) -> Any:
-        return (of_base + lax.rem(within + offset, group)) * num_rows
-
-    shards = [x]
-    for offset in range(group):
-        arriving = _shift_in_group(shards[-1], axis, size, group) if offset < group - 1 else None
-        carry = visit(carry, shards[-1], start(base, offset))
-        if arriving is not None:
-            arriving, carry = tie((arriving, carry))
-            shards.append(arriving)
-    pooled = jnp.concatenate(shards, axis=-2)
-    for hop in range(1, size // group):
-        # Same place in the next group: what arrives is pooled in the same order as ours.
-        pooled = lax.ppermute(pooled, axis, [(j, (j + group) % size) for j in range(size)])
-        pooled, carry = tie((pooled, carry))
-        from_base = lax.rem(base - hop * group + size, size)
-        carry = visit(carry, pooled, [start(from_base, offset) for offset in range(group)])
-    return carry
-
-
-def _shift_in_group(x: Any, axis: str, size: int, group: int) -> Any:
-    # Each device receives from the one after it in its group, so pooled shards come in order of place.
-    pairs = [(j, j - j % group + (j % group - 1) % group) for j in range(size)]
-    return lax.ppermute(x, axis, pairs)
-
-
-def put_piece(buffer: Any, rows: Any, start: Any) -> Any:
-    """Writes a piece where it belongs; a pooled piece has one start per shard in it."""
-    if not isinstance(start, list):
-        return put_rows(buffer, rows, start)
-    each = rows.shape[-2] // len(start)
-    for index, at in enumerate(start):
-        buffer = put_rows(buffer, rows[..., index * each : (index + 1) * each, :], at)
-    return buffer
 
 
 def scatter_sums(
@@ -173,25 +114,42 @@ def scatter_sums(
         between: called after each step with its number and an accumulator; returns the accumulator, tied to whatever
             else is to be in step with the ring.
     """
-    place = lax.axis_index(axis)
-    if form.group > 1:
-        return _scatter_grouped(products, operands, num_rows, axis, size, form, wire)
-    chains = 2 if form.both_ways and num_rows % 2 == 0 else 1
-    rows = num_rows // chains
-    sums: list[Any] = [None] * chains
+    place, half = lax.axis_index(axis), _half(num_rows, form)
+    rows = half or num_rows
+    # Whole numbers stay whole numbers in sums: float32 has only 24 bits for them.
+    wide = jnp.float32 if is_float(wire) else wire
+    sums: list[Any] = [None, None] if half else [None]
     previous: Any = None
     for step in range(size):
-        for chain in range(chains):
-            up = chain % 2 == 0
-            ahead = size - 1 - step
-            start = lax.rem(place + (ahead if up else size - ahead), size) * num_rows + chain * rows
-            received = shift(sums[chain], axis, size, up=up) if step else None
-            sums[chain], operands, previous = _scatter_step(
-                products, operands, start, rows, received, sums, chain, previous, form, wire
-            )
+        for chain in range(len(sums)):
+            ahead, before = size - 1 - step, (chain - 1) % len(sums)
+            start = lax.rem(place + (size - ahead if chain else ahead), size) * num_rows + chain * rows
+            received = shift(sums[chain], axis, size, up=chain == 0) if step else None
+            if received is not None and form.tie == "operand":
+                operands, received, sums[before] = tie((operands, received, sums[before]))
+            elif received is not None and form.tie == "late_slice":
+                # Cutting it late keeps fewer slices in memory.
+                start, _ = tie((start, sums[before]))
+            elif received is not None and form.tie == "product":
+                # On GPUs: without this tie the matmuls are merged, which makes the hop synchronous.
+                start, _ = tie((start, previous))
+            slices = [take_rows(operand, start, rows) for operand in operands]
+            if received is None:
+                total = products(slices, wire)
+            elif form.tie == "product":
+                # On GPUs: without the tie, the library takes the received buffer as its own accumulator.
+                received, product = tie((received, products(slices, wire)))
+                total = (product.astype(wide) + received.astype(wide)).astype(wire)
+            else:
+                if form.tie in ("slice", "late_slice"):
+                    # The slice is multiplied once the partial sum is here: the addition then stays inside the matmul,
+                    # and the previous chain's hop runs beside it.
+                    slices, received, sums[before] = tie((slices, received, sums[before]))
+                total = (products(slices, wide) + received.astype(wide)).astype(wire)
+            sums[chain] = previous = total
         if between is not None:
             sums[0] = between(step, sums[0])
-    return jnp.concatenate(sums, axis=-2) if chains > 1 else sums[0]
+    return jnp.concatenate(sums, axis=-2) if half else sums[0]
 
 
 def scatter_beside_gather(
@@ -203,14 +161,9 @@ def scatter_beside_gather(
     accumulator once per hop, which costs up to 1.5 times the matmul itself.
     """
     num_rows, place = x.shape[-2], lax.axis_index(axis)
-    if form.group > 1:
-        # Pools of shards take other steps than single ones, so that the gather is a ring of its own.
-        dx = scatter_sums(products, operands, num_rows, axis, size, form, wire)
-        whole = empty_rows(x, num_rows * size, x.shape[-1], x.dtype)
-        return dx, gather_pieces(x, axis, size, form, put_piece, whole)
-    half = num_rows // 2 if form.both_ways and num_rows % 2 == 0 else num_rows
-    travelling = [x[..., :half, :]] + ([x[..., half:, :]] if half < num_rows else [])
-    buffer = put_piece(empty_rows(x, num_rows * size, x.shape[-1], x.dtype), x, place * num_rows)
+    half = _half(num_rows, form)
+    travelling = [x[..., :half, :], x[..., half:, :]] if half else [x]
+    buffer = put_rows(empty_rows(x, num_rows * size, x.shape[-1], x.dtype), x, place * num_rows)
     state = {"travelling": travelling, "buffer": buffer}
 
     def hop(step: int, total: Any) -> Any:
@@ -220,7 +173,7 @@ def scatter_beside_gather(
         arrived, total, buffer = tie((arrived, total, state["buffer"]))
         for way, part in enumerate(arrived):
             source = lax.rem(place + (size - 1 - step if way == 0 else step + 1), size)
-            buffer = put_piece(buffer, part, source * num_rows + way * half)
+            buffer = put_rows(buffer, part, source * num_rows + way * half)
         state.update(travelling=arrived, buffer=buffer)
         return total
 
@@ -230,99 +183,6 @@ def scatter_beside_gather(
     return dx, gathered
 
 
-def _scatter_step(
-    products: Callable[..., Any],
-    operands: list[Any],
-    start: Any,
-    rows: int,
-    received: Any,
-    sums: list[Any],
-    chain: int,
-    previous: Any,
-    form: Form,
-    wire: Any,
-) -> tuple[Any, list[Any], Any]:
-    """Computes one partial product and adds what arrived; returns the sum to pass on."""
-
-    wide = _wide(wire)
-
-    def taken(operand: Any) -> Any:
-        return take_rows(operand, start, rows)
-
-    if received is None:
-        total = products([taken(operand) for operand in operands], wire)
-        return total, operands, total
-    before = (chain - 1) % len(sums)
-    if form.tie in ("slice", "late_slice"):
-        # The slice is multiplied once the partial sum is here: the addition then stays inside the matmul, and the
-        # previous chain's hop runs beside it. Cutting it late keeps fewer slices in memory.
-        if form.tie == "late_slice":
-            start, _ = tie((start, sums[before]))
-        slices, received, sums[before] = tie(([taken(operand) for operand in operands], received, sums[before]))
-        total = products(slices, wide) + received.astype(wide)
-    elif form.tie == "operand":
-        operands, received, sums[before] = tie((operands, received, sums[before]))
-        total = products([taken(operand) for operand in operands], wide) + received.astype(wide)
-    elif form.tie == "product":
-        # On GPUs: without the first tie the matmuls are merged, without the second the library takes the received
-        # buffer as its own accumulator; both make the hop synchronous.
-        start, _ = tie((start, previous))
-        product = products([taken(operand) for operand in operands], wire)
-        received, product = tie((received, product))
-        total = product.astype(wide) + received.astype(wide)
-    else:
-        total = products([taken(operand) for operand in operands], wide) + received.astype(wide)
-    total = total.astype(wire)
-    return total, operands, total
-
-
-def _wide(wire: Any) -> Any:
-    """Returns the dtype to add in: whole numbers stay whole numbers, since float32 has only 24 bits for them."""
-    return jnp.float32 if is_float(wire) else wire
-
-
-def _scatter_grouped(
-    products: Callable[..., Any], operands: list[Any], num_rows: int, axis: str, size: int, form: Form, wire: Any
-) -> Any:
-    """Sums blocks for a whole group at each step of a shorter ring, then within the group."""
-    group, wide = form.group, _wide(wire)
-    place = lax.axis_index(axis)
-    within = lax.rem(place, group)
-    base = place - within
-
-    def block(operand: Any, of_base: Any, offset: int) -> Any:
-        return take_rows(operand, (of_base + lax.rem(within + offset, group)) * num_rows, num_rows)
-
-    total: Any = None
-    for step in range(size // group - 1):
-        to_base = lax.rem(base + (size // group - 1 - step) * group, size)
-        if total is None:
-            pooled = [jnp.concatenate([block(o, to_base, r) for r in range(group)], axis=-2) for o in operands]
-            total = products(pooled, wire)
-            continue
-        received = lax.ppermute(total, axis, [(j, (j + group) % size) for j in range(size)])
-        to_base, _ = tie((to_base, total))
-        pooled = [jnp.concatenate([block(o, to_base, r) for r in range(group)], axis=-2) for o in operands]
-        product = products(pooled, wire)
-        received, product = tie((received, product))
-        total = (product.astype(wide) + received.astype(wide)).astype(wire)
-    received = lax.ppermute(total, axis, [(j, (j + group) % size) for j in range(size)])
-    own: Any = None
-    for offset in range(group - 1, -1, -1):
-        # Entry `offset` belongs to the device that many places on in this group; the last is our own.
-        passed = _shift_out_in_group(own, axis, size, group) if own is not None else None
-        at, _ = tie((base, total if own is None else own))
-        product = products([block(o, at, offset) for o in operands], wire)
-        part = received[..., offset * num_rows : (offset + 1) * num_rows, :]
-        if passed is None:
-            part, product = tie((part, product))
-            own = (product.astype(wide) + part.astype(wide)).astype(wire)
-        else:
-            part, passed, product = tie((part, passed, product))
-            own = (product.astype(wide) + part.astype(wide) + passed.astype(wide)).astype(wire)
-    return own
-
-
-def _shift_out_in_group(x: Any, axis: str, size: int, group: int) -> Any:
-    pairs = [(j, j - j % group + (j % group + 1) % group) for j in range(size)]
-    return lax.ppermute(x, axis, pairs)
+def _half(num_rows: int, form: Form) -> int:
+    """Returns how many rows of a shard travel up; 0 where it travels whole."""
+    return num_rows // 2 if form.both_ways and num_rows % 2 == 0 else 0

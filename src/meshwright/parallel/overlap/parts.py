@@ -25,9 +25,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.mesh.axes import vary, varying_axes
-from meshwright.parallel.kernels.cut_kernel import cut_columns
+from meshwright.parallel.kernels.copy_kernels import cut_columns
 from meshwright.parallel.kernels.matmul_kernel import TILE_ROWS, row_unit, tile_columns, write_product
 from meshwright.parallel.overlap.loops import dot, sum_scattered, tie
+from meshwright.specs import ceil_div
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200. One round of a matmul is one tile on each of them, all at once."""
@@ -64,7 +65,7 @@ def cut(total: int, parts: Sequence[int], *, unit: int, tiles: int) -> list[tupl
 
 
 def _rounds(units: int, tiles: int) -> int:
-    return -(-units * tiles // MULTIPROCESSORS)
+    return ceil_div(units * tiles, MULTIPROCESSORS)
 
 
 @functools.lru_cache(maxsize=256)
@@ -118,7 +119,7 @@ def gather_in_parts(
     *lead, num_rows, width = x.shape
     blocks = math.prod(lead)
     unit = row_unit(size * blocks)
-    tiles = unit * size * blocks // TILE_ROWS * -(-columns // tile_columns(columns))
+    tiles = unit * size * blocks // TILE_ROWS * ceil_div(columns, tile_columns(columns))
     edges = cut(num_rows, parts, unit=unit, tiles=max(tiles, 1))
     cuts = [x[..., start:end, :].reshape(-1, width) for start, end in edges]
     found: list[list[Any]] = []
@@ -164,10 +165,10 @@ def scatter_in_parts(
         operands: `[B, n * M, K]` each.
         weights: `[K, F]` each, one per operand.
         wire: the dtype in which partial sums travel.
-        kernels: whether a kernel cuts the weights (`cut_kernel`).
+        kernels: whether a kernel cuts the weights (`copy_kernels`).
     """
     rows = [_by_device(operand, size) for operand in operands]
-    across = -(-math.prod(rows[0].shape[:-1]) // TILE_ROWS)
+    across = ceil_div(math.prod(rows[0].shape[:-1]), TILE_ROWS)
     edges = cut(weights[0].shape[-1], parts, unit=_TILE_COLUMNS, tiles=across)[::-1]
     cuts = list(zip(*(cut_columns(w, edges, kernels=kernels) for w in weights), strict=True))
     sums: list[Any] = []

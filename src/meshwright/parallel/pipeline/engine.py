@@ -27,8 +27,7 @@ from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
 from meshwright.mesh.axes import axis_size, is_manual, place_on, summing_dtype, vary, varying_axes
 from meshwright.mesh.build import current_mesh
 from meshwright.parallel.overlap.forms import branch
-from meshwright.parallel.pipeline.schedule import IDLE, Schedule, circular_schedule, gpipe_schedule
-from meshwright.parallel.pipeline.stages import count_rounds
+from meshwright.parallel.pipeline.schedule import IDLE, Schedule, circular_schedule, count_rounds, gpipe_schedule
 from meshwright.parallel.rows import Parts, row_key, split_rows
 from meshwright.types import PyTree
 

@@ -1,68 +1,28 @@
 """Drop-in for `xlstm_jax.distributed`: everything of its modules, under one name."""
 
-from meshwright.compat.xlstm_jax.distributed.array_utils import (
-    fold_rng_over_axis,
-    split_array_over_mesh,
-    stack_params,
-    unstack_params,
+from meshwright.compat.xlstm_jax.distributed import (
+    array_utils,
+    data_parallel,
+    mesh_utils,
+    pipeline_parallel,
+    single_gpu,
+    tensor_parallel,
+    xla_utils,
 )
-from meshwright.compat.xlstm_jax.distributed.data_parallel import (
-    gather_array_with_mean_grads,
-    gather_params,
-    shard_module_params,
-    shard_params,
-    sync_gradients,
-)
-from meshwright.compat.xlstm_jax.distributed.mesh_utils import initialize_mesh
-from meshwright.compat.xlstm_jax.distributed.pipeline_parallel import (
-    PipelineModule,
-    execute_pipeline,
-    execute_pipeline_step,
-)
-from meshwright.compat.xlstm_jax.distributed.single_gpu import (
-    accumulate_gradients,
-    accumulate_gradients_loop,
-    accumulate_gradients_scan,
-)
-from meshwright.compat.xlstm_jax.distributed.tensor_parallel import (
-    ModelParallelismWrapper,
-    TPAsyncDense,
-    TPDense,
-    async_gather,
-    async_gather_bidirectional,
-    async_gather_split,
-    async_scatter,
-    async_scatter_split,
-    scale_init,
-)
-from meshwright.compat.xlstm_jax.distributed.xla_utils import set_XLA_flags, simulate_CPU_devices
+from meshwright.compat.xlstm_jax.distributed.array_utils import *  # noqa: F403
+from meshwright.compat.xlstm_jax.distributed.data_parallel import *  # noqa: F403
+from meshwright.compat.xlstm_jax.distributed.mesh_utils import *  # noqa: F403
+from meshwright.compat.xlstm_jax.distributed.pipeline_parallel import *  # noqa: F403
+from meshwright.compat.xlstm_jax.distributed.single_gpu import *  # noqa: F403
+from meshwright.compat.xlstm_jax.distributed.tensor_parallel import *  # noqa: F403
+from meshwright.compat.xlstm_jax.distributed.xla_utils import *  # noqa: F403
 
 __all__ = [
-    "ModelParallelismWrapper",
-    "PipelineModule",
-    "TPAsyncDense",
-    "TPDense",
-    "accumulate_gradients",
-    "accumulate_gradients_loop",
-    "accumulate_gradients_scan",
-    "async_gather",
-    "async_gather_bidirectional",
-    "async_gather_split",
-    "async_scatter",
-    "async_scatter_split",
-    "execute_pipeline",
-    "execute_pipeline_step",
-    "fold_rng_over_axis",
-    "gather_array_with_mean_grads",
-    "gather_params",
-    "initialize_mesh",
-    "scale_init",
-    "set_XLA_flags",
-    "shard_module_params",
-    "shard_params",
-    "simulate_CPU_devices",
-    "split_array_over_mesh",
-    "stack_params",
-    "sync_gradients",
-    "unstack_params",
+    *array_utils.__all__,
+    *data_parallel.__all__,
+    *mesh_utils.__all__,
+    *pipeline_parallel.__all__,
+    *single_gpu.__all__,
+    *tensor_parallel.__all__,
+    *xla_utils.__all__,
 ]

@@ -1,7 +1,12 @@
 """Drop-in for `xlstm_jax.distributed.data_parallel`."""
 
-from meshwright.linen.fsdp_boxes import gather_params, shard_module_params, shard_params, sync_gradients
-from meshwright.parallel.fsdp import gather_array_with_mean_grads
+from meshwright.linen.fsdp_boxes import (
+    gather_array_with_mean_grads,
+    gather_params,
+    shard_module_params,
+    shard_params,
+    sync_gradients,
+)
 
 __all__ = [
     "gather_array_with_mean_grads",

@@ -1,4 +1,4 @@
-"""The kernel that cuts a weight's columns into arrays of their own: alone, in `matmul_scatter`, and where it runs."""
+"""The kernels that cut a weight's columns (alone, in `matmul_scatter`, and where it runs) and that stack arrays."""
 
 import functools
 
@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.hardware.flops import count_flops
 from meshwright.parallel import local_map, matmul_scatter
-from meshwright.parallel.kernels import cut_kernel
-from meshwright.parallel.kernels.cut_kernel import cut_columns
+from meshwright.parallel.kernels import copy_kernels
+from meshwright.parallel.kernels.copy_kernels import cut_columns, stack
 
 CUTS = [
     ((32, 512), ((256, 512), (0, 256)), "bfloat16"),
@@ -24,8 +24,8 @@ CUTS = [
 @pytest.fixture
 def grids(monkeypatch):
     """The grids of the kernels that were called."""
-    seen, call = [], cut_kernel.call_kernel
-    monkeypatch.setattr(cut_kernel, "call_kernel", lambda *args, **kw: seen.append(kw["grid"]) or call(*args, **kw))
+    seen, call = [], copy_kernels.call_kernel
+    monkeypatch.setattr(copy_kernels, "call_kernel", lambda *args, **kw: seen.append(kw["grid"]) or call(*args, **kw))
     return seen
 
 
@@ -105,8 +105,8 @@ def stand_in(monkeypatch):
         used.append(edges)
         return [w[:, start:end] for start, end in edges]
 
-    monkeypatch.setattr(cut_kernel, "call_kernel", call)
-    monkeypatch.setattr(cut_kernel, "uses_kernels", lambda wanted: wanted is not False)
+    monkeypatch.setattr(copy_kernels, "call_kernel", call)
+    monkeypatch.setattr(copy_kernels, "uses_kernels", lambda wanted: wanted is not False)
     return used
 
 
@@ -130,3 +130,33 @@ def test_scatters_in_parts_equal_one_device(grad_form, stand_in):
         np.testing.assert_allclose(got, wanted, atol=2e-6 * np.abs(wanted).max())
     jax.jit(functools.partial(loss, kernels=False))(x, w, d)
     assert len(stand_in) == 1
+
+
+# --- Stacking ---
+
+
+def arrays(count, shape, dtype):
+    return [jax.random.normal(jax.random.key(seed), shape).astype(dtype) for seed in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("count", "shape", "dtype"),
+    [(5, (32, 64), jnp.bfloat16), (6, (1024, 3), jnp.float32), (9, (16, 1024), jnp.float32)],
+)
+def test_the_kernel_stacks_to_the_bit(count, shape, dtype, monkeypatch):
+    given, used = arrays(count, shape, dtype), []
+    call = copy_kernels.call_kernel
+    monkeypatch.setattr(copy_kernels, "call_kernel", lambda *args, **kw: used.append(kw["grid"]) or call(*args, **kw))
+    stacked = jax.jit(lambda given: stack(given, kernels=True))(given)
+    assert stacked.dtype == dtype
+    assert stacked.shape == (count, *shape)
+    assert (stacked == jnp.stack(given)).all()
+    (grid,) = used
+    assert grid[1] == count
+
+
+@pytest.mark.parametrize(("count", "shape"), [(4, (64, 64)), (8, (30, 7))])
+def test_few_arrays_and_odd_sizes_are_left_to_xla(count, shape, monkeypatch):
+    monkeypatch.setattr(copy_kernels, "call_kernel", None)
+    given = arrays(count, shape, jnp.float32)
+    assert (stack(given, kernels=True) == jnp.stack(given)).all()
