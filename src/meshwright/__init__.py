@@ -25,7 +25,7 @@ from meshwright.errors import (
     TrainingError,
     TreeError,
 )
-from meshwright.layout import Layout, LayoutReport, explain_layout, make_layout
+from meshwright.layout import Layout, LayoutReport, explain_layout, make_layout, match_partition_rules
 from meshwright.mesh.build import (
     create_abstract_mesh,
     create_mesh,
@@ -43,7 +43,6 @@ from meshwright.rules import (
     get_names_from_partition_spec,
     get_weight_decay_mask,
     logical_rules,
-    match_partition_rules,
     match_rules,
 )
 from meshwright.tree import flatten_tree, named_tree_map, tree_apply, tree_path_to_string

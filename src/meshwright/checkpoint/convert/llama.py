@@ -22,7 +22,7 @@ from meshwright.checkpoint.step_files import explain_failure, new_folder, write_
 from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import CheckpointError
 from meshwright.layout import Layout
-from meshwright.layout.text_table import text_table
+from meshwright.layout.leaf import text_table
 from meshwright.models import Decoder
 from meshwright.placement import shard_leaves
 from meshwright.tree import flatten_tree
