@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec as P
 
+from meshwright.constraints import with_sharding_constraint
 from meshwright.errors import (
     CheckpointError,
     ConfigError,
@@ -36,7 +37,7 @@ from meshwright.mesh.build import (
     simulate_cpu_devices,
 )
 from meshwright.metrics import get_metrics
-from meshwright.placement import make_shard_and_gather_fns, with_sharding_constraint
+from meshwright.placement import make_shard_and_gather_fns
 from meshwright.rng import fold_rng_over_axis, wrap_function_with_rng
 from meshwright.rules import (
     Rules,

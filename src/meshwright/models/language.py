@@ -21,6 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from meshwright.constraints import with_sharding_constraint
 from meshwright.errors import LayoutError, MeshwrightError, PlacementError, did_you_mean
 from meshwright.mesh.axes import is_manual, place_on, ways_along
 from meshwright.mesh.build import current_mesh
@@ -34,7 +35,6 @@ from meshwright.parallel.overlap.forms import chip_family
 from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_embed
-from meshwright.placement import with_sharding_constraint
 from meshwright.rules import Rules
 from meshwright.specs import spec_axes
 from meshwright.types import PRNGKeyArray, PyTree

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import vary, varying_axes
-from meshwright.mesh.build import AnyMesh, current_mesh, require_axes
-from meshwright.placement import no_mesh_error
+from meshwright.mesh.build import AnyMesh, current_mesh, no_mesh_error, require_axes
 from meshwright.specs import get_names_from_partition_spec, keep_axes
 from meshwright.types import PyTree
 
