@@ -196,19 +196,19 @@ ERRORS = [
         "pattern of exponential time",
         lambda: mw.Rules([(r"(a+)+(?=/bias)", P())]),
         mw.RuleError,
-        r"could take exponential time .*look-around.*\nhint: remove the nested repetition",
+        r"could take exponential time .*is repeated.*\nhint: remove the nested repetition",
     ),
     (
         "pattern of exponential time",
         lambda: mw.Rules([(r"(\w+)+\1/bias", P())]),
         mw.RuleError,
-        r"could take exponential time .*back-reference.*\nhint: ",
+        r"could take exponential time .*\nhint: ",
     ),
     (
         "pattern of exponential time",
         lambda: mw.Rules([(r"((a{1,99}){1,99})+", P())]),
         mw.RuleError,
-        r"too many states.*\nhint: ",
+        r"exponential time.*\nhint: ",
     ),
     (
         "leaves without a rule",
@@ -366,26 +366,27 @@ def test_catastrophic_pattern_does_not_hang(run_python):
     # With `re` the first of these takes seconds and the second outlives the universe; the limit only ends a hang.
     code = """
     import meshwright as mw
+    import numpy as np
     from meshwright import P
 
-    rules = mw.Rules([(r"(a+)+/bias$", P("tp")), (r"(.*a){20}$", P("dp")), (".*", P())])
-    tree = {"a" * n: 0 for n in (26, 60, 2000)} | {"a" * 40 + "/bias": 0, "b" * 40: 0}
-    import numpy as np
-    tree = {name: np.ones(2) for name in tree}
-    print(sorted((leaf.subject.name[-6:], leaf.rule) for leaf in mw.match_rules(rules, tree).leaves))
+    tree = {name: np.ones(2) for name in ["a" * n for n in (26, 60, 2000)] + ["a" * 40 + "/bias", "b" * 40]}
+    for text in (r"(a+)+/bias$", r"(.*a){20}$", "(a|a)*b", ".*a.*a.*a.*a.*a.*b", "a*/bias$"):
+        try:
+            print(sum(mw.match_rules([(text, P("tp")), (".*", P())], tree).hits))
+        except mw.RuleError as error:
+            print("could take exponential time" in str(error))
     """
     result = run_python(code, timeout=120)
     assert result.returncode == 0, result.stderr
-    expected = [("a/bias", 0), *[("a" * 6, 1)] * 3, ("b" * 6, 2)]
-    assert result.stdout.strip() == repr(sorted(expected))
+    assert result.stdout.split() == ["True"] * 4 + ["5"]
 
 
 def test_allowed_backtracking_is_bounded():
-    # The most freedom that still runs on `re`: two loops and four choices.
-    pattern = mw.rules.patterns.compile_pattern("a?" * 4 + ".*.*X$")
-    assert not pattern.linear
-    assert pattern.search("X" + "a" * 100) is None
-    assert mw.rules.patterns.compile_pattern("a?" * 5 + ".*.*X$").linear
+    # About the most freedom that is allowed on a path of this length.
+    search = mw.rules.rule_set.compile_pattern("a?" * 3 + ".*.*X$").search
+    assert search("X" + "a" * 100) is None
+    with pytest.raises(mw.RuleError, match="too many places"):
+        search("X" + "a" * 1000)
 
 
 def test_errors_are_one_family_of_value_errors():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec as P
 
+from meshwright.constraints import with_sharding_constraint
 from meshwright.errors import (
     CheckpointError,
     ConfigError,
@@ -25,7 +26,7 @@ from meshwright.errors import (
     TrainingError,
     TreeError,
 )
-from meshwright.layout import Layout, LayoutReport, explain_layout, make_layout
+from meshwright.layout import Layout, LayoutReport, explain_layout, make_layout, match_partition_rules
 from meshwright.mesh.build import (
     create_abstract_mesh,
     create_mesh,
@@ -36,14 +37,13 @@ from meshwright.mesh.build import (
     simulate_cpu_devices,
 )
 from meshwright.metrics import get_metrics
-from meshwright.placement import make_shard_and_gather_fns, with_sharding_constraint
+from meshwright.placement import make_shard_and_gather_fns
 from meshwright.rng import fold_rng_over_axis, wrap_function_with_rng
 from meshwright.rules import (
     Rules,
     get_names_from_partition_spec,
     get_weight_decay_mask,
     logical_rules,
-    match_partition_rules,
     match_rules,
 )
 from meshwright.tree import flatten_tree, named_tree_map, tree_apply, tree_path_to_string

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import RuleError, did_you_mean
@@ -58,6 +59,11 @@ def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
 
     visit(partition_specs)
     return list(found)
+
+
+def is_spec(node: Any) -> bool:
+    """Returns whether a node of a tree of specs is a leaf of it: a spec, a sharding, or None."""
+    return node is None or isinstance(node, (P, NamedSharding))
 
 
 def check_spec_type(spec: Any, *, where: str) -> P:

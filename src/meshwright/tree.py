@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from meshwright.errors import TreeError
 from meshwright.types import PyTree
@@ -20,14 +19,7 @@ IsLeaf = Callable[[Any], bool] | None
 
 def key_to_string(key: Any) -> str:
     """Returns the name of one step of a key path, whatever kind of container it goes into."""
-    match key:
-        case DictKey() | FlattenedIndexKey():
-            return str(key.key)
-        case SequenceKey():
-            return str(key.idx)
-        case GetAttrKey():
-            return str(key.name)
-    # A container registered by someone else may bring its own key class; most carry one of these.
+    # JAX's key classes have one of these, and so have most of those that other packages bring.
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -57,20 +49,16 @@ def flatten_tree(xs: PyTree, is_leaf: IsLeaf = None, sep: str | None = None) -> 
         {'a/b': 1, 'a/c/0': 2, 'a/c/1': 3}
     """
     flat: dict[Any, Any] = {}
+    paths: dict[Any, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(xs, is_leaf=is_leaf)[0]:
         name = tree_path_to_string(path, sep)
         if name in flat:
-            first = next(
-                p
-                for p, _ in jax.tree_util.tree_flatten_with_path(xs, is_leaf=is_leaf)[0]
-                if tree_path_to_string(p, sep) == name
-            )
-            raise collision(name, first, path)
-        flat[name] = leaf
+            raise _collision(name, paths[name], path)
+        flat[name], paths[name] = leaf, path
     return flat
 
 
-def collision(name: object, first: Sequence[Any], second: Sequence[Any]) -> TreeError:
+def _collision(name: object, first: Sequence[Any], second: Sequence[Any]) -> TreeError:
     """Returns the error for two different leaves that would get the same name."""
     return TreeError(
         f"two leaves are both named {name!r}: {jax.tree_util.keystr(tuple(first))} and "
@@ -106,22 +94,26 @@ def tree_apply(fns: PyTree, tree: PyTree) -> PyTree:
         >>> tree_apply({"a": abs, "b": str}, {"a": -1, "b": -1})
         {'a': 1, 'b': '-1'}
     """
-    functions: list[Any]
+    functions, values, structure = _pairs(fns, tree)
+    ways = {getattr(function, "apply_many", _one_by_one) for function in functions}
+    apply_many = ways.pop() if len(ways) == 1 else _one_by_one
+    return structure.unflatten(apply_many(functions, values))
+
+
+def _pairs(fns: PyTree, tree: PyTree) -> tuple[list[Any], list[Any], Any]:
     structure: Any  # jax's treedef has no type of its own to name
     functions, structure = jax.tree.flatten(fns)
     for function in functions:
         if not callable(function):
             raise TreeError(f"the first tree must hold functions; found {function!r}.")
     try:
-        values = structure.flatten_up_to(tree)
+        return functions, structure.flatten_up_to(tree), structure
     except (ValueError, TypeError) as error:
         raise TreeError(f"the tree of functions and the tree of values differ in structure: {error}") from None
-    apply_many = getattr(functions[0], "apply_many", None) if functions else None
-    if apply_many is not None and all(getattr(f, "apply_many", None) == apply_many for f in functions):
-        results = apply_many(functions, values)
-    else:
-        results = [function(value) for function, value in zip(functions, values, strict=True)]
-    return structure.unflatten(results)
+
+
+def _one_by_one(functions: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    return [function(value) for function, value in zip(functions, values, strict=True)]
 
 
 class NamedLeaf(NamedTuple):
@@ -156,7 +148,7 @@ def each_named_leaf(tree: PyTree) -> Iterator[NamedLeaf]:
             prefix = "".join([f"{key_to_string(key)}/" for key in folder])
         name = prefix + key_to_string(path[-1]) if path else ""
         if name in seen:
-            raise collision(name, seen[name], path)
+            raise _collision(name, seen[name], path)
         seen[name] = path
         return NamedLeaf(name, path, value)
 

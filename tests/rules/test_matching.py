@@ -18,8 +18,8 @@ regexes = st.one_of(
     paths,
     segments,
     st.sampled_from(
-        [".*", "^embed", "kernel$", r"layers/\d+/", "(q|k|v)/kernel", "k", "(^|/)k(/|$)", r"\d", "(a+)+",
-         "(attn|mlp)*/", "[^/]+/bias", "norm|bias", "^(?!.*bias)", r"(\w)\1", "(?i)ATTN"]
+        [".*", "^embed", "kernel$", r"layers/\d+/", "(q|k|v)/kernel", "k", "(^|/)k(/|$)", r"\d", "(a+)?",
+         "(attn|mlp)?/", "(attn/)*q", "[^/]+/bias", "norm|bias", "^(?!.*bias)", r"(\w)\1", "(?i)ATTN"]
     ),
 )  # fmt: skip
 

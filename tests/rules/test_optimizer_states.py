@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 import meshwright as mw
 from meshwright import P
-from meshwright.rules.roles import find_subjects
+from meshwright.rules.matching import find_subjects
 from meshwright.tree import named_leaves
 
 MESH = mw.create_abstract_mesh("fsdp:4,tp:2")

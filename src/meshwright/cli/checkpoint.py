@@ -18,8 +18,7 @@ from meshwright.checkpoint import retention as keeping
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.step_files import is_unreadable
 from meshwright.errors import CheckpointError
-from meshwright.layout.leaf import format_bytes
-from meshwright.layout.text_table import text_table
+from meshwright.layout.leaf import format_bytes, text_table
 from meshwright.specs import format_spec, spec_from_json
 
 _FORM = re.compile(r"(?P<path>[^=]+)=(?P<mode>none|gather|scatter):(?P<size>\d+)(?P<more>(:pieces|:split)*)")

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.errors import MeshError
 from meshwright.layout import format_bytes, make_layout
-from meshwright.layout.text_table import text_table
+from meshwright.layout.leaf import text_table
 from meshwright.mesh.build import create_mesh
 from meshwright.rules import P
 

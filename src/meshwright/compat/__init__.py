@@ -25,7 +25,7 @@ def alias(package: str) -> None:
         >>> alias("fjformer")
         >>> from fjformer.partition_utils import match_partition_rules
         >>> match_partition_rules.__module__
-        'meshwright.rules'
+        'meshwright.layout.layout'
     """
     if package not in _PACKAGES:
         known = ", ".join(_PACKAGES)

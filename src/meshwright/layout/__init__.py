@@ -1,8 +1,7 @@
 """Mesh + specs, checked: the layout of a tree, its report, its pictures and its written form."""
 
-from meshwright.layout.diff import LayoutDiff, LeafChange
-from meshwright.layout.layout import Layout, make_layout
-from meshwright.layout.leaf import LeafLayout, format_bytes
+from meshwright.layout.layout import Layout, make_layout, match_partition_rules
+from meshwright.layout.leaf import LayoutDiff, LeafChange, LeafLayout, format_bytes
 from meshwright.layout.report import LayoutReport, explain_layout
 
 __all__ = [
@@ -14,4 +13,5 @@ __all__ = [
     "explain_layout",
     "format_bytes",
     "make_layout",
+    "match_partition_rules",
 ]

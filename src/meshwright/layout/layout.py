@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -14,15 +13,25 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import LayoutError, MeshwrightWarning, PlacementError, did_you_mean
-from meshwright.layout.diff import LayoutDiff, diff_leaves
-from meshwright.layout.leaf import LeafLayout, count_leaves, format_bytes, make_leaf
+from meshwright.errors import LayoutError, PlacementError, did_you_mean
+from meshwright.layout.leaf import (
+    HEADINGS,
+    LayoutDiff,
+    LeafLayout,
+    count_leaves,
+    diff_leaves,
+    format_bytes,
+    leaf_rows,
+    make_leaf,
+    rich_table,
+    text_table,
+)
 from meshwright.layout.picture import tile_svg, tile_text
 from meshwright.layout.report import LayoutReport, PadPolicy, explain_layout
-from meshwright.layout.text_table import HEADINGS, leaf_rows, rich_table, text_table
-from meshwright.mesh.build import AnyMesh, describe_mesh
-from meshwright.placement import gather_leaves, other_mesh_error, shard_leaves
-from meshwright.specs import spec_from_json, spec_to_json
+from meshwright.mesh.build import AnyMesh, current_mesh, describe_mesh, other_mesh_error
+from meshwright.placement import gather_leaves, shard_leaves
+from meshwright.rules.rule_set import as_rules
+from meshwright.specs import get_names_from_partition_spec, spec_from_json, spec_to_json
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
@@ -55,13 +64,28 @@ def make_layout(
         1 leaf on fsdp=4 x tp=2: 64.0 KiB in all, 8.0 KiB per device
     """
     report = explain_layout(rules, abstract_tree, mesh, pad=pad, params=params)
-    error = report.error()
-    if error is not None:
-        raise error
-    concerns = report.concerns()
-    if concerns:
-        warnings.warn("layout:\n  " + "\n  ".join(concerns), MeshwrightWarning, stacklevel=2)
+    report.settle()
     return Layout(mesh, report.leaves, jax.tree.structure(abstract_tree), report)
+
+
+def match_partition_rules(rules: Any, params: PyTree, *, mesh: AnyMesh | None = None) -> PyTree:
+    """Returns the tree with each leaf replaced by the spec of the first rule found in its path.
+
+    Works on parameters, on a `TrainState` and on any optax state: an optimizer's prefixes need no rules of their own.
+    Specs are checked as in `make_layout`, on `mesh` or the mesh in force; without one, only against the leaf's rank.
+
+    Example:
+        >>> match_partition_rules([("kernel", P("fsdp", "tp")), (".*", P())], {"a": {"kernel": jax.numpy.ones((4, 4))}})
+        {'a': {'kernel': P('fsdp', 'tp')}}
+    """
+    rules = as_rules(rules)
+    mesh = mesh or current_mesh()
+    if mesh is None:  # axes of size 1 divide everything
+        axes = get_names_from_partition_spec([spec for _, spec in rules])
+        mesh = AbstractMesh((1,) * len(axes), tuple(axes))
+    report = explain_layout(rules, params, mesh)
+    report.settle()
+    return jax.tree.unflatten(jax.tree.structure(params), [leaf.spec for leaf in report.leaves])
 
 
 class Layout:
@@ -172,12 +196,7 @@ class Layout:
             donate: gives up arrays that are already on the mesh but placed otherwise: their memory is reused or freed.
             reshard: accepts arrays that live on another mesh; without it they are an error.
         """
-        self._require_devices("shard")
-        values = self._values(tree, stored=False)
-        for leaf, value in zip(self.leaves, values, strict=True):
-            sharding = getattr(value, "sharding", None)
-            if not reshard and isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
-                self._require_own_mesh(leaf, sharding)
+        values = self._checked_values(tree, "shard", stored=False, any_mesh=reshard)
         padded = [_pad(value, leaf) for leaf, value in zip(self.leaves, values, strict=True)]
         return self.structure.unflatten(shard_leaves(padded, self._leaf_shardings, donate=donate))
 
@@ -186,27 +205,16 @@ class Layout:
 
         The numpy arrays may share memory with JAX's and are then read-only; copy one to change it.
         """
-        self._require_devices("gather")
-        values = self._values(tree, stored=True)
-        for leaf, value in zip(self.leaves, values, strict=True):
-            sharding = getattr(value, "sharding", None)
-            if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
-                self._require_own_mesh(leaf, sharding)
-        whole = gather_leaves(values, donate=donate)
+        whole = gather_leaves(self._checked_values(tree, "gather", stored=True, any_mesh=False), donate=donate)
         return self.structure.unflatten([_unpad(value, leaf) for leaf, value in zip(self.leaves, whole, strict=True)])
 
-    def _require_devices(self, what: str) -> None:
+    def _checked_values(self, tree: PyTree, what: str, *, stored: bool, any_mesh: bool) -> list[Any]:
+        """Returns the tree's leaves, if they are those that this layout was made for, and on its mesh."""
         if not isinstance(self.mesh, Mesh):
             raise PlacementError(
                 f"cannot {what}: this layout is for {describe_mesh(self.mesh)}, a machine that is not here.",
                 hint="make_layout(rules, tree, create_mesh(...)) with real devices.",
             )
-
-    def _require_own_mesh(self, leaf: LeafLayout, sharding: NamedSharding) -> None:
-        if sharding.mesh.shape != self.mesh.shape or sharding.device_set != self._leaf_shardings[0].device_set:
-            raise other_mesh_error(f"`{leaf.name}`", sharding.mesh, self.mesh)
-
-    def _values(self, tree: PyTree, *, stored: bool) -> list[Any]:
         values, structure = jax.tree.flatten(tree)
         if structure != self.structure:
             raise _structure_error(self, tree)
@@ -218,6 +226,11 @@ class Layout:
                     f"`{leaf.name}` is {dtype}{list(shape)}; the layout was made for {leaf.dtype}{list(expected)}.",
                     hint="make the layout from this tree, or cast it first.",
                 )
+            own = getattr(value, "sharding", None)
+            if any_mesh or not isinstance(own, NamedSharding) or len(own.device_set) == 1:
+                continue
+            if own.mesh.shape != self.mesh.shape or own.device_set != self._leaf_shardings[0].device_set:
+                raise other_mesh_error(f"`{leaf.name}`", own.mesh, self.mesh)
         return values
 
     # --- How it is written down ---

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshwright.errors import MeshError, MeshwrightWarning, did_you_mean
+from meshwright.errors import MeshError, MeshwrightWarning, PlacementError, did_you_mean
 from meshwright.mesh.string import MeshAxis, MeshSpec, check_counts, parse_mesh
 
 AnyMesh = Mesh | AbstractMesh
@@ -239,6 +239,21 @@ def require_axes(mesh: AnyMesh, names: Sequence[str], *, where: str) -> None:
 def describe_mesh(mesh: AnyMesh) -> str:
     """Returns the mesh as a short string, `dp=2 x tp=4`, for messages and tables."""
     return " x ".join(f"{name}={size}" for name, size in mesh.shape.items()) or "no axes"
+
+
+def no_mesh_error(who: str) -> MeshError:
+    """Returns the error for a call that needs a mesh where none is in force."""
+    return MeshError(
+        f"{who} needs a mesh, and none is active here.", hint="wrap the call in `with jax.set_mesh(mesh):`."
+    )
+
+
+def other_mesh_error(what: str, own: AnyMesh, mesh: AnyMesh) -> PlacementError:
+    """Returns the error for an array that lives on another mesh than the one in use."""
+    return PlacementError(
+        f"{what} lives on the mesh {describe_mesh(own)}; the mesh in use is {describe_mesh(mesh)}.",
+        hint="bring it over with Layout.shard(tree, reshard=True).",
+    )
 
 
 def arrange_devices(

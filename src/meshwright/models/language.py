@@ -23,6 +23,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from meshwright.constraints import with_sharding_constraint
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlacementError, did_you_mean
 from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import is_manual, place_on, ways_along
@@ -36,7 +37,6 @@ from meshwright.parallel.kernels.gradient_kernels import residual_norm
 from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_embed
-from meshwright.placement import with_sharding_constraint
 from meshwright.rules import Rules
 from meshwright.specs import spec_axes
 from meshwright.types import PRNGKeyArray, PyTree

@@ -1,17 +1,21 @@
-"""Partition rules as data: `(regex, PartitionSpec)` pairs, checked once, written with mesh axes or logical names."""
+"""Partition rules as data: `(regex, PartitionSpec)` pairs, checked once, written with mesh axes or logical names.
+
+Rules come from users, so a regex that `re` could search for hours is refused: see `compile_pattern`.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import RuleError, did_you_mean
 from meshwright.mesh.build import AnyMesh
-from meshwright.rules.patterns import Pattern, compile_pattern
 from meshwright.specs import check_spec_type, dim_axes, format_spec, keep_axes
 
 
@@ -138,3 +142,142 @@ def _read_rule(index: int, rule: Any) -> Rule:
     except RuleError as error:
         raise RuleError(f"rule {index}: {error}") from None
     return Rule(pattern, check_spec_type(spec, where=f"rule {index} `{text}`"))
+
+
+# --- Regexes that cannot hang ---
+
+# An upper bound on the steps of one search; patterns made to reach it take a second or two.
+MAX_STEPS = 10**9
+
+# A pattern is reduced to literal text and these marks: any character, a loop, a choice between two ways to continue,
+# and the start of a look-around group.
+_ANY, _LOOP, _CHOICE, _LOOK = "\ue000", "\ue001", "\ue002", "\ue003"
+_MARKS = _ANY + _LOOP + _CHOICE + _LOOK
+_SYNTAX = (
+    r"\\(?:\d{1,3}|x..|u.{4}|U.{8}|N\{[^}]*\}|.)"  # escapes
+    r"|\[\^?\]?(?:\\.|[^]\\])*\]"  # sets
+    r"|\(\?(?:#[^)]*\)|P=\w+\)|P<\w+>|[:>]|<?[=!]|\(\w+\)|[a-zA-Z-]+[:)])"  # beginnings of groups, comments, flags
+    rf"|[.^${_MARKS}]"
+)
+_REPEAT = r"(?:[*+?]|\{\d+\}|\{\d*,\d*\})[+?]?"
+_GROUP = re.compile(rf"\(([^()]*)\)({_REPEAT})?")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A compiled pattern: `search` is `re.search`, or raises if a name would take too long.
+
+    `literal` is text that every match contains (possibly empty): a cheap test that can only say "no".
+    """
+
+    text: str
+    literal: str
+    search: Callable[[str], re.Match[str] | None] = field(compare=False, repr=False)
+
+    def matches(self, name: str) -> bool:
+        return self.literal in name and bool(self.search(name))
+
+
+@functools.lru_cache(maxsize=4096)
+def compile_pattern(text: str) -> Pattern:
+    """Compiles a pattern, or raises if it repeats a group that can itself match in several ways, such as `(a+)+`.
+
+    `re` backtracks: such a pattern takes seconds on 26 characters and twice as long for each further one.
+
+    Example:
+        >>> compile_pattern("attn/(q|k|v)/kernel").matches("layers/0/attn/q/kernel")
+        True
+        >>> compile_pattern("attn/(q|k|v)/kernel").literal
+        '/kernel'
+    """
+    try:
+        regex = re.compile(text)
+    except re.error as error:
+        position = min(error.pos or 0, len(text))
+        raise RuleError(
+            f"`{text}` is not a regular expression: {error.msg}\n    {text}\n    {' ' * position}^",
+            hint="to match these characters literally, wrap the text in re.escape(...).",
+        ) from None
+    except (RecursionError, OverflowError, MemoryError):
+        raise RuleError(f"`{text[:80]}` is too large or too deeply nested for a regular expression.") from None
+    marked = re.sub(f"[^()|]({_REPEAT})", lambda found: _freedom(found[1]), _without_syntax(text, regex.flags))
+    top = marked
+    while "(" in top:
+        top = _GROUP.sub(_ANY, top)
+    literal = "" if "|" in top or regex.flags & re.IGNORECASE else max(re.split(f"[{_MARKS}]", top), key=len)
+    branches = [
+        # A loop at the very end never has to give anything back.
+        (2 ** branch.count(_CHOICE), re.findall(f"{_LOOP}([^{_MARKS}]*)", branch.rstrip(_LOOP)))
+        for branch in _without_groups(text, marked).split("|")
+    ]
+    if sum(choices for choices, _ in branches) > MAX_STEPS:
+        raise _refusal(text, "it has too many optional parts")
+    if sum(choices * 200 ** len(loops) for choices, loops in branches) * 200**2 <= MAX_STEPS:
+        return Pattern(text, literal, regex.search)
+
+    def search(name: str) -> re.Match[str] | None:
+        # From each start, `re` comes back to a loop once for each place where the text after it lies in the name.
+        num_ways = 0
+        for choices, loops in branches:
+            num_ways += choices * math.prod(_num_places(after, name) for after in loops)
+        if num_ways * len(name) ** 2 > MAX_STEPS:
+            raise _refusal(text, f"on `{name[:200]}` its loops can end in too many places")
+        return regex.search(name)
+
+    return Pattern(text, literal, search)
+
+
+def _without_syntax(text: str, flags: int) -> str:
+    """Returns the pattern with plain groups only, and a mark for each escape, set and anchor."""
+
+    def replace(found: re.Match[str]) -> str:
+        token = found[0]
+        if token.startswith("(?"):
+            if token.startswith("(?P="):
+                return _ANY
+            if token[-1] == ")" and token[2] != "(":  # a comment, or flags for the whole pattern
+                return ""
+            if token[2] not in "P:><=!(" and "x" in token:
+                raise _refusal(text, "`(?x:` cannot be checked; put `(?x)` at the start")
+            return f"({_LOOK}" if token[-1] in "=!" else "("
+        if token[0] == "\\":
+            return _ANY if token[1].isalnum() or token[1] in f"()|*+?{{{_MARKS}" else token[1]
+        return "" if token[0] == "#" or token.isspace() else _ANY
+
+    syntax = rf"{_SYNTAX}|\s|#[^\n]*" if flags & re.VERBOSE else _SYNTAX
+    return re.sub(syntax, replace, text, flags=re.DOTALL)
+
+
+def _without_groups(text: str, marked: str) -> str:
+    """Returns the pattern with each group replaced by its contents, and raises for repeated groups with freedom."""
+    while found := _GROUP.search(marked):
+        body, repeat = found[1], found[2] or ""
+        if body.startswith(_LOOK):
+            body = re.sub(f"[^{_MARKS}|]", _ANY, body)
+        num_more = body.count("|")
+        repeated = repeat and repeat[0] != "?"
+        if repeated and (num_more or _LOOP in body or _CHOICE in body):
+            raise _refusal(text, f"a group with repetition or alternatives inside is repeated (`{repeat}`)")
+        body = _CHOICE * num_more.bit_length() + body.replace("|", _ANY)
+        if repeat:
+            body = _freedom(repeat) + (_ANY if repeated else body)
+        marked = marked[: found.start()] + body + marked[found.end() :]
+    return marked
+
+
+def _freedom(repeat: str) -> str:
+    if repeat[0] == "?":
+        return _CHOICE
+    return _ANY if repeat[0] == "{" and "," not in repeat else _LOOP
+
+
+def _num_places(after: str, name: str) -> int:
+    # Without regard to case, which can only find more of them.
+    return len(re.findall(f"(?i)(?={re.escape(after)})", name)) or 1
+
+
+def _refusal(text: str, why: str) -> RuleError:
+    return RuleError(
+        f"`{text}` could take exponential time to match: {why}.",
+        hint="remove the nested repetition, for example `(a+)+` -> `a+`, or write two simpler rules.",
+    )

@@ -19,7 +19,7 @@ from meshwright.layout import Layout, make_layout
 from meshwright.layout.leaf import LeafLayout, make_leaf
 from meshwright.layout.report import PadPolicy
 from meshwright.mesh.build import AnyMesh, require_axes
-from meshwright.rules.roles import find_subjects
+from meshwright.rules.matching import find_subjects
 from meshwright.specs import canonical, dim_axes, format_spec, shard_shape, spec_axes
 from meshwright.train.job import abstract_init
 from meshwright.train.precision import Precision

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.errors import MeshwrightError
-from meshwright.layout.text_table import rich_table, text_table
+from meshwright.layout.leaf import rich_table, text_table
 from meshwright.verify.causes import Cause, guilty_axes
 from meshwright.verify.compare import GROWTH, Comparison
 

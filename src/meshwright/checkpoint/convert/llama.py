@@ -26,7 +26,7 @@ from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import CheckpointError
 from meshwright.files import explain_failure, write_atomically
 from meshwright.layout import Layout
-from meshwright.layout.text_table import text_table
+from meshwright.layout.leaf import text_table
 from meshwright.models import Decoder
 from meshwright.placement import shard_leaves
 from meshwright.tree import flatten_tree

@@ -9,8 +9,8 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.layout import Layout, LeafLayout, format_bytes
+from meshwright.layout.leaf import HEADINGS, leaf_rows
 from meshwright.layout.picture import device_list, heading, tile_panels
-from meshwright.layout.text_table import HEADINGS, leaf_rows
 from meshwright.loop.report.run_record import RunRecord
 from meshwright.pages import (
     Bar,

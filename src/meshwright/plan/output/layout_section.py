@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.layout import Layout, LeafLayout, format_bytes
-from meshwright.layout.text_table import HEADINGS, leaf_rows
+from meshwright.layout.leaf import HEADINGS, leaf_rows
 from meshwright.loop.report.placement_section import leaf_picture
 from meshwright.pages import Section, fold, join, prose, side_by_side, table
 

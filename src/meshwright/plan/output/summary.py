@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.layout.leaf import format_bytes
-from meshwright.layout.text_table import rich_table, text_table
+from meshwright.layout.leaf import format_bytes, rich_table, text_table
 from meshwright.pages.numbers import compact, duration, percent
 from meshwright.plan.costs.sent import Sent
 from meshwright.plan.output.commands import PlannedJob, how_to_run, train_command

@@ -6,12 +6,13 @@ on it: without a mesh, `with_sharding_constraint` does nothing, so that a model 
 
 from __future__ import annotations
 
+from meshwright.constraints import with_sharding_constraint as _strict_with_sharding_constraint
+from meshwright.layout import match_partition_rules
 from meshwright.mesh.build import create_mesh, current_mesh, get_jax_mesh, names_in_current_mesh
 from meshwright.metrics import get_metrics
 from meshwright.placement import make_shard_and_gather_fns
-from meshwright.placement import with_sharding_constraint as _strict_with_sharding_constraint
 from meshwright.rng import wrap_function_with_rng
-from meshwright.rules import get_names_from_partition_spec, get_weight_decay_mask, match_partition_rules
+from meshwright.rules import get_names_from_partition_spec, get_weight_decay_mask
 from meshwright.tree import flatten_tree, named_tree_map, tree_apply, tree_path_to_string
 from meshwright.types import PyTree
 

@@ -3,7 +3,7 @@ import pytest
 
 import meshwright as mw
 from meshwright import P
-from meshwright.layout.text_table import fold_names, leaf_rows, text_table
+from meshwright.layout.leaf import fold_names, leaf_rows, text_table
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 
 import meshwright as mw
 from meshwright import P
-from meshwright.rules.findings import generalise, idle_rules, inside_word_hits
+from meshwright.layout.report import generalise, idle_rules, inside_word_hits
 
 TREE = {
     "embed": {"w": jax.ShapeDtypeStruct((8, 8), "float32")},
