@@ -15,6 +15,7 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.mesh.axes import is_manual
 from meshwright.mesh.build import current_mesh
 from meshwright.parallel.overlap.collective_matmul import GATHERED_ROWS
+from meshwright.parallel.overlap.forms import chip_family
 
 Layers = Literal["auto", "scan", "unroll"] | int
 Remat = Literal["none", "dots", "full", "offload"] | Callable[..., Any]
@@ -72,6 +73,11 @@ class Execution:
     def rows(self) -> tuple[str, ...]:
         """Returns those axes of the mesh in force that split rows."""
         return tuple(axis for axis in self.data_axes if _here(axis) is not None)
+
+
+def on_gpu() -> bool:
+    """Returns whether programs are for GPUs: those of the mesh in force, or of the default backend without a mesh."""
+    return chip_family() == "gpu" if current_mesh() is not None else jax.default_backend() == "gpu"
 
 
 def _here(axis: str | None) -> str | None:
