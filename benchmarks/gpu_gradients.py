@@ -41,13 +41,14 @@ TINY = {"vocab_size": 128, "num_layers": 2, "d_model": 64, "num_heads": 4, "d_ff
 ROWS, LENGTH, ODD_LENGTH, ODD_VOCABULARY = 4, 256, 203, 1013
 TINY_LENGTH, TINY_ODD_LENGTH, TINY_ODD_VOCABULARY = 32, 27, 101
 
-# By precision and model: the largest relative difference of a leaf, and the reason.
+# By precision and model: the largest relative difference of a leaf, and the reason. For two layers; with more of them
+# it grows as a sum of random errors does.
 TOLERANCES = {
     ("float32", "decoder"): (1e-4, "float32, summed in another order"),
     ("float32", "xlstm"): (2e-4, "float32, summed in another order; exponential gates magnify it"),
     ("tf32", "decoder"): (1e-2, "TF32 matmuls, XLA's default for float32, round to 10 bits"),
     ("mixed", "decoder"): (5e-2, "bfloat16 rounds to 8 bits, through both passes of all layers; 2.8e-2 on a CPU"),
-    ("mixed", "xlstm"): (6e-2, "bfloat16 rounds to 8 bits; exponential gates magnify it"),
+    ("mixed", "xlstm"): (8e-2, "bfloat16 rounds to 8 bits; exponential gates magnify it; 4.4e-2 on a CPU"),
 }
 HEADINGS = ("case", "precision", "difference", "allowed", "worst leaf", "loss", "attention", "norm", "loss path")
 HEADINGS += ("stack", "matmuls", "result")
@@ -273,7 +274,7 @@ def attempt(function: Any, *args: Any, **options: Any) -> Any:
 
 
 def judge(case: Case, found: Any, true: dict[str, Any]) -> dict[str, Any]:
-    allowed, _ = TOLERANCES[case.precision, case.model]
+    allowed = TOLERANCES[case.precision, case.model][0] * (dict(case.sizes).get("num_layers", 2) / 2) ** 0.5
     result: dict[str, Any] = {"case": case.name, "precision": case.precision, "allowed": allowed}
     if isinstance(found, Exception):
         return result | {"result": "FAILED", "error": f"{type(found).__name__}: {str(found).splitlines()[0]}"}
