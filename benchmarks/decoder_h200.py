@@ -40,7 +40,7 @@ def main() -> None:
 
 def compare(args: argparse.Namespace) -> None:
     rows = []
-    for length, batch in [(32, 4)] if args.tiny else SHAPES:
+    for length, batch in [(32, 4)] if args.tiny else [shape for shape in SHAPES if shape[0] in args.lengths]:
         results = {}
         for name, command, variables in programs(args, length, batch):
             result = child(command, variables)
@@ -254,6 +254,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", help="the folder of the peers' programs; without it, only ours run")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens per row")
     parser.add_argument("--curve", action="store_true", help="compare losses with those of float32 as well")
     parser.add_argument("--warmup", type=int, default=0, help="steps in which our learning rate rises to 3e-4")
     parser.add_argument("--only-curve", action="store_true", help="runs nothing but the comparison of losses")

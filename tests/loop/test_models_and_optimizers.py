@@ -10,6 +10,7 @@ from meshwright.errors import ConfigError
 from meshwright.loop.config import OptimizerOptions
 from meshwright.loop.model_choice import make_model, model_names
 from meshwright.loop.optimizers import decayed, make_optimizer, make_schedule
+from meshwright.loop.resume import _what_must_match
 
 
 def test_options_change_fields_by_their_kind():
@@ -46,6 +47,13 @@ def test_every_model_has_rules_for_every_parameter():
         model = make_model(name)
         shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
         assert set(jax.tree.leaves(decayed(shapes))) == {True, False}
+
+
+def test_a_checkpoint_of_an_xlstm_with_another_chunk_size_is_of_the_same_model():
+    now, before = make_model("xlstm-125m"), make_model("xlstm-125m", ("chunk_size=64",))
+    assert "chunk_size=None" in repr(now)  # before None there was 64, which checkpoints hold
+    assert _what_must_match(repr(now)) == _what_must_match(repr(before))
+    assert _what_must_match(repr(now)) != _what_must_match(repr(make_model("xlstm-125m", ("num_heads=8",))))
 
 
 def test_norms_do_not_decay():

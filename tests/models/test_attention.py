@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax._src.cudnn.fused_attention_stablehlo as cudnn
 import jax.numpy as jnp
@@ -7,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright import PlacementError
-from meshwright.models.attention import attention
+from meshwright.errors import MeshwrightWarning
+from meshwright.models.attention import _warn_of_padding, attention
 
 # Documents of 3, 1 and 2 tokens with padding at the end; padding in front; one document that fills the row.
 SEGMENTS = np.array([[1, 1, 1, 2, 3, 3, 0, 0], [0, 1, 1, 2, 2, 2, 2, 2], [4, 4, 4, 4, 4, 4, 4, 4]])
@@ -158,8 +161,7 @@ def test_before_jax_0_11_cudnn_gets_one_key_head_per_query_head(asked, monkeypat
         (jnp.float32, 8, 8, {}, "xla"),
         (jnp.bfloat16, 12, 8, {}, "xla"),
         (jnp.bfloat16, 256, 8, {}, "xla"),
-        (jnp.bfloat16, 8, 7, {}, "cudnn"),
-        (jnp.bfloat16, 8, 7, {"segment_ids": jnp.ones((3, 7), int)}, "xla"),
+        (jnp.float32, 8, 7, {}, "xla"),
         (jnp.bfloat16, 8, 8, {"segment_ids": jnp.ones((3, 8), int)}, "cudnn"),
         (jnp.bfloat16, 8, 8, {"implementation": "xla"}, "xla"),
     ],
@@ -174,6 +176,48 @@ def test_which_implementation_a_gpu_uses(monkeypatch, dtype, dim, length, option
     assert chosen[0]["implementation"] == expected
     assert chosen[0]["is_causal"]
     assert (chosen[0]["mask"] is None) == ("segment_ids" not in options)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_odd_length_is_padded_for_cudnn_which_is_said_once(monkeypatch, packed):
+    """jax refuses the gradient of cuDNN's attention at odd lengths, with a mask and without."""
+    lengths, real = [], jax.nn.dot_product_attention
+
+    def answer(q, k, v, *, mask, is_causal, implementation):
+        lengths.append((implementation, q.shape[1]))
+        return real(q, k, v, mask=mask, is_causal=is_causal, implementation="xla")
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91200)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", answer)
+    _warn_of_padding.cache_clear()
+    segments = jnp.asarray(SEGMENTS)[:, :7] if packed else None
+    *qkv, d_out = inputs(length=7, dtype=jnp.bfloat16)
+
+    def grads(implementation, q, k, v):
+        call = functools.partial(attention, segment_ids=segments, implementation=implementation)
+        out, pull = jax.vjp(call, q, k, v)
+        return out, *pull(d_out)
+
+    with pytest.warns(MeshwrightWarning, match=r"pads 7 positions to 8.*\nhint: use an even number"):
+        padded = grads(None, *qkv)
+    grads(None, *qkv)  # a second warning would be an error here
+    plain = grads("xla", *qkv)
+    assert lengths == [("cudnn", 8), ("cudnn", 8), ("xla", 7)]
+    for actual, expected in zip(padded, plain, strict=True):
+        assert relative_error(actual, expected) < 1e-2
+        assert actual.shape == expected.shape
+
+
+@pytest.mark.parametrize("length", [7, 5])
+def test_an_odd_length_is_padded_inside_its_last_piece(asked, length):
+    segments = jnp.asarray(SEGMENTS)[:, :length]
+    q, k, v, _ = inputs(length=length)
+    _warn_of_padding.cache_clear()
+    with pytest.warns(MeshwrightWarning, match=f"pads {length} positions"):
+        out = attention(q, k, v, segment_ids=segments, max_segments=4, implementation="cudnn")
+    np.testing.assert_allclose(out, in_float64(q, k, v, np.asarray(segments)), atol=1e-5)
+    assert (np.where(asked[0]["lengths"] > 0, asked[0]["lengths"], 0).sum(axis=1) == length + 1).all()
 
 
 def test_the_mesh_in_force_wins_over_the_default_backend(monkeypatch):

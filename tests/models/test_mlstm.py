@@ -12,7 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.errors import PlacementError
-from meshwright.models import MLSTMState, init_mlstm_state, mlstm_chunkwise, mlstm_parallel, mlstm_recurrent
+from meshwright.models import (
+    MLSTMState,
+    init_mlstm_state,
+    mlstm_chunks,
+    mlstm_chunkwise,
+    mlstm_parallel,
+    mlstm_recurrent,
+)
 from meshwright.parallel import local_map
 
 B, S, H, K, V = 2, 13, 4, 4, 6
@@ -426,6 +433,16 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
     one_array_of_all_pairs = B * H * 512 * 512 * 4
     assert long < 2.5 * short
     assert long < one_array_of_all_pairs / 2
+
+
+@pytest.mark.parametrize(("backend", "length"), [("cpu", 64), ("gpu", 256)])
+def test_the_default_chunk_size_suits_the_chip(monkeypatch, backend, length):
+    cut, lengths = mlstm_chunks._cut, []
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(mlstm_chunks, "_cut", lambda t, length: lengths.append(length) or cut(t, length))
+    for options in ({}, {"chunk_size": None}, {"chunk_size": 32}):
+        jax.eval_shape(functools.partial(mlstm_chunkwise, **options), *tokens(length=300))
+    assert lengths == [length, length, 32]
 
 
 # --- Bad inputs ---

@@ -84,7 +84,7 @@ def find_start(run: Prepared, checkpoints: Checkpoints) -> Start:
 def _require_same_model(run: Prepared, facts: Mapping[str, Any]) -> None:
     """Raises where the model computes something else with parameters of the same shapes; dropout may change."""
     saved, now = facts.get("model"), checkpoint_facts(run)["model"]
-    if saved is None or now is None or _without_dropout(saved) == _without_dropout(now):
+    if saved is None or now is None or _what_must_match(saved) == _what_must_match(now):
         return
     raise ConfigError(
         f"{run.folder.path} holds another model.\n  there: {saved}\n  here:  {now}",
@@ -92,8 +92,14 @@ def _require_same_model(run: Prepared, facts: Mapping[str, Any]) -> None:
     )
 
 
-def _without_dropout(model: str) -> str:
-    return re.sub(r"dropout=[^,)]*", "dropout", model)
+def _what_must_match(model: str) -> str:
+    """Returns a model's fields without those that a resumed run may change: dropout, and how an xLSTM cuts time.
+
+    Example:
+        >>> _what_must_match("XLSTM(d_ff=8, dropout=0.1, chunk_size=64)")
+        'XLSTM(d_ff=8, dropout, chunk_size)'
+    """
+    return re.sub(r"\b(dropout|chunk_size)=[^,)]*", r"\1", model)
 
 
 def _changes(run: Prepared, facts: Mapping[str, Any], step: int) -> list[str]:

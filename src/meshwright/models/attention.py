@@ -6,16 +6,17 @@ Shapes: B rows, S positions, H query heads, G key and value heads (H a multiple 
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.errors import PlacementError
-from meshwright.hardware.chips import chip_family
+from meshwright.errors import MeshwrightWarning, PlacementError
 from meshwright.mesh.axes import vary_alike
-from meshwright.mesh.build import current_mesh
+from meshwright.models.execution import on_gpu
 
 Implementation = Literal["xla", "cudnn"]
 
@@ -41,6 +42,7 @@ def attention(
             cuDNN skip other documents instead of reading a mask: 2.7 times as fast at 2048 tokens and four documents,
             4.1 times at 8192. The backward pass keeps `B * max_segments * H * S` float32 numbers.
         implementation: by default cuDNN for GPUs, if it is installed, for 16-bit floats without a soft cap; else XLA.
+            cuDNN gets an odd number of positions padded to an even one, which a warning reports once.
 
     Example:
         >>> q = k = v = jnp.ones((1, 4, 2, 8))
@@ -60,19 +62,46 @@ def attention(
         q = q + jnp.where(too_many, jnp.nan, 0.0).astype(q.dtype)[:, None, None, None]
     q, k, v = vary_alike(q, k, v)
     if implementation is None:
-        implementation = "cudnn" if soft_cap is None and _suits_cudnn(q, masked=pieces is not None) else "xla"
-    if implementation == "cudnn" and pieces is not None and max_segments is not None and _can_pack():
-        return _packed(q, k, v, pieces, max_segments)
-    mask = pieces[:, None, :, None] == pieces[:, None, None, :] if pieces is not None else None
+        implementation = "cudnn" if soft_cap is None and _suits_cudnn(q) else "xla"
+    if implementation == "cudnn":
+        return _by_cudnn(q, k, v, pieces, max_segments)
     if soft_cap is not None:
-        return _capped(q, k, v, mask, soft_cap)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
+        return _capped(q, k, v, _mask(pieces), soft_cap)
+    return jax.nn.dot_product_attention(q, k, v, mask=_mask(pieces), is_causal=True, implementation="xla")
 
 
 def _pieces(segment_ids: Any) -> Any:
     """Returns for each position how many pieces end before it."""
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     return jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))).astype(jnp.int32), axis=1)
+
+
+def _mask(pieces: Any) -> Any:
+    return None if pieces is None else pieces[:, None, :, None] == pieces[:, None, None, :]
+
+
+def _by_cudnn(q: Any, k: Any, v: Any, pieces: Any, max_segments: int | None) -> jax.Array:
+    length = q.shape[1]
+    if length % 2:
+        # The extra position joins the last piece. It comes after all others, so none of them attends to it.
+        _warn_of_padding(length)
+        q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
+        pieces = None if pieces is None else jnp.pad(pieces, ((0, 0), (0, 1)), mode="edge")
+    if pieces is not None and max_segments is not None and _can_pack():
+        attended = _packed(q, k, v, pieces, max_segments)
+    else:
+        attended = jax.nn.dot_product_attention(q, k, v, mask=_mask(pieces), is_causal=True, implementation="cudnn")
+    return attended[:, :length] if length % 2 else attended
+
+
+@functools.cache  # once for each length
+def _warn_of_padding(length: int) -> None:
+    warnings.warn(
+        f"attention pads {length} positions to {length + 1}: cuDNN's gradient needs an even number in JAX.\n"
+        "hint: use an even number of tokens per row, which saves copies of queries, keys and values.",
+        MeshwrightWarning,
+        stacklevel=4,
+    )
 
 
 def _packed(q: Any, k: Any, v: Any, pieces: Any, max_segments: int) -> jax.Array:
@@ -117,13 +146,10 @@ def _capped(q: Any, k: Any, v: Any, mask: Any, soft_cap: float) -> jax.Array:
     return attended
 
 
-def _suits_cudnn(q: Any, *, masked: bool) -> bool:
-    on_gpu = chip_family(current_mesh()) == "gpu" if current_mesh() is not None else jax.default_backend() == "gpu"
-    if not on_gpu or q.dtype not in (jnp.bfloat16, jnp.float16):
-        return False
-    # Its limits on every generation of GPUs; an explicit mask needs an even number of positions.
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and not (masked and q.shape[1] % 2)
-    return fits and _has_cudnn()
+def _suits_cudnn(q: Any) -> bool:
+    # Its limits on every generation of GPUs.
+    fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+    return fits and on_gpu() and _has_cudnn()
 
 
 def _has_cudnn() -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import is_manual
 from meshwright.mesh.build import current_mesh
 from meshwright.parallel.overlap.collective_matmul import GATHERED_ROWS
@@ -75,6 +76,12 @@ class Execution:
     def rows(self) -> tuple[str, ...]:
         """Returns those axes of the mesh in force that split rows."""
         return tuple(axis for axis in self.data_axes if _here(axis) is not None)
+
+
+def on_gpu() -> bool:
+    """Returns whether programs are for GPUs: those of the mesh in force, or of the default backend without a mesh."""
+    mesh = current_mesh()
+    return chip_family(mesh) == "gpu" if mesh is not None else jax.default_backend() == "gpu"
 
 
 def _here(axis: str | None) -> str | None:

@@ -30,7 +30,8 @@ class XLSTM(LanguageModel):
     Args:
         qk_factor: features of queries and keys, as a share of `d_model`; values have all of it.
         gate_soft_cap: squashes what enters the gates by `cap * tanh(x / cap)`; None leaves it alone.
-        chunk_size: how many tokens are compared with each other at a time. It does not change the function.
+        chunk_size: how many tokens are compared with each other at a time. It does not change the function. By default
+            the number that suits the chip: see `mlstm_chunkwise`.
 
     Example:
         >>> model = XLSTM.named("tiny")
@@ -43,7 +44,7 @@ class XLSTM(LanguageModel):
     d_ff: int
     qk_factor: float = 0.5
     gate_soft_cap: float | None = 15.0
-    chunk_size: int = 64
+    chunk_size: int | None = None
 
     SIZES: ClassVar[dict[str, dict[str, Any]]] = {
         "tiny": {"vocab_size": 256, "num_layers": 2, "d_model": 64, "num_heads": 8, "d_ff": 128, "chunk_size": 8},
