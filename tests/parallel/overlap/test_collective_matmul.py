@@ -94,9 +94,7 @@ def test_fewer_larger_chunks_equal_one_device(ways, num_chunks):
 
 
 @pytest.mark.parametrize("save_gathered", [False, True])
-@pytest.mark.parametrize(
-    ("ways", "group"), [(8, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((4, 2), (8, 4)))]
-)
+@pytest.mark.parametrize(("ways", "group"), [(8, 2), (4, 2), (8, 4)])
 def test_pools_in_the_backward_pass_equal_one_device(ways, group, save_gathered):
     form = Form(group=group)
     check(ways, local_loss(ways, form=form, grad_form=form, save_gathered=save_gathered))
