@@ -1,23 +1,21 @@
 """What every test sees, whether it is a test file, a docstring example or a code block in the docs."""
 
-import datetime
-import zlib
+import functools
+from collections import Counter
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+from meshwright.parallel.pipeline import engine
 
 ROOT = Path(__file__).parent
 
 # Eight simulated devices: enough for three mesh axes of size two. jax must learn of them before it starts.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-
-# Most of a test's time is compilation, so every program is kept, however small or quick to compile.
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # ```python blocks run, top to bottom, in one namespace per file. Anything else is only shown.
 pytest_collect_file = Sybil(
@@ -27,28 +25,58 @@ pytest_collect_file = Sybil(
 
 collect_ignore = ["dev.py", "docs/conf.py", "docs/_build"]
 
-# All slow tests together take longer than a run of the whole suite should. Each is run every tenth day.
-DAYS = 10
-SLOW = ("some", "all", "none")
+
+# --- Most of a test's time is compilation ---
+
+# Every program is kept on disk, however small or quick to compile.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# Tests call tiny programs a few times, so compiling them without LLVM's optimizations saves a third of the time.
+jax.config.update("jax_disable_most_optimizations", True)
+OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}  # XLA's defaults
+_compile = jax.stages.Lowered.compile
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--slow", choices=SLOW, default="some", help="which slow tests to run: those of today (some), all, or none"
-    )
+@functools.wraps(_compile)
+def compile_optimized(lowered, compiler_options=None, **arguments):
+    """Programs compiled by hand are read (schedule, memory, fusions), so they are what a user's compiler makes."""
+    return _compile(lowered, OPTIMIZED | dict(compiler_options or {}), **arguments)
 
 
-def pytest_collection_modifyitems(config, items):
-    # Tests that are named on the command line are wanted, whatever day it is.
-    named = any("::" in argument for argument in config.invocation_params.args)
-    wanted = "all" if named else config.getoption("--slow")
-    today = datetime.date.today().toordinal() % DAYS
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("slow")
-        and (wanted == "none" or (wanted == "some" and zlib.crc32(item.nodeid.encode()) % DAYS != today))
-    ]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+jax.stages.Lowered.compile = compile_optimized
+
+
+# --- Pipelines stay out of the cache ---
+
+# Read from there, XLA:CPU runs a pipeline's collectives in another order, and hangs. Tracing a pipeline turns the cache
+# off until the test ends, so no test has to ask for it.
+_branch = engine.branch
+
+
+def use_cache(wanted):
+    if jax.config.jax_enable_compilation_cache != wanted:
+        jax.config.update("jax_enable_compilation_cache", wanted)
+        compilation_cache.reset_cache()
+
+
+def branch_without_cache():
+    use_cache(False)
+    return _branch()
+
+
+engine.branch = branch_without_cache
+
+
+def pytest_runtest_setup(item):
+    use_cache(True)
+
+
+# --- Order ---
+
+
+def pytest_collection_modifyitems(items):
+    """Files that hold slow tests come first, so that no worker starts one while the others are already done."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])  # stable: a file's tests stay together and in order

@@ -3,8 +3,7 @@
 
 usage: python3 dev.py [--venv DIR] COMMAND [ARGUMENTS]
 
-  test [PYTEST ARGUMENTS]   run the tests, the docstring examples and the code in the docs; of the slow tests those
-                            of today, a tenth of them (--slow all: all)
+  test [PYTEST ARGUMENTS]   run every test, docstring example and code block of the docs
   check [NAME ...]          run ruff, format, mypy, imports and docs, or only those named
   docs                      build the documentation into docs/_build/html
   lock [UV ARGUMENTS]       rewrite constraints/ (add --upgrade to move to the newest versions)
@@ -70,8 +69,9 @@ def main(args: list[str]) -> int:
         return env.run(DOCS)
     if command == "test":
         env.install("dev")
-        # By file, because the code blocks of one page share their names.
-        return env.run(["pytest", "-n", str(num_workers()), "--dist", "loadfile", *rest])
+        # By file, because the code blocks of one page share their names; in the order of conftest.py, slow ones first.
+        workers = ["-n", str(num_workers()), "--dist", "loadfile", "--no-loadscope-reorder"]
+        return env.run(["pytest", *workers, *rest])
     env.install("run")
     program = str(env.program("meshwright"))
     if os.name == "posix":  # become the command, so that signals reach it without a go-between

@@ -42,21 +42,6 @@ def _listen(event, duration, **_):
 jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
-@pytest.fixture(autouse=True)
-def _pipelines_are_compiled_anew(request):
-    """Keeps programs of pipelines out of the cache: read from there, XLA:CPU runs them in another order, and hangs."""
-    if "pp:" not in request.node.name:
-        yield
-        return
-    from jax.experimental.compilation_cache import compilation_cache
-
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
-
-
 @pytest.fixture
 def count_programs():
     """A context manager whose value is a list that grows by one entry per program compiled inside."""

@@ -102,7 +102,6 @@ def check(folder, finished):
     return latest
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("point", "latest", "kept"), [
     ("arrays are being written", 2, [1, 2]),
     ("arrays are written", 2, [1, 2]),

@@ -8,7 +8,6 @@ import textwrap
 
 import jax
 import numpy as np
-import pytest
 
 import meshwright as mw
 from meshwright.checkpoint import Checkpoints, read_manifest, verify_step
@@ -118,7 +117,6 @@ def run_processes(count, code, folder, mesh):
     return [json.loads(out.splitlines()[-1]) for out, _ in done]
 
 
-@pytest.mark.slow
 def test_two_processes_write_and_one_or_four_read(lab, tmp_path):
     outs = run_processes(2, SAVE, tmp_path, "fsdp:4,tp:2")
     for rank, out in enumerate(outs):

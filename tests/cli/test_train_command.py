@@ -142,7 +142,6 @@ def test_the_exit_code_tells_what_is_lost(cli, monkeypatch):
     assert cli("train")[0] == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["head", "/dev/full"])
 def test_what_is_printed_never_ends_a_run(where, tmp_path, text_folder, token_cache):
     command = [sys.executable, "-m", "meshwright", "train", "--preset", "smoke", "--run", str(tmp_path / "run")]

@@ -52,7 +52,6 @@ PROGRAM = textwrap.dedent(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "num_reads"), [("dp:8", 4), ("dp:2,tp:4", 4), ("tp:2,dp:4", 8)])
 def test_two_processes(desk, tmp_path, mesh, num_reads):
     with socket.socket() as free:

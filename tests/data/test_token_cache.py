@@ -133,7 +133,6 @@ def test_what_dead_processes_left_is_removed_and_what_others_write_is_not(texts,
     assert sorted(made(cache)) == sorted([folder, alive])
 
 
-@pytest.mark.slow
 def test_processes_that_start_at_once(texts, tmp_path):
     (texts / "large.txt").write_bytes(b"line of text\n" * 400_000)
     cache = tmp_path / "cache"

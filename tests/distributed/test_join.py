@@ -102,7 +102,6 @@ def pair(tmp_path_factory):
     return told, [process.returncode for process in processes], port
 
 
-@pytest.mark.slow
 def test_two_processes_form_one_run(pair):
     told, codes, port = pair
     assert [one["sees"] for one in told] == [[2, 2, 4]] * 2
@@ -112,7 +111,6 @@ def test_two_processes_form_one_run(pair):
     assert codes == [75, 75]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fact", ["config", "seed", "code"])
 def test_the_rank_that_differs_is_named_on_all(pair, fact):
     told, *_ = pair
@@ -121,14 +119,12 @@ def test_the_rank_that_differs_is_named_on_all(pair, fact):
         assert f"Here, on rank {rank}, it is " in one[fact]
 
 
-@pytest.mark.slow
 def test_all_stop_at_the_same_step(pair):
     told, *_ = pair
     assert told[0]["stopped_at"] == told[1]["stopped_at"]
     assert 20 <= told[0]["stopped_at"] < 1999
 
 
-@pytest.mark.slow
 def test_they_say_what_one_device_says(pair):
     told, *_ = pair
     model = Decoder(**SIZES)
@@ -136,7 +132,6 @@ def test_they_say_what_one_device_says(pair):
     assert [one["sample"] for one in told] == [wanted] * 2
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
 def test_mpirun_needs_no_arguments():
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []

@@ -331,10 +331,10 @@ def stack_of(block):
     [
         (TPDense, True, True),
         (TPAsyncDense, False, False),
-        pytest.param(TPAsyncDense, True, True, marks=pytest.mark.slow),
-        pytest.param(TPDense, False, True, marks=pytest.mark.slow),
-        pytest.param(TPDense, True, False, marks=pytest.mark.slow),
-        pytest.param(TPAsyncDense, True, False, marks=pytest.mark.slow),
+        (TPAsyncDense, True, True),
+        (TPDense, False, True),
+        (TPDense, True, False),
+        (TPAsyncDense, True, False),
     ],
 )
 def test_blocks_in_scan_and_remat_on_data_and_tensor_axes(layer, fsdp, check):

@@ -18,7 +18,6 @@ from meshwright.linen.pipeline_module import PipelineModule, execute_pipeline, e
 from meshwright.parallel.local_map import local_map
 
 WIDTH = 8
-QUICKLY = {"xla_backend_optimization_level": 0}  # a third of the time to compile, and the same function
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,7 @@ def test_arrays_that_have_no_rows_go_to_every_stage_with_their_gradients():
 
     args = x, jnp.float32(1.5), jnp.linspace(0.0, 1.0, WIDTH)
     mapped = local_map(piped, mesh=mesh_of("pp:4"), in_specs=P(), out_specs=P())
-    got = jax.jit(jax.value_and_grad(mapped, argnums=(0, 1, 2)), compiler_options=QUICKLY)(*args)
+    got = jax.jit(jax.value_and_grad(mapped, argnums=(0, 1, 2)))(*args)
     assert_close(got, jax.value_and_grad(in_order, argnums=(0, 1, 2))(*args))
 
 
@@ -102,7 +101,7 @@ def test_pipeline_module_equals_its_stages_in_order(num_stages, num_microbatches
     def with_grads(f):
         weight = jnp.arange(8.0).reshape(8, 1)
         loss = lambda params, x, gain: ((f(params, x, gain) + 1) ** 2 * weight).sum()  # noqa: E731
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)), compiler_options=QUICKLY)(params, x, gain)
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(params, x, gain)
 
     piped = local_map(piped, mesh=mesh, in_specs=(P("pp"), P(), P()), out_specs=P())
     assert_close(with_grads(piped), with_grads(in_order))
@@ -123,8 +122,8 @@ def test_pipeline_module_in_the_wrapper_that_gives_each_stage_its_parameters():
 
     init = local_map(module.init, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P("pp"))
     step = local_map(step, mesh=mesh, in_specs=(P("pp"), P("dp")), out_specs=(P(), P("pp")))
-    params = jax.jit(init, compiler_options=QUICKLY)(jax.random.key(1), x)
-    loss, grads = jax.jit(step, compiler_options=QUICKLY)(params, x)
+    params = jax.jit(init)(jax.random.key(1), x)
+    loss, grads = jax.jit(step)(params, x)
     params, grads = nn.meta.unbox(params), nn.meta.unbox(grads)
     stages, grads = (tree["params"]["sharded"]["Block_0"] for tree in (params, grads))
     assert stages["dense"]["kernel"].shape == (2, WIDTH, WIDTH)
@@ -150,7 +149,7 @@ def test_pipeline_module_drops_out_by_stage_and_row_not_by_microbatch():
             return lax.psum(out, "pp")
 
         run = local_map(run, mesh=mesh_of("pp:2"), in_specs=P(), out_specs=P())
-        outs.append(jax.jit(run, compiler_options=QUICKLY)(jax.random.key(3), x))
+        outs.append(jax.jit(run)(jax.random.key(3), x))
     np.testing.assert_array_equal(outs[0] == 0, outs[1] == 0)
     assert len(np.unique(np.asarray(outs[0] == 0), axis=0)) > 1  # rows differ
 

@@ -145,7 +145,6 @@ def test_nesting(order, options):
     check_nesting(order, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", list(itertools.permutations(LIFTS)), ids="-".join)
 def test_nesting_in_every_order(order):
     check_nesting(order)

@@ -422,7 +422,6 @@ jax.distributed.shutdown()
 """
 
 
-@pytest.mark.slow
 def test_two_processes():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

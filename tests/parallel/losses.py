@@ -11,7 +11,6 @@ from meshwright.parallel import LossSums, linear_cross_entropy, local_map
 
 from .one_device import mesh_of
 
-QUICKLY = {"xla_backend_optimization_level": 0}  # a third of the time to compile, and the same function
 # Sizes that every axis size divides, all different, so that no two dims can be mistaken for each other.
 BATCH, ROWS, DIM, VOCAB = 2, 16, 6, 40
 TOKENS, HEAD = P("dp"), P(None, "tp")
@@ -56,7 +55,7 @@ def differentiated(f):
         sums = f(x, head, targets, weights)
         return sums.total, sums
 
-    return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True), compiler_options=QUICKLY)
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
 
 
 def sums_and_grads(f, *args):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.errors import MeshError, PlacementError
 from meshwright.parallel import LossSums, linear_cross_entropy, local_map, varying_axes
 
-from .losses import HEAD, QUICKLY, TOKENS, naive, sums_and_grads, values, view_functions
+from .losses import HEAD, TOKENS, naive, sums_and_grads, values, view_functions
 from .one_device import close, mesh_of
 
 PLAIN: dict = {}
@@ -54,7 +54,7 @@ def expected(options, dtype="float32"):
 
 
 def check(f, options, tolerance=2e-6, dtype="float32", grad_tolerance=None):
-    sums, grads = jax.jit(lambda a: with_grads(f, a), compiler_options=QUICKLY)(arguments(dtype))
+    sums, grads = jax.jit(lambda a: with_grads(f, a))(arguments(dtype))
     true_sums, true_grads = expected(options, dtype)
     for name, got, true in zip(LossSums._fields, sums, true_sums, strict=True):
         assert got.dtype == jnp.float32
@@ -81,10 +81,6 @@ def local(ways, sp, **options):
     return local_map(f, mesh=mesh_of(ways), in_specs=(specs,), out_specs=P())
 
 
-def slow(*row):
-    return pytest.param(*row, marks=pytest.mark.slow)
-
-
 table = pytest.mark.parametrize(
     ("ways", "sp", "options", "chunks"),
     [
@@ -93,8 +89,8 @@ table = pytest.mark.parametrize(
         (4, True, "plain", "one"),
         (8, True, "padded", "ragged"),
         (4, False, "z-loss", "flattened"),
-        *(slow(ways, False, "everything", "several") for ways in (2, 8)),
-        *(slow(4, True, options, "one") for options in OPTIONS if options not in ("plain", "everything")),
+        *((ways, False, "everything", "several") for ways in (2, 8)),
+        *((4, True, options, "one") for options in OPTIONS if options not in ("plain", "everything")),
     ],
     ids=str,
 )
@@ -114,7 +110,7 @@ def test_global_view_equals_one_device(ways, sp, options, chunks):
 
 @pytest.mark.parametrize(
     ("options", "chunks"),
-    [(row if "everything" in row or "ragged" in row else slow(*row)) for row in itertools.product(OPTIONS, CHUNKS)],
+    list(itertools.product(OPTIONS, CHUNKS)),
 )
 def test_one_device_equals_log_softmax(options, chunks):
     check(lambda a: ours(a, chunk_rows=CHUNKS[chunks], **OPTIONS[options]), options)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.parallel import LossSums, linear_cross_entropy, local_map, vocab_cross_entropy
 
-from .losses import BATCH, DIM, HEAD, QUICKLY, ROWS, VOCAB, naive, sums_and_grads, values, view_functions
+from .losses import BATCH, DIM, HEAD, ROWS, VOCAB, naive, sums_and_grads, values, view_functions
 from .one_device import close, mesh_of
 
 
@@ -87,7 +87,7 @@ def test_of_equal_logits_the_first_is_the_prediction(view):
     v = values()
     targets = np.arange(BATCH * ROWS).reshape(BATCH, ROWS) % 8
     with mesh_in_force(view):
-        f = jax.jit(view_functions()[view], compiler_options=QUICKLY)
+        f = jax.jit(view_functions()[view])
         for first in (0, 5, 7):
             head = np.where(np.arange(VOCAB) >= first, 1.0, -1.0) * np.ones((DIM, 1), np.float32)
             sums = f(np.ones_like(v["x"]), head.astype(np.float32), targets, np.ones_like(v["weights"]))

@@ -16,7 +16,6 @@ from meshwright.parallel.rows import row_key
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.train.accumulate import Accumulated, accumulate
 
-QUICKLY = {"xla_backend_optimization_level": 0}  # a third of the time to compile, and the same function
 WIDTH, ROWS = 16, 64
 
 
@@ -66,7 +65,7 @@ def one_device(params, batch, rng=None):
         (total, count), metrics = loss_fn(params, batch, rng)
         return total / count, metrics
 
-    (loss, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICKLY)(params)
+    (loss, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     return Accumulated(loss, grads, metrics)
 
 
@@ -101,16 +100,13 @@ def distributed(mesh, *, num_minibatches, sync, rng=None, loss=loss_fn):
 
 
 TABLE = [(mesh, sync) for mesh in MESHES for sync in ("every", "hybrid", "once")]
-QUICK = [("fsdp8", "once"), ("dp2 fsdp4", "every"), ("dp2 fsdp2 tp2", "hybrid")]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "sync"), [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in TABLE if row not in QUICK)]
-)
+@pytest.mark.parametrize(("mesh", "sync"), TABLE)
 @pytest.mark.parametrize("num_minibatches", [1, 2, 8])
 def test_any_mesh_sync_and_number_of_minibatches_equals_one_device(mesh, sync, num_minibatches):
     params, batch = make_params(), make_batch()
-    step = jax.jit(distributed(mesh, num_minibatches=num_minibatches, sync=sync), compiler_options=QUICKLY)
+    step = jax.jit(distributed(mesh, num_minibatches=num_minibatches, sync=sync))
     got, expected = step(params, batch), one_device(params, batch)
     # A number without a count is weighted by the loss's: where a quarter is masked, it is not NaN, and averages out.
     assert_close(got, expected)
@@ -119,7 +115,7 @@ def test_any_mesh_sync_and_number_of_minibatches_equals_one_device(mesh, sync, n
 def test_minibatches_beside_axes_of_one_device():
     """Which `local_map` leaves to XLA."""
     params, batch = make_params(), make_batch()
-    step = jax.jit(distributed("dp1 fsdp8 tp1", num_minibatches=2, sync="hybrid"), compiler_options=QUICKLY)
+    step = jax.jit(distributed("dp1 fsdp8 tp1", num_minibatches=2, sync="hybrid"))
     assert_close(step(params, batch), one_device(params, batch))
 
 
@@ -133,14 +129,14 @@ def test_outside_of_shard_map_it_is_the_function_of_one_device():
     ("mesh", "sync", "num_minibatches"),
     [
         ("dp2 fsdp4", "once", 2),
-        pytest.param("fsdp8", "hybrid", 8, marks=pytest.mark.slow),
-        pytest.param("dp8", "every", 1, marks=pytest.mark.slow),
+        ("fsdp8", "hybrid", 8),
+        ("dp8", "every", 1),
     ],
 )
 def test_dropout_depends_neither_on_the_mesh_nor_on_minibatches(mesh, sync, num_minibatches):
     params, batch, rng = make_params(), make_batch(), jax.random.key(3)
     step = distributed(mesh, num_minibatches=num_minibatches, sync=sync, rng=rng)
-    assert_close(jax.jit(step, compiler_options=QUICKLY)(params, batch), one_device(params, batch, row_key(rng)))
+    assert_close(jax.jit(step)(params, batch), one_device(params, batch, row_key(rng)))
 
 
 def test_a_mean_weighs_minibatches_and_devices_alike():
@@ -201,7 +197,6 @@ def test_no_valid_target_at_all_gives_zeros_not_nan():
     assert got.metrics["loss"][1] == 0
 
 
-@pytest.mark.slow
 def test_a_pipeline_whose_loss_is_on_the_last_stage():
     params = {"layers": jax.random.normal(jax.random.key(0), (4, WIDTH, WIDTH)) / 4, "gain": jnp.ones(WIDTH)}
     batch = make_batch(16)
@@ -228,7 +223,7 @@ def test_a_pipeline_whose_loss_is_on_the_last_stage():
         ),
         mesh=mw.create_mesh("dp:2,pp:2", devices=4), in_specs=(specs, rows), out_specs=Accumulated(P(), specs, P()),
     )  # fmt: skip
-    got = jax.jit(step, compiler_options=QUICKLY)(params, batch)
+    got = jax.jit(step)(params, batch)
 
     def loss(params):
         return token_loss(params["gain"], run_layers(params["layers"], batch["x"]), batch) / batch["mask"].sum()
@@ -250,7 +245,7 @@ def exchanged(compiled, *kinds):
     return sum(c.trips * c.bytes_moved for c in found if c.kind in kinds and c.bytes_moved > 8 * WIDTH)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp8", pytest.param("dp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["fsdp8", "dp8"])
 def test_bytes_exchanged_do_not_grow_with_minibatches_when_synced_once(mesh):
     kinds = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
     once = [exchanged(compiled_step(mesh, "once", k), *kinds) for k in (1, 2, 8)]
@@ -261,7 +256,6 @@ def test_bytes_exchanged_do_not_grow_with_minibatches_when_synced_once(mesh):
     assert exchanged(compiled_step(mesh, "every", 8), *kinds) == pytest.approx(8 * once[0], rel=0.05)
 
 
-@pytest.mark.slow
 def test_hybrid_scatters_every_time_and_sums_slices_once():
     for k in (1, 2, 8):
         compiled = compiled_step("dp2 fsdp4", "hybrid", k)
@@ -287,7 +281,7 @@ def temporary_bytes(num_minibatches, *, sync, rows, num_layers=8, width=64):
     return jax.jit(step).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("sync", ["once", "hybrid", pytest.param("every", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sync", ["once", "hybrid", "every"])
 @pytest.mark.parametrize("rows", [64, 512])
 def test_memory_grows_by_at_most_one_float32_accumulator(sync, rows):
     layer = 64 * 64 * 4

@@ -112,7 +112,6 @@ def test_fingerprints_see_shapes_and_not_values():
     assert fingerprint(one) != fingerprint({"x": np.zeros((3, 2), np.float32)})
 
 
-@pytest.mark.slow
 def test_two_real_processes_with_different_seeds_both_stop():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -13,7 +13,6 @@ from meshwright.errors import PlacementError
 from meshwright.parallel import local_map, vocab_embed
 from meshwright.train import Accumulated, accumulate, next_token_loss, shift_targets
 
-QUICKLY = {"xla_backend_optimization_level": 0}  # a third of the time to compile, and the same function
 BATCH, ROWS, DIM, VOCAB = 8, 16, 6, 40
 OPTIONS = {"z_loss": 0.01, "label_smoothing": 0.1, "soft_cap": 5.0, "chunk_rows": 6}
 
@@ -103,18 +102,18 @@ def distributed(mesh_text, *, sync, num_minibatches, sp):
 TABLE = [
     ("dp:2,tp:4", "every", 2, True),
     ("dp:2,tp:4", "hybrid", 4, False),
-    pytest.param("dp:2,tp:4", "once", 1, False, marks=pytest.mark.slow),
+    ("dp:2,tp:4", "once", 1, False),
     ("dp:2,fsdp:2,tp:2", "once", 2, True),
-    pytest.param("dp:2,fsdp:2,tp:2", "hybrid", 2, True, marks=pytest.mark.slow),
+    ("dp:2,fsdp:2,tp:2", "hybrid", 2, True),
     ("dp:8", "hybrid", 1, True),
-    pytest.param("tp:8", "every", 4, True, marks=pytest.mark.slow),
+    ("tp:8", "every", 4, True),
 ]
 
 
 @pytest.mark.parametrize(("mesh", "sync", "num_minibatches", "sp"), TABLE)
 def test_any_mesh_sync_and_number_of_minibatches_equals_one_device(mesh, sync, num_minibatches, sp):
     step = distributed(mesh, sync=sync, num_minibatches=num_minibatches, sp=sp)
-    assert_close(jax.jit(step, compiler_options=QUICKLY)(params(), batch()), expected())
+    assert_close(jax.jit(step)(params(), batch()), expected())
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 4])

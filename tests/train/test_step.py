@@ -37,7 +37,6 @@ def test_dropout_does_not_depend_on_mesh_view_or_minibatches(lab, mesh, options)
     assert abs(float(lab.reference(dropout=0.2)[2]["loss"]) - float(lab.reference()[2]["loss"])) > 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "options"), [
     ("dp:4,fsdp:2", {"sync": "every", "num_minibatches": 2}),
     ("dp:4,tp:2", {"sync": "hybrid", "num_minibatches": 2}),
@@ -126,9 +125,7 @@ def test_adam_on_a_decoder(lab):
     lab.assert_same_change(got, wanted)
 
 
-@pytest.mark.parametrize(
-    "mesh", ["dp:2,fsdp:2,tp:2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("fsdp:8", "pp:2,tp:2,dp:2"))]
-)
+@pytest.mark.parametrize("mesh", ["dp:2,fsdp:2,tp:2", "fsdp:8", "pp:2,tp:2,dp:2"])
 def test_clipping_is_by_the_true_norm(lab, mesh):
     first, wanted, metrics = lab.train(lab.decoder_job(), lab.one_device(), 1, clip=0.1)
     change = jax.tree.map(lambda a, b: (a - b) / 0.5, first, wanted)
@@ -267,7 +264,6 @@ def test_a_loss_that_knows_no_remat_is_recomputed_as_a_whole(remat):
     np.testing.assert_allclose(*results, rtol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "run", [Execution(sequence_parallel=False), Execution(save_gathered=True), Execution(tensor_axis=None)], ids=str
 )

@@ -141,7 +141,6 @@ def test_a_kill_while_cutting_back_leaves_the_old_file_or_the_new_one(tmp_path, 
     assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-@pytest.mark.slow
 def test_a_killed_writer_leaves_whole_lines(tmp_path):
     """Three kills at some instant of a writer that does nothing but write."""
     code = """

@@ -49,7 +49,6 @@ def test_a_range_that_names_no_steps_is_refused(steps, tmp_path):
         StepProfiler(steps, tmp_path)
 
 
-@pytest.mark.slow
 def test_a_real_trace_holds_its_steps_and_no_other_can_start(tmp_path):
     profile, double = StepProfiler("1:3", tmp_path), jax.jit(lambda x: x * 2)
     x = jnp.ones(8)

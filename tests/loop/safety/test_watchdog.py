@@ -113,7 +113,6 @@ def test_it_ends_with_its_run(tmp_path):
         Watchdog(0, tell=print, folder=tmp_path)
 
 
-@pytest.mark.slow
 def test_it_ends_the_process_only_if_asked(tmp_path):
     code = """
         import sys, time

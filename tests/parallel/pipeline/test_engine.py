@@ -25,7 +25,6 @@ from meshwright.parallel.pipeline.schedule import (
 from meshwright.parallel.rows import row_key
 
 VOCAB, WIDTH, HIDDEN, LAYERS = 11, 8, 16, 8
-QUICKLY = {"xla_backend_optimization_level": 0}  # a third of the time to compile, and the same function
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +145,7 @@ def value_and_grads(loss, params, batch):
     def of_weights(weights, batch):
         return loss({**weights, "layers": {**weights["layers"], "number": numbers}}, batch)
 
-    return jax.jit(jax.value_and_grad(of_weights), compiler_options=QUICKLY)(weights, batch)
+    return jax.jit(jax.value_and_grad(of_weights))(weights, batch)
 
 
 def assert_close(got, expected, tolerance=1e-5):
@@ -172,13 +171,8 @@ def mesh_of(text):
     return mw.create_mesh(text, devices=size)
 
 
-QUICK = [
-    ("pp:4", "gpipe", 1, 4),
-    ("pp:2", "circular", 4, 3),
-    ("pp:4", "circular", 2, 8),
+TABLE = [
     ("pp:2,dp:2,tp:2", "circular", 2, 2),
-]
-SLOW = [
     *((f"pp:{pp}", "gpipe", 1, m) for pp in (1, 2, 4, 8) for m in range(1, 9)),
     *((f"pp:{pp}", "circular", 8 // pp, m) for pp in (1, 2, 4, 8) for m in (1, 2, 3, 5, 8)),
     *(("dp:2,pp:2,tp:2", schedule, rounds, 4) for schedule, rounds in (("gpipe", 1), ("circular", 4))),
@@ -190,7 +184,7 @@ SLOW = [
 
 @pytest.mark.parametrize(
     ("mesh", "schedule", "num_rounds", "num_microbatches"),
-    [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)],
+    TABLE,
 )
 def test_loss_and_gradients_equal_one_device(mesh, schedule, num_rounds, num_microbatches):
     check_against_one_device(
@@ -203,8 +197,8 @@ def test_loss_and_gradients_equal_one_device(mesh, schedule, num_rounds, num_mic
     ("mesh", "schedule", "num_rounds", "num_microbatches"),
     [
         ("pp:2,dp:2", "gpipe", 1, 4),
-        pytest.param("pp:4", "circular", 2, 2, marks=pytest.mark.slow),
-        pytest.param("pp:1", "gpipe", 1, 8, marks=pytest.mark.slow),
+        ("pp:4", "circular", 2, 2),
+        ("pp:1", "gpipe", 1, 8),
     ],
 )
 def test_dropout_equals_one_device_for_any_mesh_and_microbatches(mesh, schedule, num_rounds, num_microbatches):
@@ -214,7 +208,6 @@ def test_dropout_equals_one_device_for_any_mesh_and_microbatches(mesh, schedule,
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_without_remat_the_gradients_are_the_same():
     check_against_one_device(mesh_of("pp:4"), rows=8, num_microbatches=4, remat=False)
 

@@ -115,7 +115,6 @@ def test_a_compiler_that_is_not_installed(target, extra, monkeypatch):
         compile_step("a:job", target, SETUP)
 
 
-@pytest.mark.slow
 def test_a_program_that_no_tpu_can_hold(tmp_path):
     if not can_compile_for("v5e:2x2"):
         pytest.skip("libtpu is not installed")

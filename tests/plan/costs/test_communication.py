@@ -213,7 +213,6 @@ def compiled_collectives(job, setup):
     return read_schedule(step.lower(batch).compile().as_text()).collectives
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case not in PIPELINES])
 def test_compiled_bytes_are_the_computed_ones(case):
     compiled = sum(c.trips * c.wire_bytes for c in collectives_of(case))
@@ -233,7 +232,6 @@ def bytes_of_a_stage(collectives):
     return compiled
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", PIPELINES)
 def test_compiled_bytes_of_a_pipeline_are_the_computed_ones(case):
     """A program's text has every branch at every tick; a device takes those of its stage, and none while it idles."""
@@ -260,7 +258,6 @@ def test_heads_that_devices_share(mesh, remat, times):
     assert shared == pytest.approx(here * times * FLOAT * share(together) * ROWS * TOKENS * 8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "remat"), [case[:2] for case in SHARED])
 def test_compiled_bytes_of_shared_heads_are_the_computed_ones(mesh, remat):
     piped, setup = "pp" in mesh, Setup(mesh=mesh, remat=remat, precision="float32")
@@ -282,7 +279,6 @@ def test_devices_that_share_a_head_hold_all_of_it():
 PROGRAMS = [("dp:2", "full"), ("pp:2", "full"), ("pp:2", "none"), ("fsdp:2,pp:2", "full"), ("pp:2,tp:2", "full")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "remat"), PROGRAMS)
 def test_computed_memory_is_near_the_compiled(mesh, remat):
     model = Decoder.named("tiny", num_layers=4, d_model=256, d_ff=512, vocab_size=1024)
