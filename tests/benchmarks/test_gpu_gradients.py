@@ -1,14 +1,12 @@
 """The comparison of gradients that runs on a GPU, run on a CPU; and what it reads from programs compiled for a GPU."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SCRIPT = BENCHMARKS / "gpu_gradients.py"
 
 CALL = '  %{name} = bf16[8]{{0}} custom-call(%x), custom_call_target="{target}", metadata={{op_name="{scope}"}}, {rest}'
 
@@ -29,18 +27,16 @@ def call(target, scope="jit(step)", rest=""):
     return CALL.format(name="call", target=target, scope=scope, rest=rest)
 
 
-def test_two_cases_on_a_cpu(tmp_path):
-    """Packed rows of an odd length in mixed precision, and the same in float32."""
-    command = [sys.executable, str(SCRIPT), "--tiny", "--only", "^odd length, packed, by lengths"]
-    done = subprocess.run([*command, "--write", str(tmp_path / "found")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    exact, mixed = json.loads((tmp_path / "found").read_text())
+def test_two_cases_on_a_cpu(script):
+    """Packed rows of an odd length in float32, and the same in mixed precision."""
+    chosen = [case for case in script.cases() if case.name == "odd length, packed, by lengths"]
+    exact, mixed = script.compare(chosen, jax.devices()[0], tiny=True, threads=1)
     assert (exact["precision"], exact["result"]) == ("float32", "ok")
     assert exact["difference"] < 1e-5
     assert (mixed["precision"], mixed["result"]) == ("mixed", "ok")
     assert 1e-4 < mixed["difference"] < mixed["allowed"]  # as bfloat16 is, and float32 is not
     assert mixed["paths"]["attention"] == mixed["paths"]["norm"] == "XLA"
-    assert "2 of 2 cases agree" in done.stdout
+    assert script.row(mixed)[-1] == "ok"
 
 
 def test_names_of_cases_tell_them_apart(script):
