@@ -6,7 +6,7 @@
 Inputs are random: q, k and v in bfloat16, gates in float32. All programs of a shape are compiled first, side by side,
 and warmed up. Then rounds of calls run in an order that is drawn anew for each, so that no program always runs on a
 cooler or hotter chip; a call's time is that of `--inner` calls between two waits, over their number. The table has
-medians over rounds. The last column compares with the default chunk size, which `models/mlstm.py` chooses by chip.
+medians over rounds. The last column compares with the default chunk size, which `mlstm_chunkwise` chooses by chip.
 `--steps` adds train steps of an 813M xLSTM with chunks of 64 and of the default size, in turns drawn likewise.
 """
 
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from measure import machine, table, versions
 
-from meshwright.models.mlstm import mlstm_chunkwise
+from meshwright.models import mlstm_chunkwise
 
 # B, S, H, K, V
 SHAPES = [
