@@ -14,8 +14,8 @@ from typing import Annotated, Any, Union
 import tyro
 
 from meshwright.checkpoint import read_manifest, verify_step
-from meshwright.checkpoint import retention as keeping
 from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.checkpoint.retention import all_steps, finished_steps, step_status
 from meshwright.checkpoint.step_files import is_unreadable
 from meshwright.errors import CheckpointError
 from meshwright.layout.leaf import format_bytes, text_table
@@ -32,7 +32,7 @@ def ls(folder: Annotated[str, tyro.conf.Positional], /, json: bool = False) -> i
         json: print JSON.
     """
     place = _steps_folder(folder)
-    found = [_entry(place / str(step)) for step in keeping.all_steps(place)]
+    found = [_entry(place / str(step)) for step in all_steps(place)]
     if not found:
         raise _no_step(place)
     if json:
@@ -82,7 +82,7 @@ def verify(folder: Annotated[str, tyro.conf.Positional], /, step: int | None = N
         places = [_step_folder(folder, step)]
     else:
         top = _steps_folder(folder)
-        statuses = {top / str(number): _status(top / str(number)) for number in keeping.all_steps(top)}
+        statuses = {top / str(number): _status(top / str(number)) for number in all_steps(top)}
         for place, status in statuses.items():
             if status == "unfinished":
                 print(f"step {place.name}: unfinished, not looked at")
@@ -130,7 +130,7 @@ def convert(
     from meshwright.checkpoint.convert import import_export as conversions
 
     place = Path(source)
-    if os.path.exists(place / "config.json") and not _is_step(source) and not keeping.all_steps(_steps_folder(source)):
+    if os.path.exists(place / "config.json") and not _is_step(source) and not all_steps(_steps_folder(source)):
         found = conversions.import_llama(place, target, step=step or 0, dtype=dtype)
         print(f"{target}: step {step or 0} holds the parameters of {found}")
         return 0
@@ -146,7 +146,7 @@ def convert(
         options["model"] = make_model(model, model_options)
     if step is None and not _is_step(source):
         steps = _steps_folder(source)
-        if not keeping.finished_steps(steps):
+        if not finished_steps(steps):
             raise _no_step(steps)
     else:
         chosen = _step_folder(source, step)
@@ -196,11 +196,11 @@ def _step_folder(folder: str, step: int | None) -> Path:
         return Path(folder).absolute()
     place = _steps_folder(folder)
     if step is None:
-        step = max(keeping.finished_steps(place), default=None)
+        step = max(finished_steps(place), default=None)
         if step is None:
             raise _no_step(place)
-    elif step not in keeping.all_steps(place):
-        there = [number for number in keeping.all_steps(place) if _status(place / str(number)) == "finished"]
+    elif step not in all_steps(place):
+        there = [number for number in all_steps(place) if _status(place / str(number)) == "finished"]
         if not there:
             raise _no_step(place)
         raise CheckpointError(f"there is no step {step} in {place}.", hint=f"there are: {', '.join(map(str, there))}.")
@@ -220,7 +220,7 @@ def _no_step(place: Path) -> CheckpointError:
 
 def _status(place: Path) -> str:
     try:
-        return keeping.step_status(place)
+        return step_status(place)
     except CheckpointError:
         return "unreadable"
 
