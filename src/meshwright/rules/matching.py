@@ -87,8 +87,8 @@ def match_rules(rules: Any, tree: PyTree, *, params: PyTree | None = None) -> Ru
         if subject.role == "bookkeeping":
             leaves.append(LeafMatch(subject, None, P(), "bookkeeping, not a parameter"))
             continue
-        winner = _first_match(tests, subject.names)
-        if winner is None:
+        winner = min([_first_match(tests, name) for name in subject.names])
+        if winner == len(tests):
             leaves.append(LeafMatch(subject, None, None, "no rule matches"))
             continue
         hits[winner] += 1
@@ -100,16 +100,12 @@ def match_rules(rules: Any, tree: PyTree, *, params: PyTree | None = None) -> Ru
     return RuleMatches(rules, tuple(leaves), tuple(hits))
 
 
-def _first_match(tests: Sequence[tuple[str, Callable[[str], Any]]], names: tuple[str, ...]) -> int | None:
-    """Returns the index of the first rule found in any of a leaf's names."""
-    name, others = names[0], names[1:]
+def _first_match(tests: Sequence[tuple[str, Callable[[str], Any]]], name: str) -> int:
+    """Returns the index of the first rule found in a name; after the last, if there is none."""
     for index, (literal, search) in enumerate(tests):
         if literal in name and search(name):
             return index
-        for other in others:
-            if literal in other and search(other):
-                return index
-    return None
+    return len(tests)
 
 
 def _statistic_spec(spec: P, subject: Subject) -> tuple[P, str]:
@@ -226,7 +222,8 @@ def _field(tree: PyTree, name: str) -> Any:
 
 
 def _shape_of(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
+    shape = getattr(value, "shape", None)
+    return np.shape(value) if shape is None else tuple(shape)
 
 
 def _dtype_of(name: str, value: Any) -> Any:
