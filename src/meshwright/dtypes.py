@@ -12,17 +12,7 @@ import numpy as np
 from meshwright.errors import PlacementError, did_you_mean
 
 _SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64", "f32": "float32"}
-_KNOWN_NAMES = (
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "int32",
-    "int8",
-    "bool",
-)
+_KNOWN_NAMES = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32", "int8", "bool"]
 
 
 def as_dtype(spec: Any) -> Any:

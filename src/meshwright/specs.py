@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -100,18 +101,13 @@ def spec_problem(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -
     for dim, entry in enumerate(spec):
         if entry is P.UNCONSTRAINED:
             return SpecProblem("unconstrained", f"dim {dim} of {format_spec(spec)} is UNCONSTRAINED.", "use None.", dim)
-        ways = 1
-        for axis in dim_axes(entry):
-            if axis not in axis_sizes:
-                known = ", ".join(axis_sizes)
-                hint = did_you_mean(axis, axis_sizes) or f"use one of: {known}; or list it in optional_axes."
-                return SpecProblem(
-                    "unknown axis",
-                    f"{format_spec(spec)} names axis {axis!r}; the mesh has axes: {known}.",
-                    hint,
-                    dim,
-                )
-            ways *= axis_sizes[axis]
+        unknown = next((axis for axis in dim_axes(entry) if axis not in axis_sizes), None)
+        if unknown is not None:
+            known = ", ".join(axis_sizes)
+            message = f"{format_spec(spec)} names axis {unknown!r}; the mesh has axes: {known}."
+            hint = did_you_mean(unknown, axis_sizes) or f"use one of: {known}; or list it in optional_axes."
+            return SpecProblem("unknown axis", message, hint, dim)
+        ways = math.prod(axis_sizes[axis] for axis in dim_axes(entry))
         if shape[dim] % ways:
             padded = round_up(shape[dim], ways)
             axes = " x ".join(f"`{axis}`" for axis in dim_axes(entry))
@@ -154,9 +150,7 @@ def padded_shape(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -
     """Returns the shape with every split dim rounded up to what its axes divide."""
     padded = list(shape)
     for dim, entry in enumerate(spec):
-        ways = 1
-        for axis in dim_axes(entry):
-            ways *= axis_sizes[axis]
+        ways = math.prod(axis_sizes[axis] for axis in dim_axes(entry))
         padded[dim] = round_up(padded[dim], ways)
     return tuple(padded)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import tyro
 
 from meshwright.cli.output import show
-from meshwright.errors import JobError, MeshwrightWarning
-from meshwright.layout import explain_layout, make_layout
+from meshwright.errors import JobError
+from meshwright.layout import Layout, explain_layout
 from meshwright.mesh.build import create_abstract_mesh
 from meshwright.train.job import abstract_init, job_errors, load_job
 
@@ -53,9 +53,7 @@ def rules(
     if not report.ok:
         show(str(report))
         return 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MeshwrightWarning)  # the report below says the same
-        layout = make_layout(loaded.rules, tree, target, pad=pad)
+    layout = Layout(target, report.leaves, jax.tree.structure(tree), report)
     if json:
         print(layout.to_json())
     elif picture:

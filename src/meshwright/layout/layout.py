@@ -237,19 +237,9 @@ class Layout:
 
     def to_json(self) -> str:
         """Returns the mesh and every leaf's decision as JSON."""
-        leaves = [
-            {
-                "name": leaf.name,
-                "shape": list(leaf.shape),
-                "stored_shape": list(leaf.stored_shape),
-                "dtype": str(leaf.dtype),
-                "spec": spec_to_json(leaf.spec),
-                "rule": leaf.rule,
-                "pattern": leaf.pattern,
-                "reason": leaf.reason,
-            }
-            for leaf in self.leaves
-        ]
+        leaves = [leaf._asdict() | {"dtype": str(leaf.dtype), "spec": spec_to_json(leaf.spec)} for leaf in self.leaves]
+        for leaf in leaves:
+            del leaf["shard_shape"]  # follows from the others
         return json.dumps({"version": JSON_VERSION, "mesh": _mesh_json(self.mesh), "leaves": leaves}, indent=1)
 
     @classmethod
@@ -275,15 +265,13 @@ class Layout:
             )
         leaves = [
             make_leaf(
-                item["name"],
-                tuple(item["shape"]),
-                _dtype_from_name(item["dtype"]),
-                spec_from_json(item["spec"]),
+                item.pop("name"),
+                tuple(item.pop("shape")),
+                _dtype_from_name(item.pop("dtype")),
+                spec_from_json(item.pop("spec")),
                 dict(recorded.shape),
-                rule=item["rule"],
-                pattern=item["pattern"],
-                reason=item["reason"],
-                stored_shape=tuple(item["stored_shape"]),
+                stored_shape=tuple(item.pop("stored_shape")),
+                **item,
             )
             for item in data["leaves"]
         ]

@@ -20,6 +20,7 @@ from meshwright.specs import dim_axes, format_spec
 
 MAX_ROWS = 16
 MAX_COLUMNS = 8
+_DOTS = ".."
 
 
 @dataclass(frozen=True)
@@ -106,51 +107,48 @@ def tile_text(leaf: LeafLayout, mesh: AnyMesh) -> str:
     return "\n".join(lines)
 
 
+def _grid(panel: Panel) -> tuple[list[str], list[str], list[list[str]]]:
+    """Returns a panel's row labels, column labels and cells as text, with dots for what is too much to show."""
+    rows, columns = _elided(len(panel.row_labels), MAX_ROWS), _elided(len(panel.column_labels), MAX_COLUMNS)
+    sides = [_DOTS if row is None else panel.row_labels[row] for row in rows]
+    header = [_DOTS if column is None else panel.column_labels[column] for column in columns]
+    body = [
+        [_DOTS if row is None or column is None else device_list(panel.cells[row][column]) for column in columns]
+        for row in rows
+    ]
+    return sides, header, body
+
+
+def _elided(count: int, limit: int) -> list[int | None]:
+    if count <= limit:
+        return list(range(count))
+    return [*range(limit // 2), None, *range(count - limit // 2, count)]
+
+
 def _text_grid(panel: Panel) -> list[str]:
-    rows = _elided(len(panel.row_labels), MAX_ROWS)
-    columns = _elided(len(panel.column_labels), MAX_COLUMNS)
-
-    def cell(row: int | None, column: int | None) -> str:
-        if row is None or column is None:
-            return ".."
-        return device_list(panel.cells[row][column])
-
-    def label(labels: Sequence[str], index: int | None) -> str:
-        return ".." if index is None else labels[index]
-
-    header = [label(panel.column_labels, column) for column in columns]
-    body = [[cell(row, column) for column in columns] for row in rows]
-    sides = [label(panel.row_labels, row) for row in rows]
+    sides, header, body = _grid(panel)
     width = max(len(text) for text in (*header, *itertools.chain(*body)))
     side = max(len(text) for text in sides)
-    rule = " " * (side + 1) + "+" + "+".join("-" * (width + 2) for _ in columns) + "+"
+    rule = " " * (side + 1) + "+" + "+".join("-" * (width + 2) for _ in header) + "+"
     lines = [" " * (side + 2) + " ".join(f" {text:^{width}} " for text in header)] if any(header) else []
     for name, cells in zip(sides, body, strict=True):
         lines += [rule, f"{name:>{side}} |" + "|".join(f" {text:^{width}} " for text in cells) + "|"]
     return [line.rstrip() for line in [*lines, rule]]
 
 
-def _elided(count: int, limit: int) -> list[int | None]:
-    if count <= limit:
-        return list(range(count))
-    half = limit // 2
-    return [*range(half), None, *range(count - half, count)]
-
-
 def tile_svg(leaf: LeafLayout, mesh: AnyMesh) -> str:
     """Returns the picture as a self-contained SVG; device numbers are written in, so it reads without colour."""
     panels = tile_panels(leaf, mesh)[:MAX_ROWS]
-    left, top, gap = 96, 44, 34
-    rows = _elided(len(panels[0].row_labels), MAX_ROWS)
-    columns = _elided(len(panels[0].column_labels), MAX_COLUMNS)
-    longest = max(len(device_list(cell)) for panel in panels for row in panel.cells for cell in row)
-    label = max(len(text) for panel in panels for text in panel.column_labels)
+    grids = [_grid(panel) for panel in panels]
+    num_rows, num_columns = len(grids[0][0]), len(grids[0][1])
+    longest = max(len(text) for _, _, body in grids for cells in body for text in cells)
+    label = max(len(text) for _, header, _ in grids for text in header)
+    left, top, gap = 96, 60, 34
     cell_w, cell_h = max(56, 8 * longest + 14, 7 * label + 14), 30
-    panel_h = cell_h * len(rows) + gap
+    panel_h = cell_h * num_rows + gap
     title = heading(leaf, mesh)
     what, _, tiles = title.partition(": ")
-    top += 16
-    width = max(left + cell_w * len(columns) + 16, 7 * max(len(what), len(tiles)) + 24)
+    width = max(left + cell_w * num_columns + 16, 7 * max(len(what), len(tiles)) + 24)
     height = top + panel_h * len(panels) + 8
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -159,26 +157,20 @@ def tile_svg(leaf: LeafLayout, mesh: AnyMesh) -> str:
         f'<text x="12" y="20" font-size="13" fill="#1a1a1a">{escape(what)}</text>',
         f'<text x="12" y="38" font-size="12" fill="#444">{escape(tiles)}</text>',
     ]
-    number = itertools.count()
-    total = max(1, len(panels) * len(rows) * len(columns))
-    for index, panel in enumerate(panels):
+    number, total = itertools.count(), len(panels) * num_rows * num_columns
+    for index, (panel, (sides, header, body)) in enumerate(zip(panels, grids, strict=True)):
         y0 = top + index * panel_h + gap - 14
         if panel.title:
             parts.append(f'<text x="12" y="{y0 - 18}" fill="#1a1a1a">{escape(panel.title)}</text>')
-        for j, column in enumerate(columns):
-            text = ".." if column is None else panel.column_labels[column]
+        for j, text in enumerate(header):
             x = left + j * cell_w + cell_w / 2
             parts.append(f'<text x="{x}" y="{y0 - 5}" text-anchor="middle" fill="#666">{escape(text)}</text>')
-        for i, row in enumerate(rows):
+        for i, (side, cells) in enumerate(zip(sides, body, strict=True)):
             y = y0 + i * cell_h
-            text = ".." if row is None else panel.row_labels[row]
-            parts.append(f'<text x="{left - 8}" y="{y + 20}" text-anchor="end" fill="#666">{escape(text)}</text>')
-            for j, column in enumerate(columns):
-                hue = round(360 * next(number) / total)
-                x = left + j * cell_w
-                elided = row is None or column is None
-                fill = "#eeeeee" if elided else f"hsl({hue}, 70%, 86%)"
-                text = ".." if row is None or column is None else device_list(panel.cells[row][column])
+            parts.append(f'<text x="{left - 8}" y="{y + 20}" text-anchor="end" fill="#666">{escape(side)}</text>')
+            for j, text in enumerate(cells):
+                x, hue = left + j * cell_w, round(360 * next(number) / total)
+                fill = "#eeeeee" if text == _DOTS else f"hsl({hue}, 70%, 86%)"
                 parts.append(
                     f'<rect x="{x}" y="{y}" width="{cell_w}" height="{cell_h}" fill="{fill}" stroke="#444"/>'
                     f'<text x="{x + cell_w / 2}" y="{y + 20}" text-anchor="middle" fill="#1a1a1a">{text}</text>'

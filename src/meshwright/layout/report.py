@@ -192,14 +192,19 @@ class LayoutReport:
             hints.append(suggested_rules(self.matches.unmatched, self.mesh))
         if self.problems:
             parts.append(f"{count_leaves(len(self.problems))} not fitting the mesh {describe_mesh(self.mesh)}:")
-            groups: dict[Any, list[str]] = {}
-            for match, problem in self.problems:  # siblings of other layers share a line
-                groups.setdefault((match.subject.shape, problem.message, match.rule), []).append(match.subject.name)
-            for (_, message, rule), names in groups.items():
-                parts.append(f"  `{names[0]}`{_and_more(names)} (rule {rule}): {message}")
+            parts += [f"  {line}" for line in self.problem_lines()]
             hints += list(dict.fromkeys(problem.hint for _, problem in self.problems))[:3]
         hint = "; ".join(hint.rstrip(".") for hint in hints)
         return LayoutError("\n".join(parts), hint=hint if hint.endswith("?") else f"{hint}.", report=self)
+
+    def problem_lines(self) -> list[str]:
+        """Returns the misfits, siblings of other layers folded together."""
+        groups: dict[Any, list[str]] = {}
+        for match, problem in self.problems:
+            groups.setdefault((match.subject.shape, problem.message, match.rule), []).append(match.subject.name)
+        return [
+            f"`{names[0]}`{_and_more(names)} (rule {rule}): {message}" for (_, message, rule), names in groups.items()
+        ]
 
     def __str__(self) -> str:
         total = sum(leaf.bytes_per_device for leaf in self.leaves)

@@ -68,10 +68,7 @@ def create_mesh(
     spec = spec.resolve(len(chosen))
     _warn_if_latency_bound_axes_span_hosts(spec, _domains(chosen, process_is_granule)[0])
     grid = arrange_devices(
-        spec,
-        chosen,
-        process_is_granule=process_is_granule,
-        allow_split_physical_axes=allow_split_physical_axes,
+        spec, chosen, process_is_granule=process_is_granule, allow_split_physical_axes=allow_split_physical_axes
     )
     return Mesh(grid, spec.names, axis_types=_axis_types(axis_types, spec))
 
@@ -127,16 +124,11 @@ def initialize_mesh(parallel_config: Any, device_array: Any = None, init_distrib
         name, size = (_config_value(parallel_config, f"{role}_axis_{part}") for part in ("name", "size"))
         axes.append(MeshAxis(name, size))
     spec = MeshSpec(tuple(axes), plain_order=device_array is not None)
-    if init_distributed_on_slurm and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-        start_distributed_once()
+    under_slurm = init_distributed_on_slurm and int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    if under_slurm and not jax.distributed.is_initialized():
+        jax.distributed.initialize()
     devices = None if device_array is None else list(np.asarray(device_array, dtype=object).flat)
     return create_mesh(spec, devices=devices)
-
-
-def start_distributed_once(**kwargs: Any) -> None:
-    """Starts JAX's distributed runtime unless this process already did."""
-    if not jax.distributed.is_initialized():
-        jax.distributed.initialize(**kwargs)
 
 
 def simulate_cpu_devices(count: int = 8) -> None:
@@ -270,30 +262,23 @@ def arrange_devices(
         grid = np.empty(len(devices), dtype=object)
         grid[:] = devices
         return grid.reshape(spec.sizes)
-    try:
-        if not spec.is_hybrid:
-            return mesh_utils.create_device_mesh(
-                spec.sizes, devices, allow_split_physical_axes=allow_split_physical_axes
-            )
+    options = {"allow_split_physical_axes": allow_split_physical_axes}
+    if spec.is_hybrid:
         domains, unit = _domains(devices, process_is_granule)
-        num_domains = len(set(domains))
-        if math.prod(spec.dcn_sizes) != num_domains:
+        num_groups, num_domains = math.prod(spec.dcn_sizes), len(set(domains))
+        if num_groups != num_domains:
             shown = " x ".join(f"{a.name}={d}" for a, d in zip(spec.axes, spec.dcn_sizes, strict=True) if d > 1)
             raise MeshError(
-                f"the @dcn axes ({shown or 'all 1'}) make {math.prod(spec.dcn_sizes)} groups; "
-                f"these devices form {num_domains} {unit}.",
+                f"the @dcn axes ({shown or 'all 1'}) make {num_groups} groups; these devices form {num_domains} "
+                f"{unit}.",
                 hint=f"let the @dcn sizes multiply to {num_domains}, or choose process_is_granule=.",
             )
-        return mesh_utils.create_hybrid_device_mesh(
-            spec.ici_sizes,
-            spec.dcn_sizes,
-            devices,
-            process_is_granule=unit == "processes",
-            allow_split_physical_axes=allow_split_physical_axes,
-        )
+        options["process_is_granule"] = unit == "processes"
+    try:
+        if not spec.is_hybrid:
+            return mesh_utils.create_device_mesh(spec.sizes, devices, **options)
+        return mesh_utils.create_hybrid_device_mesh(spec.ici_sizes, spec.dcn_sizes, devices, **options)
     except (NotImplementedError, AssertionError, ValueError) as error:  # what JAX raises for meshes that do not fit
-        if isinstance(error, MeshError):
-            raise
         raise MeshError(
             f"mesh {spec} does not fit the links of these {len(devices)} devices: {error}",
             hint=f'allow_split_physical_axes=True, or "!{spec}", which keeps plain device order.',
@@ -376,14 +361,13 @@ def _warn_if_latency_bound_axes_span_hosts(spec: MeshSpec, domains: Sequence[int
 
 
 def _config_value(config: Any, key: str) -> Any:
-    if isinstance(config, Mapping) and key in config:
-        return config[key]
-    if hasattr(config, key):
-        return getattr(config, key)
-    raise MeshError(
-        f"the parallel config has no {key!r}.",
-        hint="it needs {data,fsdp,pipeline,model}_axis_name and _axis_size.",
-    )
+    value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+    if value is None:
+        raise MeshError(
+            f"the parallel config has no {key!r}.",
+            hint="it needs {data,fsdp,pipeline,model}_axis_name and _axis_size.",
+        )
+    return value
 
 
 def _legacy_mesh() -> Mesh | None:

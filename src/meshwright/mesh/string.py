@@ -29,6 +29,10 @@ class MeshAxis:
     size: int
     dcn: int | None = 1
 
+    def __str__(self) -> str:
+        crossing = {1: "", None: "@dcn"}.get(self.dcn, f"@dcn={self.dcn}")
+        return f"{self.name}:{self.size}{crossing}"
+
 
 @dataclass(frozen=True)
 class MeshSpec:
@@ -61,7 +65,7 @@ class MeshSpec:
         return any(axis.dcn != 1 for axis in self.axes)
 
     def __str__(self) -> str:
-        text = ",".join(f"{axis.name}:{axis.size}{_dcn_suffix(axis)}" for axis in self.axes)
+        text = ",".join(map(str, self.axes))
         return f"!{text}" if self.plain_order else text
 
     def resolve(self, num_devices: int) -> MeshSpec:
@@ -120,18 +124,16 @@ MeshAxis(name='tp', size=2, dcn=1)), plain_order=False)
     for part, match in zip(parts, matches, strict=True):
         if match is None:
             raise MeshError(f"mesh {text!r}: cannot read {part!r}.", hint=_EXAMPLE)
-    read = [(m["name"], int(m["size"]), _read_dcn(m)) for m in matches if m is not None]
-    named = [name is not None for name, _, _ in read]
+    axes = [_read_axis(match) for match in matches if match is not None]
+    named = [axis.name != "" for axis in axes]
     if any(named) and not all(named):
         raise MeshError(f"mesh {text!r} mixes named and bare sizes.", hint="name all axes, or none of them.")
     if not any(named):
         if names is None:
             raise MeshError(f"mesh {text!r} gives sizes without axis names.", hint=_EXAMPLE)
-        check_counts(len(read), names)
-        axes = [MeshAxis(name, size, dcn) for name, (_, size, dcn) in zip(names, read, strict=True)]
-        return MeshSpec(tuple(axes), plain_order)
-    axes = [MeshAxis(str(name), size, dcn) for name, size, dcn in read]
-    if names is not None:
+        check_counts(len(axes), names)
+        axes = [replace(axis, name=name) for axis, name in zip(axes, names, strict=True)]
+    elif names is not None:
         axes = _in_order_of(names, axes, text)
     return MeshSpec(tuple(axes), plain_order)
 
@@ -145,10 +147,9 @@ def check_counts(num_sizes: int, names: Sequence[str]) -> None:
         )
 
 
-def _read_dcn(match: re.Match[str]) -> int | None:
-    if match["at"] is None:
-        return 1
-    return int(match["dcn"]) if match["dcn"] else None
+def _read_axis(match: re.Match[str]) -> MeshAxis:
+    dcn = 1 if match["at"] is None else int(match["dcn"]) if match["dcn"] else None
+    return MeshAxis(match["name"] or "", int(match["size"]), dcn)
 
 
 def _in_order_of(names: Sequence[str], axes: list[MeshAxis], text: str) -> list[MeshAxis]:
@@ -189,9 +190,3 @@ def _check_axes(axes: Sequence[MeshAxis]) -> None:
             f"axes {' and '.join(map(repr, free))} are all -1; only one size can be filled in.",
             hint="give every axis but one a size.",
         )
-
-
-def _dcn_suffix(axis: MeshAxis) -> str:
-    if axis.dcn == 1:
-        return ""
-    return "@dcn" if axis.dcn is None else f"@dcn={axis.dcn}"

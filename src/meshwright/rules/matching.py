@@ -11,6 +11,7 @@ leaf, the parameter path that rules are tried on, so that nobody writes rules fo
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,11 +45,7 @@ class Subject(NamedTuple):
 
     @property
     def size(self) -> int:
-        # Not math.prod over numpy ints: shapes are tuples of Python ints, and this runs for every leaf.
-        size = 1
-        for dim in self.shape:
-            size *= dim
-        return size
+        return math.prod(self.shape)
 
 
 class LeafMatch(NamedTuple):
@@ -90,8 +87,8 @@ def match_rules(rules: Any, tree: PyTree, *, params: PyTree | None = None) -> Ru
         if subject.role == "bookkeeping":
             leaves.append(LeafMatch(subject, None, P(), "bookkeeping, not a parameter"))
             continue
-        winner = _first_match(tests, subject.names)
-        if winner is None:
+        winner = min([_first_match(tests, name) for name in subject.names])
+        if winner == len(tests):
             leaves.append(LeafMatch(subject, None, None, "no rule matches"))
             continue
         hits[winner] += 1
@@ -103,16 +100,12 @@ def match_rules(rules: Any, tree: PyTree, *, params: PyTree | None = None) -> Ru
     return RuleMatches(rules, tuple(leaves), tuple(hits))
 
 
-def _first_match(tests: Sequence[tuple[str, Callable[[str], Any]]], names: tuple[str, ...]) -> int | None:
-    """Returns the index of the first rule found in any of a leaf's names."""
-    name, others = names[0], names[1:]
+def _first_match(tests: Sequence[tuple[str, Callable[[str], Any]]], name: str) -> int:
+    """Returns the index of the first rule found in a name; after the last, if there is none."""
     for index, (literal, search) in enumerate(tests):
         if literal in name and search(name):
             return index
-        for other in others:
-            if literal in other and search(other):
-                return index
-    return None
+    return len(tests)
 
 
 def _statistic_spec(spec: P, subject: Subject) -> tuple[P, str]:
@@ -164,18 +157,16 @@ def find_subjects(tree: PyTree, params: PyTree | None = None) -> list[Subject]:
     """
     in_state = _field(tree, "params") is not None and _field(tree, "opt_state") is not None
     if not in_state and not _holds_optax_state(tree):  # parameters alone, the common case
-        return [
-            Subject((name,), _shape_of(name, value), _dtype_of(name, value)) for name, _, value in each_named_leaf(tree)
-        ]
+        return [Subject((name,), _shape_of(value), _dtype_of(name, value)) for name, _, value in each_named_leaf(tree)]
     params = _field(tree, "params") if params is None and in_state else params
-    shapes = {leaf.name: _shape_of(leaf.name, leaf.value) for leaf in each_named_leaf(params)}
+    shapes = {leaf.name: _shape_of(leaf.value) for leaf in each_named_leaf(params)}
     leaves, prefixes = each_named_leaf(tree), _optimizer_prefixes(tree, 0, 0)
     return [_subject(leaf, prefix, shapes, in_state) for leaf, prefix in zip(leaves, prefixes, strict=True)]
 
 
 def _subject(leaf: NamedLeaf, prefix: int, shapes: dict[str, tuple[int, ...]], in_state: bool) -> Subject:
     name, keys, value = leaf
-    shape, dtype = _shape_of(name, value), _dtype_of(name, value)
+    shape, dtype = _shape_of(value), _dtype_of(name, value)
     if prefix:
         # Everything up to the innermost optax field is the optimizer's own; the rest is a parameter's path.
         if prefix >= len(keys):
@@ -230,14 +221,9 @@ def _field(tree: PyTree, name: str) -> Any:
     return tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
 
 
-def _shape_of(name: str, value: Any) -> tuple[int, ...]:
+def _shape_of(value: Any) -> tuple[int, ...]:
     shape = getattr(value, "shape", None)
-    if type(shape) is tuple:
-        return shape
-    try:
-        return np.shape(value) if shape is None else tuple(shape)
-    except ValueError as error:
-        raise TreeError(f"leaf `{name}` has no shape: {error}") from None
+    return np.shape(value) if shape is None else tuple(shape)
 
 
 def _dtype_of(name: str, value: Any) -> Any:

@@ -160,6 +160,7 @@ _SYNTAX = (
     rf"|[.^${_MARKS}]"
 )
 _REPEAT = r"(?:[*+?]|\{\d+\}|\{\d*,\d*\})[+?]?"
+_ATOM = re.compile(rf"\){_REPEAT}|[^()|]({_REPEAT})")  # one that is repeated; groups keep theirs
 _GROUP = re.compile(rf"\(([^()]*)\)({_REPEAT})?")
 
 
@@ -200,13 +201,13 @@ def compile_pattern(text: str) -> Pattern:
         ) from None
     except (RecursionError, OverflowError, MemoryError):
         raise RuleError(f"`{text[:80]}` is too large or too deeply nested for a regular expression.") from None
-    marked = re.sub(f"[^()|]({_REPEAT})", lambda found: _freedom(found[1]), _without_syntax(text, regex.flags))
+    marked = _ATOM.sub(lambda atom: _freedom(atom[1]) if atom[1] else atom[0], _without_syntax(text, regex.flags))
     top = marked
     while "(" in top:
         top = _GROUP.sub(_ANY, top)
     literal = "" if "|" in top or regex.flags & re.IGNORECASE else max(re.split(f"[{_MARKS}]", top), key=len)
     branches = [
-        # A loop at the very end never has to give anything back.
+        # A loop at the very end that may match nothing never has to give anything back.
         (2 ** branch.count(_CHOICE), re.findall(f"{_LOOP}([^{_MARKS}]*)", branch.rstrip(_LOOP)))
         for branch in _without_groups(text, marked).split("|")
     ]
@@ -217,9 +218,7 @@ def compile_pattern(text: str) -> Pattern:
 
     def search(name: str) -> re.Match[str] | None:
         # From each start, `re` comes back to a loop once for each place where the text after it lies in the name.
-        num_ways = 0
-        for choices, loops in branches:
-            num_ways += choices * math.prod(_num_places(after, name) for after in loops)
+        num_ways = sum(choices * math.prod(_num_places(after, name) for after in loops) for choices, loops in branches)
         if num_ways * len(name) ** 2 > MAX_STEPS:
             raise _refusal(text, f"on `{name[:200]}` its loops can end in too many places")
         return regex.search(name)
@@ -268,7 +267,9 @@ def _without_groups(text: str, marked: str) -> str:
 def _freedom(repeat: str) -> str:
     if repeat[0] == "?":
         return _CHOICE
-    return _ANY if repeat[0] == "{" and "," not in repeat else _LOOP
+    if repeat[0] == "{" and "," not in repeat:
+        return _ANY
+    return _LOOP if repeat.startswith(("*", "{0", "{,")) else _ANY + _LOOP
 
 
 def _num_places(after: str, name: str) -> int:
