@@ -29,6 +29,7 @@ from jax import Array, lax
 
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import vary, varying_axes
+from meshwright.models.attention import check_segment_ids
 
 _ANY_DOCUMENT = -1  # of a state that has not seen segment_ids: whatever comes first continues it
 
@@ -245,13 +246,8 @@ def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_i
     if state is None:
         state = init_mlstm_state(q.shape[0], q.shape[2], key_dim=q.shape[3], value_dim=v.shape[3])
     _check_state(state, q, v, who=who)
-    if segment_ids is not None:
-        segment_ids = jnp.asarray(segment_ids)
-        if segment_ids.shape != q.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise PlacementError(
-                f"{who} got segment_ids of shape {segment_ids.shape} and type {segment_ids.dtype}.",
-                hint=f"for q of shape {q.shape} they must be integers of shape {q.shape[:2]}.",
-            )
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    check_segment_ids(segment_ids, q, who=who)
     # What a loop carries, and what has a gradient of its own, must vary over the devices as its result does.
     inputs = (q, k, v, i, f, state, segment_ids)
     axes = sorted(frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(inputs))))
