@@ -179,12 +179,16 @@ def _check(q: Any, k: Any, v: Any, segment_ids: Any, max_segments: int | None) -
             f"attention got {q.shape[2]} query heads for {k.shape[2]} key heads.",
             hint="each key head serves the same number of query heads, so the one must divide the other.",
         )
-    if segment_ids is not None and (
-        segment_ids.shape != q.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer)
-    ):
-        raise PlacementError(
-            f"attention got segment_ids of shape {segment_ids.shape} and type {segment_ids.dtype}.",
-            hint=f"for q of shape {q.shape} they must be integers of shape {q.shape[:2]}.",
-        )
+    check_segment_ids(segment_ids, q, who="attention")
     if max_segments is not None and max_segments < 1:
         raise PlacementError(f"attention got max_segments={max_segments}.", hint="a row has at least one piece.")
+
+
+def check_segment_ids(segment_ids: Any, q: Any, *, who: str) -> None:
+    """Raises unless segment ids, where there are any, are whole numbers, one for each position of `q`."""
+    if segment_ids is None or (segment_ids.shape == q.shape[:2] and jnp.issubdtype(segment_ids.dtype, jnp.integer)):
+        return
+    raise PlacementError(
+        f"{who} got segment_ids of shape {segment_ids.shape} and type {segment_ids.dtype}.",
+        hint=f"for q of shape {q.shape} they must be integers of shape {q.shape[:2]}.",
+    )

@@ -101,22 +101,18 @@ def remat_policy(remat: Remat | None, *, by_name: bool = True) -> Callable[..., 
     """
     if callable(remat):
         return remat
-    policies = jax.checkpoint_policies
-    known: dict[Any, Callable[..., Any] | None] = {
-        "none": None,
-        "dots": policies.save_only_these_names(PROJECTION, GATHERED_ROWS)
-        if by_name
-        else policies.dots_with_no_batch_dims_saveable,
-        "full": policies.nothing_saveable,
-        "offload": policies.save_and_offload_only_these_names(
+    policies, names, to_host = jax.checkpoint_policies, [PROJECTION, GATHERED_ROWS], ("device", "pinned_host")
+    dots, offload = policies.dots_with_no_batch_dims_saveable, policies.offload_dot_with_no_batch_dims(*to_host)
+    if by_name:
+        dots = policies.save_only_these_names(*names)
+        offload = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
-            names_which_can_be_offloaded=[PROJECTION, GATHERED_ROWS],
-            offload_src="device",
-            offload_dst="pinned_host",
+            names_which_can_be_offloaded=names,
+            offload_src=to_host[0],
+            offload_dst=to_host[1],
         )
-        if by_name
-        else policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
-    }
+    known: dict[Any, Callable[..., Any] | None]
+    known = {"none": None, "dots": dots, "full": policies.nothing_saveable, "offload": offload}
     if remat is None:
         return None
     if remat not in known:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -199,8 +198,6 @@ class LanguageModel(abc.ABC):
         ends = {"embed": params["embed"], "final_norm": params["final_norm"]}
         if not self.tied_embeddings:
             ends["head"] = params["head"]
-        last = functools.partial(self._finish, run=run, gather=gather, finish=finish or self._logits(run))
-        layers_gather = None if gather is None else gather["layers"]
 
         def enter(params: PyTree, tokens: Any) -> Any:
             # Whole along features, as our gather makes it: XLA would look up slices of features, and has no good way
@@ -211,10 +208,13 @@ class LanguageModel(abc.ABC):
 
         def stage(params: PyTree, h: Any, extras: PyTree, *, rng: Any = None) -> Any:
             layers, first = params
-            make = self._context_maker(extras, run=run, rng=rng, num_tokens=tokens.shape[-1])
+            positions, segment_ids = extras["positions"], extras["segment_ids"]
+            shared = self.prepare(_positions(segment_ids, tokens.shape[-1]) if positions is None else positions)
 
             def block(layer: PyTree, h: Any, number: Any) -> Any:
-                return _rows_split(self.layer(layer, h, make(number)), run)
+                key = None if rng is None else jax.random.fold_in(rng, number)
+                context = Context(run, segment_ids, shared, key, self.dropout, self.norm_eps)
+                return _rows_split(self.layer(layer, h, context), run)
 
             return run_layers(
                 block,
@@ -223,10 +223,22 @@ class LanguageModel(abc.ABC):
                 first=first[0],
                 form=run.layers,
                 remat=remat,
-                gather=layers_gather,
+                gather=None if gather is None else gather["layers"],
                 prefetch=run.prefetch and stages is None,
                 kernels=run.kernels,
             )
+
+        def last(params: PyTree, h: Any, targets: PyTree = None) -> Any:
+            h = sequence_norm(h, params["final_norm"]["scale"], axis=run.tensor(), eps=self.norm_eps)
+            if self.tied_embeddings:
+                head = _whole(params["embed"], gather, "embed")["table"].T
+            else:
+                head = _whole(params["head"], gather, "head")["kernel"]
+            if finish is not None:
+                return finish(h, head, targets)
+            logits = column_dense(h, head, axis=run.tensor(), sequence_parallel=run.sequence_parallel)
+            logits, cap = logits.astype(jnp.float32), self.logit_soft_cap
+            return logits if cap is None else cap * jnp.tanh(logits / cap)
 
         # A stage's layers come with the number of the first of them, which dropout draws by.
         count = int(jax.tree.leaves(params["layers"])[0].shape[0])
@@ -249,43 +261,12 @@ class LanguageModel(abc.ABC):
             num_microbatches=run.num_microbatches or 2 * jax.lax.axis_size(stages),
             first=enter,
             first_params=params["embed"],
-            last=last if targets is not None else lambda params, h: last(params, h, None),
+            last=last,
             last_params=ends,
             targets=targets,
             rng=rng,
             combine="sum" if finish is not None else "concatenate",
         )
-
-    def _finish(
-        self, params: PyTree, h: Any, targets: PyTree, *, run: Execution, gather: Gather | None, finish: Finish
-    ) -> Any:
-        h = sequence_norm(h, params["final_norm"]["scale"], axis=run.tensor(), eps=self.norm_eps)
-        if self.tied_embeddings:
-            head = _whole(params["embed"], gather, "embed")["table"].T
-        else:
-            head = _whole(params["head"], gather, "head")["kernel"]
-        return finish(h, head, targets)
-
-    def _logits(self, run: Execution) -> Finish:
-        def finish(h: Any, head: Any, targets: PyTree) -> Any:
-            logits = column_dense(h, head, axis=run.tensor(), sequence_parallel=run.sequence_parallel)
-            logits = logits.astype(jnp.float32)
-            cap = self.logit_soft_cap
-            return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-        return finish
-
-    def _context_maker(self, extras: PyTree, *, run: Execution, rng: Any, num_tokens: int) -> Callable[[Any], Context]:
-        positions, segment_ids = extras["positions"], extras["segment_ids"]
-        if positions is None:
-            positions = _positions(segment_ids, num_tokens)
-        shared = self.prepare(positions)
-
-        def make(number: Any) -> Context:
-            key = None if rng is None else jax.random.fold_in(rng, number)
-            return Context(run, segment_ids, shared, key, self.dropout, self.norm_eps)
-
-        return make
 
     def prepare(self, positions: Any) -> Any:
         """Returns what all layers share, computed once: tables of angles, say."""

@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import vary, varying_axes
+from meshwright.models.attention import check_segment_ids
 
 _ANY_DOCUMENT = -1  # of a state that has not seen segment_ids: whatever comes first continues it
 
@@ -39,13 +40,13 @@ class MLSTMState(NamedTuple):
     Only these products mean something, so as an output the stabiliser has no gradient of its own; as an input it has.
     """
 
-    memory: jax.Array
+    memory: Array
     """`[B, H, K, V]`, float32."""
-    normaliser: jax.Array
+    normaliser: Array
     """`[B, H, K]`, float32."""
-    stabiliser: jax.Array
+    stabiliser: Array
     """`[B, H]`, float32."""
-    segment: jax.Array
+    segment: Array
     """`[B]`, int32: the document of the last token that was not padding; -1 where `segment_ids` were never given."""
 
 
@@ -66,15 +67,15 @@ def init_mlstm_state(batch_size: int, num_heads: int, *, key_dim: int, value_dim
 
 
 def mlstm_recurrent(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    i: jax.Array,
-    f: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
     *,
     state: MLSTMState | None = None,
-    segment_ids: jax.Array | None = None,
-) -> tuple[jax.Array, MLSTMState]:
+    segment_ids: Array | None = None,
+) -> tuple[Array, MLSTMState]:
     """Returns the outputs `[B, S, H, V]` and the state after them, token by token: the form for generation.
 
     Computes in float32. Its gradient keeps the memory of every token; train with `mlstm_chunkwise`.
@@ -113,9 +114,7 @@ def mlstm_recurrent(
     return t.silence_padding(jnp.moveaxis(h_SBHV, 0, 1)), t.state_after(carry)
 
 
-def mlstm_parallel(
-    q: jax.Array, k: jax.Array, v: jax.Array, i: jax.Array, f: jax.Array, *, segment_ids: jax.Array | None = None
-) -> jax.Array:
+def mlstm_parallel(q: Array, k: Array, v: Array, i: Array, f: Array, *, segment_ids: Array | None = None) -> Array:
     """Returns the outputs `[B, S, H, V]` from all pairs of tokens at once: the reference, which needs S x S memory.
 
     Args:
@@ -140,7 +139,7 @@ def mlstm_parallel(
     score_BHTS = t.dot("BTHK,BSHK->BHTS", t.q_BSHK, t.k_BSHK) * t.scale * jnp.exp(log_BHTS - m_BHT[..., None])
     sum_BHTV = t.dot("BHTS,BSHV->BHTV", score_BHTS, t.v_BSHV)
     h_BHTV = normalise(sum_BHTV, jnp.sum(score_BHTS, axis=-1), m_BHT).astype(t.v_BSHV.dtype)
-    h_BSHV: jax.Array = t.silence_padding(jnp.moveaxis(h_BHTV, 1, 2))
+    h_BSHV: Array = t.silence_padding(jnp.moveaxis(h_BHTV, 1, 2))
     return h_BSHV
 
 
@@ -179,10 +178,6 @@ def _dot(dims: str, a: Any, b: Any, wide: Any) -> Any:
     return einsum(dims, a, b, wide)
 
 
-def _dot_fwd(dims: str, a: Any, b: Any, wide: Any) -> tuple[Any, Any]:
-    return _dot(dims, a, b, wide), (a, b)
-
-
 def _dot_bwd(dims: str, wide: Any, kept: Any, d_out: Any) -> tuple[Any, Any]:
     (a, b), (ins, out) = kept, dims.split("->")
     in_a, in_b = ins.split(",")
@@ -192,7 +187,7 @@ def _dot_bwd(dims: str, wide: Any, kept: Any, d_out: Any) -> tuple[Any, Any]:
     return d_a.astype(a.dtype), d_b.astype(b.dtype)
 
 
-_dot.defvjp(_dot_fwd, _dot_bwd)
+_dot.defvjp(lambda dims, a, b, wide: (_dot(dims, a, b, wide), (a, b)), _dot_bwd)
 
 
 def einsum(dims: str, a: Any, b: Any, wide: Any) -> Any:
@@ -251,13 +246,8 @@ def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_i
     if state is None:
         state = init_mlstm_state(q.shape[0], q.shape[2], key_dim=q.shape[3], value_dim=v.shape[3])
     _check_state(state, q, v, who=who)
-    if segment_ids is not None:
-        segment_ids = jnp.asarray(segment_ids)
-        if segment_ids.shape != q.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise PlacementError(
-                f"{who} got segment_ids of shape {segment_ids.shape} and type {segment_ids.dtype}.",
-                hint=f"for q of shape {q.shape} they must be integers of shape {q.shape[:2]}.",
-            )
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    check_segment_ids(segment_ids, q, who=who)
     # What a loop carries, and what has a gradient of its own, must vary over the devices as its result does.
     inputs = (q, k, v, i, f, state, segment_ids)
     axes = sorted(frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(inputs))))

@@ -80,16 +80,12 @@ def _rotate(x: Any, cos: Any, sin: Any) -> Any:
     return turned.astype(x.dtype).reshape(x.shape)
 
 
-def _rotate_fwd(x: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
-    return _rotate(x, cos, sin), (cos, sin)
-
-
 def _rotate_bwd(tables: Any, d_turned: Any) -> tuple[Any, None, None]:
     cos, sin = tables
     return _rotate(d_turned, cos, -sin), None, None  # the gradient of a rotation is the rotation back
 
 
-_rotate.defvjp(_rotate_fwd, _rotate_bwd)
+_rotate.defvjp(lambda x, cos, sin: (_rotate(x, cos, sin), (cos, sin)), _rotate_bwd)
 
 
 # --- Gated feed-forward ---
@@ -117,10 +113,6 @@ def _swiglu(gate: Any, up: Any) -> Any:
     return (gate32 * jax.nn.sigmoid(gate32) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
-def _swiglu_fwd(gate: Any, up: Any) -> tuple[Any, Any]:
-    return _swiglu(gate, up), (gate, up)
-
-
 def _swiglu_bwd(kept: Any, d_out: Any) -> tuple[Any, Any]:
     gate, up, d_out = (t.astype(jnp.float32) for t in (*kept, d_out))
     sigmoid = jax.nn.sigmoid(gate)
@@ -129,7 +121,7 @@ def _swiglu_bwd(kept: Any, d_out: Any) -> tuple[Any, Any]:
     return d_gate.astype(kept[0].dtype), (d_out * silu).astype(kept[1].dtype)
 
 
-_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
+_swiglu.defvjp(lambda gate, up: (_swiglu(gate, up), (gate, up)), _swiglu_bwd)
 
 
 # --- Stacked layers ---
@@ -163,12 +155,7 @@ def _unstack(kernels: bool | None, stacked: Any) -> Any:
     return [lax.index_in_dim(stacked, i, keepdims=False) for i in range(stacked.shape[0])]
 
 
-def _unstack_fwd(kernels: bool | None, stacked: Any) -> tuple[Any, None]:
-    return _unstack(kernels, stacked), None
-
-
-def _unstack_bwd(kernels: bool | None, _: None, d_layers: Any) -> tuple[Any]:
-    return (stack(d_layers, kernels=kernels),)
-
-
-_unstack.defvjp(_unstack_fwd, _unstack_bwd)
+_unstack.defvjp(
+    lambda kernels, stacked: (_unstack(kernels, stacked), None),
+    lambda kernels, _, d_layers: (stack(d_layers, kernels=kernels),),
+)

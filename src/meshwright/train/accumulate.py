@@ -170,7 +170,8 @@ def accumulate(
 
 def is_pair(node: Any) -> bool:
     """Returns whether this is a `(sum, count)` pair: a tuple of two scalars."""
-    return type(node) is tuple and len(node) == 2 and all(_is_scalar(item) for item in node)
+    is_tuple = type(node) is tuple and len(node) == 2
+    return is_tuple and all(isinstance(item, (int, float)) or getattr(item, "ndim", None) == 0 for item in node)
 
 
 def denominator(metrics: Any, key: str) -> Any:
@@ -253,7 +254,3 @@ def wide(value: Any) -> Any:
     if value.dtype == jnp.bool_:
         return value.astype(jnp.int32)
     return value.astype(jnp.promote_types(value.dtype, jnp.float32)) if is_float(value.dtype) else value
-
-
-def _is_scalar(item: Any) -> bool:
-    return isinstance(item, (int, float)) or (hasattr(item, "ndim") and item.ndim == 0)

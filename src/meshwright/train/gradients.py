@@ -91,11 +91,7 @@ def make_gradients(
             ]
         )
     loss = _loss_function(job, takes, gather, remat)
-    options: dict[str, Any] = {
-        "num_minibatches": num_minibatches,
-        "dtypes": dtypes,
-        "with_gradients": with_gradients,
-    }
+    options: Any = {"num_minibatches": num_minibatches, "dtypes": dtypes, "with_gradients": with_gradients}
 
     def in_global_view(params: PyTree, batch: PyTree, rng: Any) -> tuple[Accumulated, Any]:
         ways = math.prod(mesh.shape[axis] for axis in row_axes) if num_minibatches > 1 else 1

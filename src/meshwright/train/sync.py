@@ -15,9 +15,9 @@ the sum over the other axes one of whole gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax import lax
@@ -37,6 +37,19 @@ Sync = Literal["every", "hybrid", "once"]
 WHO = "accumulate"
 
 
+class LeafSync(NamedTuple):
+    """What is done to one parameter."""
+
+    name: str
+    """For the names of what is sent."""
+    gathers: tuple[tuple[int, str], ...]
+    """The dims and axes it is gathered along, in this order."""
+    scatter: tuple[int, str] | None
+    """The dim and axis along which its gradient is left in slices though the parameter is whole."""
+    dtype: Any
+    """The dtype that the loss gets it in."""
+
+
 @dataclass(frozen=True)
 class SyncPlan:
     """What one call of `accumulate` does to its parameters, and along which axes."""
@@ -46,27 +59,20 @@ class SyncPlan:
     """Along these the loss is a partial sum."""
     row_axes: tuple[str, ...]
     """These split the rows of the batch, the first of them into the largest blocks."""
-    gathers: tuple[tuple[tuple[int, str], ...], ...]
-    """For each parameter, the dims and axes it is gathered along, in this order."""
-    scatters: tuple[tuple[int, str] | None, ...]
-    """For each parameter, the dim and axis along which its gradient is left in slices though the parameter is whole."""
-    dtypes: tuple[Any, ...]
-    """For each parameter, the dtype that the loss gets it in."""
+    leaves: tuple[LeafSync, ...]
     reduce_dtype: Any
-    names: tuple[str, ...]
-    """Of each parameter, for the names of what is sent."""
 
     def own(self, params: PyTree) -> PyTree:
         """Returns, for each parameter, the part whose gradient this device is to have: all of it, or a slice."""
 
-        def cut(leaf: Any, scatter: tuple[int, str] | None) -> Any:
-            if scatter is None:
+        def cut(known: LeafSync, leaf: Any) -> Any:
+            if known.scatter is None:
                 return leaf
-            dim, axis = scatter
+            dim, axis = known.scatter
             size = leaf.shape[dim] // axis_size(axis, who=WHO)
             return lax.dynamic_slice_in_dim(vary(leaf, axis), place_on(axis, who=WHO) * size, size, axis=dim)
 
-        return _map(cut, params, by_leaf=self.scatters)
+        return self._map(cut, params)
 
     def before(self, own: PyTree, params: PyTree) -> PyTree:
         """Prepares parameters for all minibatches; gradients flow to `own`, which `own()` returned."""
@@ -82,21 +88,20 @@ class SyncPlan:
         return self._gather(self._mark(prepared, params) if self.sync == "every" else prepared)
 
     def _mark(self, own: PyTree, params: PyTree) -> PyTree:
-        def mark(own: Any, whole: Any, known: tuple[str, tuple[int, str] | None]) -> Any:
-            name, scatter = known
-            with leaf_scope(name):
-                if scatter is None:
+        def mark(known: LeafSync, own: Any, whole: Any) -> Any:
+            with leaf_scope(known.name):
+                if known.scatter is None:
                     return _mark_for_sum(own, self.axes, self.reduce_dtype)
-                dim, axis = scatter
+                dim, axis = known.scatter
                 # The slices are summed over the other axes, not the whole: scattered first on the way back.
                 own = _mark_for_sum(own, [other for other in self.axes if other != axis], self.reduce_dtype)
                 return _mark_for_scatter(own, vary(whole, self.axes), dim, axis, self.reduce_dtype)
 
-        return _map(mark, own, params, by_leaf=list(zip(self.names, self.scatters, strict=True)))
+        return self._map(mark, own, params)
 
     def narrow(self, params: PyTree) -> PyTree:
         """Returns parameters in the dtypes that the loss is to have them in."""
-        return _map(lambda leaf, dtype: leaf.astype(dtype), params, by_leaf=self.dtypes)
+        return self._map(lambda known, leaf: leaf.astype(known.dtype), params)
 
     def first_row(self, num_rows: int) -> Any:
         """Returns the number that this device's first row has in the whole batch."""
@@ -117,17 +122,20 @@ class SyncPlan:
             )
 
     def _gather(self, params: PyTree) -> PyTree:
-        def gather(leaf: Any, known: tuple[str, tuple[tuple[int, str], ...], Any]) -> Any:
-            name, steps, dtype = known
-            with leaf_scope(name):
-                for dim, axis in steps:
-                    # Parameters travel in the dtype they are used in, gradients in that of the sums.
-                    leaf = gather_array(
-                        leaf, dim=dim, axis=axis, gather_dtype=dtype, grad_scatter_dtype=self.reduce_dtype
-                    )
+        def gather(known: LeafSync, leaf: Any) -> Any:
+            # Parameters travel in the dtype they are used in, gradients in that of the sums.
+            dtypes = {"gather_dtype": known.dtype, "grad_scatter_dtype": self.reduce_dtype}
+            with leaf_scope(known.name):
+                for dim, axis in known.gathers:
+                    leaf = gather_array(leaf, dim=dim, axis=axis, **dtypes)
             return leaf
 
-        return _map(gather, params, by_leaf=list(zip(self.names, self.gathers, self.dtypes, strict=True)))
+        return self._map(gather, params)
+
+    def _map(self, function: Callable[..., Any], *trees: PyTree) -> PyTree:
+        structure: Any = jax.tree.structure(trees[0])
+        rows = zip(self.leaves, *map(jax.tree.leaves, trees), strict=True)
+        return structure.unflatten([function(*row) for row in rows])
 
 
 def make_sync_plan(
@@ -172,18 +180,11 @@ def make_sync_plan(
     own = _leaf_specs(params, specs)
     fine = own if grad_specs is None else _leaf_specs(params, grad_specs)
     wanted = [leaf.value.dtype for leaf in leaves] if dtypes is None else map(as_dtype, jax.tree.leaves(dtypes))
-    return SyncPlan(
-        sync=sync,
-        axes=tuple(summed),
-        row_axes=tuple(rows),
-        gathers=tuple(_gathers(leaf, spec, manual, gathered) for leaf, spec in zip(leaves, own, strict=True)),
-        scatters=tuple(
-            _scatter(leaf, spec, finer, manual, summed) for leaf, spec, finer in zip(leaves, own, fine, strict=True)
-        ),
-        dtypes=tuple(wanted),
-        reduce_dtype=reduce_dtype,
-        names=tuple(leaf.name for leaf in leaves),
+    known = tuple(
+        LeafSync(leaf.name, _gathers(leaf, spec, manual, gathered), _scatter(leaf, spec, finer, manual, summed), dtype)
+        for leaf, spec, finer, dtype in zip(leaves, own, fine, wanted, strict=True)
     )
+    return SyncPlan(sync, tuple(summed), tuple(rows), known, reduce_dtype)
 
 
 def _scatter(
@@ -203,12 +204,6 @@ def _scatter(
             hint="grad_specs may add one axis that splits the batch, as the last of its dim, which it must divide.",
         )
     return dim, extra[0]
-
-
-def _map(function: Any, tree: PyTree, *trees: PyTree, by_leaf: Sequence[Any]) -> PyTree:
-    structure: Any = jax.tree.structure(tree)
-    rows = zip(*map(jax.tree.leaves, (tree, *trees)), by_leaf, strict=True)
-    return structure.unflatten([function(*row) for row in rows])
 
 
 def _mark_for_sum(leaf: Any, axes: Sequence[str], dtype: Any) -> Any:

@@ -266,6 +266,7 @@ def optimizer(
         after_one_step: whether parameters still agreed after the first step.
         allowed: for each leaf, the difference that is fine.
     """
+    fix = "update whole arrays: outside of shard_map, as make_train_step does."
     for name, expected in reference.items():
         parts = blocks_of(blocks[name], np.shape(expected))
         ratios = [ratio_of(_cut(expected, part), _cut(measured[name], part)) for part in parts]
@@ -274,12 +275,11 @@ def optimizer(
         medians = [ratio.median for ratio in ratios if ratio is not None and ratio.is_constant]
         if len(medians) == len(ratios) and any(abs(median - 1) > CLOSE for median in medians):
             shown = ", ".join(f"{median:.4g}" for median in medians[:4]) + (", ..." if len(medians) > 4 else "")
-            return Cause(
-                "optimizer",
+            seen = (
                 f"gradients agree, but each device's part of `{name}` is updated with a factor of its own ({shown}): "
-                "the optimizer takes a norm or a mean of a slice for that of the parameter.",
-                "update whole arrays: outside of shard_map, as make_train_step does.",
+                "the optimizer takes a norm or a mean of a slice for that of the parameter."
             )
+            return Cause("optimizer", seen, fix)
     if after_one_step:
         return Cause(
             "optimizer",
@@ -287,11 +287,8 @@ def optimizer(
             "or something depends on the number of the step.",
             "compare with num_steps=1 and with a smaller learning rate; if both agree, it is rounding.",
         )
-    return Cause(
-        "optimizer",
-        "gradients agree and updated parameters do not: the optimizer looks at slices, or at more than gradients.",
-        "update whole arrays: outside of shard_map, as make_train_step does.",
-    )
+    seen = "gradients agree and updated parameters do not: the optimizer looks at slices, or at more than gradients."
+    return Cause("optimizer", seen, fix)
 
 
 def not_finite(reference: Array, measured: Array, *, what: str) -> Cause | None:

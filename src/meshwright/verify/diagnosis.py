@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,9 +77,8 @@ class Finding:
             loss, grads = function(self.reference.inputs.batch, rng)
         except Exception:
             return False
-        return all(
-            found.ok for found in self.reference.compare_gradients(loss, grads, self.tolerance, expected=expected)
-        )
+        compared = self.reference.compare_gradients(loss, grads, self.tolerance, expected=expected)
+        return all(comparison.ok for comparison in compared)
 
     def _random(self) -> Cause | None:
         expected = self.reference.without_rng
@@ -99,37 +97,26 @@ class Finding:
                 return cause
         return None
 
-    @property
-    def _row_axes(self) -> tuple[str, ...]:
-        mesh = self.placed.mesh
-        return tuple(axis for axis in self.placed.row_axes if mesh.shape[axis] > 1)
-
     def _by_block(self) -> tuple[list[Any], list[dict[str, Any]]]:
-        ways = math.prod(self.placed.mesh.shape[axis] for axis in self._row_axes)
-        if ways * self.num_minibatches == 1:
+        if self.placed.ways * self.num_minibatches == 1:
             return [], []
         try:
-            return self.reference.by_block(self.view, ways, self.num_minibatches)
+            return self.reference.by_block(self.view, self.placed.ways, self.num_minibatches)
         except Exception:  # a loss that cannot be computed on so few rows
             return [], []
 
     def _mean_of_means(self, loss: float) -> Cause | None:
-        losses, _ = self._by_block()
-        ways = math.prod(self.placed.mesh.shape[axis] for axis in self._row_axes)
+        losses, ways = [float(x) for x in self._by_block()[0]], self.placed.ways
         parts = [f"{ways} devices"] * (ways > 1 and self.view == "local")
         parts += [f"{self.num_minibatches} minibatches"] * (self.num_minibatches > 1)
-        return causes.mean_of_means(
-            loss,
-            float(self.reference.loss),
-            [float(x) for x in losses],
-            tolerance=self.tolerance,
-            blocks=" and ".join(parts),
-        )
+        one = float(self.reference.loss)
+        return causes.mean_of_means(loss, one, losses, tolerance=self.tolerance, blocks=" and ".join(parts))
 
     def _one_block_of_rows(self, name: str | None, got: Any, what: str) -> Cause | None:
         losses, grads = self._by_block() if self.num_minibatches == 1 else ([], [])
         blocks = losses if name is None else [grad[name] for grad in grads]
-        return causes.one_block_of_rows(got, blocks, self._row_axes, what=what, tolerance=self.tolerance)
+        axes = [axis for axis in self.placed.row_axes if self.placed.mesh.shape[axis] > 1]
+        return causes.one_block_of_rows(got, blocks, axes, what=what, tolerance=self.tolerance)
 
     def _axes_alone(self) -> Cause | None:
         """Computes on each of the mesh's axes alone, to tell which of them it is."""
@@ -157,6 +144,6 @@ class Finding:
             name: max(self.tolerance * largest(change), rounding(reference.first[name]))
             for name, change in wanted.items()
         }
-        equal = all(float(np.abs(wanted[name] - got[name]).max(initial=0.0)) <= allowed[name] for name in wanted)
+        equal = all(np.abs(wanted[name] - got[name]).max(initial=0.0) <= allowed[name] for name in wanted)
         blocks = {name: leaf.sharding.devices_indices_map(leaf.shape) for name, leaf in measured.first.items()}
         return causes.optimizer(wanted, got, blocks, after_one_step=equal, allowed=allowed)

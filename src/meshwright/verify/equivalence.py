@@ -162,7 +162,6 @@ def _cases(
     tell: Callable[[str], None],
 ) -> list[Case]:
     text, inputs = ",".join(f"{axis}:{size}" for axis, size in mesh.shape.items()), reference.inputs
-    row_axes = inputs.row_axes(mesh)
     try:
         placed = inputs.place(mesh)
     except Exception as error:
@@ -170,12 +169,11 @@ def _cases(
         return [
             Case(text, view, count, "skipped" if misfit else "failed", message=_told(error)) for view, count in wanted
         ]
-    ways = math.prod(mesh.shape[axis] for axis in row_axes)
     cases = []
     for view, count in wanted:
         parts = f", {count} minibatches" if count > 1 else ""
-        if inputs.num_rows % (ways * count):
-            split = f"{ways} devices{parts.replace(',', ' x')}"
+        if inputs.num_rows % (placed.ways * count):
+            split = f"{placed.ways} devices{parts.replace(',', ' x')}"
             problem = f"a batch of {inputs.num_rows} rows cannot be split over {split}."
             cases.append(Case(text, view, count, "failed" if by_name else "skipped", message=problem))
             continue
@@ -184,7 +182,8 @@ def _cases(
             cases.append(_case(reference, placed, text, view, count, tolerance))
         except Exception as error:  # whatever goes wrong on a mesh is the finding
             # Along axes that neither split rows nor gather parameters, what is done is the loss's.
-            others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in (*row_axes, *GATHER_AXES)]
+            used = (*placed.row_axes, *GATHER_AXES)
+            others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
             cause = causes.sees_slices(others) if view == "local" else None
             cases.append(Case(text, view, count, "failed", causes=(cause,) if cause else (), message=_told(error)))
     return cases

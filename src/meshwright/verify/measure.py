@@ -7,6 +7,7 @@ of `optax.trace` with no memory, which stands before the optimizer and keeps wha
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,6 +104,11 @@ class Placed:
     @property
     def row_axes(self) -> tuple[str, ...]:
         return self.inputs.row_axes(self.mesh)
+
+    @property
+    def ways(self) -> int:
+        """Over how many devices rows are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.row_axes)
 
     @property
     def initial(self) -> dict[str, Any]:

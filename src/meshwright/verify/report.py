@@ -6,8 +6,9 @@ import dataclasses
 import json
 import math
 import textwrap
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from meshwright.errors import MeshwrightError
 from meshwright.layout.leaf import rich_table, text_table
@@ -99,14 +100,12 @@ class VerifyReport:
 
     def summary(self) -> str:
         """Returns the outcome in one line."""
-        counts = dict.fromkeys(("equal", "different", "failed", "skipped"), 0)
-        for case in self.cases:
-            counts[case.verdict] += 1
-        told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "nothing was compared"
+        counts = Counter(case.verdict for case in self.cases)
+        told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict])
+        s, after = ("", "") if self.num_steps == 1 else ("s", f", {GROWTH * self.tolerance:g} after the steps")
         return (
-            f"{told}; {self.num_leaves} parameters, {self.num_rows} rows, {self.num_steps} step"
-            f"{'' if self.num_steps == 1 else 's'}, relative errors up to {self.tolerance:g} allowed"
-            f"{'' if self.num_steps == 1 else f', {GROWTH * self.tolerance:g} after the steps'}"
+            f"{told or 'nothing was compared'}; {self.num_leaves} parameters, {self.num_rows} rows, {self.num_steps} "
+            f"step{s}, relative errors up to {self.tolerance:g} allowed{after}"
         )
 
     def details(self) -> str:
