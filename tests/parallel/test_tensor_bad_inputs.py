@@ -89,7 +89,7 @@ def test_sizes_that_the_axis_does_not_divide():
 
 def test_shapes_that_do_not_fit():
     v = values()
-    with pytest.raises(PlacementError, match=r"column_dense cannot multiply x of shape \(2, 16, 6\) by .* \(24, 6\)"):
+    with pytest.raises(PlacementError, match=r"column_dense: cannot multiply x of shape \(2, 16, 6\) by .* \(24, 6\)"):
         column_dense(v["x"], v["down"], axis="tp")
     with pytest.raises(PlacementError, match=r"weight of shape \(24, 6\) and a bias of shape \(24,\) differ"):
         row_dense(v["hidden"], v["down"], v["b_up"], axis="tp")

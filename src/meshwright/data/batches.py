@@ -16,6 +16,7 @@ from jax.sharding import Sharding
 
 from meshwright.data.stream import BatchStream, PlacedBatch, Shardings, Writer, start_of
 from meshwright.errors import DataError
+from meshwright.specs import ceil_div
 from meshwright.types import PyTree
 
 
@@ -117,7 +118,7 @@ def eval_batches(
     if not len(rows):
         raise DataError("there are no rows to evaluate on.", hint="a larger share of validation, or shorter rows.")
     placer = _Placer(rows, batch_size, shardings)
-    available = -(-len(rows) // batch_size)
+    available = ceil_div(len(rows), batch_size)
     num_batches = available if num_batches is None else min(num_batches, available)
     if len(rows) % batch_size and num_batches == available and "weights" not in placer.example:
         raise DataError(

@@ -15,6 +15,7 @@ import numpy as np
 
 from meshwright.data.tokens import Tokens
 from meshwright.errors import DataError
+from meshwright.specs import ceil_div
 
 _DTYPES = {"inputs": np.int32, "targets": np.int32, "weights": np.float32, "segment_ids": np.int32}
 
@@ -54,7 +55,7 @@ class Rows:
         self.fingerprint = hashlib.sha256(f"{tokens.fingerprint} in rows of {num_tokens}".encode()).hexdigest()
 
     def __len__(self) -> int:
-        return -(-(self.tokens.num_tokens - 1) // self.num_tokens)
+        return ceil_div(self.tokens.num_tokens - 1, self.num_tokens)
 
     def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
         index = operator.index(index)

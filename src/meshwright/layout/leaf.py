@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.dtypes import dtype_bits
 from meshwright.mesh.build import AnyMesh, describe_mesh
-from meshwright.specs import canonical, format_spec, shard_shape
+from meshwright.specs import canonical, ceil_div, format_spec, shard_shape
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,7 +83,7 @@ def make_leaf(
 
 def num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """Returns the bytes an array takes; sub-byte dtypes are rounded up to whole bytes per array."""
-    return -(-math.prod(shape) * dtype_bits(dtype) // 8)
+    return ceil_div(math.prod(shape) * dtype_bits(dtype), 8)
 
 
 def format_bytes(count: float) -> str:

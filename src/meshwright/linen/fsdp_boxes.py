@@ -98,16 +98,13 @@ def gather_params(params: PyTree, axis_name: str, gather_dtype: Any = None, grad
     axis_size(axis_name, who="gather_params")
 
     def gather(path: Any, leaf: Any) -> Any:
-        with leaf_scope(path):
-            return gather_leaf(leaf)
-
-    def gather_leaf(leaf: Any) -> Any:
         value, names = open_box(leaf)
         dim = dim_split_last_by(names, axis_name, who="gather_params")
-        if dim is None:
-            whole = _with_mean_grads(value, axis_name)
-            return leaf.replace(value=whole) if is_box(leaf) else whole
-        whole = gather_array_with_mean_grads(value, dim, axis_name, gather_dtype, grad_scatter_dtype)
+        with leaf_scope(path):
+            if dim is None:
+                whole = _with_mean_grads(value, axis_name)
+                return leaf.replace(value=whole) if is_box(leaf) else whole
+            whole = gather_array_with_mean_grads(value, dim, axis_name, gather_dtype, grad_scatter_dtype)
         return close_box(leaf, whole, (*names[:dim], _without(names[dim], axis_name), *names[dim + 1 :]))
 
     return jax.tree_util.tree_map_with_path(gather, params, is_leaf=is_box)

@@ -71,7 +71,11 @@ class ModelParallelismWrapper(nn.Module):
         axis_size(self.model_axis_name, who=type(self).__name__)
         # Everything inside differs between devices. Said here, the gradients of the inputs are summed once, and a scan
         # inside starts with the type that its body returns.
-        args, kwargs = jax.tree.map(functools.partial(_vary_array, axis=self.model_axis_name), (args, kwargs))
+        args, kwargs = jax.tree.map(
+            # Flags and the like stay Python values.
+            lambda leaf: vary(leaf, self.model_axis_name) if isinstance(leaf, jax.Array) else leaf,
+            (args, kwargs),
+        )
         mapped = nn.map_variables(
             run,
             trans_in_fn=lambda variables: self._enter(unstack_params(variables, self.model_axis_name)),
@@ -332,10 +336,6 @@ def _map_biases(change: Callable[[Any], Any], variables: PyTree) -> PyTree:
         return change(leaf) if name[0] == "params" and "bias" in name else leaf
 
     return named_tree_map(visit, variables)
-
-
-def _vary_array(leaf: Any, *, axis: str) -> Any:
-    return vary(leaf, axis) if isinstance(leaf, jax.Array) else leaf  # flags and the like stay Python values
 
 
 def _fold_streams(module: nn.Module, axis: str) -> None:

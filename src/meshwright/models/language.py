@@ -37,7 +37,7 @@ from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_embed
 from meshwright.rules import Rules
-from meshwright.specs import spec_axes
+from meshwright.specs import round_up, spec_axes
 from meshwright.types import PRNGKeyArray, PyTree
 
 Finish = Callable[[Any, Any, PyTree], PyTree]
@@ -104,7 +104,7 @@ class LanguageModel(abc.ABC):
         """Raises where one size does not divide another."""
         size, count = getattr(self, whole), getattr(self, parts)
         if size % count:
-            below, above = size // count * count, -(-size // count) * count
+            below, above = size // count * count, round_up(size, count)
             near = f"{below} or {above}" if below else f"{above}"
             raise ConfigError(
                 f"{whole} of {self._kind} is {size}, which its {parts} of {count} does not divide.",

@@ -14,6 +14,7 @@ from jax import Array, lax
 from meshwright.errors import PlacementError
 from meshwright.models.execution import on_gpu
 from meshwright.models.mlstm import MLSTMState, Tokens, einsum, normalise, prepare_tokens
+from meshwright.specs import ceil_div
 
 # Measured with benchmarks/mlstm_h200.py. A GPU wants few, large matmuls; elsewhere nothing larger was measured.
 _GPU_CHUNK_SIZE, _CHUNK_SIZE = 256, 64
@@ -110,7 +111,7 @@ def _cut(t: Tokens, length: int) -> _Chunks:
     part, which stays small. Of gates that forget much, one sum would be so large that the difference of two neighbours,
     which is what counts, had lost its digits.
     """
-    num_chunks = -(-t.q_BSHK.shape[1] // length)
+    num_chunks = ceil_div(t.q_BSHK.shape[1], length)
     missing = num_chunks * length - t.q_BSHK.shape[1]
 
     def cut(x_BSH: Any, fill: float = 0.0) -> Any:

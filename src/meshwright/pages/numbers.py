@@ -118,7 +118,7 @@ def log_ticks(low: float, high: float) -> list[float]:
         found = [f * 10.0**p for p in powers for f in (1, 2, 5) if low * 0.999 <= f * 10.0**p <= high * 1.001]
     if len(found) < 2:
         return ticks(low, high, count=4)
-    return found[:: -(-len(found) // 7)]
+    return found[:: math.ceil(len(found) / 7)]
 
 
 def time_ticks(seconds: float, *, count: int = 6) -> list[float]:

@@ -177,16 +177,12 @@ def _loss_sums(plan: _Options, x: Any, head: Any, targets: Any, weights: Any) ->
     return _run(plan, False, x, head, targets, weights)[0]
 
 
-def _loss_sums_fwd(plan: _Options, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
-    return _run(plan, True, x, head, targets, weights)
-
-
 def _loss_sums_bwd(plan: _Options, grads: Any, d_sums: LossSums) -> tuple[Any, ...]:
     dx, dhead = ((grad.astype(jnp.float32) * d_sums.total).astype(grad.dtype) for grad in grads)
     return dx, dhead, None, None
 
 
-_loss_sums.defvjp(_loss_sums_fwd, _loss_sums_bwd)
+_loss_sums.defvjp(lambda plan, *args: _run(plan, True, *args), _loss_sums_bwd)
 
 
 def _run(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:

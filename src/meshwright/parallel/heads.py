@@ -96,10 +96,6 @@ def _from_neighbours(axis: str, together: int, y: Any) -> Any:
     return lax.all_gather(y, axis, axis=y.ndim - 1, tiled=True, axis_index_groups=_groups(axis, together))
 
 
-def _from_neighbours_fwd(axis: str, together: int, y: Any) -> tuple[Any, None]:
-    return _from_neighbours(axis, together, y), None
-
-
 def _from_neighbours_bwd(axis: str, together: int, _: None, d_whole: Any) -> tuple[Any]:
     total = lax.psum_scatter(
         d_whole.astype(summing_dtype(d_whole.dtype)),
@@ -111,7 +107,7 @@ def _from_neighbours_bwd(axis: str, together: int, _: None, d_whole: Any) -> tup
     return (total.astype(d_whole.dtype),)
 
 
-_from_neighbours.defvjp(_from_neighbours_fwd, _from_neighbours_bwd)
+_from_neighbours.defvjp(lambda axis, together, y: (_from_neighbours(axis, together, y), None), _from_neighbours_bwd)
 
 
 def _groups(axis: str, together: int) -> list[list[int]]:

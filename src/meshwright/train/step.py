@@ -26,6 +26,7 @@ from meshwright.mesh.build import AnyMesh
 from meshwright.models.execution import Remat
 from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.parallel.rows import count_rows
+from meshwright.specs import round_up
 from meshwright.train.gradients import View, make_gradients, named_shardings
 from meshwright.train.guards import require_live_state, require_same_state
 from meshwright.train.precision import Precision
@@ -254,7 +255,7 @@ class Step:
         ways = math.prod(self.layout.mesh.shape[axis] for axis in self.row_axes)
         rows = count_rows(batch, who="step")
         if rows % ways:
-            down, up = rows // ways * ways, -(-rows // ways) * ways
+            down, up = rows // ways * ways, round_up(rows, ways)
             raise PlacementError(
                 f"a batch of {rows} rows cannot be split over {ways} devices "
                 f"({' x '.join(f'{axis}={self.layout.mesh.shape[axis]}' for axis in self.row_axes)}).",

@@ -29,9 +29,12 @@ def uses_kernels(wanted: bool | None) -> bool:
         return False
     mesh = current_mesh()
     chip = chip_family(mesh)
-    others = [] if mesh is None else [name for name in mesh.axis_names if name not in mesh.manual_axes]
-    # An axis of one device splits nothing, but where types say what is split, kernels accept no such type.
-    split = [name for name in others if mesh is not None and (mesh.shape[name] > 1 or _is_explicit(mesh, name))]
+    split = []
+    if mesh is not None:
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        # An axis of one device splits nothing, but where types say what is split, kernels accept no such type.
+        kept = [axis for axis, kind in kinds if mesh.shape[axis] > 1 or kind == AxisType.Explicit]
+        split = [axis for axis in kept if axis not in mesh.manual_axes]
     if wanted is None:
         return chip == "gpu" and not split and not _is_too_old()
     if split:
@@ -46,10 +49,6 @@ def uses_kernels(wanted: bool | None) -> bool:
             hint="leave kernels out: they are then used where they can be.",
         )
     return True
-
-
-def _is_explicit(mesh: Any, axis: str) -> bool:
-    return bool(mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Explicit)
 
 
 def _is_too_old() -> bool:

@@ -205,17 +205,13 @@ def _forked(count: int, x: Any) -> list[Any]:
     return [x] * count
 
 
-def _forked_fwd(count: int, x: Any) -> tuple[list[Any], None]:
-    return [x] * count, None
-
-
 def _forked_bwd(count: int, _: None, grads: list[Any]) -> tuple[Any]:
     # The newest product first: XLA lets a matmul add to its result what the other operand of a sum is, but looks only
     # at the first operand that is a matmul. JAX's order puts the sum there, whose matmul adds to something already.
     return (functools.reduce(lambda total, grad: grad + total, reversed(grads)),)
 
 
-_forked.defvjp(_forked_fwd, _forked_bwd)
+_forked.defvjp(lambda count, x: ([x] * count, None), _forked_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -318,10 +314,6 @@ def _matmul_scatter(plan: _Choices, x: Any, w: Any) -> Any:
     return summed.astype(out_dtype)
 
 
-def _scatter_fwd(plan: _Choices, x: Any, w: Any) -> tuple[Any, Any]:
-    return _matmul_scatter(plan, x, w), (x, w)
-
-
 def _scatter_bwd(plan: _Choices, saved: Any, d_out: Any) -> tuple[Any, Any]:
     x, w = saved
     d_out = d_out.astype(plan.wire)
@@ -345,7 +337,7 @@ def _scatter_bwd(plan: _Choices, saved: Any, d_out: Any) -> tuple[Any, Any]:
     return _both_before_what_follows(plan, dx, dot_rows(x, gathered, w.dtype))
 
 
-_matmul_scatter.defvjp(_scatter_fwd, _scatter_bwd)
+_matmul_scatter.defvjp(lambda plan, x, w: (_matmul_scatter(plan, x, w), (x, w)), _scatter_bwd)
 
 
 # --- What both have in common ---

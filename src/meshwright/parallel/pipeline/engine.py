@@ -24,7 +24,7 @@ from jax import lax
 
 from meshwright.dtypes import is_float
 from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError, did_you_mean
-from meshwright.mesh.axes import axis_size, is_manual, place_on, summing_dtype, vary, varying_axes
+from meshwright.mesh.axes import axis_size, place_on, summing_dtype, vary, varying_axes
 from meshwright.mesh.build import current_mesh
 from meshwright.parallel.overlap.forms import branch
 from meshwright.parallel.pipeline.schedule import IDLE, Schedule, circular_schedule, count_rounds, gpipe_schedule
@@ -268,7 +268,7 @@ def _trace(call: Callable[[], PyTree], axis: str, *, name: str) -> PyTree:
                 hint=f"pass it through {name}'s parameters, or close over meshwright.parallel.vary(array, {axis!r}).",
             )
     return jax.tree.map(
-        lambda leaf: _Type(tuple(leaf.shape), leaf.dtype, _in_mesh_order(varying_axes(leaf) | _manual(axis))), shapes
+        lambda leaf: _Type(tuple(leaf.shape), leaf.dtype, _in_mesh_order(varying_axes(leaf) | {axis})), shapes
     )
 
 
@@ -295,10 +295,6 @@ def _zeros(types: PyTree) -> PyTree:
 
 def _mark(tree: PyTree, types: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, t: vary(jnp.asarray(leaf, t.dtype), t.axes), tree, types)
-
-
-def _manual(axis: str) -> frozenset[str]:
-    return frozenset({axis}) if is_manual(axis) else frozenset()
 
 
 def _in_mesh_order(axes: frozenset[str]) -> tuple[str, ...]:
