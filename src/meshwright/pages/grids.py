@@ -34,7 +34,9 @@ def shown(count: int, limit: int) -> list[int | None]:
     return [*range(first), None, *range(count - (limit - first - 1), count)]
 
 
-def mesh_picture(title: str, axes: Mapping[str, int], *, names: Sequence[str] | None = None) -> Markup:
+def mesh_picture(
+    title: str, axes: Mapping[str, int], *, names: Sequence[str] | None = None, node: str = "device"
+) -> Markup:
     """Returns devices as a lattice: the last axis runs right, the one before it down, the one before that away.
 
     Further axes give one lattice per place. Axes of size 1 are named but have no direction.
@@ -42,6 +44,7 @@ def mesh_picture(title: str, axes: Mapping[str, int], *, names: Sequence[str] | 
     Args:
         axes: sizes by name; the last axis is the one along which device numbers count first.
         names: what each device is, for its tooltip, in the order of numbers.
+        node: what is drawn; only devices show in other pictures when a reader points at them.
     """
     long = [(axis, size) for axis, size in axes.items() if size > 1]
     outer, inner = long[:-3], long[-3:]
@@ -51,13 +54,13 @@ def mesh_picture(title: str, axes: Mapping[str, int], *, names: Sequence[str] | 
 
     def lattice(index: int) -> tuple[str, Markup]:
         label = ", ".join(f"{axis} {place}" for (axis, _), place in zip(outer, places[index], strict=True))
-        return label, _lattice(inner, first=index * block, names=names, label=f"{title} {label}".strip())
+        return label, _lattice(inner, first=index * block, names=names, node=node, label=f"{title} {label}".strip())
 
     total = math.prod(axes.values())
     entries = [(_axis_swatch(number), f"{axis}: {size}") for number, (axis, size) in enumerate(reversed(inner))]
     entries += [(Markup(""), f"{axis}: {size}, one lattice each") for axis, size in outer]
     entries += [(Markup(""), f"{axis}: 1") for axis, size in axes.items() if size == 1]
-    unit = "1 device" if total == 1 else f"{total:,} devices"
+    unit = f"1 {node}" if total == 1 else f"{total:,} {node}s"
     return figure(title, unit=unit, keys=legend(entries), body=_panels(len(places), lattice), kind="mesh")
 
 
@@ -78,7 +81,9 @@ def _axis_swatch(number: int) -> Markup:
     return tag("svg", line, class_="swatch", width=26, height=14, aria_hidden="true")
 
 
-def _lattice(axes: Sequence[tuple[str, int]], *, first: int, names: Sequence[str] | None, label: str) -> Markup:
+def _lattice(
+    axes: Sequence[tuple[str, int]], *, first: int, names: Sequence[str] | None, node: str, label: str
+) -> Markup:
     padded = [("", 1)] * (3 - len(axes)) + list(axes)
     (_, depth), (_, height), (_, width) = padded
     limits = LIMITS[max(len(axes), 1)]
@@ -114,7 +119,8 @@ def _lattice(axes: Sequence[tuple[str, int]], *, first: int, names: Sequence[str
         device = first + (place[0] * height + place[1]) * width + place[2]
         about = ", ".join(f"{axis} {number}" for (axis, _), number in zip(padded, place, strict=True) if axis)
         kind = f", {names[device]}" if names is not None and device < len(names) else ""
-        parts.append(_node(device, x, y, f"device {device}: {about}{kind}" if about else f"device {device}{kind}"))
+        about = f"{node} {device}: {about}{kind}" if about else f"{node} {device}{kind}"
+        parts.append(_node(device, x, y, about, data_devices=device if node == "device" else None))
     bottom = top + (len(rows) - 1) * pitch_y + NODE_HEIGHT
     right = left + (len(columns) - 1) * pitch_x + NODE_WIDTH
     words = [
@@ -132,7 +138,7 @@ def _lattice(axes: Sequence[tuple[str, int]], *, first: int, names: Sequence[str
         *parts,
         **_size(total_width, bottom + (24 if len(columns) > 1 else 8)),
         role="group",
-        aria_label=f"{label}: {' x '.join(f'{axis} {size}' for axis, size in axes) or 'one device'}",
+        aria_label=f"{label}: {' x '.join(f'{axis} {size}' for axis, size in axes) or f'one {node}'}",
         class_="lattice",
     )
 
@@ -146,10 +152,10 @@ def _middle(x: int, y: int) -> str:
     return f"{x + NODE_WIDTH / 2} {y + NODE_HEIGHT / 2}"
 
 
-def _node(device: int, x: int, y: int, about: str) -> Markup:
+def _node(device: int, x: int, y: int, about: str, **data: int | None) -> Markup:
     box = tag("rect", x=x, y=y, width=NODE_WIDTH, height=NODE_HEIGHT, rx=6)
     label = tag("text", device, x=x + NODE_WIDTH / 2, y=y + 17, class_="node-text")
-    return tag("g", tag("title", about), box, label, class_="node", data_devices=device, role="img", aria_label=about)
+    return tag("g", tag("title", about), box, label, class_="node", **data, role="img", aria_label=about)
 
 
 @dataclass(frozen=True)
