@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/plan_pages.py --out docs/plans --tpu PYTHON --gpu PYTHON
 
 PYTHON names interpreters that have the compilers for TPUs and for GPUs. Every plan is one call of `meshwright plan
---search`, in a process of its own: thousands of candidates by arithmetic, the best of them compiled. Seconds are those
+search`, in a process of its own: thousands of candidates by arithmetic, the best of them compiled. Seconds are those
 of the whole call, memory is the most that it and the compiler's process held together, as sampled.
 """
 
@@ -37,9 +37,9 @@ def main() -> None:
             if args.only and target not in args.only:
                 continue
             name = f"decoder-{model}-{target.replace(':', '-')}"
-            command = [sys.executable, "-m", "meshwright", "plan", "--model", f"decoder-{model}", "--target", target]
+            command = [sys.executable, "-m", "meshwright", "plan", "search", "--model", f"decoder-{model}"]
             limits = f"batch={tokens} tokens{LIMITS.get(target, '')}"
-            command += ["--search", "--top", str(args.top), "--constraints", limits]
+            command += ["--target", target, "--top", str(args.top), "--constraints", limits]
             command += ["--python", args.gpu if target.startswith("h") else args.tpu, "--timeout", "600"]
             command += ["--html", str(out / f"{name}.html"), "--json"]
             began = time.monotonic()

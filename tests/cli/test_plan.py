@@ -12,12 +12,13 @@ import tyro
 from rich.console import Console
 
 import meshwright as mw
-from meshwright.cli.plan import plan
+from meshwright.cli.plan import COMMANDS, join_words
 from meshwright.cli.rules import rules
 from meshwright.errors import ConfigError, JobError, MeshwrightError
 from meshwright.loop.config import TrainConfig
 from meshwright.models import Decoder
-from meshwright.plan.compiled.compile import Compiled, CompiledCollective, CompileError
+from meshwright.plan.compiled.compile import Compiled, CompileError
+from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.output.commands import PlannedJob, plan_command, setup_arguments, train_command
 from meshwright.plan.output.plan_diff import diff_plans, parse_setup, read_plan
 from meshwright.plan.output.summary import plan_summary
@@ -43,7 +44,8 @@ def cli(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def run(*args):
-        code = tyro.extras.subcommand_cli_from_dict({"plan": plan, "rules": rules}, args=["plan", *map(str, args)])
+        words = join_words(["plan", *map(str, args)])
+        code = tyro.extras.subcommand_cli_from_dict({**COMMANDS, "rules": rules}, args=words)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -177,7 +179,7 @@ def test_a_plan_that_does_not_fit_has_status_1(cli):
 
 
 def test_a_search_ranks_and_says_why_others_were_not_taken(cli):
-    arguments = (*ON_TPU, "--search", "--batch-size", "8", "--constraints", "tp<=2")
+    arguments = ("search", *ON_TPU, "--batch-size", "8", "--constraints", "tp<=2")
     code, out, _ = cli(*arguments, "--top", "2", "--remat", "full")
     assert code == 0
     assert "  remat=full" in out
@@ -198,7 +200,7 @@ def test_a_search_compiles_the_best(cli, monkeypatch):
         return made_up(setup=setup, peak=2**40 if setup.remat == "none" else 2**25)
 
     monkeypatch.setattr("meshwright.plan.search.compile_step", compile_step)
-    arguments = (*SMALL, "--target", "v5p:2x2x1", "--search", "--python", "other", "--batch-size", "8", "--top", "4")
+    arguments = ("search", *SMALL, "--target", "v5p:2x2x1", "--python", "other", "--batch-size", "8", "--top", "4")
     code, out, err = cli(*arguments)
     assert code == 0
     assert err.count("compiling ") == 4
@@ -211,12 +213,12 @@ def test_two_files_or_two_configurations_are_compared(cli, tmp_path):
     for mesh in ("fsdp:4", "dp:4"):
         paths.append(tmp_path / f"{mesh[:2]}.json")
         paths[-1].write_text(cli(*ON_TPU, "--mesh", mesh, "--json")[1])
-    code, by_file, _ = cli("--diff", *paths)
+    code, by_file, _ = cli("diff", *paths)
     assert code == 0
-    _, by_name, _ = cli(*ON_TPU, "--diff", "fsdp:4", "dp:4")
+    _, by_name, _ = cli("diff", "fsdp:4", "dp:4", *ON_TPU)
     assert by_file == by_name
     assert "A: fsdp:4, 4 rows on 4 x TPU v5p" in by_file
-    data = json.loads(cli("--diff", *paths, "--json")[1])
+    data = json.loads(cli("diff", *paths, "--json")[1])
     job = language_job(Decoder.named("tiny"), batch_size=4, num_tokens=64)
     layouts = [state_layout(job, optax.adamw(1e-3), mw.create_abstract_mesh(mesh)) for mesh in ("fsdp:4", "dp:4")]
     exact = [sum(one.bytes_per_device for one in made.leaves if "opt_state" in one.name) for made in layouts]
@@ -226,12 +228,12 @@ def test_two_files_or_two_configurations_are_compared(cli, tmp_path):
     assert [optimizer["before"], optimizer["after"]] == exact
     total = next(c for c in data["changes"] if c["name"] == "total" and c["group"].startswith("Memory"))
     assert total["before"] == read_plan(paths[0])["memory"]["total"]
-    assert "no figure differs" in cli("--diff", paths[0], paths[0])[1]
+    assert "no figure differs" in cli("diff", paths[0], paths[0])[1]
 
 
 def test_a_difference_is_explained_in_text_and_on_a_page(cli, tmp_path):
     page = tmp_path / "diff.html"
-    code, out, err = cli(*ON_TPU, "--diff", "dp:4 remat=full", "fsdp:4", "--html", page)
+    code, out, err = cli("diff", *ON_TPU, "dp:4 remat=full", "fsdp:4", "--html", page)
     assert code == 0
     assert f"wrote {page}" in err
     assert "\na step: " in out
@@ -244,7 +246,7 @@ def test_a_difference_is_explained_in_text_and_on_a_page(cli, tmp_path):
 
 
 def test_a_search_explains_its_best_against_another(cli, tmp_path):
-    search = (*ON_TPU, "--batch-size", 16, "--search", "--constraints", "fsdp=4", "--top", 1)
+    search = ("search", *ON_TPU, "--batch-size", 16, "--constraints", "fsdp=4", "--top", 1)
     code, out, _ = cli(*search, "--against", "dp:4 remat=full", "--html", tmp_path / "plan.html")
     assert code == 0
     assert "Best plans" in out
@@ -260,21 +262,17 @@ def test_a_search_explains_its_best_against_another(cli, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ([*ON_TPU, "--mesh", "fsdp:4", "--against", "dp:4"], ConfigError, "--against is for a search"),
         ([], ConfigError, "a plan needs a machine"),
         (["--target", "v5p:2x2x1"], ConfigError, "a job or of a model"),
         (["--target", "v5p:2x2x1", "planned_job:job", "--model", "decoder-7b"], ConfigError, "a job or of a model"),
         (["--target", "v5p:2x2x1", "planned_job:job", "--num-tokens", "8"], ConfigError, "brings its own"),
-        ([*ON_TPU], JobError, r"no mesh was given.*\nhint: .*--search"),
-        ([*ON_TPU, "--search", "--mesh", "fsdp:4"], ConfigError, "does not take --mesh"),
-        ([*ON_TPU, "--diff", "fsdp:4", "dp:4 remta=full"], MeshwrightError, "'remta=full' of .* is not an option"),
+        ([*ON_TPU], JobError, r"no mesh was given.*\nhint: .*meshwright plan search"),
+        (["diff", *ON_TPU, "fsdp:4", "dp:4 remta=full"], MeshwrightError, "'remta=full' of .* is not an option"),
         ([*ON_TPU, "--mesh", "fsdp:8"], MeshwrightError, "fsdp=8 = 8 but there are only 4 devices"),
-        ([*ON_TPU, "--mesh", "fsdp:4", "--top", "2"], ConfigError, "--top is for a search"),
-        ([*ON_TPU, "--mesh", "fsdp:4", "--constraints", "tp=1"], ConfigError, "--constraints are for a search"),
-        (["--diff", "missing.json", "fsdp:4"], ConfigError, "there is no file 'missing.json'"),
-        ([*ON_TPU, "--diff", "fsdp:4", ""], MeshwrightError, "'' is neither a file nor a setup"),
-        ([*ON_TPU, "--diff", "fsdp:4", "dp:4 minibatches=x"], MeshwrightError, "'minibatches=x' is not a number"),
-        ([*ON_TPU, "--diff", "fsdp:4", "dp:4 overlap=no"], MeshwrightError, "'overlap=no' is not True or False"),
+        (["diff", "missing.json", "fsdp:4"], ConfigError, "there is no file 'missing.json'"),
+        (["diff", *ON_TPU, "fsdp:4", ""], MeshwrightError, "'' is neither a file nor a setup"),
+        (["diff", *ON_TPU, "fsdp:4", "dp:4 minibatches=x"], MeshwrightError, "'minibatches=x' is not a number"),
+        (["diff", *ON_TPU, "fsdp:4", "dp:4 overlap=no"], MeshwrightError, "'overlap=no' is not True or False"),
     ],
 )
 def test_wrong_options(cli, arguments, error, text):
@@ -282,10 +280,33 @@ def test_wrong_options(cli, arguments, error, text):
         cli(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "new"),
+    [
+        (["--search"], "meshwright plan search"),
+        (["--mesh", "fsdp:4", "--top", "2"], "meshwright plan search --top"),
+        (["--constraints=tp=1"], "meshwright plan search --constraints"),
+        (["--mesh", "fsdp:4", "--against", "dp:4"], "meshwright plan search --against"),
+        (["--diff", "fsdp:4", "dp:4"], "meshwright plan diff"),
+    ],
+)
+def test_an_old_spelling_names_the_new_one(cli, arguments, new):
+    with pytest.raises(ConfigError, match=rf"`meshwright plan` has no option --\w+ any more.\nhint: use: {new}"):
+        cli(*ON_TPU, *arguments)
+
+
+@pytest.mark.parametrize("option", ["--mesh", "--view", "--zero-axis"])
+def test_a_search_takes_no_options_of_one_plan(cli, capsys, option):
+    with pytest.raises(SystemExit) as stopped:
+        cli("search", *ON_TPU, option, "global")
+    assert stopped.value.code == 2
+    assert f"{option} (applied to" in capsys.readouterr().err
+
+
 def test_what_a_search_is_compared_with_is_checked_first(cli, monkeypatch):
     monkeypatch.setattr("meshwright.cli.plan.search_plans", lambda *args, **options: pytest.fail("it searched"))
     with pytest.raises(MeshwrightError, match="fsdp=8 = 8 but there are only 4 devices"):
-        cli(*ON_TPU, "--search", "--against", "fsdp:8")
+        cli("search", *ON_TPU, "--against", "fsdp:8")
 
 
 def test_a_file_that_holds_no_plan(tmp_path):

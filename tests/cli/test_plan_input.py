@@ -5,14 +5,20 @@ import json
 import pytest
 import tyro
 
-from meshwright.cli.plan import plan
+from meshwright.cli.plan import COMMANDS, join_words
 from meshwright.cli.rules import rules
 from meshwright.errors import ConfigError, MeshError, MeshwrightError
 from meshwright.plan.output.plan_diff import read_plan
 
 TINY = ("--model", "decoder-tiny", "--num-tokens", "64", "--target", "h200:1x8")
 QUICK = (*TINY, "--no-compile")
-SLICES = ("--model", "decoder-tiny", "--num-tokens", "64", "--target", "v5p:2x2x1*2", "--no-compile", "--search")
+SLICES = ("search", "--model", "decoder-tiny", "--num-tokens", "64", "--target", "v5p:2x2x1*2", "--no-compile")
+
+
+def command_first(arguments, shared):
+    """Returns arguments with those that many tests share behind the command, if they name one."""
+    split = int(arguments[0] in ("search", "diff"))
+    return (*arguments[:split], *shared, *arguments[split:])
 
 
 @pytest.fixture
@@ -20,7 +26,8 @@ def cli(capsys):
     """Runs the command in this process; returns exit code, stdout and stderr."""
 
     def run(*args):
-        code = tyro.extras.subcommand_cli_from_dict({"plan": plan, "rules": rules}, args=["plan", *map(str, args)])
+        words = join_words(["plan", *map(str, args)])
+        code = tyro.extras.subcommand_cli_from_dict({**COMMANDS, "rules": rules}, args=words)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -39,23 +46,29 @@ def cli(capsys):
         (["--mesh", "fsdp:8", "--price", "inf"], "--price inf is no price"),
         (["--mesh", "fsdp:8", "--timeout", "-1"], "--timeout -1 leaves no time.\nhint: --timeout takes seconds"),
         (["--mesh", "fsdp:8", "--timeout", "nan"], "--timeout nan leaves no time"),
-        (["--search", "--top", "0"], "--top 0 is not possible.\nhint: --top takes a whole number, 1 or more"),
-        (["--search", "--top", "-1"], "--top -1 is not possible"),
-        (["--search", "--constraints", "batch=0 rows"], "'batch=0 rows' is an empty batch"),
-        (["--search", "--constraints", "batch=0.4 tokens"], "'batch=0.4 tokens' is an empty batch"),
-        (["--search", "--constraints", "tp=3"], "tp=3 leaves no mesh of 8 devices.\nhint: tp may be 1, 2, 4 or 8"),
-        (["--search", "--constraints", "tp>4, tp<8"], "tp>4, tp<8 leaves no mesh of 8 devices"),
-        (["--search", "--constraints", "tp=4, fsdp=4"], "fsdp=4, tp=4 together leave no mesh of 8 devices"),
-        (["--search", "--minibatches", "3"], "minibatches=3 leaves no number .*\nhint: minibatches may be 1, 2, 4"),
-        (["--diff", "fsdp:8"], "--diff takes two plans, and got 1: 'fsdp:8'"),
-        (["--diff", "fsdp:8", "dp:8", "tp:8"], "--diff takes two plans, and got 3"),
-        (["--diff", "fsdp:8", "dp:8 minibatches=0"], "'minibatches=0' is less than 1"),
-        (["--diff", "fsdp:8", "dp:8 rows=-8"], "'rows=-8' is less than 1"),
+        (["search", "--top", "0"], "--top 0 is not possible.\nhint: --top takes a whole number, 1 or more"),
+        (["search", "--top", "-1"], "--top -1 is not possible"),
+        (["search", "--constraints", "batch=0 rows"], "'batch=0 rows' is an empty batch"),
+        (["search", "--constraints", "batch=0.4 tokens"], "'batch=0.4 tokens' is an empty batch"),
+        (["search", "--constraints", "tp=3"], "tp=3 leaves no mesh of 8 devices.\nhint: tp may be 1, 2, 4 or 8"),
+        (["search", "--constraints", "tp>4, tp<8"], "tp>4, tp<8 leaves no mesh of 8 devices"),
+        (["search", "--constraints", "tp=4, fsdp=4"], "fsdp=4, tp=4 together leave no mesh of 8 devices"),
+        (["search", "--minibatches", "3"], "minibatches=3 leaves no number .*\nhint: minibatches may be 1, 2, 4"),
+        (["diff", "fsdp:8", "dp:8 minibatches=0"], "'minibatches=0' is less than 1"),
+        (["diff", "fsdp:8", "dp:8 rows=-8"], "'rows=-8' is less than 1"),
     ],
 )
 def test_numbers_that_mean_nothing(cli, arguments, says):
     with pytest.raises(ConfigError, match=says):
-        cli(*QUICK, *arguments)
+        cli(*command_first(arguments, QUICK))
+
+
+@pytest.mark.parametrize(("plans", "says"), [(["fsdp:8"], "Second plan"), (["fsdp:8", "dp:8", "tp:8"], "tp:8")])
+def test_a_difference_is_of_two_plans(cli, capsys, plans, says):
+    with pytest.raises(SystemExit) as stopped:
+        cli("diff", *plans, *QUICK)
+    assert stopped.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 def test_a_search_on_slices_says_which_sizes_there_are(cli):
@@ -75,20 +88,20 @@ def test_numbers_at_their_limits(cli):
     "arguments",
     [
         ("--mesh", "tp:8"),
-        ("--diff", "fsdp:8", "tp:8"),
-        ("--diff", "tp:8", "fsdp:8"),
-        ("--search", "--against", "tp:8"),
+        ("diff", "fsdp:8", "tp:8"),
+        ("diff", "tp:8", "fsdp:8"),
+        ("search", "--against", "tp:8"),
     ],
 )
 def test_a_mesh_that_training_refuses(cli, arguments):
     with pytest.raises(MeshError, match=r"tp=8 does not divide 4 heads.*\nhint: tp may be 1, 2 or 4"):
-        cli(*QUICK, "--model-options", "num_heads=4", "--batch-size", "8", *arguments)
+        cli(*command_first(arguments, (*QUICK, "--batch-size", "8", "--model-options", "num_heads=4")))
 
 
-@pytest.mark.parametrize("arguments", [("--mesh", "fdsp:8"), ("--diff", "fsdp:8", "fdsp:8")])
+@pytest.mark.parametrize("arguments", [("--mesh", "fdsp:8"), ("diff", "fsdp:8", "fdsp:8")])
 def test_a_misspelt_axis(cli, arguments):
     with pytest.raises(MeshError, match=r"axis 'fdsp' splits nothing of this job.\nhint: did you mean 'fsdp'"):
-        cli(*QUICK, *arguments)
+        cli(*command_first(arguments, QUICK))
 
 
 @pytest.mark.parametrize("python", ["/nope", "/"])
@@ -98,7 +111,7 @@ def test_an_interpreter_that_cannot_be_run_is_a_note(cli, python):
     assert f"could not be compiled (missing): {python!r} cannot be run: " in err
     assert "hint: --python takes the path of an interpreter" in err
     assert "fits: " in out
-    code, out, err = cli(*TINY, "--search", "--constraints", "fsdp=8", "--top", "1", "--python", python)
+    code, out, err = cli("search", *TINY, "--constraints", "fsdp=8", "--top", "1", "--python", python)
     assert code == 0
     assert "none of the best could be compiled; what is shown is computed." in err
     assert f"not kept: fsdp:8 rows=8: not compiled: missing: {python!r} cannot be run" in out
@@ -127,7 +140,7 @@ def test_files_that_hold_no_plan(cli, tmp_path):
     ):
         path.write_bytes(made.encode(errors="surrogateescape"))
         with pytest.raises(MeshwrightError, match=f"{says}.*{hint}"):
-            cli("--diff", path, path)
+            cli("diff", path, path)
 
 
 def test_both_sides_are_checked_before_one_is_compiled(cli, monkeypatch, tmp_path):
@@ -135,7 +148,7 @@ def test_both_sides_are_checked_before_one_is_compiled(cli, monkeypatch, tmp_pat
     monkeypatch.setattr("meshwright.cli.plan.search_plans", lambda *args, **limits: pytest.fail("it searched"))
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(MeshError, match="axis 'fdsp' splits nothing"):
-        cli(*TINY, "--python", "other", "--diff", "fsdp:8", "fdsp:8")
-    for arguments in (["--diff", "fsdp:8", tmp_path / "bad.json"], ["--search", "--against", tmp_path / "bad.json"]):
+        cli("diff", "fsdp:8", "fdsp:8", *TINY, "--python", "other")
+    for arguments in (["diff", "fsdp:8", tmp_path / "bad.json"], ["search", "--against", tmp_path / "bad.json"]):
         with pytest.raises(MeshwrightError, match=r"cannot be read as a plan.*\nhint: "):
-            cli(*TINY, "--python", "other", *arguments)
+            cli(*arguments, *TINY, "--python", "other")

@@ -8,7 +8,8 @@ import pytest
 from meshwright.errors import MeshwrightError
 from meshwright.models import Decoder
 from meshwright.plan.check import PlanError, assert_plan
-from meshwright.plan.compiled.compile import Compiled, CompiledCollective, compile_step
+from meshwright.plan.compiled.compile import Compiled, compile_step
+from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.step_setup import Setup
 from meshwright.train import language_job
 

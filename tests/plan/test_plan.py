@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.errors import MeshwrightError, PlacementError
 from meshwright.models import Decoder, Execution
-from meshwright.plan.compiled.compile import Compiled, CompiledCollective
+from meshwright.plan.compiled.compile import Compiled
+from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.costs.memory import gradient_bytes
 from meshwright.plan.plan import known_to_fail, make_plan

@@ -37,7 +37,8 @@ def _run(args: list[str]) -> int | None:
     from meshwright.cli.checkpoint import checkpoint
     from meshwright.cli.doctor import doctor
     from meshwright.cli.ledger import ledger
-    from meshwright.cli.plan import plan
+    from meshwright.cli.plan import COMMANDS as PLAN_COMMANDS
+    from meshwright.cli.plan import join_words
     from meshwright.cli.report import report
     from meshwright.cli.rules import rules
     from meshwright.cli.train import make_train
@@ -47,7 +48,7 @@ def _run(args: list[str]) -> int | None:
         code: int | None = tyro.extras.subcommand_cli_from_dict(
             {
                 "train": make_train(args),
-                "plan": plan,
+                **PLAN_COMMANDS,
                 "report": report,
                 "checkpoint": checkpoint,
                 "ledger": ledger,
@@ -57,7 +58,7 @@ def _run(args: list[str]) -> int | None:
             },
             prog="meshwright",
             description="Place JAX models on any mesh, prove that they compute the same there, and train them.",
-            args=args,
+            args=join_words(args),
         )
         return code
     except MeshwrightError as error:

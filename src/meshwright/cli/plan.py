@@ -1,4 +1,4 @@
-"""`meshwright plan`: memory, communication and time of a step on a machine that need not be here."""
+"""`meshwright plan`, `plan search` and `plan diff`: memory, communication and time of a step on any machine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import json as json_lib
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,185 +19,245 @@ from meshwright.mesh.string import parse_mesh
 from meshwright.plan.compiled.compile import Compiled, CompileError, compile_step
 from meshwright.plan.compiled.topology import can_compile_for
 from meshwright.plan.output.commands import PlannedJob, plan_command, train_command
-from meshwright.plan.output.plan_diff import PlanData, PlanDiff, diff_plans, parse_setup, read_plan
+from meshwright.plan.output.explain import PlanData
+from meshwright.plan.output.plan_diff import PlanDiff, diff_plans, parse_setup, read_plan
 from meshwright.plan.output.summary import Summary, plan_summary, search_summary
 from meshwright.plan.plan import Plan, make_plan
-from meshwright.plan.search import Rejected, compile_best
+from meshwright.plan.search import Rejected, Search, compile_best
 from meshwright.plan.search import search as search_plans
 from meshwright.plan.step_setup import Setup
-from meshwright.plan.target import Target, parse_target
+from meshwright.plan.target import parse_target
 from meshwright.train.job import job_errors, load_job
 
 DEFAULT_TOKENS = 4096
+# Options of `meshwright plan` that became commands, or went with one.
+_MOVED = {
+    "--search": "meshwright plan search ...",
+    "--constraints": 'meshwright plan search --constraints "tp<=8" ...',
+    "--top": "meshwright plan search --top 3 ...",
+    "--against": 'meshwright plan search --against "dp:32,fsdp:8" ...',
+    "--diff": 'meshwright plan diff "fsdp:8 remat=full" "fsdp:4,tp:2" ...',
+}
+_Job = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[JOB]")]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The step to plan, the machine, and the output.
+
+    Args:
+        target: Machine: v5p:4x4x8, v5e:16x16, v5p:4x4x8*4 (slices), h200:8x8 (hosts x GPUs), cpu:8.
+        model: Built-in model to plan instead of a job, such as decoder-7b.
+        model_options: Fields of the model to change, such as num_layers=4.
+        batch_size: Rows per step over all devices (default: the job's own; for a model, one per device).
+        num_tokens: Tokens per row of a model (default: 4096).
+        remat: What the backward pass recomputes (default: none; a search tries all but offload).
+        precision: Precision of the step.
+        minibatches: Number of minibatches per step, for gradient accumulation (default: 1).
+        sync: How often devices exchange the gradients of minibatches (default: hybrid).
+        overlap: Ask the compiler to hide collectives behind matmuls.
+        optimizer: Name of an optax optimizer.
+        compile: Compile for the machine, if its compiler is installed.
+        python: Interpreter whose compilers are used (default: this one).
+        timeout: Time limit of each compilation, in seconds.
+        price: Price of one device, in dollars per hour.
+        json: Print JSON.
+        html: Write a page to this file.
+    """
+
+    target: str = ""
+    model: str | None = None
+    model_options: tuple[str, ...] = ()
+    batch_size: int | None = None
+    num_tokens: int | None = None
+    remat: Literal["none", "dots", "full", "offload"] | None = None
+    precision: Literal["float32", "mixed", "bfloat16"] = "mixed"
+    minibatches: int | None = None
+    sync: Literal["every", "hybrid", "once"] | None = None
+    overlap: bool = True
+    optimizer: str = "adamw"
+    compile: bool = True
+    python: str | None = None
+    timeout: float = 180.0
+    price: float | None = None
+    json: bool = False
+    html: Path | None = None
+
+    def check(self, top: int = 1) -> None:
+        """Raises where an option has a number that it cannot have."""
+        counts = {"batch-size": self.batch_size, "num-tokens": self.num_tokens, "minibatches": self.minibatches}
+        for name, value in {**counts, "top": top}.items():
+            if value is not None and value < 1:
+                hint = f"--{name} takes a whole number, 1 or more."
+                raise ConfigError(f"--{name} {value} is not possible.", hint=hint)
+        if not self.timeout > 0:
+            hint = "--timeout takes seconds, more than 0."
+            raise ConfigError(f"--timeout {self.timeout:g} leaves no time.", hint=hint)
+        if self.price is not None and not 0 <= self.price < math.inf:
+            hint = "--price takes dollars per hour of one device, 0 or more."
+            raise ConfigError(f"--price {self.price:g} is no price.", hint=hint)
+
+
+_Step = Annotated[StepOptions, tyro.conf.OmitArgPrefixes]
 
 
 def plan(
-    job: Annotated[str, tyro.conf.Positional] = "",
+    job: _Job = "",
     /,
-    target: str = "",
     mesh: str = "",
-    search: bool = False,
-    model: str | None = None,
-    model_options: tuple[str, ...] = (),
-    batch_size: int | None = None,
-    num_tokens: int | None = None,
-    remat: Literal["none", "dots", "full", "offload"] | None = None,
-    precision: Literal["float32", "mixed", "bfloat16"] = "mixed",
-    minibatches: int | None = None,
-    sync: Literal["every", "hybrid", "once"] | None = None,
     view: Literal["local", "global"] = "local",
     zero_axis: str | None = None,
-    overlap: bool = True,
-    optimizer: str = "adamw",
-    constraints: str = "",
-    top: int | None = None,
-    compile: bool = True,
-    python: str | None = None,
-    timeout: float = 180.0,
-    price: float | None = None,
-    diff: tuple[str, ...] | None = None,
-    against: str | None = None,
-    json: bool = False,
-    html: Path | None = None,
+    step: _Step = StepOptions(),  # noqa: B008
 ) -> int:
-    """Plan a training step for a machine that need not be here: does it fit, what is sent, how long does it take?
+    """Plan a training step for hardware you don't have: memory, communication and time.
 
-    Without a compiler for that machine everything is computed, and stderr says how to get one. Exits with 1 where
-    nothing fits.
+    Without the machine's compiler everything is computed, and stderr says how to install it. Exits with 1 if the step
+    does not fit.
 
     Args:
-        job: module:attribute, or file.py:attribute; or else --model.
-        target: the machine: v5p:4x4x8, v5e:16x16, v5p:4x4x8*4 (slices), h200:8x8 (hosts x GPUs), cpu:8.
-        mesh: such as "fsdp:32,tp:4"; the job's own when left out.
-        search: rank all meshes, remat policies, minibatches and sync modes, and compile the best.
-        model: a model of ours by name, such as decoder-7b.
-        model_options: fields of it to change, such as num_layers=4.
-        batch_size: rows per step, over all devices. The job's own by default; for a model, one for each device.
-        num_tokens: tokens per row of a model; 4096 by default.
-        remat: what the backward pass computes again; none by default, and all are tried by a search.
-        precision: what the step computes in.
-        minibatches: parts in which a batch is computed, one after the other; 1 by default.
-        sync: how often the devices exchange the gradients of minibatches; hybrid by default.
-        view: who communicates: our layers (local), or XLA (global).
-        zero_axis: splits the optimizer's statistics along this axis too (ZeRO-1).
-        overlap: asks the compiler for what hides collectives behind matmuls on those chips.
-        optimizer: one of optax, by name.
-        constraints: what a search keeps to: "tp<=8, pp=1, batch=4M tokens, remat=full|dots".
-        top: how many plans a search shows and compiles; 3 by default.
-        compile: whether to ask the machine's compiler.
-        python: an interpreter that has that compiler; this one by default.
-        timeout: seconds for each compilation.
-        price: dollars per hour of one device.
-        diff: two plans to compare: files that --json wrote, or configurations such as "fsdp:32,tp:4 remat=full".
-        against: with --search, a file or configuration that the best is compared with, cause by cause.
-        json: print JSON.
-        html: write a page about it to this file.
+        job: module:attribute or file.py:attribute; or use --model.
+        mesh: Mesh, such as "fsdp:32,tp:4" (default: the job's own).
+        view: "local": Meshwright layers insert the collectives; "global": XLA does.
+        zero_axis: Also split the optimizer state along this axis (ZeRO-1).
     """
-    _check_numbers(
-        {"--batch-size": batch_size, "--num-tokens": num_tokens, "--minibatches": minibatches, "--top": top},
-        timeout=timeout,
-        price=price,
-    )
-    if diff is not None and len(diff) != 2:
-        raise ConfigError(
-            f"--diff takes two plans, and got {len(diff)}{': ' if diff else ''}{', '.join(map(repr, diff))}.",
-            hint='--diff "fsdp:8 remat=full" "fsdp:4,tp:2", or two files that --json wrote; a job goes before it.',
-        )
-    if diff is not None and all(map(_is_file, diff)):
-        return _show_diff(read_plan(diff[0]), read_plan(diff[1]), json=json, html=html)
-    missing = [
-        one for one in (*(diff or ()), against) if one is not None and one.endswith(".json") and not _is_file(one)
-    ]
-    if missing:
-        raise ConfigError(
-            f"there is no file {missing[0]!r}.", hint="write a plan with: meshwright plan ... --json > FILE"
-        )
-    if constraints and not search:
-        raise ConfigError("--constraints are for a search.", hint="add --search.")
-    if top is not None and not search:
-        raise ConfigError("--top is for a search.", hint="add --search.")
-    if against is not None and not search:
-        raise ConfigError("--against is for a search.", hint='--search --against "dp:32,fsdp:8", or --diff A B.')
-    if not target:
-        raise ConfigError("a plan needs a machine.", hint="--target v5p:4x4x8, h200:8x8 or cpu:8.")
-    machine = parse_target(target)
-    subject = _subject(job, model, model_options, num_tokens)
-    known = _load(subject, rows=machine.num_devices if batch_size is None else batch_size)
-    ask = _Ask(known, subject, machine, compile=compile, python=python, timeout=timeout, price=price)
-    # A model's rows are in its batch already.
-    rows = batch_size if subject.model is None else None
-    base = Setup(
-        mesh=mesh or getattr(known, "mesh", None) or "",
-        rows=rows,
-        remat=remat or "none",
-        precision=precision,
-        num_minibatches=1 if minibatches is None else minibatches,
-        sync=sync,
-        view=view,
-        zero_axis=zero_axis,
-        overlap=overlap,
-        optimizer=optimizer,
-    )
-    if diff is not None:
-        given = [read_plan(one) if _is_file(one) else parse_setup(one, base) for one in diff]
-        if ask.compiles:  # before minutes of compiling
-            for one in given:
-                if isinstance(one, Setup):
-                    ask.check(one)
-        sides = [ask.plan(one).to_json() if isinstance(one, Setup) else one for one in given]
-        return _show_diff(*sides, json=json, html=html)
-    if search:
-        if mesh or view != "local" or zero_axis is not None:
-            wrong = "--mesh" if mesh else "--view" if view != "local" else "--zero-axis"
-            raise ConfigError(f"a search does not take {wrong}.", hint='--constraints "tp<=8, fsdp>=16" narrows it.')
-        asked = {
-            "remat": remat,
-            "minibatches": minibatches,
-            "sync": sync,
-            "batch": None if rows is None else f"{rows} rows",
-        }
-        narrowed = [constraints, *(f"{name}={value}" for name, value in asked.items() if value is not None)]
-        limits = ", ".join(filter(None, narrowed))
-        if against is not None:  # before minutes of compiling
-            if _is_file(against):
-                read_plan(against)
-            else:
-                ask.check(parse_setup(against, base))
-        return _search(ask, limits, base, top=3 if top is None else top, json=json, html=html, against=against)
-    if not base.mesh:
-        raise JobError("no mesh was given, and the job names none.", hint='add --mesh "fsdp:8,tp:4", or --search.')
-    made = ask.plan(base)
-    if json:
-        print(json_lib.dumps(_plan_json(made, subject), indent=1))
-    else:
-        show(plan_summary(made, subject))
-    _page(ask, [made], html)
+    step.check()
+    planner = _Planner(job, step)
+    setup = planner.setup(mesh=mesh or getattr(planner.job, "mesh", None) or "", view=view, zero_axis=zero_axis)
+    if not setup.mesh:
+        hint = 'add --mesh "fsdp:8,tp:4", or rank all meshes: meshwright plan search.'
+        raise JobError("no mesh was given, and the job names none.", hint=hint)
+    made = planner.plan(setup)
+    _print(_plan_json(made, planner.subject) if step.json else plan_summary(made, planner.subject))
+    planner.write_page([made])
     return 1 if made.memory.fits is False else 0
 
 
-class _Ask:
-    """What is planned, for what, and how; remembers why something was not compiled."""
+def plan_search(
+    job: _Job = "",
+    /,
+    constraints: str = "",
+    top: int = 3,
+    against: str | None = None,
+    step: _Step = StepOptions(),  # noqa: B008
+) -> int:
+    """Rank all meshes, remat policies, minibatches and sync modes by arithmetic, and compile the best.
 
-    def __init__(
-        self,
-        job: Any,
-        subject: PlannedJob,
-        target: Target,
-        *,
-        compile: bool,
-        python: str | None,
-        timeout: float,
-        price: float | None,
-    ) -> None:
-        self.job, self.subject, self.target, self.price = job, subject, target, price
-        self.limits = {"python": python, "timeout_s": timeout}
+    Exits with 1 if nothing fits.
+
+    Args:
+        job: module:attribute or file.py:attribute; or use --model.
+        constraints: Limits of the search: "tp<=8, pp=1, batch=4M tokens, remat=full|dots".
+        top: Number of plans to show and compile.
+        against: Plan to compare the best with: a file that --json wrote, or a setup such as "dp:32,fsdp:8 remat=full".
+    """
+    step.check(top)
+    if against is not None:
+        _check_file(against)
+    planner = _Planner(job, step)
+    base = planner.setup()
+    if against is not None and not _is_file(against):  # before minutes of compiling
+        planner.check(parse_setup(against, base))
+    given = None if against is None or not _is_file(against) else read_plan(against)
+    found, best, failed = planner.search(constraints, top)
+    compared = None
+    if against is not None and best:
+        if given is None:
+            given = planner.plan(parse_setup(against, replace(base, rows=found.rows))).to_json()
+        compared = diff_plans(given, best[0])
+    if step.json:
+        _print(_search_json(found, best, failed, planner.subject, compared))
+    else:
+        said = search_summary(found, best, planner.subject, failed=failed, top=top)
+        _print(said if compared is None else Summary((*said.parts, *compared.why().parts)))
+    planner.write_page(best, found=found, compared=compared)
+    return 0 if best else 1
+
+
+def plan_diff(
+    before: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
+    after: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")],
+    /,
+    job: str = "",
+    view: Literal["local", "global"] = "local",
+    zero_axis: str | None = None,
+    step: _Step = StepOptions(),  # noqa: B008
+) -> int:
+    """Explain the difference between two plans, cause by cause.
+
+    Args:
+        before: First plan: a file that --json wrote, or a setup such as "fsdp:32,tp:4 remat=full".
+        after: Second plan. Two files need no further options.
+        job: module:attribute or file.py:attribute; or use --model.
+        view: "local": Meshwright layers insert the collectives; "global": XLA does.
+        zero_axis: Also split the optimizer state along this axis (ZeRO-1).
+    """
+    step.check()
+    for one in (before, after):
+        _check_file(one)
+    if _is_file(before) and _is_file(after):
+        sides = [read_plan(before), read_plan(after)]
+    else:
+        planner = _Planner(job, step)
+        base = planner.setup(view=view, zero_axis=zero_axis)
+        given = [read_plan(one) if _is_file(one) else parse_setup(one, base) for one in (before, after)]
+        if planner.compiles:  # before minutes of compiling
+            for side in given:
+                if isinstance(side, Setup):
+                    planner.check(side)
+        sides = [planner.plan(side).to_json() if isinstance(side, Setup) else side for side in given]
+    changed = diff_plans(*sides)
+    _print(changed.to_json() if step.json else changed)
+    if step.html is not None:
+        from meshwright.plan.output.plan_page import build_diff_page
+
+        _tell(f"wrote {build_diff_page(changed, step.html)}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[..., int]] = {"plan": plan, "plan search": plan_search, "plan diff": plan_diff}
+
+
+def join_words(args: Sequence[str]) -> list[str]:
+    """Returns arguments with a command of two words as one; raises for options that have become commands."""
+    if " ".join(args[:2]) in COMMANDS:
+        return [" ".join(args[:2]), *args[2:]]
+    for arg in args[1:] if args[:1] == ["plan"] else ():
+        name = arg.partition("=")[0].replace("_", "-")
+        if name in _MOVED:
+            raise ConfigError(f"`meshwright plan` has no option {name} any more.", hint=f"use: {_MOVED[name]}")
+    return list(args)
+
+
+class _Planner:
+    """Makes plans of one job on one machine; remembers why something was not compiled."""
+
+    def __init__(self, job: str, options: StepOptions) -> None:
+        if not options.target:
+            raise ConfigError("a plan needs a machine.", hint="--target v5p:4x4x8, h200:8x8 or cpu:8.")
+        self.options, self.target = options, parse_target(options.target)
+        self.subject = _subject(job, options)
+        self.job = self._load()
+        self.limits: dict[str, Any] = {"python": options.python, "timeout_s": options.timeout}
         self.notes: list[str] = []
-        self.compiles = compile and (python is not None or can_compile_for(target))
-        if compile and not self.compiles:
+        self.compiles = options.compile and (options.python is not None or can_compile_for(self.target))
+        if options.compile and not self.compiles:
             self.note(
-                f"memory and communication are computed: the compiler for {target.kind} is not installed here.\n"
-                f'hint: pip install "meshwright[{target.platform}]" for compiled figures.'
+                f"memory and communication are computed: the compiler for {self.target.kind} is not installed here.\n"
+                f'hint: pip install "meshwright[{self.target.platform}]" for compiled figures.'
             )
+
+    def _load(self) -> Any:
+        if self.subject.job is not None:
+            return load_job(self.subject.job)
+        from meshwright.loop.model_choice import make_model
+        from meshwright.train.language_job import language_job
+
+        assert self.subject.model is not None
+        assert self.subject.num_tokens is not None
+        model = make_model(self.subject.model, self.subject.model_options)
+        rows = self.target.num_devices if self.options.batch_size is None else self.options.batch_size
+        # Packed, as `meshwright train` has its batches.
+        return language_job(model, batch_size=rows, num_tokens=self.subject.num_tokens, packed=True)
 
     def note(self, text: str) -> None:
         """Says something now, and on the page."""
@@ -213,147 +273,91 @@ class _Ask:
         """What a job's own functions raise is told with their lines."""
         return job_errors(self.job, self.subject.job) if self.subject.job else contextlib.nullcontext()
 
+    def setup(self, **changes: Any) -> Setup:
+        """Returns the setup that the options describe; a model's rows are in its batch already."""
+        options = self.options
+        known = {
+            "mesh": "",
+            "rows": options.batch_size if self.subject.model is None else None,
+            "remat": options.remat or "none",
+            "precision": options.precision,
+            "num_minibatches": 1 if options.minibatches is None else options.minibatches,
+            "sync": options.sync,
+            "overlap": options.overlap,
+            "optimizer": options.optimizer,
+        }
+        return Setup(**{**known, **changes})
+
     def check(self, setup: Setup) -> Plan:
         """Returns one plan, computed: an error tells what is wrong with a setup in a second."""
         mesh = str(parse_mesh(setup.mesh).resolve(self.target.num_devices))
         with self.errors():
-            return make_plan(self.job, self.target, replace(setup, mesh=mesh), price=self.price)
+            return make_plan(self.job, self.target, replace(setup, mesh=mesh), price=self.options.price)
 
     def plan(self, setup: Setup) -> Plan:
         """Returns one plan, compiled if that is possible."""
         made = self.check(setup)  # before minutes of compiling
-        setup = made.setup
-        compiled = self._compile(setup) if self.compiles else None
+        compiled = self._compile(made.setup) if self.compiles else None
         if compiled is None:
             return made
-        return make_plan(self.job, self.target, setup, compiled=compiled, price=self.price)
+        return make_plan(self.job, self.target, made.setup, compiled=compiled, price=self.options.price)
 
     def _compile(self, setup: Setup) -> Compiled | None:
         _tell(f"compiling {setup} for {self.target}")
         try:
-            return compile_step(self.compiled_from, self.target, setup, **self.limits)  # type: ignore[arg-type]
+            return compile_step(self.compiled_from, self.target, setup, **self.limits)
         except CompileError as error:
             self.note(f"memory and communication are computed, as it could not be compiled ({error.reason}): {error}")
             return None
 
+    def search(self, constraints: str, top: int) -> tuple[Search, Sequence[Plan], Sequence[Rejected]]:
+        """Returns a search, its best plans, compiled if that is possible, and those that did not compile or fit."""
+        options, rows = self.options, self.setup().rows
+        batch = None if rows is None else f"{rows} rows"
+        asked = {"remat": options.remat, "minibatches": options.minibatches, "sync": options.sync, "batch": batch}
+        narrowed = [constraints, *(f"{name}={value}" for name, value in asked.items() if value is not None)]
+        with self.errors():
+            found = search_plans(
+                self.job,
+                self.target,
+                constraints=", ".join(filter(None, narrowed)),
+                precision=options.precision,
+                optimizer=options.optimizer,
+                price=options.price,
+            )
+        best = found.ranked[:top]
+        if not (self.compiles and best):
+            return found, best, ()
+        done, failed = compile_best(self.compiled_from, found, top=top, tell=_tell, **self.limits)
+        if not done:
+            self.note("none of the best could be compiled; what is shown is computed.")
+        return found, done or best, failed
 
-def _search(
-    ask: _Ask, constraints: str, base: Setup, *, top: int, json: bool, html: Path | None, against: str | None
-) -> int:
-    with ask.errors():
-        found = search_plans(
-            ask.job,
-            ask.target,
-            constraints=constraints,
-            precision=base.precision,
-            optimizer=base.optimizer,
-            price=ask.price,
-        )
-    best: Sequence[Plan] = found.ranked[:top]
-    failed: Sequence[Rejected] = ()
-    if ask.compiles and best:
-        done, failed = compile_best(ask.compiled_from, found, top=top, tell=_tell, **ask.limits)
-        if done:
-            best = done
-        else:
-            ask.note("none of the best could be compiled; what is shown is computed.")
-    compared = None
-    if against is not None and best:
-        rows = replace(base, rows=found.rows)
-        given = read_plan(against) if _is_file(against) else ask.plan(parse_setup(against, rows)).to_json()
-        compared = diff_plans(given, best[0])
-    if json:
-        data = {
-            "subject": ask.subject.name,
-            "target": ask.target.name,
-            "considered": found.considered,
-            "fit": len(found.ranked),
-            "seconds": found.seconds,
-            "rejected": dict(found.reasons()),
-            "not_kept": [{"setup": item.setup.to_json(), "reason": item.reason} for item in failed],
-            "plans": [_plan_json(plan, ask.subject) for plan in best],
-            **({} if compared is None else {"against": compared.to_json()}),
-        }
-        print(json_lib.dumps(data, indent=1))
-    else:
-        said = search_summary(found, best, ask.subject, failed=failed, top=top)
-        show(said if compared is None else Summary((*said.parts, *compared.why().parts)))
-    _page(ask, best, html, found=found, compared=compared)
-    return 0 if best else 1
+    def write_page(
+        self, plans: Sequence[Plan], *, found: Search | None = None, compared: PlanDiff | None = None
+    ) -> None:
+        """Writes the page about the first of the plans, if one was asked for."""
+        if self.options.html is None:
+            return
+        if not plans:
+            _tell("note: nothing fits, so there is no page.")
+            return
+        from meshwright.plan.output.plan_page import build_plan_page
+
+        first, *others = plans
+        more: dict[str, Any] = {"others": others, "found": found, "notes": self.notes, "compared": compared}
+        _tell(f"wrote {build_plan_page(first, self.options.html, job=self.job, subject=self.subject, **more)}")
 
 
-def _show_diff(before: PlanData, after: PlanData, *, json: bool, html: Path | None) -> int:
-    changed = diff_plans(before, after)
-    if json:
-        print(json_lib.dumps(changed.to_json(), indent=1))
-    else:
-        show(changed)
-    if html is not None:
-        from meshwright.plan.output.diff_page import build_diff_page
-
-        _tell(f"wrote {build_diff_page(changed, html)}")
-    return 0
-
-
-def _page(
-    ask: _Ask, plans: Sequence[Plan], path: Path | None, *, found: Any = None, compared: PlanDiff | None = None
-) -> None:
-    if path is None:
-        return
-    if not plans:
-        _tell("note: nothing fits, so there is no page.")
-        return
-    from meshwright.plan.output.plan_page import build_plan_page
-
-    first, *others = plans
-    place = build_plan_page(
-        first,
-        path,
-        job=ask.job,
-        subject=ask.subject,
-        others=others,
-        found=found,
-        notes=ask.notes,
-        compared=compared,
-    )
-    _tell(f"wrote {place}")
-
-
-def _subject(job: str, model: str | None, model_options: tuple[str, ...], num_tokens: int | None) -> PlannedJob:
-    if bool(job) == (model is not None):
+def _subject(job: str, options: StepOptions) -> PlannedJob:
+    if bool(job) == (options.model is not None):
         raise ConfigError("a plan is of a job or of a model.", hint="my_pkg.train:job, or --model decoder-7b.")
     if job:
-        if num_tokens is not None or model_options:
+        if options.num_tokens is not None or options.model_options:
             raise ConfigError("a job brings its own model and tokens.", hint="leave the options of models out.")
         return PlannedJob(job=job)
-    tokens = DEFAULT_TOKENS if num_tokens is None else num_tokens
-    return PlannedJob(model=model, model_options=model_options, num_tokens=tokens)
-
-
-def _check_numbers(counts: dict[str, int | None], *, timeout: float, price: float | None) -> None:
-    """Raises where an option has a number that it cannot have."""
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} {value} is not possible.", hint=f"{name} takes a whole number, 1 or more.")
-    if not timeout > 0:
-        raise ConfigError(f"--timeout {timeout:g} leaves no time.", hint="--timeout takes seconds, more than 0.")
-    if price is not None and not 0 <= price < math.inf:
-        raise ConfigError(
-            f"--price {price:g} is no price.", hint="--price takes dollars per hour of one device, 0 or more."
-        )
-
-
-def _load(subject: PlannedJob, *, rows: int) -> Any:
-    if subject.job is not None:
-        return load_job(subject.job)
-    from meshwright.loop.model_choice import make_model
-    from meshwright.train.language_job import language_job
-
-    assert subject.model is not None
-    assert subject.num_tokens is not None
-    model = make_model(subject.model, subject.model_options)
-    # Packed, as `meshwright train` has its batches.
-    return language_job(model, batch_size=rows, num_tokens=subject.num_tokens, packed=True)
+    tokens = DEFAULT_TOKENS if options.num_tokens is None else options.num_tokens
+    return PlannedJob(model=options.model, model_options=options.model_options, num_tokens=tokens)
 
 
 def _plan_json(plan: Plan, subject: PlannedJob) -> dict[str, Any]:
@@ -361,8 +365,38 @@ def _plan_json(plan: Plan, subject: PlannedJob) -> dict[str, Any]:
     return {"subject": subject.name, **plan.to_json(), **commands}
 
 
+def _search_json(
+    found: Search, best: Sequence[Plan], failed: Sequence[Rejected], subject: PlannedJob, compared: PlanDiff | None
+) -> PlanData:
+    return {
+        "subject": subject.name,
+        "target": found.target.name,
+        "considered": found.considered,
+        "fit": len(found.ranked),
+        "seconds": found.seconds,
+        "rejected": dict(found.reasons()),
+        "not_kept": [{"setup": item.setup.to_json(), "reason": item.reason} for item in failed],
+        "plans": [_plan_json(plan, subject) for plan in best],
+        **({} if compared is None else {"against": compared.to_json()}),
+    }
+
+
+def _check_file(text: str) -> None:
+    if text.endswith(".json") and not _is_file(text):
+        hint = "write a plan with: meshwright plan ... --json > FILE"
+        raise ConfigError(f"there is no file {text!r}.", hint=hint)
+
+
 def _is_file(text: str) -> bool:
     return Path(text).is_file()
+
+
+def _print(said: Summary | PlanDiff | PlanData) -> None:
+    """Prints data as JSON, and anything else for people."""
+    if isinstance(said, Summary | PlanDiff):
+        show(said)
+    else:
+        print(json_lib.dumps(said, indent=1))
 
 
 def _tell(line: str) -> None:

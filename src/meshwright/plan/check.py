@@ -7,7 +7,8 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.layout.leaf import format_bytes
-from meshwright.plan.compiled.compile import Compiled, CompiledCollective, compile_step
+from meshwright.plan.compiled.compile import Compiled, compile_step
+from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.costs.job_costs import JobCosts
 from meshwright.plan.plan import Plan, make_plan
 from meshwright.plan.step_setup import Setup

@@ -6,30 +6,36 @@ number that was measured elsewhere, or a guess.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
+from meshwright.errors import MeshError, MeshwrightError, MeshwrightWarning, PlacementError
 from meshwright.hardware.flops import Flops
 from meshwright.layout import Layout, make_layout
 from meshwright.mesh.build import create_abstract_mesh
 from meshwright.mesh.string import MeshSpec, parse_mesh
+from meshwright.models.execution import Execution
+from meshwright.parallel.heads import heads_fit
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.compile import Compiled
-from meshwright.plan.costs.communication import step_traffic
-from meshwright.plan.costs.job_costs import JobCosts, profile_job
+from meshwright.plan.costs.communication import (
+    Sent,
+    beside_matmuls,
+    compiled_sent,
+    computed_sent,
+    host_copies,
+    step_traffic,
+)
+from meshwright.plan.costs.job_costs import PIPELINE_AXIS, TENSOR_AXIS, JobCosts, Stages, each_count, profile_job
 from meshwright.plan.costs.links import axis_links
 from meshwright.plan.costs.memory import MemoryPlan, plan_memory
-from meshwright.plan.costs.rates import matmul_rate
-from meshwright.plan.costs.sent import Sent, beside_matmuls, compiled_sent, computed_sent, host_copies
-from meshwright.plan.costs.stages import Stages, stages_of
 from meshwright.plan.costs.step_time import TimePlan, step_time
-from meshwright.plan.mesh_check import check_mesh
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
 from meshwright.plan.target import Target, parse_target
-from meshwright.train.job import check_axes
+from meshwright.train.job import check_axes, execution_of
 from meshwright.train.state import state_layout
 
 # libtpu 0.0.42 died with SIGFPE on a 7B decoder with fsdp:4096, and compiled dp:16,fsdp:256 for the same chips.
@@ -196,7 +202,7 @@ def assemble(
 ) -> Plan:
     """Puts a plan together from what is known already: arithmetic only."""
     sizes = dict(layout.mesh.shape)
-    stages = stages_of(profile, sizes)
+    stages = profile.stages(sizes)
     check_rows(sizes, setup, rows, stages)
     if setup.remat not in profile.needs:
         raise MeshwrightError(
@@ -204,18 +210,19 @@ def assemble(
             hint=f"plan one of: {', '.join(profile.needs)}; compile_step compiles any.",
         )
     needs = profile.needs[setup.remat]
-    flops = _times(needs.flops, rows)
-    if stages.count > 1:
-        flops = _with_forward(flops, _times(profile.forward, rows))
-    memory = plan_memory(profile, layout, target, setup, rows=rows, compiled=compiled)
+    flops = each_count(lambda count: count * rows, needs.flops)
+    if stages.count > 1:  # every tick computes its forward pass again
+        forward = each_count(lambda count: count * rows, profile.forward)
+        flops = replace(each_count(int.__add__, flops, forward), recomputed=flops.recomputed + forward.matmul)
     links = axis_links(target, spec)
-    traffic = step_traffic(profile, layout, setup, rows=rows)
+    dtype = profile.precision.compute.name
     ran = compiled if compiled is not None and compiled.does_not_fit is None else None
     if ran is not None:
         sent = compiled_sent(ran, links)
     else:
+        traffic = step_traffic(profile, layout, setup, rows=rows)
         sent = computed_sent(traffic, links, target, spec, overlap=setup.overlap)
-        rate = None if target.chip is None else matmul_rate(target.chip, profile.precision.compute.name)
+        rate = target.matmul_rate(dtype)
         if rate is not None:
             sent = beside_matmuls(sent, (flops.matmul - flops.attention) / layout.mesh.size / rate)
         if setup.view == "global":
@@ -223,28 +230,75 @@ def assemble(
             notes += ("in the global view XLA decides what is sent; assumed is what our own layers would send",)
     if needs.hosted_per_row and target.chip is not None:
         sent += (host_copies(profile, target.chip, setup, sizes, rows),)
-    notes += known_to_fail(target, sizes)
-    dtype = profile.precision.compute.name
-    peak = None if target.chip is None else target.chip.peak(dtype)
-    time = None
-    if target.chip is not None and peak is not None:
-        tokens = rows * profile.tokens_per_row
-        time = step_time(profile, layout, target.chip, flops, sent, peak, ran is not None, tokens=tokens)
+    tokens = rows * profile.tokens_per_row
+    notes += known_to_fail(target, sizes) + flops.notes + (() if compiled is None else compiled.notes)
     return Plan(
         target=target,
         setup=setup,
         rows=rows,
-        memory=memory,
+        memory=plan_memory(profile, layout, target, setup, rows=rows, compiled=compiled),
         flops=flops,
         sent=sent,
-        time=time,
-        tokens_per_step=rows * profile.tokens_per_row,
-        peak_flops=peak,
+        time=step_time(profile, layout, target, flops, sent, is_compiled=ran is not None, tokens=tokens),
+        tokens_per_step=tokens,
+        peak_flops=None if target.chip is None else target.chip.peak(dtype),
         price=price,
-        notes=notes + flops.notes + (() if compiled is None else compiled.notes),
+        notes=notes,
         compiled=compiled,
         stages=stages,
     )
+
+
+def mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple[str, str] | None:
+    """Returns what keeps a job from a mesh: in a few words that many meshes share, and for this one; or None."""
+    tp, pp = sizes.get(TENSOR_AXIS, 1), sizes.get(PIPELINE_AXIS, 1)
+    run = execution_of(job) or Execution()
+    if run.tensor_axis is not None:  # otherwise XLA splits what it can
+        if profile.heads and not heads_fit(profile.heads, tp):
+            return "do not divide the heads", f"tp={tp} does not divide {profile.heads} heads"
+        if profile.kv_heads and not heads_fit(profile.kv_heads, tp, shared=True):
+            return (
+                "do not divide the heads",
+                f"tp={tp} is no factor or multiple of {profile.kv_heads} key/value heads",
+            )
+        if run.sequence_parallel and profile.tokens_per_row % tp:
+            return "do not divide the tokens", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
+    if profile.num_layers % pp:
+        return "do not divide the layers", f"pp={pp} does not divide {profile.num_layers} layers"
+    if pp > 1 and not profile.by_layer:
+        return "have no stages", "the model is not one of ours, whose layers can be stages of a pipeline"
+    return None
+
+
+def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> None:
+    """Raises where a job cannot run on a mesh; of models that are not ours, only what their rules say is known."""
+    check_axes(job, sizes)
+    if profile.d_model is None:
+        return
+    problem = mesh_problem(job, profile, sizes)
+    if problem is None:
+        return
+    axis = PIPELINE_AXIS if problem[0] == "do not divide the layers" else TENSOR_AXIS
+    devices = math.prod(sizes.values())
+    fit = [
+        size
+        for size in range(1, devices + 1)
+        if devices % size == 0 and mesh_problem(job, profile, {axis: size}) is None
+    ]
+    raise MeshError(
+        f"{problem[1]}, so that this model cannot run on such a mesh.", hint=f"{axis} may be {one_of(fit)}."
+    )
+
+
+def one_of(sizes: list[int]) -> str:
+    """Returns numbers to choose from, in words.
+
+    >>> one_of([1, 2, 4]), one_of([1])
+    ('1, 2 or 4', '1 only')
+    """
+    if len(sizes) == 1:
+        return f"{sizes[0]} only"
+    return f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
 
 
 def check_rows(sizes: Mapping[str, int], setup: Setup, rows: int, stages: Stages) -> None:
@@ -272,29 +326,3 @@ def known_to_fail(target: Target, sizes: Mapping[str, int]) -> tuple[str, ...]:
     others |= {axis: size for axis, size in sizes.items() if axis not in others}
     other = ",".join(f"{axis}:{size}" for axis, size in others.items() if size > 1)
     return (f"libtpu 0.0.42 crashes (SIGFPE) on fsdp:{CRASHES_FROM}, so this may not compile; {other} does",)
-
-
-def _with_forward(flops: Flops, forward: Flops) -> Flops:
-    """Adds a forward pass that is computed again: a pipeline does so with every tick."""
-    dtypes = dict.fromkeys([*flops.by_dtype, *forward.by_dtype])
-    return Flops(
-        flops.total + forward.total,
-        flops.matmul + forward.matmul,
-        flops.recomputed + forward.matmul,
-        {dtype: flops.by_dtype.get(dtype, 0) + forward.by_dtype.get(dtype, 0) for dtype in dtypes},
-        flops.attention + forward.attention,
-        flops.moved + forward.moved,
-        flops.notes,
-    )
-
-
-def _times(flops: Flops, rows: int) -> Flops:
-    return Flops(
-        flops.total * rows,
-        flops.matmul * rows,
-        flops.recomputed * rows,
-        {dtype: count * rows for dtype, count in flops.by_dtype.items()},
-        flops.attention * rows,
-        flops.moved * rows,
-        flops.notes,
-    )

@@ -20,9 +20,18 @@ from meshwright.mesh.string import MeshSpec, parse_mesh
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.compile import CompileError, compile_step
 from meshwright.plan.costs.job_costs import REMATS, JobCosts, profile_job
-from meshwright.plan.costs.stages import stages_of
-from meshwright.plan.mesh_check import check_mesh, mesh_problem, one_of
-from meshwright.plan.plan import Plan, assemble, known_to_fail, lay_out, make_plan, mesh_sizes, profile_of
+from meshwright.plan.plan import (
+    Plan,
+    assemble,
+    check_mesh,
+    known_to_fail,
+    lay_out,
+    make_plan,
+    mesh_problem,
+    mesh_sizes,
+    one_of,
+    profile_of,
+)
 from meshwright.plan.step_setup import Setup, batch_of
 from meshwright.plan.target import Target, parse_target
 from meshwright.train.job import load_job, unused_axes
@@ -121,7 +130,6 @@ class Search:
     rows: int
     tokens_per_row: int
     seconds: float
-    constraints: Constraints
     profile: JobCosts = field(repr=False)
 
     @property
@@ -209,7 +217,7 @@ def search(
                 ranked.append(found)
     ranked.sort(key=_rank)
     seconds = time.perf_counter() - begin
-    return Search(target, tuple(ranked), tuple(rejected), rows, profile.tokens_per_row, seconds, constraints, profile)
+    return Search(target, tuple(ranked), tuple(rejected), rows, profile.tokens_per_row, seconds, profile)
 
 
 def compile_best(
@@ -368,7 +376,7 @@ def _judge(
 
 def _row_parts(profile: JobCosts, sizes: Mapping[str, int], setup: Setup) -> int:
     """Returns in how many parts rows are cut: for devices, minibatches, and microbatches of a pipeline."""
-    parts = setup.num_minibatches * stages_of(profile, sizes).microbatches
+    parts = setup.num_minibatches * profile.stages(sizes).microbatches
     return sizes.get("dp", 1) * sizes.get("fsdp", 1) * parts
 
 

@@ -56,11 +56,9 @@ class Setup:
 
     def to_json(self) -> dict[str, Any]:
         """Returns only what differs from the defaults, and the mesh."""
-        changed = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name == "mesh" or getattr(self, field.name) != _default(field)
-        }
+        plain = Setup(mesh="")
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changed = {name: value for name, value in values.items() if name == "mesh" or value != getattr(plain, name)}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in changed.items()}
 
     @classmethod
@@ -137,7 +135,3 @@ def step_options(mesh: AnyMesh, setup: Setup) -> dict[str, Any]:
     """Returns the options for XLA that a setup's step is compiled with."""
     overlap = setup.overlap and setup.view == "local"
     return xla_options(mesh, dict(setup.compiler_options), overlap=overlap) or {}
-
-
-def _default(field: Any) -> Any:
-    return field.default if field.default is not dataclasses.MISSING else field.default_factory()

@@ -7,6 +7,7 @@ the network.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ _FORM = re.compile(r"(?P<kind>[A-Za-z][\w.\-]*):(?P<shape>\d+(?:[xX]\d+)*)(?:\*(
 _EXAMPLES = "for example v5e:16x16, v5p:4x4x8, v5p:4x4x8*4 (four slices), h200:8x8 (hosts x GPUs per host), cpu:8."
 # Rings close only where the torus wraps around: on these chips, in dims of this length (or any multiple of it).
 _WRAP_LENGTH = {2: 16, 3: 4}
+# The share of what is printed that large matmuls hold: 682 of 989 TFLOP/s on one H200 (benchmarks/RESULTS.md). Other
+# chips are assumed to reach the same.
+MATMUL_SHARE = 0.69
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,20 @@ class Target:
     def memory_bytes(self) -> int | None:
         """What a program can use on each device; None for CPUs, which share theirs."""
         return None if self.chip is None else self.chip.memory_bytes
+
+    def matmul_rate(self, dtype: str) -> float | None:
+        """Returns the FLOP/s of large matmuls: as measured, or a share of the peak; None if there is no peak.
+
+        Example:
+            >>> parse_target("v5p:4x4x8").matmul_rate("bfloat16") / chip_of("v5p").peak()
+            0.69
+        """
+        if self.chip is None:
+            return None
+        if self.chip.matmul_flops is not None and dtype == "bfloat16":
+            return self.chip.matmul_flops
+        peak = self.chip.peak(dtype)
+        return None if peak is None else peak * MATMUL_SHARE
 
     @property
     def wraps(self) -> tuple[bool, ...]:
@@ -137,7 +155,8 @@ def _problem(kind: str, chip: Chip | None, shape: tuple[int, ...], slices: int) 
     if chip is None:
         return ("", "") if len(shape) == 1 else ("CPUs are simulated by their number", f"cpu:{count}")
     if chip.platform == "gpu":
-        nearest = f"{kind}:{_hosts(count)}x{count // _hosts(count)}"
+        each = max(size for size in range(1, 9) if count % size == 0)
+        nearest = f"{kind}:{count // each}x{each}"
         if len(shape) != 2:
             return f"GPUs are written as hosts x GPUs per host, this has {len(shape)} sizes", nearest
         if shape[1] > chip.devices_per_host:
@@ -158,18 +177,8 @@ def _problem(kind: str, chip: Chip | None, shape: tuple[int, ...], slices: int) 
     return "", ""
 
 
-def _hosts(count: int) -> int:
-    """Returns over how many hosts to spread GPUs: eight in each where that divides them."""
-    size = max(size for size in range(1, 9) if count % size == 0)
-    return count // size
-
-
 def _torus(count: int, dims: int) -> tuple[int, ...]:
     """Returns the nearest torus of about this many chips, sizes as equal as they can be."""
-    limit = 16 if dims == 2 else 32
-    exponents = range(1, limit.bit_length())
-    sizes = [1, *(2**exponent for exponent in exponents)]
-    shapes = [(a, b) for a in sizes for b in sizes if a <= b]
-    if dims == 3:
-        shapes = [(a, *rest) for a in sizes for rest in shapes if a <= rest[0]]  # type: ignore[misc]
+    sizes = [1, 2, 4, 8, 16] if dims == 2 else [1, 2, 4, 8, 16, 32]
+    shapes = itertools.combinations_with_replacement(sizes, dims)
     return min(shapes, key=lambda shape: (abs(math.prod(shape) - count), max(shape) / min(shape)))

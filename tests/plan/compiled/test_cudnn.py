@@ -6,7 +6,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from meshwright.hardware.flops import count_flops
-from meshwright.plan.compiled.cudnn import _backward, _forward, assumed_cudnn
+from meshwright.plan.compiled.topology import _backward, _forward, assumed_cudnn
 
 B, T, N, H = 2, 8, 4, 16
 

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.parallel.fsdp import gather_tree
 from meshwright.plan.compiled.collectives import read_schedule
-from meshwright.plan.compiled.origin import last_scope
-from meshwright.plan.compiled.source_lines import short_path
+from meshwright.plan.compiled.origin import last_scope, short_path
 from meshwright.plan.step_setup import Setup, build_step
 
 SPECS = {"layers": {"wq": P(None, None, "fsdp")}, "head": P("fsdp")}
@@ -41,7 +40,7 @@ def serving(f):
     found = {}
     for one in read_schedule(mapped.lower({"params": PARAMS}, jnp.ones((64, 16))).compile().as_text()).collectives:
         found.setdefault(one.kind, set()).add((one.serves, one.trips))
-        assert one.line.startswith("program/test_origin.py:"), one.line
+        assert one.line.startswith("compiled/test_origin.py:"), one.line
     return found
 
 

@@ -6,21 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.hardware.chips import chip_of
 from meshwright.mesh.string import parse_mesh
 from meshwright.models import Decoder
 from meshwright.plan.compiled.collectives import Collective, ProgramSchedule, Stretch
-from meshwright.plan.compiled.compile import Compiled, CompiledCollective
-from meshwright.plan.compiled.sync_options import sync_advice
-from meshwright.plan.compiled.verdict import hidden_seconds, judge, link_names
+from meshwright.plan.compiled.compile import Compiled
+from meshwright.plan.compiled.verdict import CompiledCollective, hidden_seconds, judge, link_names, sync_advice
 from meshwright.plan.costs.links import axis_links
-from meshwright.plan.costs.rates import matmul_rate
 from meshwright.plan.plan import make_plan
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
 from meshwright.train import language_job
 
-RATE = matmul_rate(chip_of("v5p"), "bfloat16")
+RATE = parse_target("v5p:4x4x4").matmul_rate("bfloat16")
 MESH = "fsdp:4,tp:4"
 ALONG_TP, ALONG_FSDP = ((0, 1, 2, 3),), ((0, 4, 8, 12),)
 

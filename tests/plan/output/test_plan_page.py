@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.errors import MeshwrightError
 from meshwright.models import Decoder
-from meshwright.plan.compiled.compile import Compiled, CompiledCollective
+from meshwright.plan.compiled.compile import Compiled
+from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.costs.memory import Part
 from meshwright.plan.output.commands import PlannedJob
-from meshwright.plan.output.diff_page import build_diff_page
 from meshwright.plan.output.memory_section import _bar_parts
 from meshwright.plan.output.plan_diff import diff_plans
-from meshwright.plan.output.plan_page import build_plan_page, render_plan
+from meshwright.plan.output.plan_page import build_diff_page, build_plan_page, render_plan
 from meshwright.plan.output.time_section import EXPOSED, HIDDEN, _lanes
 from meshwright.plan.plan import make_plan
 from meshwright.plan.search import search
@@ -137,7 +137,10 @@ def test_what_the_page_says():
     assert "exposed: no matmul between its start and its end" in text
     assert "All 100 collectives of the compiled program, 100 kinds" in text
     assert "params/layers/mlp/gate" in text
-    assert "z: 8, closed to a ring" in text
+    assert "Chips are linked along x: 4, closed to a ring; y: 4, closed to a ring; z: 8, closed to a ring." in text
+    assert "chip 127: x 3, y 3, z 7" in html
+    # Only pictures of devices show the device that a reader points at: chips have another order.
+    assert 'data-devices="0"' not in html[html.index("chip 0: x 0") : html.index("chip 127: ")]
     assert "&lt;layer 19&gt;" in html
     # Every row of every table of figures names its basis.
     for heading in ("What the parts rest on", "One step on one device"):
@@ -152,8 +155,8 @@ def test_a_narrow_dark_page_with_a_pipeline_on_slices(browse, tmp_path):
     path = build_plan_page(plan, tmp_path / "plan.html", job=tiny_job(), subject=PlannedJob(job="my.module:job"))
     text = words(path.read_text())
     assert "2 stages work on 4 microbatches; each idles 20.0% of the time (computed)." in text
-    assert "chips of a slice, 2 slices like this" in text
-    assert "x: 4, a line" in text  # a v5e closes only rings of 16
+    # A v5e closes only rings of 16.
+    assert "Chips of each of 2 slices are linked along x: 4, a line; y: 4, a line." in text
     seen = browse(path, width=500, dark=True)
     assert seen.console == []
     assert seen.found["problems"] == []

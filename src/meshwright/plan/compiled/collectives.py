@@ -12,10 +12,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.plan.compiled.groups import group_size, partners
-from meshwright.plan.compiled.hlo import Instruction, Program, array_bytes, parse_program, trip_count, tuple_parts
-from meshwright.plan.compiled.matmuls import Matmuls, estimated_cycles
-from meshwright.plan.compiled.merged_rings import merged_hops
+from meshwright.plan.compiled.hlo import (
+    Instruction,
+    Program,
+    array_bytes,
+    group_size,
+    parse_program,
+    partners,
+    trip_count,
+    tuple_parts,
+)
+from meshwright.plan.compiled.matmuls import Matmuls, estimated_cycles, merged_hops
 from meshwright.plan.compiled.origin import Origins
 
 COLLECTIVES = (

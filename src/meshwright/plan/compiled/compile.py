@@ -22,7 +22,7 @@ from typing import Any, Literal
 from meshwright.errors import MeshwrightError
 from meshwright.layout.leaf import format_bytes
 from meshwright.plan.compiled.topology import TPU_ENVIRONMENT, require_compiler
-from meshwright.plan.compiled.verdict import State, Verdict, explain, state_of
+from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target, parse_target
 
@@ -41,67 +41,6 @@ class CompileError(MeshwrightError):
     def __init__(self, message: str, *, reason: Reason, hint: str | None = None) -> None:
         self.reason = reason
         super().__init__(message, hint=hint)
-
-
-@dataclass(frozen=True)
-class CompiledCollective:
-    """One collective of a compiled program; `trips` counts how often its loop runs it.
-
-    Args:
-        axes: the mesh axes along which its devices lie.
-        bytes_moved: of the larger side: the gathered, reduced or permuted arrays.
-        wire_bytes: what each device sends each time, with the algorithm that sends the fewest.
-        matmuls_between: between its start and its end; so are `flops_between` and `cycles_between`, as `Collective` has
-            them.
-        source: the operation of the program it came from; `line` is the file and line of that.
-        serves: the parameter, gradient or activation that it sends.
-        merged: how many matmuls of its ring were made one.
-        transfer_s: how long it takes each time; None where no link is known.
-        share: of that time, what compute hides, as `judge` finds it; None where no chip is known.
-        why: what keeps it from hiding, and what would change that.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes_moved: int
-    wire_bytes: float
-    group_size: int
-    is_async: bool
-    matmuls_between: int
-    trips: int
-    source: str
-    flops_between: float = 0.0
-    cycles_between: int = 0
-    serves: str = ""
-    line: str = ""
-    merged: int = 0
-    transfer_s: float | None = None
-    share: float | None = None
-    why: str = ""
-
-    @property
-    def hidden_share(self) -> float:
-        """The share of it that is hidden: all or nothing where no chip is known."""
-        return float(self.is_async and self.matmuls_between > 0) if self.share is None else self.share
-
-    @property
-    def state(self) -> State:
-        """Whether it is hidden, partly hidden or exposed."""
-        return state_of(self.hidden_share)
-
-    @property
-    def hidden(self) -> bool:
-        return self.state == "hidden"
-
-    @property
-    def reason(self) -> str:
-        """Why it is not hidden, or what else is wrong with it; "" where all is well."""
-        return self.why or explain(self, self.hidden_share)
-
-    @property
-    def verdict(self) -> str:
-        """How much of it is hidden behind compute, and if not all of it, why."""
-        return str(Verdict(self.hidden_share, self.transfer_s, self.reason))
 
 
 @dataclass(frozen=True)

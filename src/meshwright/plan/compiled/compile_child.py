@@ -20,10 +20,9 @@ from jax.sharding import Mesh
 from meshwright.errors import MeshwrightError
 from meshwright.loop.logging.memory_use import peak_resident
 from meshwright.plan.compiled.collectives import ProgramSchedule, read_schedule
-from meshwright.plan.compiled.compile import Compiled, CompiledCollective, over_limit
-from meshwright.plan.compiled.cudnn import assumed_cudnn, stand_in_for_cudnn
-from meshwright.plan.compiled.topology import mesh_on_target, require_compiler
-from meshwright.plan.compiled.verdict import judge
+from meshwright.plan.compiled.compile import Compiled, over_limit
+from meshwright.plan.compiled.topology import assumed_cudnn, mesh_on_target, require_compiler, stand_in_for_cudnn
+from meshwright.plan.compiled.verdict import CompiledCollective, judge
 from meshwright.plan.step_setup import Setup, build_step, step_options
 from meshwright.plan.target import Target, parse_target
 from meshwright.train.job import load_job

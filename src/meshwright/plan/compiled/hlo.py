@@ -8,20 +8,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-_BITS = {
-    "pred": 8,
-    "s4": 4,
-    "u4": 4,
-    "s2": 2,
-    "u2": 2,
-    "bf16": 16,
-    "f16": 16,
-    "f32": 32,
-    "f64": 64,
-    "c64": 64,
-    "c128": 128,
-    "token": 0,
-}
+import numpy as np
+
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
 # A result is one array, whose layout has no spaces, or a tuple of them; no tuple holds `) word(`.
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
@@ -81,7 +69,7 @@ class Program:
 
     def instruction(self, computation: str, name: str) -> Instruction | None:
         """Returns the instruction of that name in a computation."""
-        return self._by_name(computation).get(name)
+        return self._names.get(computation, {}).get(name)
 
     def root(self, computation: str) -> Instruction | None:
         """Returns the instruction whose value a computation returns."""
@@ -92,14 +80,9 @@ class Program:
         """Returns what runs a computation, with the computation that it stands in."""
         return self._callers.get(computation, [])
 
-    def _by_name(self, computation: str) -> dict[str, Instruction]:
-        if computation not in self._names:
-            self._names[computation] = {one.name: one for one in self.computations.get(computation, [])}
-        return self._names[computation]
-
     @functools.cached_property
     def _names(self) -> dict[str, dict[str, Instruction]]:
-        return {}
+        return {name: {one.name: one for one in inside} for name, inside in self.computations.items()}
 
     @functools.cached_property
     def _callers(self) -> dict[str, list[tuple[str, Instruction]]]:
@@ -161,8 +144,8 @@ def array_dims(shape: str) -> tuple[int, ...]:
 def array_bytes(shape: str) -> Iterator[int]:
     """Yields the bytes of every array of a shape."""
     for match in _ARRAY.finditer(shape):
-        kind = match["type"]
-        bits = _BITS[kind] if kind in _BITS else int((re.findall(r"\d+", kind) or ["0"])[0])
+        digits = re.search(r"\d+", match["type"])  # f32, bf16, u4, f8e4m3fn; a token has none, and no bytes
+        bits = int(digits[0]) if digits else 8 * (match["type"] == "pred")
         elements = math.prod(int(dim) for dim in match["dims"].split(",") if dim)
         yield -(-elements * bits // 8)
 
@@ -177,6 +160,49 @@ def tuple_parts(shape: str) -> list[str]:
         else:
             parts[-1] += letter
     return parts
+
+
+def group_size(attributes: str) -> int:
+    """Returns how many devices take part: those of a group, or the pairs of a permute."""
+    found = partners(attributes)
+    if "source_target_pairs=" in attributes:
+        return max(2, len(found))
+    return len(found[0]) if found else 1
+
+
+def partners(attributes: str) -> tuple[tuple[int, ...], ...]:
+    """Returns the first group, from list, iota and mesh forms of replica groups, or all pairs of a permute.
+
+    Example:
+        >>> partners("replica_groups=[2,4]<=[4,2]T(1,0)")
+        ((0, 2, 4, 6),)
+    """
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota:
+        return (_group_of_iota(int(iota[2]), _numbers(iota[3]), _numbers(iota[4] or "")),)
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
+    if listed:
+        return (_numbers(listed[1]),)
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes)
+    if mesh:
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        wanted = [name for name in re.findall(r"'([^']+)'", mesh[2]) if name in sizes]
+        places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        group = places[tuple(slice(None) if name in wanted else 0 for name in sizes)].reshape(-1)
+        order = re.search(r"device_ids=\(([\d,]+)\)", attributes)
+        return (tuple(_numbers(order[1])[place] for place in group) if order else tuple(group.tolist()),)
+    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", attributes)
+    return tuple(_numbers(pair) for pair in re.findall(r"\{([\d,]+)", pairs[1] + "}")) if pairs else ()
+
+
+def _group_of_iota(size: int, dims: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    places = np.arange(math.prod(dims)).reshape(dims)
+    flat = (places.transpose(order) if order else places).reshape(-1)
+    return tuple(flat[:size].tolist())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -2,6 +2,10 @@
 
 Compilers write them as dots, as convolutions (TPUs, where a batch of dots is a convolution with holes), and as calls of
 libraries (GPUs). They stand in fusions, loops and other computations that an instruction calls.
+
+XLA for GPUs joins matmuls that share an operand. Of a ring that multiplies each shard as it arrives, that makes one
+matmul of all shards at the end, and every hop before it is waited for. Of one that sends sums on, it makes one matmul
+at the beginning, whose parts are added between the hops. `merged_hops` finds such rings.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +26,8 @@ _WRITES = re.compile(r'custom_call_target="mosaic_gpu[^"]*".*op_name="[^"]*/writ
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_ESTIMATE = 2**62
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
+# What hands a value on as it is.
+_PASSES = ("bitcast", "copy", "convert", "get-tuple-element", "reshape", "transpose")
 _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 
 
@@ -29,35 +36,29 @@ class Matmuls:
     """Counts the matmuls of a program; what was counted once is kept."""
 
     program: Program
-    _counts: dict[str, int] = field(default_factory=dict)
-    _flops: dict[str, float] = field(default_factory=dict)
+    _known: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def count(self, instruction: Instruction) -> int:
         """Returns how many matmuls an instruction and all it calls run; a loop counts its body once."""
         if _is_matmul(instruction):
             return 1
-        return sum(self._count_in(name) for name in instruction.called)
+        return sum(self._inside(name)[0] for name in instruction.called)
 
     def flops(self, computation: str, instruction: Instruction) -> float:
         """Returns the FLOPs of those matmuls; a loop counts its body as often as it runs."""
         if _is_matmul(instruction):
             return self._of_one(computation, instruction)
         often = trip_count(self.program, instruction) if instruction.opcode == "while" else 1
-        return often * sum(self._flops_in(name) for name in instruction.called)
+        return often * sum(self._inside(name)[1] for name in instruction.called)
 
-    def _count_in(self, computation: str) -> int:
-        if computation not in self._counts:
-            self._counts[computation] = 0  # recursion ends here
+    def _inside(self, computation: str) -> tuple[int, float]:
+        """Returns the number of matmuls of a computation, and their FLOPs."""
+        if computation not in self._known:
+            self._known[computation] = (0, 0.0)  # recursion ends here
             inside = self.program.computations.get(computation, [])
-            self._counts[computation] = sum(self.count(one) for one in inside)
-        return self._counts[computation]
-
-    def _flops_in(self, computation: str) -> float:
-        if computation not in self._flops:
-            self._flops[computation] = 0.0
-            inside = self.program.computations.get(computation, [])
-            self._flops[computation] = math.fsum(self.flops(computation, one) for one in inside)
-        return self._flops[computation]
+            flops = math.fsum(self.flops(computation, one) for one in inside)
+            self._known[computation] = sum(self.count(one) for one in inside), flops
+        return self._known[computation]
 
     def _of_one(self, computation: str, instruction: Instruction) -> float:
         shapes = []
@@ -84,6 +85,47 @@ def estimated_cycles(instruction: Instruction) -> int:
     """Returns the compiler's estimate of how long an instruction takes (TPUs); 0 where it has none."""
     found = _CYCLES.search(instruction.attributes)
     return int(found[1]) if found and int(found[1]) < _NO_ESTIMATE else 0
+
+
+def merged_hops(
+    program: Program, matmuls: Matmuls, computation: str, sent: Mapping[str, int], arriving: Mapping[str, int]
+) -> dict[int, int]:
+    """Returns the hops that a merged matmul is before or behind, and how many matmuls it was made of.
+
+    Args:
+        sent: by the name of the instruction that sends, the number of the hop.
+        arriving: the same by the name of what arrives.
+    """
+    arrived = dict(arriving)
+    joined: dict[str, tuple[list[int], int]] = {}  # values that were joined: the hops that brought them, and how many
+    products: dict[str, tuple[str, int]] = {}  # what is made of a merged matmul, by the matmul
+    fed: dict[str, list[int]] = {}
+    found: dict[int, int] = {}
+    for one in program.computations.get(computation, []):
+        brought = [arrived[name] for name in one.inputs if name in arrived]
+        parts = [joined[name] for name in one.inputs if name in joined]
+        made = [products[name] for name in one.inputs if name in products]
+        count = _joins(program, one)
+        if count:
+            parts.append((brought, count))
+            joined[one.name] = parts[-1]
+        elif brought and one.opcode in _PASSES:
+            arrived[one.name] = brought[0]
+        elif parts and one.opcode in _PASSES:
+            joined[one.name] = parts[0]
+        if matmuls.count(one):
+            for hops, count in parts:
+                found |= dict.fromkeys(hops, count)
+                products[one.name] = (one.name, count)
+        elif one.name in sent and made:
+            matmul, count = made[0]
+            hops = fed.setdefault(matmul, [])
+            hops.append(sent[one.name])
+            if len(hops) > 1:  # a ring; one alone is sent after a matmul as ever
+                found |= dict.fromkeys(hops, count)
+        elif made and one.opcode in (*_PASSES, "slice", "fusion", "add"):
+            products[one.name] = made[0]
+    return found
 
 
 def _is_matmul(instruction: Instruction) -> bool:
@@ -127,3 +169,12 @@ def _pairs(size: int, window: int, out: int, stride: int, dilated: int, holes: i
         return min(out, size)
     places = np.arange(out)[:, None] * stride + np.arange(window)[None, :] * dilated - before
     return int(((places >= 0) & (places % holes == 0) & (places // holes < size)).sum())
+
+
+def _joins(program: Program, instruction: Instruction) -> int:
+    """Returns how many values an instruction joins because the compiler, and not the user, wanted it."""
+    inside = [instruction]
+    if instruction.opcode == "fusion":
+        inside = [one for name in instruction.called for one in program.computations.get(name, [])]
+    wanted = (one for one in inside if one.opcode == "concatenate" and not one.op_name.endswith("concatenate"))
+    return max((len(one.inputs) for one in wanted), default=0)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from meshwright.plan.compiled.hlo import Instruction, Program, array_bytes
-from meshwright.plan.compiled.source_lines import SourceLines
 
 # What hands a value on: as it is, in another dtype or layout, a part of it, or from another device.
 _PASSES = frozenset((
@@ -33,6 +33,74 @@ _PLAIN = frozenset((
 _TOKEN = re.compile(r"\['([^']*)'\]|\[([^\]]*)\]|([^.\[\]]+)")
 _FEW = 1024  # bytes
 _MAX_STEPS = 400
+# The tables of files, functions, lines and calls at the top of a compiled program.
+_FIELDS = re.compile(r"(\w+)=(\d+)")
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_FILE, _LINE = re.compile(r'\bsource_file="([^"]*)"'), re.compile(r"\bsource_line=(\d+)")
+_HOME = re.compile(r"^(?:/home/[^/]+|/Users/[^/]+|/root)/")
+# Who called our collectives says more than where in them the transfer is.
+_OURS = re.compile(r"/meshwright/(?:parallel/|axes\.py)")
+_MAX_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of a program, and the function it is in; `str(place)` has no folders of the machine."""
+
+    file: str
+    function: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{short_path(self.file)}:{self.line}"
+
+
+@dataclass
+class SourceLines:
+    """Answers for one program, whose text begins with `header`: numbered files, functions, lines and calls."""
+
+    header: str
+
+    def find(self, instruction: Instruction) -> SourceLine | None:
+        """Returns where an instruction comes from: the innermost call that is not one of our collectives."""
+        frame = _FRAME.search(instruction.attributes)
+        if frame:
+            calls = self._calls(int(frame[1]))
+            outside = [place for place in calls if not _OURS.search(place.file)]
+            return next(iter(outside or calls), None)
+        file, line = _FILE.search(instruction.attributes), _LINE.search(instruction.attributes)
+        return SourceLine(file[1], "", line[1]) if file and line else None
+
+    def _calls(self, number: int) -> list[SourceLine]:
+        """Returns the calls that lead to a frame, the innermost first."""
+        frames, places = self._tables.get("StackFrames", {}), self._tables.get("FileLocations", {})
+        files, functions = self._tables.get("FileNames", {}), self._tables.get("FunctionNames", {})
+        # The first frame has no parent. Where it seems to be its own, parents are numbered one higher.
+        shift = 1 if _numbers(frames.get(1, "")).get("parent_frame_id") == 1 else 0
+        found: list[SourceLine] = []
+        while number in frames and len(found) < _MAX_DEPTH:
+            frame = _numbers(frames[number])
+            place = _numbers(places.get(frame.get("file_location_id", 0), ""))
+            file = files.get(place.get("file_name_id", 0), "").strip('"')
+            function = functions.get(place.get("function_name_id", 0), "").strip('"')
+            if not file:
+                break
+            short = ".".join(function.replace("<locals>.", "").split(".")[-2:])
+            found.append(SourceLine(file, short, str(place.get("line", 0))))
+            number = frame.get("parent_frame_id", 0) - shift
+        return found
+
+    @functools.cached_property
+    def _tables(self) -> dict[str, dict[int, str]]:
+        tables: dict[str, dict[int, str]] = {}
+        table: dict[int, str] = {}
+        for line in self.header.splitlines():
+            if re.fullmatch(r"[A-Z]\w+", line):
+                table = tables.setdefault(line, {})
+            elif line[0].isdigit():
+                number, _, rest = line.partition(" ")
+                table[int(number)] = rest
+        return tables
 
 
 @dataclass(frozen=True)
@@ -79,10 +147,7 @@ class Origins:
     ) -> str:
         named = _leaves(source) or _leaves(*self._neighbours(computation, instruction))
         if not named:
-            followed = (self._follow(computation, name) for name in instruction.inputs)
-            arguments = [
-                argument_name(one.op_name) for one in followed if one is not None and one.opcode == "parameter"
-            ]
+            arguments = (self._argument(computation, name) for name in instruction.inputs)
             named = list(dict.fromkeys(filter(None, arguments)))
         if named:
             of = f"{named[0]} and {len(named) - 1} more" if len(named) > 1 else named[0]
@@ -114,56 +179,105 @@ class Origins:
                     reached.add(one.name)
         return found
 
-    def _follow(self, computation: str, name: str) -> Instruction | None:
-        """Returns the instruction that made a value: an argument of the whole program, or the last that changed it."""
-        path: tuple[int, ...] = ()
-        inside: list[tuple[str, Instruction]] = []
+    def _argument(self, computation: str, name: str) -> str:
+        """Returns the argument of the whole program that a value was, followed back through what hands it on; or ""."""
+        walk = _Walk(self.program, computation, name)
         for _ in range(_MAX_STEPS):
-            one = self.program.instruction(computation, name)
+            one = self.program.instruction(walk.computation, walk.name)
             if one is None:
-                return None
-            if one.opcode == "parameter":
-                if computation == self.program.entry:
-                    return one
-                callers = self.program.callers(computation)
-                if not inside and not callers:
-                    return None
-                computation, caller = inside.pop() if inside else callers[0]
-                place = int(one.operands) if caller.opcode in _CALLS else 0
-                if caller.opcode not in (*_CALLS, "while") or place >= len(caller.inputs):
-                    return None
-                name = caller.inputs[place]
-            elif one.opcode == "get-tuple-element":
-                path, name = (one.index, *path), one.inputs[0]
-            elif one.opcode == "tuple" and path and path[0] < len(one.inputs):
-                name, path = one.inputs[path[0]], path[1:]
-            elif one.opcode == "while" and path:
-                computation, name = self._out_of_loop(computation, one, path[0])
-            elif one.opcode == "optimization-barrier":
-                # Of several operands it makes a tuple.
-                place = path[0] if len(one.inputs) > 1 and path else 0
-                name, path = one.inputs[place], path[1:] if len(one.inputs) > 1 else path
-            elif one.opcode in _CALLS and one.called:
-                root = self.program.root(one.called[0])
-                if root is None:
-                    return one
-                inside.append((computation, one))
-                computation, name = one.called[0], root.name
-            elif (one.opcode in _PASSES or _JOINS.search(one.attributes)) and one.inputs:
-                name, path = one.inputs[0], ()
-            else:
-                return one
-        return None
+                return ""
+            if one.opcode == "parameter" and walk.computation == self.program.entry:
+                return argument_name(one.op_name)
+            if one.opcode not in _HANDLERS or not _HANDLERS[one.opcode](walk, one):
+                return ""
+        return ""
 
-    def _out_of_loop(self, computation: str, loop: Instruction, index: int) -> tuple[str, str]:
-        """Returns where a value that a loop returns comes from: from before it, where every turn hands it on."""
-        body = re.search(r"\bbody=%?([\w.\-]+)", loop.attributes)
+
+@dataclass
+class _Walk:
+    """Where the way back of a value has come to; each method goes one step, and returns False where the way ends.
+
+    Args:
+        path: which part of a tuple it is, the outermost first.
+        calls: what was entered on the way, with the computation that it stands in.
+    """
+
+    program: Program
+    computation: str
+    name: str
+    path: tuple[int, ...] = ()
+    calls: list[tuple[str, Instruction]] = field(default_factory=list)
+
+    def to_caller(self, one: Instruction) -> bool:
+        callers = [self.calls.pop()] if self.calls else self.program.callers(self.computation)
+        if not callers:
+            return False
+        self.computation, caller = callers[0]
+        place = int(one.operands) if caller.opcode in _CALLS else 0
+        if caller.opcode not in (*_CALLS, "while") or place >= len(caller.inputs):
+            return False
+        self.name = caller.inputs[place]
+        return True
+
+    def into_call(self, one: Instruction) -> bool:
+        root = self.program.root(one.called[0]) if one.called else None
+        if root is None:
+            return False
+        self.calls.append((self.computation, one))
+        self.computation, self.name = one.called[0], root.name
+        return True
+
+    def to_tuple(self, one: Instruction) -> bool:
+        self.path, self.name = (one.index, *self.path), one.inputs[0]
+        return True
+
+    def to_part(self, one: Instruction) -> bool:
+        if not self.path or self.path[0] >= len(one.inputs):
+            return False
+        self.name, self.path = one.inputs[self.path[0]], self.path[1:]
+        return True
+
+    def into_loop(self, one: Instruction) -> bool:
+        """Goes into the body, or to before the loop if every turn only hands the value on."""
+        if not self.path:
+            return False
+        index, self.name = self.path[0], one.inputs[0]
+        body = re.search(r"\bbody=%?([\w.\-]+)", one.attributes)
         root = self.program.root(body[1]) if body else None
         if body and root is not None and root.opcode == "tuple" and index < len(root.inputs):
             last = self.program.instruction(body[1], root.inputs[index])
             if last is None or last.opcode != "get-tuple-element" or last.index != index:
-                return body[1], root.name
-        return computation, loop.inputs[0]
+                self.computation, self.name = body[1], root.name
+        return True
+
+    def through_barrier(self, one: Instruction) -> bool:
+        if len(one.inputs) > 1:  # then it makes a tuple
+            place, self.path = (self.path or (0,))[0], self.path[1:]
+            self.name = one.inputs[place]
+        else:
+            self.name = one.inputs[0]
+        return True
+
+    def to_operand(self, one: Instruction) -> bool:
+        if not one.inputs:
+            return False
+        self.name, self.path = one.inputs[0], ()
+        return True
+
+    def through_library(self, one: Instruction) -> bool:
+        return _JOINS.search(one.attributes) is not None and self.to_operand(one)
+
+
+_HANDLERS: dict[str, Callable[[_Walk, Instruction], bool]] = {
+    "parameter": _Walk.to_caller,
+    "get-tuple-element": _Walk.to_tuple,
+    "tuple": _Walk.to_part,
+    "while": _Walk.into_loop,
+    "optimization-barrier": _Walk.through_barrier,
+    "custom-call": _Walk.through_library,
+    **dict.fromkeys(_CALLS, _Walk.into_call),
+    **dict.fromkeys(_PASSES, _Walk.to_operand),
+}
 
 
 def _leaves(*sources: str) -> list[str]:
@@ -198,3 +312,20 @@ def last_scope(source: str) -> str:
         if inner and inner not in _PLAIN:
             kept = inner
     return kept
+
+
+def short_path(path: str) -> str:
+    """Returns a path without the folders that only this machine has: from the package on, or its last two parts.
+
+    Example:
+        >>> short_path("/home/me/lib/python3.11/site-packages/flax/linen/linear.py"), short_path("/home/me/train.py")
+        ('flax/linen/linear.py', 'train.py')
+    """
+    for mark in ("/site-packages/", "/dist-packages/", "/src/"):
+        if mark in path:
+            return path.rpartition(mark)[2]
+    return "/".join(_HOME.sub("", path).strip("/").split("/")[-2:])
+
+
+def _numbers(text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in _FIELDS.findall(text)}

@@ -12,36 +12,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from meshwright.mesh.string import MeshSpec, parse_mesh
 from meshwright.pages.numbers import percent
-from meshwright.plan.compiled.collectives import ProgramSchedule
-from meshwright.plan.compiled.sync_options import sync_advice
-from meshwright.plan.costs.links import Link, axis_links
-from meshwright.plan.costs.rates import matmul_rate
+from meshwright.plan.compiled.collectives import Collective, ProgramSchedule
+from meshwright.plan.costs.links import Link, axis_links, transfer_seconds
 from meshwright.plan.target import Target, parse_target
 
-State = Literal["hidden", "partly hidden", "exposed"]
+Exposure = Literal["hidden", "partly hidden", "exposed"]
 # Below and above these shares a transfer counts as exposed and as hidden: rates are not known more closely.
 EXPOSED_BELOW, HIDDEN_FROM = 0.01, 0.99
-
-
-class Facts(Protocol):
-    """What a verdict on a collective rests on."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def is_async(self) -> bool: ...
-    @property
-    def matmuls_between(self) -> int: ...
-    @property
-    def cycles_between(self) -> int: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def merged(self) -> int: ...
+# What makes collectives asynchronous on which chip. Read off programs of one gather, scatter or sum beside a matmul,
+# compiled with and without each option (libtpu 0.0.42). Gathers over two or three dims of the torus need the option's
+# 2d or 3d form, scatters its nd form.
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
+_SPARSE_CORES = {
+    "all-gather": (f"{_OFFLOAD}all_gather", "with its 2d_ and 3d_ forms"),
+    "reduce-scatter": (f"{_OFFLOAD}reduce_scatter", "with its nd_ form"),
+    "all-reduce": (f"{_OFFLOAD}all_reduce", ""),
+}
+OPTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES}
+# There, scatters stay scatters with the same option, but wait all the same.
+KEEPS_SCATTERS = ("v5e", "v5p", "v6e")
+SYNCHRONOUS: Mapping[str, tuple[str, ...]] = {"v5e": ("all-reduce", "reduce-scatter")}
 
 
 @dataclass(frozen=True)
@@ -59,12 +53,73 @@ class Verdict:
     why: str = ""
 
     @property
-    def state(self) -> State:
+    def state(self) -> Exposure:
         return state_of(self.share)
 
     def __str__(self) -> str:
         share = f" ({percent(self.share)})" if self.state == "partly hidden" else ""
         return f"{self.state}{share}: {self.why}" if self.why else f"{self.state}{share}"
+
+
+@dataclass(frozen=True)
+class CompiledCollective:
+    """One collective of a compiled program; `trips` counts how often its loop runs it.
+
+    Args:
+        axes: the mesh axes along which its devices lie.
+        bytes_moved: of the larger side: the gathered, reduced or permuted arrays.
+        wire_bytes: what each device sends each time, with the algorithm that sends the fewest.
+        matmuls_between: between its start and its end; so are `flops_between` and `cycles_between`, as `Collective`
+            has them.
+        source: the operation of the program it came from; `line` is the file and line of that.
+        serves: the parameter, gradient or activation that it sends.
+        merged: how many matmuls of its ring were made one.
+        transfer_s: how long it takes each time; None where no link is known.
+        share: of that time, what compute hides, as `judge` finds it; None where no chip is known.
+        why: what keeps it from hiding, and what would change that.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes_moved: int
+    wire_bytes: float
+    group_size: int
+    is_async: bool
+    matmuls_between: int
+    trips: int
+    source: str
+    flops_between: float = 0.0
+    cycles_between: int = 0
+    serves: str = ""
+    line: str = ""
+    merged: int = 0
+    transfer_s: float | None = None
+    share: float | None = None
+    why: str = ""
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of it that is hidden: all or nothing where no chip is known."""
+        return float(self.is_async and self.matmuls_between > 0) if self.share is None else self.share
+
+    @property
+    def state(self) -> Exposure:
+        """Whether it is hidden, partly hidden or exposed."""
+        return state_of(self.hidden_share)
+
+    @property
+    def hidden(self) -> bool:
+        return self.state == "hidden"
+
+    @property
+    def reason(self) -> str:
+        """Why it is not hidden, or what else is wrong with it; "" where all is well."""
+        return self.why or explain(self, self.hidden_share)
+
+    @property
+    def verdict(self) -> str:
+        """How much of it is hidden behind compute, and if not all of it, why."""
+        return str(Verdict(self.hidden_share, self.transfer_s, self.reason))
 
 
 def judge(
@@ -93,7 +148,7 @@ def judge(
     spec = mesh if isinstance(mesh, MeshSpec) else parse_mesh(mesh).resolve(target.num_devices)
     sizes = dict(zip(spec.names, spec.sizes, strict=True))
     links = axis_links(target, spec)
-    rate = None if target.chip is None else matmul_rate(target.chip, dtype)
+    rate = target.matmul_rate(dtype)
     axes = [one.axes(sizes) for one in schedule.collectives]
     seconds = [
         transfer_seconds(one.kind, one.wire_bytes, 1, along, links)
@@ -129,20 +184,6 @@ def hidden_seconds(
     return [(whole or 0.0) - rest for whole, rest in zip(seconds, left, strict=True)]
 
 
-def transfer_seconds(
-    kind: str, wire_bytes: float, count: int, axes: Sequence[str], links: Mapping[str, Link]
-) -> float | None:
-    """Returns how long so many transfers along axes take, of these bytes in all; None where no link is known."""
-    link = slowest_link(axes, links)
-    # A hop of a ring that we wrote is a collective of its own.
-    return None if link is None else link.seconds(wire_bytes, 0 if kind == "collective-permute" else count)
-
-
-def slowest_link(axes: Sequence[str], links: Mapping[str, Link]) -> Link | None:
-    """Returns the link that decides how long a transfer along axes takes."""
-    return min((links[axis] for axis in axes if axis in links), key=lambda link: link.speed, default=None)
-
-
 def link_names(axes: Sequence[str], links: Mapping[str, Link]) -> tuple[str, ...]:
     """Returns what a transfer along axes occupies: every axis has links of its own on a torus, if none shares a dim."""
     shared = any(link.words.startswith("shares") for link in links.values())
@@ -150,17 +191,17 @@ def link_names(axes: Sequence[str], links: Mapping[str, Link]) -> tuple[str, ...
     return tuple(dict.fromkeys(names))
 
 
-def state_of(share: float) -> State:
+def state_of(share: float) -> Exposure:
     """Returns the word for a share."""
     return "hidden" if share >= HIDDEN_FROM else "exposed" if share < EXPOSED_BELOW else "partly hidden"
 
 
-def explain(one: Facts, share: float, advice: str = "") -> str:
+def explain(one: Collective | CompiledCollective, share: float, advice: str = "") -> str:
     """Returns, in a sentence, why a collective is not hidden, or what else is wrong with it; nothing where all is well.
 
     `advice`: what `sync_advice` says of its chip.
     """
-    if one.kind == "all-reduce" and asked_to_scatter(one.source):
+    if one.kind == "all-reduce" and ("reduce_scatter" in one.source or "psum_scatter" in one.source):
         said = "a reduce-scatter was asked for, and an all-reduce sends twice the bytes"
         return f"{said}; {advice}" if advice else said
     if state_of(share) == "hidden":
@@ -178,6 +219,29 @@ def explain(one: Facts, share: float, advice: str = "") -> str:
     return f"synchronous, {advice or 'the device waits for it'}"
 
 
-def asked_to_scatter(source: str) -> bool:
-    """Returns whether the program wanted slices of a sum."""
-    return "reduce_scatter" in source or "psum_scatter" in source
+def sync_advice(chip: str, platform: str, kind: str, source: str, options: Mapping[str, Any]) -> str:
+    """Returns why a collective is synchronous on a chip, and the option that changes it; "" where nothing is known.
+
+    Example:
+        >>> sync_advice("v5e", "tpu", "all-reduce", "jit(step)/psum", {})
+        'the default of v5e, and no option is known that changes it'
+    """
+    if kind == "all-reduce" and "scatter" in source:
+        option, forms = _SPARSE_CORES["reduce-scatter"]
+        if chip not in KEEPS_SCATTERS or option in options:
+            return ""
+        return f"the option {_named(option, forms)} keeps it one"
+    if kind in OPTIONS.get(chip, {}):
+        option, forms = OPTIONS[chip][kind]
+        if option in options:
+            return f"although the option {option} is set"
+        return f"the default of {chip}; the option {_named(option, forms)} makes it asynchronous"
+    if kind in SYNCHRONOUS.get(chip, ()):
+        return f"the default of {chip}, and no option is known that changes it"
+    if platform == "gpu" or (chip, kind) == ("v5e", "all-gather"):
+        return "as the compiler found no matmul to put beside it"
+    return ""
+
+
+def _named(option: str, forms: str) -> str:
+    return f"{option} ({forms})" if forms else option

@@ -1,7 +1,7 @@
-"""What a step sends along each mesh axis, computed from the layout: the bytes of every gather, scatter and sum.
+"""What a device sends in a step, by axis: from the layout, or added up from the collectives of a compiled program.
 
-These are the programs of our own layers and of `make_train_step` in the local view. In the global view XLA decides, and
-the same figures are what it can reach at best.
+From the layout, these are the bytes of our own layers and of `make_train_step` in the local view. In the global view
+XLA decides, and the same figures are what it can reach at best.
 
 Of a pipeline, it is what the last stage sends: the others have no loss, and the first has the embedding instead. Ticks
 in which a stage is idle send nothing but what stages pass on, which is zeros then, and sent all the same.
@@ -10,17 +10,43 @@ in which a stage is idle send nothing but what stages pass on, which is zeros th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from meshwright.hardware.chips import Chip
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout
-from meshwright.plan.costs.job_costs import JobCosts
-from meshwright.plan.costs.stages import PIPELINE_AXIS, Stages, stages_of
+from meshwright.mesh.string import MeshSpec
+from meshwright.plan.compiled.compile import Compiled
+from meshwright.plan.compiled.verdict import CompiledCollective
+from meshwright.plan.costs import Basis
+from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, PIPELINE_AXIS, TENSOR_AXIS, JobCosts, Stages
+from meshwright.plan.costs.links import Link, host_link, slowest_link, transfer_seconds
 from meshwright.plan.step_setup import Setup
+from meshwright.plan.target import Target
 from meshwright.specs import spec_axes
 
-GATHER_AXIS, TENSOR_AXIS = "fsdp", "tp"
+# Of bytes that could hide, what does, where nothing was compiled. Read off compiled steps of a 7B decoder: rings of
+# tensor parallelism nearly all; whole gathers and scatters by chip, as their compilers make them asynchronous or not.
+RING_HIDDEN = 0.9
+WHOLE_HIDDEN = {"v5p": 0.9, "v6e": 0.9, "gpu": 0.9, "v5e": 0.2, "v4": 0.0, "tpu7x": 0.9}
+WHOLE_HIDDEN_ELSEWHERE = 0.2
+# Over some of a torus's dims a transfer takes longer than the matmul beside it: with libtpu 0.0.42 and everything
+# recomputed, 91% were hidden with fsdp:128 over all of 4x4x8, and 79% with dp:16,fsdp:256 over 16x16 of 16x16x16. That
+# is one program of each.
+PART_HIDDEN = {"v5p": 0.8}
+# There, a scatter over all chips of a slice is compiled to an all-reduce, of twice the bytes; on every TPU, where its
+# compiler is not asked for better, but one.
+SCATTERS_AS_SUMS = ("v5e",)
+HIDES_UNASKED = ("tpu7x",)
+# There, hops of a ring whose ends are no neighbours are synchronous: seen with libtpu 0.0.42 for tp:4 and tp:8 on a
+# v5e:16x16, where those of tp:16 are not. v6e is assumed to be alike.
+OPEN_RINGS_WAIT = ("v5e", "v6e")
+# What is sent to the host's memory and back. Fitted to four steps of one H200 (benchmarks/RESULTS.md): nothing of it
+# hides where layers are in a loop, and a third where they are written out. For TPUs it is a guess: their programs start
+# and end these copies apart.
+HOST_HIDDEN = {"tpu": 0.9, "gpu": 0.0}
+HOST_HIDDEN_WRITTEN_OUT = 0.33
 
 
 @dataclass(frozen=True)
@@ -64,10 +90,12 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
     often = setup.num_minibatches
     rounds = 1 if setup.sync == "once" else often
     sums = often if setup.sync == "every" else 1
-    fsdp, stages = sizes.get(GATHER_AXIS, 1), stages_of(profile, sizes)
+    fsdp, stages = sizes.get(GATHER_AXIS, 1), profile.stages(sizes)
     data = [axis for axis in layout.mesh.axis_names if axis in ("dp", GATHER_AXIS, PIPELINE_AXIS) and sizes[axis] > 1]
     tensor = sizes.get(TENSOR_AXIS, 1) if profile.d_model is not None else 1
-    finer = {leaf.name.rpartition("/params/")[2]: leaf for leaf in layout.leaves if leaf.reason.startswith("ZeRO-1")}
+    finer = [leaf.name.rpartition("/params/")[2] for leaf in layout.leaves if leaf.reason.startswith("ZeRO-1")]
+    # opt_state/0/mu/layers/attn/q belongs to params/layers/attn/q
+    zeros = {name.split("/", 3)[3] for name in finer if name.count("/") >= 3}
     gathered, scattered = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}  # by whether they hide
     summed: dict[str, float] = {}
     counts = [0, 0]
@@ -78,7 +106,7 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
         size, width = local_size(leaf), profile.widths[name]
         split = [axis for axis in spec_axes(leaf.spec) if sizes.get(axis, 1) > 1]
         if GATHER_AXIS in split:
-            in_layers = name.startswith(profile.layer_prefix)
+            in_layers = name.startswith(LAYERS)
             layers = profile.num_layers // stages.count if in_layers else 1
             by_layer = profile.by_layer and setup.sync != "once"
             gathers, scatters = _times(stages, name, layers=layers, by_layer=by_layer, profile=profile)
@@ -96,7 +124,7 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
             sent = parts * 2 * size * wire * (tensor - 1) / tensor
             summed[TENSOR_AXIS] = summed.get(TENSOR_AXIS, 0.0) + sent
         others = [axis for axis in data if axis not in split]
-        if setup.zero_axis is not None and setup.zero_axis in others and name in _zero_names(finer):
+        if setup.zero_axis is not None and setup.zero_axis in others and name in zeros:
             share = (sizes[setup.zero_axis] - 1) / sizes[setup.zero_axis]
             zero_scattered += size * wire * share
             zero_gathered += size * int(leaf.dtype.itemsize) * share
@@ -124,7 +152,7 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
 
 def _times(stages: Stages, name: str, *, layers: int, by_layer: bool, profile: JobCosts) -> tuple[float, float]:
     """Returns how often a device gathers a parameter's layers in a minibatch, and scatters their gradients."""
-    in_layers = name.startswith(profile.layer_prefix)
+    in_layers = name.startswith(LAYERS)
     if stages.count > 1 and by_layer:
         # Each microbatch gathers again: forwards, when its tick is computed again, and, in that, for a layer's
         # gradient. The ends are not in layers, and the last stage has no embedding unless that is its head.
@@ -137,13 +165,8 @@ def _times(stages: Stages, name: str, *, layers: int, by_layer: bool, profile: J
     return layers, layers
 
 
-def _zero_names(finer: Mapping[str, LeafLayout]) -> set[str]:
-    # opt_state/0/mu/layers/attn/q belongs to params/layers/attn/q
-    return {name.split("/", 3)[3] for name in finer if name.count("/") >= 3}
-
-
 def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, rows: int) -> list[Traffic]:
-    tp, stages = sizes.get(TENSOR_AXIS, 1), stages_of(profile, sizes)
+    tp, stages = sizes.get(TENSOR_AXIS, 1), profile.stages(sizes)
     if profile.d_model is None or (tp == 1 and stages.count == 1):
         return []
     data = sizes.get("dp", 1) * sizes.get(GATHER_AXIS, 1)
@@ -184,3 +207,111 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
         sent = times * one / parts / tp
         found.append(Traffic(PIPELINE_AXIS, "collective-permute", "activations between stages", sent, times, False))
     return found
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What is sent along an axis in a step, and how long that takes; `hidden` is the share beside compute.
+
+    `is_judged`: that share is what the compute beside each transfer hides, as `plan.compiled.verdict` finds it.
+    """
+
+    axis: str
+    kind: str
+    what: str
+    wire_bytes: float
+    count: int
+    link: str
+    seconds: float | None
+    hidden: float
+    basis: Basis
+    is_judged: bool = False
+
+
+def computed_sent(
+    traffic: tuple[Traffic, ...], links: Mapping[str, Link], target: Target, spec: MeshSpec, *, overlap: bool = True
+) -> tuple[Sent, ...]:
+    """Returns what our layers send by the layout; how much of it hides is assumed by chip.
+
+    Without `overlap` most TPUs' compilers are not asked for collectives beside matmuls, and have none but rings.
+    """
+    found = []
+    whole = WHOLE_HIDDEN.get(target.kind, WHOLE_HIDDEN.get(target.platform, WHOLE_HIDDEN_ELSEWHERE))
+    sizes = dict(zip(spec.names, spec.sizes, strict=True))
+    unasked = target.platform == "tpu" and target.kind not in HIDES_UNASKED and not overlap
+    as_sum = target.kind in SCATTERS_AS_SUMS or unasked
+    for item in traffic:
+        link = slowest_link(item.axis.split("+"), links)
+        kind, wire_bytes = item.kind, item.wire_bytes
+        spans = sizes.get(item.axis) == target.devices_per_slice
+        if item.axis == TENSOR_AXIS:
+            waits = target.kind in OPEN_RINGS_WAIT and link is not None and not link.is_closed
+            hidden = RING_HIDDEN
+        else:
+            waits, hidden = unasked, whole if spans else PART_HIDDEN.get(target.kind, whole)
+            if kind == "reduce-scatter" and as_sum and spans:
+                kind, wire_bytes = "all-reduce", 2 * wire_bytes
+        if waits or not item.hides or target.platform == "cpu":  # CPUs have only synchronous collectives
+            hidden = 0.0
+        seconds = None if link is None else link.seconds(wire_bytes, item.count)
+        name = "not known" if link is None else str(link)
+        found.append(Sent(item.axis, kind, item.what, wire_bytes, item.count, name, seconds, hidden, "computed"))
+    return tuple(found)
+
+
+def beside_matmuls(sent: tuple[Sent, ...], seconds: float) -> tuple[Sent, ...]:
+    """Returns what is sent with no more of the rings hidden than their matmuls, which take `seconds`, can hide.
+
+    A hop of tensor parallelism goes on beside one product and no longer: many small hops take longer than theirs.
+    """
+    hidden = sum((item.seconds or 0.0) * item.hidden for item in sent if item.axis == TENSOR_AXIS)
+    if hidden <= seconds:
+        return sent
+    return tuple(
+        replace(item, hidden=item.hidden * seconds / hidden) if item.axis == TENSOR_AXIS else item for item in sent
+    )
+
+
+def compiled_sent(compiled: Compiled, links: Mapping[str, Link]) -> tuple[Sent, ...]:
+    """Adds the collectives of a program up by axis and kind."""
+    groups: dict[tuple[tuple[str, ...], str], list[CompiledCollective]] = {}
+    for collective in compiled.collectives:
+        groups.setdefault((collective.axes, collective.kind), []).append(collective)
+    found = []
+    for (axes, kind), members in groups.items():
+        total = sum(c.trips * c.wire_bytes for c in members)
+        if not total:
+            continue
+        count = sum(c.trips for c in members)
+        link = slowest_link(axes, links)
+        name = "not known" if link is None else str(link)
+        seconds = transfer_seconds(kind, total, count, axes, links)
+        is_judged = all(c.share is not None and c.transfer_s is not None for c in members if c.wire_bytes)
+        # By time where it is known: small transfers take longer than their bytes say.
+        parts = [(c.trips * ((c.transfer_s or 0.0) if is_judged else c.wire_bytes), c.hidden_share) for c in members]
+        hidden = sum(part * share for part, share in parts) / sum(part for part, _ in parts)
+        what = _served(members)
+        found.append(Sent("+".join(axes), kind, what, total, count, name, seconds, hidden, "compiled", is_judged))
+    return tuple(sorted(found, key=lambda item: -item.wire_bytes))
+
+
+def _served(members: Sequence[CompiledCollective]) -> str:
+    """Returns what collectives serve: that which sends most by name."""
+    sent: dict[str, float] = {}
+    for one in members:
+        name = one.serves or one.source
+        sent[name] = sent.get(name, 0.0) + one.trips * one.wire_bytes
+    largest = max(sent, key=lambda name: sent[name])
+    return largest if len(sent) == 1 else f"{largest}, and others"
+
+
+def host_copies(profile: JobCosts, chip: Chip, setup: Setup, sizes: Mapping[str, int], rows: int) -> Sent:
+    """Returns what offloaded activations send to the host and back."""
+    here = rows / (sizes.get("dp", 1) * sizes.get("fsdp", 1))
+    split = sizes.get(TENSOR_AXIS, 1) * sizes.get("pp", 1)
+    out = profile.needs[setup.remat].hosted_per_row * here / split
+    link = host_link(chip)
+    count = 2 * profile.num_layers * setup.num_minibatches
+    seconds = link.seconds(2 * out, 0)
+    hidden = HOST_HIDDEN_WRITTEN_OUT if not profile.in_loop(setup, sizes) else HOST_HIDDEN[chip.platform]
+    return Sent("host", "copy", "activations that wait there", 2 * out, count, str(link), seconds, hidden, "assumed")

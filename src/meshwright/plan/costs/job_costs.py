@@ -21,22 +21,50 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.hardware.flops import Flops, count_jaxpr
 from meshwright.models.execution import Execution, remat_policy
 from meshwright.parallel.rows import count_rows
-from meshwright.plan.compiled.cudnn import assumed_cudnn
-from meshwright.plan.costs.layer_kind import REST
-from meshwright.plan.costs.saved_activations import bytes_kept
-from meshwright.plan.step_setup import batch_of, make_optimizer
+from meshwright.plan.compiled.topology import assumed_cudnn
+from meshwright.plan.costs.saved_activations import REST, bytes_kept
+from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
 from meshwright.train.job import execution_of, model_of
 from meshwright.train.precision import Precision
 from meshwright.train.state import abstract_params, make_state, require_loss
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
+GATHER_AXIS, TENSOR_AXIS, PIPELINE_AXIS = "fsdp", "tp", "pp"
+LAYERS = "layers/"  # where our models stack the parameters of their layers
 REMATS = ("none", "dots", "full")
 """What a search tries."""
 _PLANNED = (*REMATS, "offload")
 _ROWS = 2
 _LEAST = "full"  # the policy that keeps the least
 _KINDS = {"gpu": "NVIDIA H200", "tpu": "TPU v5", "cpu": "cpu"}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline of one minibatch, as `parallel.pipeline.engine` runs it (GPipe): 1 stage is no pipeline.
+
+    Args:
+        microbatches: parts that the rows of a minibatch pass it in.
+
+    Example:
+        >>> two = Stages(2, 4)
+        >>> two.ticks, two.idle, Stages(1, 1).idle
+        (5, 0.2, 0.0)
+    """
+
+    count: int
+    microbatches: int
+
+    @property
+    def ticks(self) -> int:
+        """Ticks from the first microbatch's entry to the last one's exit."""
+        return self.microbatches + self.count - 1
+
+    @property
+    def idle(self) -> float:
+        """The share of ticks that each stage waits through; exactly 0 without a pipeline."""
+        return (self.count - 1) / self.ticks
 
 
 @dataclass(frozen=True)
@@ -76,7 +104,7 @@ class JobCosts:
 
     Args:
         tokens_per_row: how many tokens (or examples) a row counts as.
-        num_layers: how many layers are stacked under `layer_prefix`; 1 where none are.
+        num_layers: how many layers are stacked under `layers/`; 1 where none are.
         by_layer: whether the loss gathers its parameters layer by layer.
         d_model: features of the arrays between layers; None where the model is not one of ours.
         saves_gathered: whether rows gathered for a matmul are kept for its gradient (`Execution.save_gathered`).
@@ -106,15 +134,22 @@ class JobCosts:
     kv_heads: int | None
     head_dim: int | None
     num_microbatches: int | None
-    platform: str
     precision: Precision
-    optimizer: str
     widths: Mapping[str, int]
     needs: Mapping[str, Needs]
     forward: Flops
     state: Any = field(repr=False, compare=False)
-    layer_prefix: str = "layers/"
     notes: tuple[str, ...] = ()
+
+    def stages(self, sizes: Mapping[str, int]) -> Stages:
+        """Returns the pipeline on a mesh, given as sizes of its axes."""
+        count = sizes.get(PIPELINE_AXIS, 1)
+        return Stages(count, self.num_microbatches or 2 * count) if count > 1 else Stages(1, 1)
+
+    def in_loop(self, setup: Setup, sizes: Mapping[str, int]) -> bool:
+        """Returns whether layers run in a loop: always if they are gathered one by one."""
+        gathers = sizes.get(GATHER_AXIS, 1) > 1 and self.by_layer and setup.sync != "once"
+        return gathers or not self.written_out
 
     def sharing(self, tp: int) -> int:
         """Returns how many devices share a head of keys and values."""
@@ -167,24 +202,23 @@ def profile_job(
     weights = max(0, 2 * least.flops.moved - more.flops.moved)
     # What is in no part of our models is what layers add to, and hand on.
     names = {} if model is None else {REST: "residual stream"}
+
+    def by_row(sizes: Mapping[str, float], fixed: Mapping[str, float]) -> dict[str, float]:
+        each = {kind: max(0.0, size - fixed.get(kind, 0.0)) / _ROWS for kind, size in sizes.items()}
+        return {names.get(kind, kind): size for kind, size in each.items()}
+
     needs = {
         remat: Needs(
-            _over(replace(found.flops, moved=max(0, found.flops.moved - weights)), _ROWS),
-            *(
-                {names.get(kind, kind): size for kind, size in sizes.items()}
-                for sizes in (
-                    _per_row(found.kept, fixed),
-                    fixed,
-                    _per_row(found.looped, fixed),
-                    _per_row(found.hosted, {}),
-                )
-            ),
+            _one_row(found.flops, weights),
+            by_row(found.kept, fixed),
+            {names.get(kind, kind): size for kind, size in fixed.items()},
+            by_row(found.looped, fixed),
+            by_row(found.hosted, {}),
         )
         for remat, found in traced.items()
     }
     leaves = named_leaves(params)
-    prefix = "layers/"
-    layers = [leaf.value.shape[0] for leaf in leaves if leaf.name.startswith(prefix)]
+    layers = [leaf.value.shape[0] for leaf in leaves if leaf.name.startswith(LAYERS)]
     tokens, notes = _tokens_per_row(job)
     key = jax.eval_shape(lambda: jax.random.key(0))
     rule = make_optimizer(optimizer)
@@ -205,9 +239,7 @@ def profile_job(
         kv_heads=getattr(model, "num_kv_heads", None),
         head_dim=getattr(model, "head_dim", None) or (model.d_model // heads if model and heads else None),
         num_microbatches=run.num_microbatches,
-        platform=platform,
         precision=dtypes,
-        optimizer=optimizer,
         widths={
             leaf.name: int(dtype.itemsize)
             for leaf, dtype in zip(leaves, jax.tree.leaves(dtypes.compute_dtypes(params)), strict=True)
@@ -219,16 +251,17 @@ def profile_job(
     )
 
 
-@dataclass(frozen=True)
-class _Traced:
-    flops: Flops
-    kept: Mapping[str, float]
-    looped: Mapping[str, float]
-    hosted: Mapping[str, float]
+def each_count(change: Callable[..., int], *flops: Flops) -> Flops:
+    """Returns operations with a change made of every count, of one or of several together."""
+    names = ("total", "matmul", "recomputed", "attention", "moved")
+    counts = {name: change(*(getattr(one, name) for one in flops)) for name in names}
+    dtypes = dict.fromkeys(dtype for one in flops for dtype in one.by_dtype)
+    by_dtype = {dtype: change(*(one.by_dtype.get(dtype, 0) for one in flops)) for dtype in dtypes}
+    return Flops(by_dtype=by_dtype, notes=flops[0].notes, **counts)
 
 
-def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, platform: str) -> _Traced:
-    """Returns the operations of a gradient, and the bytes that wait for its backward pass."""
+def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, platform: str) -> Needs:
+    """Returns what a gradient of so many rows needs, `fixed` not yet told from the rest."""
     batch = batch_of(job, rows)
     loss = _loss(job, remat)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -246,7 +279,8 @@ def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, p
         jaxpr = jax.make_jaxpr(gradients)(narrow, batch, key).jaxpr
     num_params = len(jax.tree.leaves(narrow))
     waiting = jaxpr.outvars[: count[0]]
-    return _Traced(count_jaxpr(jaxpr), *bytes_kept(jaxpr, waiting, num_params))
+    kept, looped, hosted = bytes_kept(jaxpr, waiting, num_params)
+    return Needs(count_jaxpr(jaxpr), kept, {}, looped, hosted)
 
 
 def _forward(job: Any, params: PyTree, dtypes: Precision, platform: str) -> Flops:
@@ -259,7 +293,7 @@ def _forward(job: Any, params: PyTree, dtypes: Precision, platform: str) -> Flop
 
     found = count(_ROWS)
     weights = max(0, 2 * found.moved - count(2 * _ROWS).moved)
-    return _over(replace(found, moved=found.moved - weights), _ROWS)
+    return _one_row(found, weights)
 
 
 def _narrow(params: PyTree, dtypes: Precision) -> PyTree:
@@ -277,8 +311,9 @@ def _traced_for(platform: str) -> Iterator[None]:
         yield
 
 
-def _per_row(sizes: Mapping[str, float], fixed: Mapping[str, float]) -> dict[str, float]:
-    return {kind: max(0.0, size - fixed.get(kind, 0.0)) / _ROWS for kind, size in sizes.items()}
+def _one_row(flops: Flops, weights: int) -> Flops:
+    """Returns the operations of one row, without the bytes of weights, which do not grow with the rows."""
+    return each_count(lambda count: count // _ROWS, replace(flops, moved=max(0, flops.moved - weights)))
 
 
 def _loss(job: Any, remat: str) -> Callable[..., Any]:
@@ -296,18 +331,6 @@ def _one_device(platform: str) -> AbstractMesh:
     known = {"device_kind": _KINDS[platform], "num_cores": None, "platform": platform}
     taken = {name: value for name, value in known.items() if name in inspect.signature(device).parameters}
     return AbstractMesh((1,), ("dp",), axis_types=(AxisType.Auto,), abstract_device=device(**taken))
-
-
-def _over(flops: Flops, rows: int) -> Flops:
-    return Flops(
-        flops.total // rows,
-        flops.matmul // rows,
-        flops.recomputed // rows,
-        {dtype: count // rows for dtype, count in flops.by_dtype.items()},
-        flops.attention // rows,
-        flops.moved // rows,
-        flops.notes,
-    )
 
 
 def _tokens_per_row(job: Any) -> tuple[int, tuple[str, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.hardware.chips import Chip
@@ -47,6 +47,9 @@ class Link:
     hops: int
     words: str
     is_closed: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.words})"
 
     def seconds(self, wire_bytes: float, count: int = 1) -> float:
         """Returns how long so many transfers take, of which each device sends these bytes in all."""
@@ -96,6 +99,20 @@ def host_link(chip: Chip) -> Link:
     """
     known = HOST_SPEED.get(chip.name)
     return Link("host", known or HOST_ASSUMED, 1, "PCIe" if known else "speed assumed")
+
+
+def transfer_seconds(
+    kind: str, wire_bytes: float, count: int, axes: Sequence[str], links: Mapping[str, Link]
+) -> float | None:
+    """Returns how long so many transfers along axes take, of these bytes in all; None where no link is known."""
+    link = slowest_link(axes, links)
+    # A hop of a ring that we wrote is a collective of its own.
+    return None if link is None else link.seconds(wire_bytes, 0 if kind == "collective-permute" else count)
+
+
+def slowest_link(axes: Sequence[str], links: Mapping[str, Link]) -> Link | None:
+    """Returns the link that decides how long a transfer along axes takes."""
+    return min((links[axis] for axis in axes if axis in links), key=lambda link: link.speed, default=None)
 
 
 def _on_hosts(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:

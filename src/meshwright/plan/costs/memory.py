@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.plan.compiled.compile import Compiled
-from meshwright.plan.costs.communication import GATHER_AXIS, local_size, param_leaves
-from meshwright.plan.costs.job_costs import JobCosts
-from meshwright.plan.costs.layer_kind import fewer
-from meshwright.plan.costs.stages import Stages, stages_of
+from meshwright.plan.costs import Basis
+from meshwright.plan.costs.communication import local_size, param_leaves
+from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, JobCosts, Stages
+from meshwright.plan.costs.saved_activations import fewer
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target
 from meshwright.specs import spec_axes
 
-Basis = Literal["compiled", "computed", "assumed"]
 # Logits of a chunk of rows, as they are and in float32: what the loss needs at a time.
 _LOSS_BYTES, _LOGIT_BYTES = 1.2 * 2**30, 8
 # A layer in its backward pass: what it computes again, and gradients of that beside it. Fitted to compiled programs.
@@ -103,7 +101,7 @@ def plan_memory(
     parts = [*_state_parts(layout), *_weight_parts(profile, layout, setup, sizes)]
     parts += _activation_parts(profile, setup, sizes, rows=rows, target=target)
     parts = [part for part in parts if part.bytes]
-    if not in_loop(profile, setup, sizes) and setup.num_minibatches == 1:
+    if not profile.in_loop(setup, sizes) and setup.num_minibatches == 1:
         parts = _in_turn(parts)
     total = sum(part.bytes for part in parts)
     if compiled is None:
@@ -156,26 +154,24 @@ def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mappin
         width = profile.widths[leaf.name.removeprefix("params/")]
         if GATHER_AXIS not in spec_axes(leaf.spec) or fsdp == 1:
             copies += local_size(leaf) * width if width != int(leaf.dtype.itemsize) else 0
-        elif leaf.name.startswith(f"params/{profile.layer_prefix}") and profile.by_layer and setup.sync != "once":
+        elif leaf.name.startswith(f"params/{LAYERS}") and profile.by_layer and setup.sync != "once":
             layers += local_size(leaf) * fsdp * width / profile.num_layers
         else:
             ends += local_size(leaf) * fsdp * width
     grads = Part("gradients", gradient_bytes(profile, layout, setup), "computed", "as they wait for the optimizer")
+    many, note = 2, "two layers, and what is not in layers"
     if setup.sync == "once":
-        gathered = Part("gathered weights", ends, "computed", "all of them, from the first minibatch to the last")
-    elif stages_of(profile, sizes).count > 1:
-        gathered = Part(
-            "gathered weights", layers + ends, "computed", "a layer of the stage, and what is not in layers"
-        )
-    else:
-        gathered = Part("gathered weights", 2 * layers + ends, "computed", "two layers, and what is not in layers")
+        note = "all of them, from the first minibatch to the last"
+    elif profile.stages(sizes).count > 1:
+        many, note = 1, "a layer of the stage, and what is not in layers"
+    gathered = Part("gathered weights", many * layers + ends, "computed", note)
     narrow = Part("narrow weights", copies, "computed", "copies in the dtype of computing")
     return [grads, _tick_gradients(profile, layout, setup, sizes), gathered, narrow]
 
 
 def _tick_gradients(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> Part:
     """Returns the gradients that a pipeline holds beside those it adds up: a tick's own, and what it adds them to."""
-    if stages_of(profile, sizes).count == 1:
+    if profile.stages(sizes).count == 1:
         return Part("gradients of a tick", 0.0, "computed")
     own = gradient_bytes(profile, layout, replace(setup, num_minibatches=1))
     return Part("gradients of a tick", 2 * own, "assumed", "a tick's own, and a copy: fitted to programs for CPUs")
@@ -184,12 +180,12 @@ def _tick_gradients(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapp
 def _activation_parts(
     profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, rows: int, target: Target
 ) -> list[Part]:
-    tp, stages = sizes.get("tp", 1), stages_of(profile, sizes)
+    tp, stages = sizes.get("tp", 1), profile.stages(sizes)
     pp = stages.count
     here = rows / (sizes.get("dp", 1) * sizes.get(GATHER_AXIS, 1)) / setup.num_minibatches / stages.microbatches
     needs = profile.needs[setup.remat]
     split = "" if tp == pp == 1 else ", split over tp" if pp == 1 else ", of one microbatch in one stage"
-    looped = in_loop(profile, setup, sizes)
+    looped = profile.in_loop(setup, sizes)
     most = profile.needs.get("none", needs)
     kinds, all_kinds = (n.looped if looped else n.kept for n in (needs, most))
     if not looped and needs.hosted:
@@ -231,12 +227,6 @@ def _ticks_part(profile: JobCosts, stages: Stages, rows: float) -> Part:
     one = rows * profile.tokens_per_row * (profile.d_model or 0) * int(profile.precision.compute.itemsize)
     note = f"what {stages.ticks} ticks of the pipeline began with, {format_bytes(one)} each"
     return Part("ticks", stages.ticks * one, "computed", note)
-
-
-def in_loop(profile: JobCosts, setup: Setup, sizes: Mapping[str, int]) -> bool:
-    """Returns whether layers run in a loop: always where they are gathered one by one."""
-    gathers = sizes.get(GATHER_AXIS, 1) > 1 and profile.by_layer and setup.sync != "once"
-    return gathers or not profile.written_out
 
 
 def _in_turn(parts: list[Part]) -> list[Part]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.hardware.chips import Chip
 from meshwright.hardware.flops import Flops
 from meshwright.layout import Layout
+from meshwright.plan.costs import Basis
+from meshwright.plan.costs.communication import Sent, param_leaves
 from meshwright.plan.costs.job_costs import JobCosts
-from meshwright.plan.costs.memory import Basis
-from meshwright.plan.costs.rates import MATMUL_SHARE, matmul_rate
-from meshwright.plan.costs.sent import Sent
-from meshwright.plan.costs.stages import stages_of
+from meshwright.plan.target import MATMUL_SHARE, Target
 
 # Shares of what is printed that programs reach, beside MATMUL_SHARE. Measured on one H200 (benchmarks/RESULTS.md):
 # attention of cuDNN holds 385 of 989 TFLOP/s, copies 4.3 of 4.8 TB/s; rings of tensor parallelism make matmuls 1.3
@@ -46,26 +44,30 @@ class TimePlan:
 def step_time(
     profile: JobCosts,
     layout: Layout,
-    chip: Chip,
+    target: Target,
     flops: Flops,
     sent: tuple[Sent, ...],
-    peak: float,
-    is_compiled: bool,
     *,
+    is_compiled: bool,
     tokens: int,
-) -> TimePlan:
-    """Returns where the time of a step goes; chips are taken to reach the shares of their peaks that one H200 did."""
+) -> TimePlan | None:
+    """Returns where the time of a step goes; chips are taken to reach the shares of their peaks that one H200 did.
+
+    None if the table of chips has no peak.
+    """
+    chip, dtype = target.chip, profile.precision.compute.name
+    rate, peak = target.matmul_rate(dtype), None if chip is None else chip.peak(dtype)
+    if chip is None or rate is None or peak is None:
+        return None
     sizes = dict(layout.mesh.shape)
     devices = layout.mesh.size
-    rate = matmul_rate(chip, profile.precision.compute.name)
-    assert rate is not None  # as there is a peak
     ring = RING_FACTOR[chip.platform] if sizes.get("tp", 1) > 1 else 1.0
     plain = (flops.matmul - flops.attention) / devices / rate * ring
     attention = flops.attention / devices / (peak * ATTENTION_SHARE)
     bandwidth = chip.memory_bandwidth * MEMORY_SHARE
     between = flops.moved / devices / bandwidth
     state = sum(leaf.bytes_per_device for leaf in layout.leaves)
-    weights = sum(leaf.bytes_per_device for leaf in layout.leaves if leaf.name.startswith("params/"))
+    weights = sum(leaf.bytes_per_device for leaf in param_leaves(layout))
     update = (2 * state + 2 * weights) / bandwidth  # all of it read and written, gradients and narrow copies beside
     compute = plain + attention + between
     total = sum(item.seconds or 0.0 for item in sent)
@@ -73,7 +75,7 @@ def step_time(
     # What was judged fits beside compute already; of the rest, no more can hide than there is compute.
     hidden = sum((item.seconds or 0.0) * item.hidden for item in sent if not item.is_judged)
     exposed = waiting + max(0.0, hidden - compute)
-    stages = stages_of(profile, sizes)
+    stages = profile.stages(sizes)
     bubble, words = 0.0, "no pipeline"
     if stages.count > 1:
         # All stages keep the pace of the last, which has the head too: its product twice, and two for gradients.

@@ -81,19 +81,15 @@ def setup_arguments(setup: Setup) -> list[str]:
         >>> setup_arguments(Setup(mesh="fsdp:8,tp:4", remat="full", num_minibatches=2))
         ['--mesh', 'fsdp:8,tp:4', '--remat', 'full', '--precision', 'mixed', '--minibatches', '2']
     """
-    # `train` takes float32 on CPUs unless it is told.
-    precision = setup.precision if isinstance(setup.precision, str) else ""
-    found = ["--mesh", setup.mesh, "--remat", setup.remat, *(["--precision", precision] if precision else [])]
-    if setup.num_minibatches > 1:
-        found += ["--minibatches", str(setup.num_minibatches)]
-    if setup.sync is not None:
-        found += ["--sync", setup.sync]
-    if setup.view != "local":
-        found += ["--view", setup.view]
-    if setup.zero_axis is not None:
-        found += ["--zero-axis", setup.zero_axis]
-    if not setup.overlap:
-        found.append("--no-overlap")
-    if setup.optimizer != "adamw":
-        found += ["--optimizer", setup.optimizer]
-    return found
+    given = {
+        "--mesh": setup.mesh,
+        "--remat": setup.remat,
+        "--precision": setup.precision if isinstance(setup.precision, str) else None,  # `train` has another default
+        "--minibatches": str(setup.num_minibatches) if setup.num_minibatches > 1 else None,
+        "--sync": setup.sync,
+        "--view": setup.view if setup.view != "local" else None,
+        "--zero-axis": setup.zero_axis,
+    }
+    found = [word for name, value in given.items() if value is not None for word in (name, value)]
+    found += [] if setup.overlap else ["--no-overlap"]
+    return found + ([] if setup.optimizer == "adamw" else ["--optimizer", setup.optimizer])

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from meshwright.layout import format_bytes
 from meshwright.pages import Markup, Section, duration, fold, join, percent, prose, table
-from meshwright.plan.compiled.compile import Compiled, CompiledCollective
+from meshwright.plan.compiled.compile import Compiled
+from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.output.summary import sent_table, short_source
 from meshwright.plan.plan import Plan
 
@@ -19,7 +20,6 @@ def sending_section(plan: Plan) -> Section:
     if not plan.sent:
         return Section("Communication", prose("Nothing is sent between devices."))
     total = sum(item.wire_bytes for item in plan.sent)
-    shown = sent_table(plan, width=60)
     largest = max(plan.sent, key=lambda item: item.wire_bytes)
     grounds = (
         "Bytes, and the compute between start and end of each transfer, were read off the compiled program."
@@ -34,7 +34,7 @@ def sending_section(plan: Plan) -> Section:
         grounds,
         "Times are computed from the table of chips, as if every transfer were alone.",
     )
-    made = [said, table(shown.headings, shown.rows, right=shown.right)]
+    made = [said, sent_table(plan, width=60).markup()]
     if plan.compiled is not None and plan.compiled.collectives:
         made.append(_collectives(plan.compiled))
     return Section("Communication", join(made))

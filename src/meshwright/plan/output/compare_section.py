@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from meshwright.pages import Bar, Markup, Section, command, duration, fold, join, prose, stacked_bars, table, tag
 from meshwright.plan.output.commands import PlannedJob, how_to_run, train_command
@@ -31,16 +31,16 @@ def compare_section(plans: Sequence[Plan], subject: PlannedJob, found: Search | 
             )
         )
     if timed:
-        shown = ranking_table(timed)
-        made += [_bars(timed), table(shown.headings, shown.rows, right=shown.right)]
+        times = [{part: getattr(plan.time, part).value for part in PARTS} for plan in timed]
+        names = [f"{place}. {plan.setup.mesh}" for place, plan in enumerate(timed, 1)]
+        made += [time_bars(names, times), ranking_table(timed).markup()]
         made.append(tag("h3", "Their commands"))
-        for place, plan in enumerate(timed, 1):
-            label, line = f"{place}. {plan.setup.mesh}", train_command(plan, subject)
+        for label, plan in zip(names, timed, strict=True):
+            line = train_command(plan, subject)
             how = prose(how_to_run(plan, subject)) if line is None else command(line, label=label)
-            made.append(fold(label, how, opened=place == 1))
+            made.append(fold(label, how, opened=plan is timed[0]))
     if found is not None and found.rejected:
-        why = rejected_table(found)
-        made += [tag("h3", "Why others were not taken"), table(why.headings, why.rows, right=why.right)]
+        made += [tag("h3", "Why others were not taken"), rejected_table(found).markup()]
     return Section("Other plans", join(made))
 
 
@@ -55,12 +55,8 @@ def why_section(compared: PlanDiff) -> Section:
     return Section("Why they differ", join(made))
 
 
-def _bars(plans: Sequence[Plan]) -> Markup:
-    """Returns a bar for each plan; parts that none of them has are left out."""
-    times = [plan.time for plan in plans if plan.time is not None]
-    parts = [part for part in PARTS if any(getattr(time, part).value > _NOTHING for time in times)]
-    bars = [
-        Bar(f"{place}. {plan.setup.mesh}", [max(0.0, getattr(time, part).value) for part in parts])
-        for place, (plan, time) in enumerate(zip(plans, times, strict=True), 1)
-    ]
+def time_bars(names: Sequence[str], times: Sequence[Mapping[str, float]]) -> Markup:
+    """Returns a bar of each plan's time; parts that none of them has are left out."""
+    parts = [part for part in PARTS if any(time[part] > _NOTHING for time in times)]
+    bars = [Bar(name, [max(0.0, time[part]) for part in parts]) for name, time in zip(names, times, strict=True)]
     return stacked_bars("Time of a step", [PART_NAMES[part] for part in parts], bars, unit="assumed", show=duration)

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.layout.leaf import format_bytes
-from meshwright.pages.numbers import duration, percent
+from meshwright.pages.numbers import compact, duration, percent
 
 PlanData = Mapping[str, Any]
+# How figures are written, by their unit.
+SHOW: dict[str, Callable[[float], str]] = {"bytes": format_bytes, "s": duration, "1/s": compact, "share": percent}
 # Causes below this share of the largest are added up in one sentence.
 _SMALL = 0.01
 
@@ -60,10 +62,14 @@ class Explanation:
     causes: tuple[CostChange, ...]
 
     @property
+    def more(self) -> float:
+        """What the second plan takes more; negative where it takes less."""
+        return self.after - self.before
+
+    @property
     def headline(self) -> str:
         """The difference in one sentence."""
-        show = _SHOW[self.unit]
-        more = self.after - self.before
+        show, more = SHOW[self.unit], self.more
         if not more:
             return f"{self.about}: {show(self.before)} in both."
         word = "more" if more > 0 else "less"
@@ -72,17 +78,9 @@ class Explanation:
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
-        causes = [
-            {"what": c.what, "before": c.before, "after": c.after, "more": c.more, "why": c.why} for c in self.causes
-        ]
-        return {
-            "about": self.about,
-            "unit": self.unit,
-            "before": self.before,
-            "after": self.after,
-            "more": self.after - self.before,
-            "causes": causes,
-        }
+        fields = ("what", "before", "after", "more", "why")
+        causes = [{name: getattr(cause, name) for name in fields} for cause in self.causes]
+        return {name: getattr(self, name) for name in ("about", "unit", *fields[1:4])} | {"causes": causes}
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *(f"  {cause}" for cause in self.causes)])
@@ -117,7 +115,7 @@ def signed(value: float, unit: str) -> str:
     >>> signed(-0.25, "s"), signed(2.0**20, "bytes")
     ('-250 ms', '+1.0 MiB')
     """
-    return ("+" if value >= 0 else "-") + _SHOW[unit](abs(value))
+    return ("+" if value >= 0 else "-") + SHOW[unit](abs(value))
 
 
 def _ordered(causes: Iterable[CostChange], unit: str) -> tuple[CostChange, ...]:
@@ -145,21 +143,18 @@ def _time(before: PlanData, after: PlanData) -> list[CostChange]:
         # Then the model's own matmuls are the same, and what is computed again may be the slower kind, of attention.
         own = [own[0] if again[0] <= again[1] else own[1]] * 2
         again = [_seconds(plan, "matmul") - spent for plan, spent in zip(sides, own, strict=True)]
+    between, update, bubble = ([_seconds(plan, name) for plan in sides] for name in ("memory", "optimizer", "bubble"))
     policies = [f"remat={plan['setup'].get('remat', 'none')}" for plan in sides]
-    why = "what the backward pass computes again takes " + _each(again, policies)
-    causes = [
-        _cause("recomputation", again, why, "s"),
-        _cause("the model's own matmuls", own, "they take " + _each(own, _meshes(sides)), "s"),
-    ]
-    for name, what, words in (
-        ("memory", "memory", "reading and writing what lies between matmuls takes "),
-        ("optimizer", "the optimizer", "its pass over the state takes "),
-        ("bubble", "the pipeline's bubble", "stages wait for each other for "),
-    ):
-        spent = [_seconds(plan, name) for plan in sides]
-        own_notes = [str(plan["time"][name]["note"]) for plan in sides]
-        notes = {"memory": policies, "optimizer": _meshes(sides)}.get(name, own_notes)
-        causes.append(_cause(what, spent, words + _each(spent, notes), "s"))
+    meshes = [str(plan["setup"]["mesh"]) for plan in sides]
+    ticks = [str(plan["time"]["bubble"]["note"]) for plan in sides]
+    parts = (
+        ("recomputation", again, "what the backward pass computes again takes ", policies),
+        ("the model's own matmuls", own, "they take ", meshes),
+        ("memory", between, "reading and writing what lies between matmuls takes ", policies),
+        ("the optimizer", update, "its pass over the state takes ", meshes),
+        ("the pipeline's bubble", bubble, "stages wait for each other for ", ticks),
+    )
+    causes = [_cause(what, spent, words + _each(spent, notes), "s") for what, spent, words, notes in parts]
     return [*causes, *_waiting(before, after)]
 
 
@@ -187,11 +182,10 @@ def _waiting(before: PlanData, after: PlanData) -> list[CostChange]:
     """Returns a cause for each axis and kind of transfer, and one for what is more than all compute could hide."""
     groups = [_by_link(plan) for plan in (before, after)]
     causes = []
-    for axis, kind in dict.fromkeys([*groups[0], *groups[1]]):
+    for axis, kind in groups[0] | groups[1]:
         found = [group.get((axis, kind), []) for group in groups]
         spent = [math.fsum(_wait(item) for item in items) for items in found]
-        words = [_sent_words(items) for items in found]
-        why = "devices wait for " + _each(spent, words)
+        why = "devices wait for " + _each(spent, [_sent_words(items) for items in found])
         causes.append(_cause(f"{kind} over {axis}", spent, why, "s"))
     known = [math.fsum(_wait(item) for item in plan["sent"]) for plan in (before, after)]
     over = [_seconds(plan, "exposed") - spent for plan, spent in zip((before, after), known, strict=True)]
@@ -225,7 +219,7 @@ def _memory(before: PlanData, after: PlanData) -> list[CostChange]:
     sides = [{part["name"]: part for part in plan["memory"]["parts"]} for plan in (before, after)]
     ways = [_ways(plan) for plan in (before, after)]
     causes = []
-    for name in dict.fromkeys([*sides[0], *sides[1]]):
+    for name in sides[0] | sides[1]:
         sizes = [float(side[name]["bytes"]) if name in side else 0.0 for side in sides]
         if name in ("parameters", "optimizer"):
             # ZeRO-1 splits the optimizer's statistics along one more axis.
@@ -239,9 +233,9 @@ def _memory(before: PlanData, after: PlanData) -> list[CostChange]:
         why = _each(sizes, notes, format_bytes) + _kinds([side.get(name, {}).get("split", {}) for side in sides])
         causes.append(_cause(name, sizes, why, "bytes"))
     # A plan that was compiled, but did not fit, has parts that do not add up to what the compiler wanted.
-    rest = [plan["memory"]["total"] - math.fsum(part["bytes"] for part in side.values()) for plan, side in zip(
-        (before, after), sides, strict=True
-    )]  # fmt: skip
+    totals = [plan["memory"]["total"] for plan in (before, after)]
+    known = [math.fsum(part["bytes"] for part in side.values()) for side in sides]
+    rest = [total - size for total, size in zip(totals, known, strict=True)]
     if any(abs(size) > 1 for size in rest):
         causes.append(_cause("not told apart", rest, _each(rest, ["", ""], format_bytes), "bytes"))
     return causes
@@ -249,13 +243,9 @@ def _memory(before: PlanData, after: PlanData) -> list[CostChange]:
 
 def _kinds(splits: list[dict[str, float]]) -> str:
     """Returns the kinds of layer that most of a difference comes from."""
-    more = {
-        kind: splits[1].get(kind, 0.0) - splits[0].get(kind, 0.0) for kind in dict.fromkeys([*splits[0], *splits[1]])
-    }
+    more = {kind: splits[1].get(kind, 0.0) - splits[0].get(kind, 0.0) for kind in splits[0] | splits[1]}
     largest = [kind for kind in sorted(more, key=lambda kind: -abs(more[kind])) if abs(more[kind]) >= 1][:2]
-    return "".join(
-        f"{'; from' if not place else ','} {kind} {signed(more[kind], 'bytes')}" for place, kind in enumerate(largest)
-    )
+    return "; from " + ", ".join(f"{kind} {signed(more[kind], 'bytes')}" for kind in largest) if largest else ""
 
 
 def _ways(plan: PlanData) -> int:
@@ -279,12 +269,5 @@ def _each(values: list[float], notes: list[str], show: Callable[[float], str] = 
     return f"{second}, {first}"
 
 
-def _meshes(sides: tuple[PlanData, PlanData]) -> list[str]:
-    return [str(plan["setup"]["mesh"]) for plan in sides]
-
-
 def _seconds(plan: PlanData, name: str) -> float:
     return float(plan["time"][name]["value"])
-
-
-_SHOW: dict[str, Callable[[float], str]] = {"s": duration, "bytes": format_bytes}

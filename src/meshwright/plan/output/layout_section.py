@@ -1,4 +1,4 @@
-"""Where the state lies: every parameter with its rule, spec and bytes, and the largest as pictures of tiles."""
+"""The mesh on its machine, and where the state lies on it: every parameter with its rule, spec, bytes and tiles."""
 
 from __future__ import annotations
 
@@ -8,11 +8,48 @@ from typing import Any
 from meshwright.layout import Layout, LeafLayout, format_bytes
 from meshwright.layout.leaf import HEADINGS, leaf_rows
 from meshwright.loop.report.placement_section import leaf_picture
-from meshwright.pages import Section, fold, join, prose, side_by_side, table
+from meshwright.mesh.string import parse_mesh
+from meshwright.pages import Markup, Section, fold, join, mesh_picture, prose, side_by_side, table
+from meshwright.plan.costs.links import LINK_SHARE, axis_links
+from meshwright.plan.plan import Plan
+from meshwright.plan.target import Target
 
 MAX_ROWS, MAX_PICTURES = 60, 4
 # Copies of smaller parameters are not worth a word.
 LARGE = 2**20
+
+
+def machine_section(plan: Plan) -> Section:
+    """Returns the mesh, the torus or the hosts it lies on, and the links of every axis."""
+    target = plan.target
+    spec = parse_mesh(plan.setup.mesh).resolve(target.num_devices)
+    axes = dict(zip(spec.names, spec.sizes, strict=True))
+    hosts = f" on {target.num_hosts:,} {'host' if target.num_hosts == 1 else 'hosts'}" if target.chip else ""
+    said = f"{target.title}: {target.num_devices:,} devices{hosts}, as {spec}."
+    made: list[Markup] = [prose(said), mesh_picture("Mesh", axes)]
+    if target.platform == "tpu":
+        made += _torus(target)
+    elif target.platform == "gpu" and not spec.is_hybrid and target.num_devices > 1:
+        # Devices lie in plain order here, so numbers mean the same as in the mesh.
+        made.append(mesh_picture("Hosts", {"host": target.shape[0], "gpu": target.shape[1]}))
+    links = axis_links(target, spec)
+    if links:
+        rows = [
+            (axis, axes[axis], link.name, link.words, f"{link.speed / 1e9:,.0f} GB/s", link.hops, "computed")
+            for axis, link in links.items()
+        ]
+        headings = ("axis", "devices", "link", "where", "each device sends", "hops", "basis")
+        said = f"Speeds are those of data sheets; {LINK_SHARE:.0%} of them is what collectives are assumed to reach."
+        made += [table(headings, rows, right=(1, 4, 5)), prose(said)]
+    return Section("Mesh and machine", join(made), short="Machine")
+
+
+def _torus(target: Target) -> list[Markup]:
+    dims = list(zip("xyz", target.shape, target.wraps, strict=False))  # of two dims, only x and y
+    words = [f"{name}: {size}, {'closed to a ring' if wraps else 'a line'}" for name, size, wraps in dims]
+    slices = f" of each of {target.num_slices} slices" if target.num_slices > 1 else ""
+    picture = mesh_picture("Torus", {name: size for name, size, _ in dims}, node="chip")
+    return [picture, prose(f"Chips{slices} are linked along {'; '.join(words)}.")]
 
 
 def layout_section(layout: Layout) -> Section:

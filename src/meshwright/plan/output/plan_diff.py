@@ -5,20 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.layout.leaf import format_bytes
-from meshwright.pages.numbers import compact, duration, percent
-from meshwright.plan.output.explain import Explanation, explain
+from meshwright.plan.output.explain import SHOW, Explanation, PlanData, explain
 from meshwright.plan.output.summary import PART_NAMES, PARTS, Summary, Table
 from meshwright.plan.plan import Plan
 from meshwright.plan.step_setup import Setup
 
-PlanData = Mapping[str, Any]
 _WRITE = "write one with: meshwright plan ... --json > FILE"
 
 
@@ -82,10 +78,7 @@ class PlanDiff:
             "before": self.titles[0],
             "after": self.titles[1],
             "explanations": [one.to_json() for one in self.explanations],
-            "changes": [
-                {"group": c.group, "name": c.name, "before": c.before, "after": c.after, "unit": c.unit}
-                for c in self.changes
-            ],
+            "changes": [dataclasses.asdict(change) for change in self.changes],
         }
 
     def __str__(self) -> str:
@@ -166,31 +159,28 @@ def parse_setup(text: str, base: Setup) -> Setup:
 
 def _value(name: str, text: str, word: str) -> Any:
     """Returns an option of a setup as its field has it."""
-    kinds: dict[str, Any] = {
-        "rows": int,
-        "num_minibatches": int,
-        "clip": float,
-        "overlap": {"True": True, "False": False},
-    }
-    kind = kinds.get(name, str)
+    if name == "overlap":
+        if text not in ("True", "False"):
+            raise MeshwrightError(f"{word!r} is not True or False.", hint=f"such as {name}=False.")
+        return text == "True"
+    kind = {"rows": int, "num_minibatches": int, "clip": float}.get(name, str)
     try:
-        value = kind[text] if isinstance(kind, dict) else kind(text)
-    except (KeyError, ValueError):
-        wanted = "True or False" if isinstance(kind, dict) else "a number"
-        raise MeshwrightError(
-            f"{word!r} is not {wanted}.", hint=f"such as {name}={'False' if kind is kinds['overlap'] else 2}."
-        ) from None
-    if kind is int and value < 1:
+        value = kind(text)
+    except ValueError:
+        raise MeshwrightError(f"{word!r} is not a number.", hint=f"such as {name}=2.") from None
+    if isinstance(value, int) and value < 1:
         raise ConfigError(f"{word!r} is less than 1.", hint=f"such as {name}=2.")
     return value
 
 
 def _memory(old: PlanData, new: PlanData) -> list[Change]:
-    parts = [_by_name(plan["memory"]["parts"]) for plan in (old, new)]
-    names = dict.fromkeys([*parts[0], *parts[1]])
     group = f"Memory of a device ({_both(old['memory']['basis'], new['memory']['basis'])})"
-    found = [Change(group, name, parts[0].get(name, 0.0), parts[1].get(name, 0.0), "bytes") for name in names]
+    found = _bytes(group, *(_by_name(plan["memory"]["parts"]) for plan in (old, new)))
     return [*found, Change(group, "total", old["memory"]["total"], new["memory"]["total"], "bytes")]
+
+
+def _bytes(group: str, old: dict[str, float], new: dict[str, float]) -> list[Change]:
+    return [Change(group, name, old.get(name, 0.0), new.get(name, 0.0), "bytes") for name in old | new]
 
 
 def _by_name(parts: list[PlanData]) -> dict[str, float]:
@@ -215,10 +205,8 @@ def _sent(old: PlanData, new: PlanData) -> list[Change]:
     kinds = [by_kind(plan) for plan in (old, new)]
     bases = [dict.fromkeys(item["basis"] for item in plan["sent"]) for plan in (old, new)]
     group = f"Sent by a device in a step ({_both(*(' and '.join(basis) or 'nothing' for basis in bases))})"
-    names = dict.fromkeys([*kinds[0], *kinds[1]])
-    found = [Change(group, name, kinds[0].get(name, 0.0), kinds[1].get(name, 0.0), "bytes") for name in names]
-    found.append(Change(group, "total", sum(kinds[0].values()), sum(kinds[1].values()), "bytes"))
-    return [*found, Change(group, "exposed", exposed(old), exposed(new), "bytes")]
+    total = Change(group, "total", sum(kinds[0].values()), sum(kinds[1].values()), "bytes")
+    return [*_bytes(group, *kinds), total, Change(group, "exposed", exposed(old), exposed(new), "bytes")]
 
 
 def _time(old: PlanData, new: PlanData) -> list[Change]:
@@ -251,20 +239,11 @@ def _title(plan: PlanData) -> str:
 
 
 def _row(change: Change) -> tuple[str, ...]:
-    shows: dict[str, Callable[[float], str]] = {
-        "bytes": format_bytes,
-        "s": duration,
-        "1/s": compact,
-        "share": percent,
-    }
-    show = shows[change.unit]
-
-    def cell(value: float | None) -> str:
-        return "-" if value is None else show(value)
-
+    show = SHOW[change.unit]
+    before, after = ("-" if value is None else show(value) for value in (change.before, change.after))
     if change.before is None or change.after is None or not change.differs:
-        return change.name, cell(change.before), cell(change.after), "", ""
+        return change.name, before, after, "", ""
     more = change.after - change.before
     sign = "+" if more > 0 else "-"
     share = f"{sign}{abs(more) / change.before:.1%}" if change.before else "new"
-    return change.name, cell(change.before), cell(change.after), sign + show(abs(more)), share
+    return change.name, before, after, sign + show(abs(more)), share

@@ -1,4 +1,4 @@
-"""Puts the page about a plan together and writes it."""
+"""The page about a plan, and the page about two plans and why they differ."""
 
 from __future__ import annotations
 
@@ -13,29 +13,35 @@ from meshwright.layout import Layout, format_bytes
 from meshwright.mesh.build import create_abstract_mesh
 from meshwright.mesh.string import parse_mesh
 from meshwright.pages import (
+    Bar,
     Figure,
     Markup,
+    Section,
     badge,
     command,
     compact,
     duration,
+    fold,
     headline,
     join,
     make_page,
+    pairs,
     percent,
     prose,
+    stacked_bars,
+    table,
     tag,
     write_page,
 )
+from meshwright.pages.figure import NUM_TONES
 from meshwright.plan.output.commands import PlannedJob, how_to_run, plan_command, train_command
 from meshwright.plan.output.communication_section import sending_section
-from meshwright.plan.output.compare_section import compare_section, why_section
-from meshwright.plan.output.layout_section import layout_section
-from meshwright.plan.output.machine_section import machine_section
+from meshwright.plan.output.compare_section import compare_section, time_bars, why_section
+from meshwright.plan.output.explain import PlanData
+from meshwright.plan.output.layout_section import layout_section, machine_section
 from meshwright.plan.output.memory_section import memory_section
 from meshwright.plan.output.plan_diff import PlanDiff
-from meshwright.plan.output.sources_section import grounds_section
-from meshwright.plan.output.summary import setup_words
+from meshwright.plan.output.summary import PARTS, Table, setup_words
 from meshwright.plan.output.time_section import pipeline_section, time_section
 from meshwright.plan.plan import Plan
 from meshwright.plan.search import Search
@@ -46,25 +52,10 @@ from meshwright.train.state import state_layout
 def build_plan_page(
     plan: Plan,
     path: str | Path,
-    *,
-    job: Any,
-    subject: PlannedJob,
-    others: Sequence[Plan] = (),
-    found: Search | None = None,
-    notes: Sequence[str] = (),
-    compared: PlanDiff | None = None,
+    **options: Any,
 ) -> Path:
-    """Writes the page about a plan and returns where it is; the page is one file that needs no network.
-
-    Args:
-        subject: what is planned, for the title and for commands.
-        others: further plans to compare it with, as a search ranked them.
-        found: that search, for what it left out.
-        notes: to be said beside those of the plan, such as why nothing was compiled.
-        compared: its difference from another plan, to be explained.
-    """
-    text = render_plan(plan, job=job, subject=subject, others=others, found=found, notes=notes, compared=compared)
-    return write_page(text, path)
+    """Writes the page about a plan, as `render_plan` makes it of its options, and returns where it is."""
+    return write_page(render_plan(plan, **options), path)
 
 
 def render_plan(
@@ -77,7 +68,15 @@ def render_plan(
     notes: Sequence[str] = (),
     compared: PlanDiff | None = None,
 ) -> str:
-    """Returns the page about a plan; `build_plan_page` has the arguments."""
+    """Returns the page about a plan: one file that needs no network.
+
+    Args:
+        subject: what is planned, for the title and for commands.
+        others: further plans to compare it with, as a search ranked them.
+        found: that search, for what it left out.
+        notes: to be said beside those of the plan, such as why nothing was compiled.
+        compared: its difference from another plan, to be explained.
+    """
     layout = plan_layout(plan, job)
     sections = [
         memory_section(plan),
@@ -88,7 +87,7 @@ def render_plan(
         layout_section(layout),
         compare_section([plan, *others], subject, found),
         None if compared is None else why_section(compared),
-        grounds_section(plan, notes),
+        _grounds(plan, notes),
     ]
     made = time.strftime("%Y-%m-%d", time.gmtime())
     return make_page(
@@ -170,3 +169,104 @@ def _figures(plan: Plan) -> list[Figure]:
     if cost is not None:
         found.append(Figure("Per billion tokens", f"${cost:,.0f}", f"at ${plan.price:g} a device-hour, assumed"))
     return found
+
+
+def _grounds(plan: Plan, notes: Sequence[str]) -> Section:
+    """Returns what a plan rests on: its three words, its notes, the chip's figures and the compiler's versions."""
+    meaning = pairs(
+        [
+            ("compiled", "read off the program that the machine's own compiler made"),
+            ("computed", "follows from shapes, the layout and data sheets"),
+            ("assumed", "holds a rate that was measured elsewhere, or an estimate"),
+        ]
+    )
+    made: list[Markup] = [prose("Every figure says one of three words. The time of a step is always assumed."), meaning]
+    said = [*notes, *plan.notes]
+    if said:
+        made += [tag("h3", "Notes"), tag("ul", *(tag("li", note) for note in said))]
+    flops = plan.flops
+    counted = [
+        ("model, a step", f"{flops.model:.4g} FLOP"),
+        ("computed again by remat", f"{flops.recomputed:.4g} FLOP"),
+        ("attention, of it", f"{flops.attention:.4g} FLOP"),
+        ("tokens a step", f"{plan.tokens_per_step:,}"),
+    ]
+    made += [tag("h3", "Counted on the traced program (computed)"), pairs(counted)]
+    if plan.compiled is not None:
+        made += [tag("h3", "Compiled"), pairs(_compiled(plan))]
+    if plan.target.chip is not None:
+        made.append(_chip(plan))
+    return Section("What it rests on", join(made), short="Grounds")
+
+
+def _compiled(plan: Plan) -> list[tuple[str, str]]:
+    compiled = plan.compiled
+    assert compiled is not None
+    found = [
+        ("traced in", duration(compiled.trace_s)),
+        ("compiled in", duration(compiled.compile_s)),
+        ("memory that took here", format_bytes(compiled.peak_rss_bytes)),
+        ("matmuls", f"{compiled.num_matmuls:,}"),
+        ("collectives", f"{len(compiled.collectives):,}"),
+    ]
+    return found + list(compiled.versions.items())
+
+
+def _chip(plan: Plan) -> Markup:
+    chip = plan.target.chip
+    assert chip is not None
+    rows = [
+        (f"peak, {dtype}", f"{peak / 1e12:,.0f} TFLOP/s", chip.sources.get(f"peaks.{dtype}", ""))
+        for dtype, peak in chip.peaks.items()
+    ]
+    rows.append(("memory", format_bytes(chip.memory_bytes), chip.sources.get("memory_bytes", "")))
+    rows.append(
+        ("memory bandwidth", f"{chip.memory_bandwidth / 1e9:,.0f} GB/s", chip.sources.get("memory_bandwidth", ""))
+    )
+    speed = f"{chip.links.count} x {chip.links.per_direction / 1e9:,.1f} GB/s each way"
+    rows.append((f"{chip.links.kind} links", speed, chip.sources.get("links", "")))
+    network = "not published" if chip.network is None else f"{chip.network / 1e9:,.1f} GB/s"
+    rows.append(("network", network, chip.sources.get("network", "")))
+    return fold(f"The figures of {chip.title}", table(("figure", "value", "source"), rows, sortable=False))
+
+
+def build_diff_page(compared: PlanDiff, path: str | Path) -> Path:
+    """Writes the page about a difference and returns where it is; it is one file that needs no network."""
+    return write_page(render_diff(compared), path)
+
+
+def render_diff(compared: PlanDiff) -> str:
+    """Returns the page about a difference."""
+    sides = (compared.before, compared.after)
+    names = [f"{letter}: {plan['setup']['mesh']}" for letter, plan in zip("AB", sides, strict=True)]
+    head = [tag("p", "Two plans", class_="eyebrow"), tag("h1", " and ".join(names))]
+    head += [tag("p", one.headline) for one in compared.explanations]
+    figures = [part for part in compared.summary().parts if isinstance(part, Table)]
+    shown = [join([tag("h3", one.title), one.markup()]) for one in figures]
+    sections = [
+        why_section(compared),
+        Section("Side by side", join(_side_by_side(sides, names))),
+        Section("All figures", join(shown) if shown else tag("p", "No figure differs.")),
+    ]
+    made = time.strftime("%Y-%m-%d", time.gmtime())
+    return make_page(
+        f"{' and '.join(names)} \u00b7 difference",
+        head=join(head),
+        sections=sections,
+        foot=f"Made by Meshwright on {made}. Nothing was run. This file needs no network.",
+    )
+
+
+def _side_by_side(plans: Sequence[PlanData], names: Sequence[str]) -> list[Markup]:
+    """Returns a bar of each plan's memory and, where it is known, of its time."""
+    made = []
+    if all(plan["time"] is not None for plan in plans):
+        made.append(time_bars(names, [{part: plan["time"][part]["value"] for part in PARTS} for plan in plans]))
+    sizes = [{part["name"]: part["bytes"] for part in plan["memory"]["parts"]} for plan in plans]
+    # Counters and keys are a few bytes; patterns to tell parts apart are few as well.
+    kinds = {
+        kind: max(side.get(kind, 0.0) for side in sizes) for side in sizes for kind in side if kind != "bookkeeping"
+    }
+    largest = sorted(kinds, key=lambda kind: -kinds[kind])[:NUM_TONES]
+    rows = [Bar(name, [side.get(kind, 0.0) for kind in largest]) for name, side in zip(names, sizes, strict=True)]
+    return [*made, stacked_bars("Memory of a device at the peak of a step", largest, rows, show=format_bytes)]

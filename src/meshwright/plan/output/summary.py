@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.layout.leaf import format_bytes, rich_table, text_table
-from meshwright.pages.numbers import compact, duration, percent
-from meshwright.plan.costs.sent import Sent
+from meshwright.pages import Markup, compact, duration, percent, table
 from meshwright.plan.output.commands import PlannedJob, how_to_run, train_command
 from meshwright.plan.plan import Plan
 from meshwright.plan.search import Rejected, Search
@@ -38,6 +37,10 @@ class Table:
         return [
             tuple(cell.rjust(widths[i]) if i in self.right else cell for i, cell in enumerate(row)) for row in self.rows
         ]
+
+    def markup(self) -> Markup:
+        """Returns it for a page, without its title."""
+        return table(self.headings, self.rows, right=self.right)
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,8 @@ def sent_table(plan: Plan, *, width: int = 48) -> Table:
             format_bytes(item.wire_bytes),
             f"{item.count:,}",
             "not known" if item.seconds is None else duration(item.seconds),
-            hidden_words(item),
+            # Where nothing was compiled, it is an estimate, and says so.
+            percent(item.hidden) + (" assumed" if item.hidden and item.basis != "compiled" else ""),
             item.link,
             item.basis,
         )
@@ -138,11 +142,6 @@ def sent_table(plan: Plan, *, width: int = 48) -> Table:
     )
     headings = ("axis", "kind", "what", "bytes", "times", "takes", "hidden", "link", "basis")
     return Table("Sent by a device in a step", headings, rows, (3, 4, 5, 6))
-
-
-def hidden_words(item: Sent) -> str:
-    """Returns the share that is hidden; where nothing was compiled, that is an estimate, and says so."""
-    return percent(item.hidden) + (" assumed" if item.hidden and item.basis != "compiled" else "")
 
 
 def time_table(plan: Plan) -> Table:

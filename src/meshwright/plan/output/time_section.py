@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from meshwright.pages import Lane, Section, Span, duration, join, percent, prose, table, timeline
+from meshwright.pages import Lane, Section, Span, duration, join, prose, table, timeline
 from meshwright.parallel.pipeline.schedule import IDLE, gpipe_schedule
-from meshwright.plan.costs.sent import Sent
+from meshwright.plan.costs.communication import Sent
 from meshwright.plan.costs.step_time import TimePlan
-from meshwright.plan.output.summary import PART_NAMES, PARTS
+from meshwright.plan.output.summary import time_table
 from meshwright.plan.plan import Plan
 
 MATMUL, MEMORY, OPTIMIZER, HIDDEN, EXPOSED, BUBBLE = range(6)
@@ -22,25 +22,17 @@ def time_section(plan: Plan) -> Section:
     if plan.time is None:
         return Section("Time", prose("Time is not planned: the table of chips has no figures for CPUs."))
     time = plan.time
-    rows = []
-    for name in PARTS:
-        figure = getattr(time, name)
-        if figure.value > 1e-9:
-            share = percent(figure.value / time.step.value)
-            rows.append((PART_NAMES[name], duration(figure.value), share, figure.basis, figure.note))
-    rows.append(("step", duration(time.step.value), "", time.step.basis, time.step.note))
-    rows.append(
-        ("all communication", duration(time.communication.value), "", time.communication.basis, time.communication.note)
-    )
-    shown = table(("part", "takes", "share", "basis", "note"), rows, right=(1, 2), sortable=False)
+    shown, sent = time_table(plan), time.communication
+    rows = (*shown.rows, ("all communication", duration(sent.value), "", sent.basis, sent.note))
+    known = table(shown.headings, rows, right=shown.right, sortable=False)
     said = prose(
         f"A step takes about {duration(time.step.value)} ({time.step.basis}).",
-        f"Communication would take {duration(time.communication.value)} by itself; "
+        f"Communication would take {duration(sent.value)} by itself; "
         f"{duration(time.exposed.value)} of it is not hidden.",
         "The picture adds things up by kind: it shows how long, not when.",
     )
     picture = timeline("One step on one device", _lanes(plan, time), unit="by kind, assumed", keys=KEYS)
-    return Section("Time", join([said, picture, shown]))
+    return Section("Time", join([said, picture, known]))
 
 
 def _lanes(plan: Plan, time: TimePlan) -> list[Lane]:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshwright.plan.costs.layer_kind import REST, fewer, kind_of, kind_of_scopes, makers
+from meshwright.plan.costs.saved_activations import REST, fewer, kind_of, kind_of_scopes, makers
 
 
 def kinds(function, *arguments):
