@@ -154,11 +154,17 @@ def assert_close(got, expected, tolerance=1e-5):
         assert np.abs(np.asarray(a) - np.asarray(b)).max() / scale < tolerance, jax.tree_util.keystr(path)
 
 
-def check_against_one_device(mesh, *, rows, rng=None, **options):
+@functools.cache
+def one_device(rows, seed):
+    """The arguments, and what one device makes of them; the same for all meshes and schedules."""
     params, batch = make_params(), make_batch(rows)
-    expected = value_and_grads(
-        functools.partial(one_device_loss, rng=None if rng is None else row_key(rng)), params, batch
-    )
+    rng = None if seed is None else row_key(jax.random.key(seed))
+    return params, batch, value_and_grads(functools.partial(one_device_loss, rng=rng), params, batch)
+
+
+def check_against_one_device(mesh, *, rows, seed=None, **options):
+    params, batch, expected = one_device(rows, seed)
+    rng = None if seed is None else jax.random.key(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mw.MeshwrightWarning)  # fewer microbatches than stages is part of the table
         got = value_and_grads(piped_loss(mesh, rng=rng, **options), params, batch)
@@ -204,7 +210,7 @@ def test_loss_and_gradients_equal_one_device(mesh, schedule, num_rounds, num_mic
 def test_dropout_equals_one_device_for_any_mesh_and_microbatches(mesh, schedule, num_rounds, num_microbatches):
     check_against_one_device(
         mesh_of(mesh), rows=16, schedule=schedule, num_rounds=num_rounds, num_microbatches=num_microbatches,
-        rng=jax.random.key(5),
+        seed=5,
     )  # fmt: skip
 
 
