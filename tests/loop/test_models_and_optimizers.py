@@ -7,9 +7,8 @@ import optax
 import pytest
 
 from meshwright.errors import ConfigError
+from meshwright.loop.choices import decayed, make_model, make_optimizer, make_schedule, model_names
 from meshwright.loop.config import OptimizerOptions
-from meshwright.loop.model_choice import make_model, model_names
-from meshwright.loop.optimizers import decayed, make_optimizer, make_schedule
 from meshwright.loop.resume import _what_must_match
 
 

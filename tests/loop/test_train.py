@@ -10,7 +10,10 @@ import pytest
 
 from meshwright.checkpoint import Checkpoints
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, TrainingError
-from meshwright.loop import fit as loop_module
+from meshwright.loop.callbacks import Callback, StepLog, StepRecord
+from meshwright.loop.fit import Loop
+from meshwright.loop.logging.json_lines import read_lines
+from meshwright.loop.logging.run_log import RunLog
 from meshwright.loop.run import train
 
 QUIET = {"say": lambda text: None}
@@ -28,7 +31,7 @@ def values(steps):
     return [(line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"]) for line in steps]
 
 
-class StopAt:
+class StopAt(Callback):
     """Asks a run to stop at given steps, as SIGTERM does."""
 
     def __init__(self, *steps):
@@ -40,14 +43,14 @@ class StopAt:
     def __exit__(self, *_):
         pass
 
-    def requested(self, step):
-        return step in self.steps
+    def wants_stop(self, loop):
+        return loop.ticks in self.steps
 
 
 @pytest.fixture
 def stop_at(monkeypatch):
     def stop(*steps):
-        monkeypatch.setattr("meshwright.loop.run.Preemption", lambda: StopAt(*steps))
+        monkeypatch.setattr("meshwright.loop.setup.Preemption", lambda: StopAt(*steps))
 
     return stop
 
@@ -122,7 +125,7 @@ def test_a_run_goes_on_elsewhere(make_config, read_run, straight, stop_at, tmp_p
     train(config.changed({"resume": True, **changes}), say=said.append)
     again, _, _ = read_run(fit_folder(config))
     np.testing.assert_allclose(again[5]["loss"], steps[5]["loss"], rtol=1e-5)
-    assert any("resharded" in line or "mesh" in line for line in said)
+    assert any("resharded" in line for line in said)
     assert int(before.state.step) == 5
 
 
@@ -144,11 +147,14 @@ def test_a_step_after_the_last_checkpoint_is_computed_again(make_config, read_ru
 def test_a_run_without_a_checkpoint_starts_again(make_config, read_run, monkeypatch):
     config = make_config()
 
-    def broken(self):
-        raise RuntimeError("the machine went away")
+    class Breaks(StopAt):
+        def wants_stop(self, loop):
+            if loop.number == 2:
+                raise RuntimeError("the machine went away")
+            return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module._Fit, "after_step", lambda self: broken(self) if self.number == 2 else False)
+        patch.setattr("meshwright.loop.setup.Preemption", Breaks)
         with pytest.raises(RuntimeError, match="went away"):
             train(config, **QUIET)
     result = train(config.changed({"resume": True, "steps": 4}), **QUIET)
@@ -184,14 +190,14 @@ def test_epochs_end_a_run_everywhere_at_once(make_config, read_run):
 
 def test_sigterm_saves_and_stops(make_config, monkeypatch):
     config = make_config(steps=500, eval_every=0, checkpoint_every=0)
-    describe = loop_module._Fit.describe
 
-    def raise_at_five(self, number, *rest):
-        if number == 5:
-            signal.raise_signal(signal.SIGTERM)
-        return describe(self, number, *rest)
+    class SignalsAtFive(StepLog):
+        def on_metrics(self, loop, record):
+            if record.number == 5:
+                signal.raise_signal(signal.SIGTERM)
+            super().on_metrics(loop, record)
 
-    monkeypatch.setattr(loop_module._Fit, "describe", raise_at_five)
+    monkeypatch.setattr("meshwright.loop.setup.StepLog", SignalsAtFive)
     result = train(config, **QUIET)
     assert result.why == "preempted"
     assert result.step == 6  # the one that was running when the signal came
@@ -367,11 +373,12 @@ def test_steps_to_trace_that_never_come_are_told(make_config):
     assert not fit_folder(make_config()).exists()
 
 
-def test_skipped_steps_do_not_move_the_schedule(make_config):
-    fitting = loop_module._Fit.__new__(loop_module._Fit)
-    fitting.loop = loop_module.Loop(step=None, num_steps=9, log=None, learning_rates=np.arange(9) / 10)
-    told = fitting.describe(5, {"loss": 1.0, "skipped": 2}, 1.0, {})
-    assert told["learning_rate"] == 0.2
+def test_skipped_steps_do_not_move_the_schedule(tmp_path):
+    record = StepRecord(5, {"loss": 1.0, "skipped": 2}, first_row=0, seconds=1.0, spent={})
+    with RunLog(tmp_path, tensorboard=False) as log:
+        StepLog(np.arange(9) / 10).on_metrics(Loop(None, 9, log), record)
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    assert (line["step"], line["learning_rate"]) == (5, 0.2)
 
 
 JOBS = """

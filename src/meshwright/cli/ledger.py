@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from meshwright.cli.output import show
+from meshwright.cli import show
 from meshwright.errors import CheckpointError
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from meshwright.cli.output import show
+from meshwright.cli import show
 from meshwright.errors import ConfigError, JobError
 from meshwright.mesh.string import parse_mesh
 from meshwright.plan.compiled.compile import Compiled, CompileError, compile_step
@@ -346,7 +346,7 @@ def _check_numbers(counts: dict[str, int | None], *, timeout: float, price: floa
 def _load(subject: PlannedJob, *, rows: int) -> Any:
     if subject.job is not None:
         return load_job(subject.job)
-    from meshwright.loop.model_choice import make_model
+    from meshwright.loop.choices import make_model
     from meshwright.train.language_job import language_job
 
     assert subject.model is not None

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from meshwright.cli.output import show
+from meshwright.cli import show
 from meshwright.errors import JobError, MeshwrightWarning
 from meshwright.layout import explain_layout, make_layout
 from meshwright.mesh.build import create_abstract_mesh

@@ -6,20 +6,22 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from meshwright.checkpoint import Checkpoints
 from meshwright.errors import ConfigError
+from meshwright.loop.choices import make_schedule
 from meshwright.loop.config import TrainConfig
 from meshwright.loop.logging.json_lines import read_lines
 from meshwright.loop.logging.run_log import EVENTS, RunLog
 from meshwright.loop.logging.run_stats import checkpoint_facts
-from meshwright.loop.optimizers import make_schedule
 from meshwright.loop.run_dir import NOT_OF_THE_RUN
-from meshwright.loop.setup import Prepared
 from meshwright.train import RunState, init_state
+
+if TYPE_CHECKING:
+    from meshwright.loop.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Start:
         """How many steps were taken before it."""
         return int(self.state.step)
 
-    def announce(self, run: Prepared, log: RunLog) -> None:
+    def announce(self, run: Setup, log: RunLog) -> None:
         """Tells and writes down where the run begins, once nothing speaks against it."""
         if run.folder.resumed:
             log.rewind(self.step)
@@ -54,7 +56,7 @@ class Start:
             run.tell(text)
 
 
-def find_start(run: Prepared, checkpoints: Checkpoints) -> Start:
+def find_start(run: Setup, checkpoints: Checkpoints) -> Start:
     """Returns the first state, or that of the last good checkpoint; nothing is written or told yet."""
     config = run.config
     if not run.folder.resumed or checkpoints.latest() is None:
@@ -67,6 +69,11 @@ def find_start(run: Prepared, checkpoints: Checkpoints) -> Start:
         key = jax.random.key(config.run.seed)
         return Start(init_state(run.job, run.optimizer, run.layout, key, precision=run.precision), event, said)
     restored = checkpoints.restore(run.layout, cast=config.run.cast)
+    if restored.step > config.run.steps:
+        raise ConfigError(
+            f"{run.folder.path} stands at step {restored.step} of {config.run.steps} already.",
+            hint="ask for more with --steps.",
+        )
     _require_same_model(run, restored.facts)
     text = f"resumed from the checkpoint of step {restored.step} on {run.choice.mesh}"
     undone = _rolled_back(run.folder.path / EVENTS, restored.step)
@@ -81,7 +88,7 @@ def find_start(run: Prepared, checkpoints: Checkpoints) -> Start:
     )
 
 
-def _require_same_model(run: Prepared, facts: Mapping[str, Any]) -> None:
+def _require_same_model(run: Setup, facts: Mapping[str, Any]) -> None:
     """Raises where the model computes something else with parameters of the same shapes; dropout may change."""
     saved, now = facts.get("model"), checkpoint_facts(run)["model"]
     if saved is None or now is None or _what_must_match(saved) == _what_must_match(now):
@@ -102,7 +109,7 @@ def _what_must_match(model: str) -> str:
     return re.sub(r"\b(dropout|chunk_size)=[^,)]*", r"\1", model)
 
 
-def _changes(run: Prepared, facts: Mapping[str, Any], step: int) -> list[str]:
+def _changes(run: Setup, facts: Mapping[str, Any], step: int) -> list[str]:
     """Returns in words what is not as it was when the checkpoint was written."""
     before, now = facts.get("config", {}), run.config.flat()
     changed = [

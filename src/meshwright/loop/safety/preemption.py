@@ -15,9 +15,14 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
+
+from meshwright.loop.callbacks import Callback
+
+if TYPE_CHECKING:
+    from meshwright.loop.fit import Loop
 
 EXIT_PREEMPTED = 75
 """The exit code of a run that saved and ended because it was asked to (EX_TEMPFAIL: try again later)."""
@@ -111,7 +116,7 @@ def _give_back(handlers: dict[int, Any]) -> None:
     handlers.clear()
 
 
-class Preemption:
+class Preemption(Callback):
     """While it is entered, SIGTERM, SIGHUP and the first SIGINT only ask the run to end; `requested(step)` tells.
 
     A second SIGINT interrupts at once, as without it. On one process the signals are its own. On several, JAX's service
@@ -140,6 +145,9 @@ class Preemption:
             if multihost_utils.reached_preemption_sync_point(step):
                 self.reason = "preemption"
         return self.reason is not None
+
+    def wants_stop(self, loop: Loop) -> bool:
+        return self.requested(loop.ticks)
 
     def __enter__(self) -> Self:
         self._is_shared = jax.process_count() > 1
