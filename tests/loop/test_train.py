@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from meshwright.checkpoint import Checkpoints
+from meshwright.checkpoint.manifest import model_fact
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, TrainingError
+from meshwright.loop import setup
 from meshwright.loop.callbacks import Callback, StepLog, StepRecord
 from meshwright.loop.fit import Loop
 from meshwright.loop.logging.json_lines import read_lines
@@ -242,6 +244,32 @@ def test_wrong_folders_are_refused_and_nothing_is_lost(make_config, stop_at):
     # A run that is complete only writes its end again.
     result = train(config.changed({"resume": True, "steps": 3}), **QUIET)
     assert (result.why, result.step, result.saved) == ("finished", 3, True)
+
+
+def older_text(model):
+    """The model as checkpoints held it before: its `repr`, from a time when it had a field less."""
+    return repr(model).replace(", attention_soft_cap=None", "").replace("dropout=0.1", "dropout=0.0")
+
+
+def older_fields(model):
+    fact = model_fact(model)
+    del fact["fields"]["attention_soft_cap"]
+    return fact
+
+
+@pytest.mark.parametrize("older", [older_text, older_fields])
+def test_checkpoints_of_a_model_with_fewer_fields_are_resumed(make_config, stop_at, monkeypatch, older):
+    config = make_config(steps=2, checkpoint_every=0, eval_every=0)
+    stop_at(1)
+    with monkeypatch.context() as patch:
+        facts = setup.checkpoint_facts
+        patch.setattr(setup, "checkpoint_facts", lambda run: facts(run) | {"model": older(run.model)})
+        train(config, **QUIET)
+    stop_at()
+    sizes = [*config.model.model_options, "attention_soft_cap=30.0"]
+    with pytest.raises(ConfigError, match=r"another model.\n  there: Decoder\(.*\)\n  here: .*attention_soft_cap=30.0"):
+        train(config.changed({"resume": True, "model_options": sizes}), **QUIET)
+    assert train(config.changed({"resume": True}), **QUIET).step == 2
 
 
 def test_one_command_starts_a_run_and_goes_on_with_it(make_config, read_run, stop_at):

@@ -6,6 +6,7 @@ It is written last. A step without one is unfinished, and a step with one is who
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import platform
@@ -232,3 +233,26 @@ def _dump(body: Mapping[str, Any]) -> str:
 
 def _hash(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(_dump(body).encode()).hexdigest()
+
+
+def model_fact(model: Any) -> dict[str, Any]:
+    """Returns a model as facts hold it under `model`: its class and its fields, of which a later class may have more.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> model_fact(Decoder.named("tiny"))["fields"]["num_layers"]
+        2
+    """
+    return {"class": type(model).__name__, "fields": plain_facts(dataclasses.asdict(model))}
+
+
+def model_text(fact: Any) -> str | None:
+    """Returns a model's fact as text, such as `Decoder(num_layers=2)`, which is all that older checkpoints hold.
+
+    Example:
+        >>> model_text({"class": "Decoder", "fields": {"num_layers": 2}})
+        'Decoder(num_layers=2)'
+    """
+    if isinstance(fact, Mapping):
+        return f"{fact['class']}({', '.join(f'{name}={value!r}' for name, value in fact['fields'].items())})"
+    return fact if isinstance(fact, str) else None

@@ -10,7 +10,6 @@ from meshwright.loop.config import PRESETS, TrainConfig, preset, read_config
 _WHERE = {
     "train": "run",
     "build_report": "report",
-    "fit": "fit",
     "Loop": "fit",
     "Result": "fit",
     "Callback": "callbacks",

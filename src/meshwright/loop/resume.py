@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import ast
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from meshwright.checkpoint import Checkpoints
+from meshwright.checkpoint.manifest import model_text
 from meshwright.errors import ConfigError
 from meshwright.loop.choices import make_schedule
 from meshwright.loop.config import TrainConfig
@@ -22,6 +24,10 @@ from meshwright.train import RunState, init_state
 
 if TYPE_CHECKING:
     from meshwright.loop.setup import Setup
+
+
+MAY_CHANGE = ("dropout", "chunk_size")
+"""Fields of a model that a resumed run may change: they do not change what its parameters mean."""
 
 
 @dataclass(frozen=True)
@@ -89,24 +95,34 @@ def find_start(run: Setup, checkpoints: Checkpoints) -> Start:
 
 
 def _require_same_model(run: Setup, facts: Mapping[str, Any]) -> None:
-    """Raises where the model computes something else with parameters of the same shapes; dropout may change."""
+    """Raises where the model computes something else with parameters of the same shapes."""
     saved, now = facts.get("model"), checkpoint_facts(run)["model"]
-    if saved is None or now is None or _what_must_match(saved) == _what_must_match(now):
+    if saved is None or now is None or what_must_match(saved, run.model) == what_must_match(now, run.model):
         return
     raise ConfigError(
-        f"{run.folder.path} holds another model.\n  there: {saved}\n  here:  {now}",
+        f"{run.folder.path} holds another model.\n  there: {model_text(saved)}\n  here:  {model_text(now)}",
         hint="leave --model and --model-options as they were, or start a new run.",
     )
 
 
-def _what_must_match(model: str) -> str:
-    """Returns a model's fields without those that a resumed run may change: dropout, and how an xLSTM cuts time.
+def what_must_match(fact: Any, model: Any) -> Any:
+    """Returns what of a checkpoint's model must not change: its class, and its fields but those in `MAY_CHANGE`.
 
-    Example:
-        >>> _what_must_match("XLSTM(d_ff=8, dropout=0.1, chunk_size=64)")
-        'XLSTM(d_ff=8, dropout, chunk_size)'
+    A field that the checkpoint does not know, since it is newer, has its default. Older checkpoints hold a model's
+    `repr`; a job of one's own is only known by its name.
     """
-    return re.sub(r"\b(dropout|chunk_size)=[^,)]*", r"\1", model)
+    if isinstance(fact, str):
+        try:
+            call = ast.parse(fact, mode="eval").body
+            if not isinstance(call, ast.Call):
+                return fact
+            values = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
+        except (SyntaxError, ValueError):
+            return fact
+        fact = {"class": ast.unparse(call.func), "fields": values}
+    known = dataclasses.fields(model) if type(model).__name__ == fact["class"] else ()
+    defaults = {item.name: item.default for item in known if item.default is not dataclasses.MISSING}
+    return fact["class"], {name: value for name, value in (defaults | fact["fields"]).items() if name not in MAY_CHANGE}
 
 
 def _changes(run: Setup, facts: Mapping[str, Any], step: int) -> list[str]:

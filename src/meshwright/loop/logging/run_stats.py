@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from meshwright.checkpoint.manifest import model_fact
 from meshwright.hardware.chips import chip_of
 from meshwright.hardware.flops import count_flops
 from meshwright.loop.choices import make_schedule
@@ -46,7 +47,7 @@ def run_facts(run: Setup, flops: float | None) -> dict[str, Any]:
 
 def checkpoint_facts(run: Setup) -> dict[str, Any]:
     """Returns what is written beside each checkpoint, apart from the position in the data."""
-    model = repr(run.model) if run.model is not None else run.config.model.job
+    model = model_fact(run.model) if run.model is not None else run.config.model.job
     return {"config": run.config.flat(), "model": model, "precision": run.precision}
 
 
