@@ -336,7 +336,7 @@ def test_a_save_that_fails_is_not_called_written(make_config, stop_at, monkeypat
 def test_an_end_that_is_not_saved_is_told_last_and_the_page_does_not_hide_it(make_config, read_run, monkeypatch):
     save = Checkpoints.save
     monkeypatch.setattr(Checkpoints, "save", lambda self, *a, step, **k: step < 4 and save(self, *a, step=step, **k))
-    monkeypatch.setattr("meshwright.loop.report.run_page._write", _refuse)
+    monkeypatch.setattr("meshwright.loop.report.build_report", _refuse)
     said = []
     config = make_config(steps=4, checkpoint_every=2, eval_every=0, report=True)
     result = train(config, say=said.append)
@@ -352,7 +352,7 @@ def test_an_end_that_is_not_saved_is_told_last_and_the_page_does_not_hide_it(mak
     assert read_run(folder)[2][-1]["kind"] == "error"
 
 
-def _refuse(path, text):
+def _refuse(folder):
     raise MeshwrightError("the disk is full.", hint="name another file with --out.")
 
 
