@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import jax
 
 from meshwright.checkpoint import Checkpoints
 from meshwright.checkpoint.manifest import model_text
+from meshwright.distributed.agreement import from_first
 from meshwright.errors import ConfigError
 from meshwright.loop.choices import make_schedule
 from meshwright.loop.config import TrainConfig
@@ -146,27 +147,14 @@ def _changes(run: Setup, facts: Mapping[str, Any], step: int) -> list[str]:
 
 def _rolled_back(events: Path, step: int) -> dict[str, Any] | None:
     """Returns where the data goes on where a run was rolled back to this checkpoint, and stopped before the next."""
-    if not events.is_file():
-        return None
-    found = None
-    for event in read_lines(events):
-        if event.get("kind") == "rollback" and event.get("to") == step:
-            found = event.get("data")
-    return found
+    lines = read_lines(events) if events.is_file() else ()
+    found = [event for event in lines if event.get("kind") == "rollback" and event.get("to") == step]
+    return found[-1].get("data") if found else None
 
 
-def was_evaluated(metrics: Path, step: int) -> bool:
-    """Says whether the log holds an evaluation of a step."""
-    if jax.process_index() != 0 or not step or not metrics.is_file():
-        return False
-    return any(line.get("step") == step and "eval/loss" in line for line in read_lines(metrics))
-
-
-def was_sampled(events: Path, step: int) -> bool:
-    """Says whether the log holds text that the model wrote when it stood at a step, trained."""
-    if jax.process_index() != 0 or not step or not events.is_file():
-        return False
-    return any(
-        (line.get("kind"), line.get("when"), line.get("step")) == ("sample", "after", step)
-        for line in read_lines(events)
-    )
+def step_in_log(path: Path, step: int, wanted: Callable[[Mapping[str, Any]], bool]) -> int | None:
+    """Returns a step if process 0's log holds a line of it that is wanted, else None."""
+    found = False
+    if jax.process_index() == 0 and step and path.is_file():
+        found = any(line.get("step") == step and wanted(line) for line in read_lines(path))
+    return step if from_first(int(found)) else None

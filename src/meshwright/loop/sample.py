@@ -74,7 +74,7 @@ class TrainingSamples:
         )
         self.sampled_at: int | None = None
 
-    def begin(self, state: Any, sampled_at: int) -> None:
+    def begin(self, state: Any, sampled_at: int | None) -> None:
         """Shows what an untrained model writes; `sampled_at` is a trained step whose text is in the log already."""
         self.sampled_at = sampled_at
         if int(state.step) == 0:

@@ -18,7 +18,7 @@ import jax
 from meshwright.checkpoint import Checkpoints, Keep
 from meshwright.checkpoint.arrays import load_ahead
 from meshwright.data import Ledger
-from meshwright.distributed.agreement import agree, as_first, from_first, together
+from meshwright.distributed.agreement import agree, as_first, together
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
@@ -38,7 +38,7 @@ from meshwright.loop.logging.run_stats import (
     run_facts,
     tokens_per_step,
 )
-from meshwright.loop.resume import Start, find_start, was_evaluated, was_sampled
+from meshwright.loop.resume import Start, find_start, step_in_log
 from meshwright.loop.run_dir import PER_PROCESS, RunFolder
 from meshwright.loop.safety.preemption import Preemption
 from meshwright.loop.safety.spike import Rollback, SpikeGuard
@@ -98,8 +98,8 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
     with setup.folder.writing():
         start.announce(setup, log)
     if samples is not None:
-        sampled_at = from_first(start.step if was_sampled(setup.folder.path / EVENTS, start.step) else -1)
-        samples.begin(start.state, sampled_at)
+        events = setup.folder.path / EVENTS
+        samples.begin(start.state, step_in_log(events, start.step, lambda line: line.get("when") == "after"))
     callbacks = [*_make_callbacks(setup, start, checkpoints, data, flops, stack), preemption]
     tell(f"training from step {start.step} to {config.run.steps} in {setup.folder.path}; the first step compiles")
     loop = Loop(setup.step, config.run.steps, log, callbacks, say=tell)
@@ -283,7 +283,7 @@ def _make_callbacks(
         callbacks.append(Rollback(spikes, checkpoints, data.reopen))
     evaluate = make_evaluation(setup)
     if evaluate is not None:
-        evaluated = from_first(start.step if was_evaluated(folder.path / METRICS, start.step) else -1)
+        evaluated = step_in_log(folder.path / METRICS, start.step, lambda line: "eval/loss" in line)
         callbacks.append(Evaluation(evaluate, options.eval_every, evaluated))
     if options.profile:
         profiler = StepProfiler(options.profile, folder.path / "profile")

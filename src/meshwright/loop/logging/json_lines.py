@@ -40,11 +40,6 @@ class JsonLines:
         """Keeps a line for the next `flush`."""
         self._waiting.append(json.dumps(plain(line), ensure_ascii=False))
 
-    @property
-    def num_waiting(self) -> int:
-        """How many lines are not written yet."""
-        return len(self._waiting)
-
     def flush(self, *, durable: bool = False) -> None:
         """Writes what waits, in one write; `durable` also waits for the disk. If that fails, all still waits."""
         if self._waiting:

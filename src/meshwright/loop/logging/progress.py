@@ -10,7 +10,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 import jax
@@ -68,9 +67,8 @@ class _Nowhere(io.TextIOBase):
 def steady(stream: TextIO | None) -> TextIO:
     """Returns a stream that raises nothing where it cannot be written; None, a closed one, is written nowhere."""
     if isinstance(cast(object, stream), Steady):
-        assert stream is not None
-        return stream
-    return cast(TextIO, Steady(stream if stream is not None else cast(TextIO, _Nowhere())))
+        return cast(TextIO, stream)
+    return cast(TextIO, Steady(stream or cast(TextIO, _Nowhere())))
 
 
 @contextlib.contextmanager
@@ -219,9 +217,7 @@ class Progress(Callback):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -245,7 +241,8 @@ class Voice:
 
     def event(self, kind: str, step: int, text: str) -> None:
         """Writes an event down, and tells it."""
-        self.log.event(kind, step, text)
+        if self.log is not None:
+            self.log.event(kind, step, text)
         self(text)
 
     def end_progress(self) -> None:

@@ -37,11 +37,10 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, *, flush_seconds: float = 10.0) -> None:
-        self.folder = folder
-        off = "tensorboard=False does without"
-        self._writers = _import("tensorboardX.event_file_writer", extra=off)
-        self._summaries = _import("tensorboardX.summary", extra=off)
-        self._protos = _import("tensorboardX.proto.event_pb2", extra=off)
+        from tensorboardX import event_file_writer, summary
+        from tensorboardX.proto import event_pb2
+
+        self.folder, self._writers, self._summaries, self._protos = folder, event_file_writer, summary, event_pb2
         self._flush_seconds = flush_seconds
         self._flush_at = 0.0
         self._file: Any = None
@@ -94,7 +93,12 @@ class _OnlineRun(abc.ABC):
     name: str
 
     def __init__(self, folder: Path, options: str | Mapping[str, Any]) -> None:
-        self._module = _import(self.name)
+        try:
+            self._module: Any = importlib.import_module(self.name)
+        except ModuleNotFoundError as error:
+            if error.name != self.name:
+                raise
+            raise MeshwrightError(f"{self.name} is not installed here.", hint=f"pip install {self.name}.") from None
         self._path = folder / IDENTITIES
         self._options = {"project": options} if isinstance(options, str) else dict(options)
         if "project" not in self._options:
@@ -166,14 +170,3 @@ def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         value = plain(value)
         if isinstance(value, int | float) and not (not prefix and name in ("step", "time")):
             yield f"{prefix}{name}", float(value)
-
-
-def _import(name: str, *, extra: str = "") -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.partition(".")[0]
-        if error.name != package:
-            raise
-        hint = f"pip install {package}" + (f"; {extra}" if extra else "") + "."
-        raise MeshwrightError(f"{package} is not installed here.", hint=hint) from None

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -76,9 +76,7 @@ class EarlySignals:
             sys.unraisablehook = self._lost
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _early
         if _early is self:
             _early = None
@@ -164,9 +162,7 @@ class Preemption(Callback):
                 raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _give_back(self._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
