@@ -92,13 +92,20 @@ class JsonLines:
         return file
 
 
-def read_lines(path: Path | str) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file, also while it is being written; a torn last line is left out."""
+def read_lines(path: Path | str, *, broken: list[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a file, also while it is being written; a torn last line is left out.
+
+    Args:
+        broken: gets the numbers of lines that are no JSON object; 0 for the torn last one.
+    """
     with Path(path).open("rb") as file:
-        for raw in file:
-            line = _parse(raw) if raw.endswith(b"\n") else None
+        for number, raw in enumerate(file, start=1):
+            is_whole = raw.endswith(b"\n")
+            line = _parse(raw) if is_whole else None
             if line is not None:
                 yield line
+            elif broken is not None:
+                broken.append(number if is_whole else 0)
 
 
 def plain(value: Any) -> Any:

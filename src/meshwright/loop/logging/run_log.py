@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from meshwright.loop.logging.json_lines import JsonLines
-from meshwright.loop.logging.trackers import TensorBoard, Tracker, Trackio, Wandb
+from meshwright.loop.logging.trackers import OnlineRun, TensorBoard, Tracker
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
@@ -71,9 +71,9 @@ class RunLog:
         if tensorboard:
             self._trackers.append(TensorBoard(self.folder / "tensorboard"))
         if wandb is not None:
-            self._trackers.append(Wandb(self.folder, wandb))
+            self._trackers.append(OnlineRun("wandb", self.folder, wandb))
         if trackio is not None:
-            self._trackers.append(Trackio(self.folder, trackio))
+            self._trackers.append(OnlineRun("trackio", self.folder, trackio))
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Notes the numbers of a step; those of jax must have been computed, or this waits for them."""
@@ -106,7 +106,7 @@ class RunLog:
             # Files first: what a tracker has seen is in them, which is how `rewind` knows.
             unsent, self._unsent = self._unsent, []
             for tracker in self._trackers:
-                self._try(type(tracker).__name__, functools.partial(_send, tracker, unsent))
+                self._try(tracker.label, functools.partial(_send, tracker, unsent))
 
     def _try(self, what: str, act: Callable[[], Any]) -> None:
         """Does what may fail while a run is fine; tells about it when that changes."""
@@ -136,7 +136,7 @@ class RunLog:
 
             dropped, broken = self._metrics.keep(wanted)
             for tracker in self._trackers:
-                self._try(type(tracker).__name__, functools.partial(tracker.rewind, step, seen))
+                self._try(tracker.label, functools.partial(tracker.rewind, step, seen))
             if broken:
                 lines = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
                 self.event("error", step, f"{METRICS} had {len(broken)} unreadable line(s), now dropped: {lines}")
@@ -152,7 +152,7 @@ class RunLog:
             self._try(METRICS, self._metrics.close)
             self._try(EVENTS, self._events.close)
             for tracker in self._trackers:
-                self._try(type(tracker).__name__, tracker.close)
+                self._try(tracker.label, tracker.close)
 
     def __enter__(self) -> Self:
         return self

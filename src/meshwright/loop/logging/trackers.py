@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import importlib
 import json
@@ -10,7 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 from meshwright.errors import MeshwrightError
 from meshwright.files import write_atomically
@@ -19,22 +18,13 @@ from meshwright.loop.logging.json_lines import plain
 IDENTITIES = "trackers.json"
 
 
-class Tracker(Protocol):
-    """What a `RunLog` needs of one."""
-
-    def metrics(self, step: int, values: Mapping[str, Any]) -> None: ...
-    def event(self, kind: str, step: int, text: str) -> None: ...
-    def rewind(self, step: int, seen: int) -> None:
-        """Steps after `step` come again; `seen` is the last of them that came before."""
-
-    def close(self) -> None: ...
-
-
 class TensorBoard:
     """Event files for TensorBoard; after a rewind a new file, whose first entry hides the steps that come again.
 
     Written through tensorboardX's own file format, without its queue: that one stops a run for good on a full disk.
     """
+
+    label = "TensorBoard"
 
     def __init__(self, folder: Path, *, flush_seconds: float = 10.0) -> None:
         from tensorboardX import event_file_writer, summary
@@ -55,6 +45,7 @@ class TensorBoard:
         self._write(step, time.time(), summary=self._summaries.text(kind, text))
 
     def rewind(self, step: int, seen: int) -> None:
+        """Steps after `step` come again; `seen` is the last of them that came before."""
         self.close()
         self._purge_step = step + 1
 
@@ -87,31 +78,29 @@ class TensorBoard:
         return self._file
 
 
-class _OnlineRun(abc.ABC):
-    """What wandb and trackio have in common: a project, and an identity kept in the run's folder."""
+class OnlineRun:
+    """A run at Weights & Biases, or in trackio; its identity is kept in the run's folder, so that it can be resumed."""
 
-    name: str
-
-    def __init__(self, folder: Path, options: str | Mapping[str, Any]) -> None:
+    def __init__(self, service: Literal["wandb", "trackio"], folder: Path, options: str | Mapping[str, Any]) -> None:
         try:
-            self._module: Any = importlib.import_module(self.name)
+            module: Any = importlib.import_module(service)
         except ModuleNotFoundError as error:
-            if error.name != self.name:
+            if error.name != service:
                 raise
-            raise MeshwrightError(f"{self.name} is not installed here.", hint=f"pip install {self.name}.") from None
-        self._path = folder / IDENTITIES
-        self._options = {"project": options} if isinstance(options, str) else dict(options)
-        if "project" not in self._options:
-            raise MeshwrightError(f"{self.name}= has no project.", hint=f'{self.name}="my-project".')
-        known = self._read()
+            raise MeshwrightError(f"{service} is not installed here.", hint=f"pip install {service}.") from None
+        self.service, self.label, self._path = service, service.capitalize(), folder / IDENTITIES
+        wanted = {"project": options} if isinstance(options, str) else dict(options)
+        if "project" not in wanted:
+            raise MeshwrightError(f"{service}= has no project.", hint=f'{service}="my-project".')
         # As few letters as wandb's own, and as unlikely to meet another run's.
-        self._identity = known.get(self.name, {"id": uuid.uuid4().hex[:12], "seen": -1})
+        self._identity = self._read().get(service, {"id": uuid.uuid4().hex[:12], "seen": -1})
         self._write()
-        self._run = self._start(folder.resolve().name, self._identity["id"])
-
-    @abc.abstractmethod
-    def _start(self, name: str, identity: str) -> Any:
-        """Starts or continues the run there."""
+        name, identity = folder.resolve().name, self._identity["id"]
+        if service == "wandb":
+            usual = {"name": name, "dir": str(folder), "id": identity}
+        else:  # trackio knows runs by their names
+            usual = {"name": f"{name}-{identity}"}
+        self._run = module.init(**usual | wanted, resume="allow")
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         # Their steps only go forward; what they have seen they keep.
@@ -133,27 +122,10 @@ class _OnlineRun(abc.ABC):
         return dict(json.loads(self._path.read_text())) if self._path.exists() else {}
 
     def _write(self) -> None:
-        write_atomically(self._path, json.dumps(self._read() | {self.name: self._identity}).encode())
+        write_atomically(self._path, json.dumps(self._read() | {self.service: self._identity}))
 
 
-class Wandb(_OnlineRun):
-    """A run at Weights & Biases."""
-
-    name = "wandb"
-
-    def _start(self, name: str, identity: str) -> Any:
-        options = {"name": name, "dir": str(self._path.parent)} | self._options
-        return self._module.init(**options, id=identity, resume="allow")
-
-
-class Trackio(_OnlineRun):
-    """A run in trackio, which knows runs by their name."""
-
-    name = "trackio"
-
-    def _start(self, name: str, identity: str) -> Any:
-        options = {"name": f"{name}-{identity}"} | self._options
-        return self._module.init(**options, resume="allow")
+Tracker = TensorBoard | OnlineRun
 
 
 def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
