@@ -45,6 +45,11 @@ class Callback:
 
     The loop calls the hooks of all its callbacks in their order. `loop` shows where it stands (`number`, `state`,
     `batches`) and what a callback can do there (`tell`, `timed`, `log`).
+
+    Example:
+        >>> class StopWhenGood(Callback):
+        ...     def wants_stop(self, loop):
+        ...         return loop.last_metrics.get("loss", 9.0) < 0.1
     """
 
     def before_step(self, loop: Loop) -> None:
