@@ -14,8 +14,7 @@ from meshwright.errors import CheckpointError, ConfigError, DataError, Meshwrigh
 from meshwright.loop import setup
 from meshwright.loop.callbacks import Callback, StepLog, StepRecord
 from meshwright.loop.fit import Loop
-from meshwright.loop.logging.json_lines import read_lines
-from meshwright.loop.logging.run_log import RunLog
+from meshwright.loop.logging.run_log import RunLog, read_lines
 from meshwright.loop.run import train
 
 QUIET = {"say": lambda text: None}

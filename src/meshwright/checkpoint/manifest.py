@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -207,10 +207,14 @@ def dtype_name(dtype: Any) -> str:
     return f"key<{key_impl(dtype)}>" if is_key(dtype) else str(dtype)
 
 
-def current_versions() -> dict[str, str]:
-    """Returns the versions of what wrote a checkpoint."""
+PACKAGES = ("meshwright", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "tensorstore", "grain")
+"""Packages that decide what a run computes, and how it is stored."""
+
+
+def current_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Returns the versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
-    for name in ("meshwright", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tensorstore"):
+    for name in packages:
         with contextlib.suppress(PackageNotFoundError):  # of a source tree that is not installed
             found[name] = version(name)
     return found

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshwright.checkpoint.manifest import current_versions
 from meshwright.errors import MeshError
 from meshwright.layout import format_bytes, make_layout
 from meshwright.layout.leaf import text_table
-from meshwright.loop.logging.run_stats import versions
 from meshwright.mesh.build import create_mesh
 from meshwright.rules import P
 
@@ -81,7 +81,7 @@ def doctor(num_cpu_devices: int = 8, json: bool = False) -> int:
 
 def examine(num_cpu_devices: int = 8) -> Examination:
     """Starts JAX and looks around."""
-    found = versions(_PACKAGES)
+    found = current_versions(_PACKAGES)
     with contextlib.suppress(RuntimeError):  # JAX may already be running, with the devices it has
         # Only the CPU backend reads this; an accelerator is still preferred where there is one.
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
@@ -143,7 +143,7 @@ def _command(what: str, program: str, fix: str) -> Ability:
 
 def _package(what: str, name: str, packages: Sequence[str], fix: str) -> Ability:
     """Returns an ability that one of some packages gives."""
-    found = [version for package, version in versions(packages).items() if package != "python"]
+    found = [version for package, version in current_versions(packages).items() if package != "python"]
     return Ability(
         what, bool(found), f"{name} {found[0]}" if found else f"{name} is not installed", "" if found else fix
     )

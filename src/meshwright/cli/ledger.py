@@ -38,7 +38,7 @@ def ledger(run: Annotated[str, tyro.conf.Positional], /, upto_step: int | None =
 def _steps_done(run: Path) -> set[int]:
     """Returns the steps that a run's metrics and checkpoints show; what cannot be read there shows none."""
     from meshwright.checkpoint.retention import finished_steps
-    from meshwright.loop.logging.json_lines import read_lines
+    from meshwright.loop.logging.run_log import read_lines
 
     done: list[Any] = []
     with contextlib.suppress(OSError, CheckpointError):

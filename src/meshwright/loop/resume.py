@@ -17,8 +17,7 @@ from meshwright.distributed.agreement import from_first
 from meshwright.errors import ConfigError
 from meshwright.loop.choices import make_schedule
 from meshwright.loop.config import TrainConfig
-from meshwright.loop.logging.json_lines import read_lines
-from meshwright.loop.logging.run_log import EVENTS, RunLog
+from meshwright.loop.logging.run_log import EVENTS, RunLog, read_lines
 from meshwright.loop.logging.run_stats import checkpoint_facts
 from meshwright.loop.run_dir import NOT_OF_THE_RUN
 from meshwright.train import RunState, init_state

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import json
 import math
-import platform
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from meshwright.checkpoint.manifest import model_fact
+from meshwright.checkpoint.manifest import current_versions, model_fact
 from meshwright.hardware.chips import chip_of
 from meshwright.hardware.flops import count_flops
 from meshwright.loop.choices import make_schedule
@@ -22,8 +18,6 @@ from meshwright.train.job import abstract_init
 
 if TYPE_CHECKING:
     from meshwright.loop.setup import Setup
-
-PACKAGES = ("meshwright", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "grain")
 
 
 def run_facts(run: Setup, flops: float | None) -> dict[str, Any]:
@@ -37,7 +31,7 @@ def run_facts(run: Setup, flops: float | None) -> dict[str, Any]:
         "devices": [device.device_kind for device in devices],
         "device_kind": devices[0].device_kind,
         "num_processes": jax.process_count(),
-        "versions": versions(),
+        "versions": current_versions(),
         "num_params": num_params(run.job),
         "flops_per_token": None if flops is None or not tokens else flops / tokens,
         "peak_flops": None if peak is None else peak / len(devices),
@@ -49,20 +43,6 @@ def checkpoint_facts(run: Setup) -> dict[str, Any]:
     """Returns what is written beside each checkpoint, apart from the position in the data."""
     model = model_fact(run.model) if run.model is not None else run.config.model.job
     return {"config": run.config.flat(), "model": model, "precision": run.precision}
-
-
-def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Returns the versions of Python and of packages, by default those that decide what a run computes.
-
-    Example:
-        >>> "jax" in versions()
-        True
-    """
-    found = {"python": platform.python_version()}
-    for name in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def num_params(job: Any) -> int:

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from meshwright.errors import MeshwrightError
 from meshwright.files import write_atomically
-from meshwright.loop.logging.json_lines import plain
 
 IDENTITIES = "trackers.json"
 
@@ -142,3 +143,23 @@ def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         value = plain(value)
         if isinstance(value, int | float) and not (not prefix and name in ("step", "time")):
             yield f"{prefix}{name}", float(value)
+
+
+def plain(value: Any) -> Any:
+    """Returns a value as JSON has it: numbers of numpy and jax as Python's, which lose nothing.
+
+    Numbers that are not finite are written as Python writes them, `NaN` and `Infinity`, which `json.loads` reads.
+
+    Example:
+        >>> plain({"loss": np.float32(0.1), "seconds": {"step": 2}, "mesh": ("dp", 8)})
+        {'loss': 0.10000000149011612, 'seconds': {'step': 2}, 'mesh': ['dp', 8]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        array = np.asarray(value)
+        # numpy has no way from bfloat16 to Python's numbers but through a wider one, which holds it exactly.
+        return (array if array.dtype.kind in "biuf" else array.astype(np.float32)).tolist()
+    return str(value) if isinstance(value, Path) else value

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.loop.logging.json_lines import read_lines
+from meshwright.loop.logging.run_log import read_lines
 
 
 @dataclass
