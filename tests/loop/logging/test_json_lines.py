@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.loop.logging import run_log
 from meshwright.loop.logging.run_log import JsonLines, read_lines
 from meshwright.loop.logging.trackers import plain
 
@@ -128,7 +127,7 @@ def test_a_kill_while_cutting_back_leaves_the_old_file_or_the_new_one(tmp_path, 
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(run_log.os if name == "fsync" else run_log.Path, name, killed)
+            patch.setattr(os, name, killed)
             lines = JsonLines(path)
             with pytest.raises(KeyboardInterrupt):
                 lines.keep(lambda line: line["step"] <= 2)
