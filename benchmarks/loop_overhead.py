@@ -24,8 +24,19 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", args.devices)
     import meshwright as mw
     from meshwright.data import Batches, Rows, load_tokenizer, open_documents, prepare_tokens
-    from meshwright.loop import Loop, Preemption, Progress, RunLog, Watchdog, fit, make_model, make_optimizer
+    from meshwright.loop import (
+        Loop,
+        Preemption,
+        Progress,
+        RunLog,
+        SkippedSteps,
+        StepLog,
+        Watchdog,
+        make_model,
+        make_optimizer,
+    )
     from meshwright.loop.config import OptimizerOptions
+    from meshwright.loop.fit import fit
     from meshwright.train import NonFiniteGuard, init_state, language_job, make_train_step, state_layout
 
     model = make_model(args.model)
@@ -54,17 +65,10 @@ def main() -> None:
                     state, metrics = step._jit(state, ready[number % len(ready)])
                 jax.block_until_ready(metrics)
                 bare.append((time.perf_counter() - began) / args.steps)
-                loop = Loop(
-                    step=step,
-                    num_steps=int(state.step) + args.steps,
-                    log=log,
-                    progress=Progress(10**6, stream=io.StringIO(), plain_seconds=1.0),
-                    guard=guard,
-                    preemption=preemption,
-                    watchdog=watchdog,
-                    flops_per_step=1e12,
-                    peak_flops=1e15,
-                )
+                progress = Progress(10**6, stream=io.StringIO(), plain_seconds=1.0)
+                stats = StepLog(flops_per_step=1e12, peak_flops=1e15)
+                callbacks = [watchdog, stats, SkippedSteps(guard), progress, preemption]
+                loop = Loop(step, int(state.step) + args.steps, log, callbacks)
                 source = batches(turn * args.steps * args.rows)
                 began = time.perf_counter()
                 state = fit(loop, state, source).state

@@ -129,12 +129,10 @@ def test_doctor_json(cli):
 
 
 def test_doctor_reports_what_is_broken(cli, monkeypatch):
-    from meshwright.cli import doctor
-
-    def fail():
+    def fail(*args):
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(doctor, "_self_check", fail)
+    monkeypatch.setattr("meshwright.cli.doctor.make_layout", fail)
     code, out, _ = cli("doctor")
     assert code == 1
     assert "self-check FAILED: RuntimeError: no memory left" in out

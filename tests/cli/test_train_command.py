@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from meshwright.cli import main
-from meshwright.cli.train import base_config
 from meshwright.loop.config import PRESETS, TrainConfig, preset
 
 
@@ -50,14 +49,22 @@ def test_every_option_is_a_flag(cli):
         assert f"--{name.replace('_', '-')}" in out + err, name
 
 
-def test_resuming_starts_from_the_options_of_the_run(tmp_path):
+def test_resuming_starts_from_the_options_of_the_run(cli, tmp_path):
+    def options(*args):
+        code, out, err = cli("train", *args, "--print-config")
+        assert (code, err) == (0, "")
+        return TrainConfig().changed(yaml.safe_load(out))
+
     (tmp_path / "config.yaml").write_text(preset("smoke").to_yaml())
-    assert base_config(["train", "--run", str(tmp_path), "--resume"]) == preset("smoke")
+    here = {"run": str(tmp_path), "resume": True}
+    assert options("--run", str(tmp_path), "--resume") == preset("smoke").changed(here)
+    # What is given on the command line counts, also where it is the default of another preset or of none.
+    assert options("--run", str(tmp_path), "--resume", "--steps", "300").run.steps == 300
     # One command starts and resumes: what the run has become counts, not what it was started with.
-    again = ["train", "--preset", "small", "--run", str(tmp_path), "--resume", "--or-start"]
-    assert base_config(again) == preset("smoke")
-    new = ["--run", str(tmp_path / "new"), "--resume", "--or-start"]
-    assert base_config(["train", "--preset", "small", *new]) == preset("small")
+    again = ("--preset", "small", f"--run={tmp_path}", "--resume", "--or-start")
+    assert options(*again) == preset("smoke").changed({**here, "or_start": True})
+    new = {"run": str(tmp_path / "new"), "resume": True, "or_start": True}
+    assert options("--preset", "small", "--run", new["run"], "--resume", "--or-start") == preset("small").changed(new)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +78,7 @@ def test_resuming_starts_from_the_options_of_the_run(tmp_path):
         (("--model", "decoder-tinny"), "did you mean 'decoder-tiny'"),
         (("--data", "no/such/*.txt"), "no/such"),
         (("--job", "no.such.module:job"), "there is no module"),
-        (("--mesh", "dp:3"), "3"),
+        (("--mesh", "dp:3"), "error: dp=3 = 3 of 8 devices."),
         (("--mesh", "fdsp:8"), "axis 'fdsp' splits nothing of this job"),
         (("--batch-size", "6", "--mesh", "dp:8"), "6 rows cannot be split over 8"),
     ],

@@ -4,7 +4,7 @@ import optax
 import pytest
 
 from meshwright.errors import MeshError
-from meshwright.loop.mesh_choice import choose_mesh
+from meshwright.loop.choices import choose_mesh
 from meshwright.mesh import create_abstract_mesh
 from meshwright.models import Decoder
 from meshwright.train import language_job, state_layout

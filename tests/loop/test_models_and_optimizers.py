@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 
+from meshwright.checkpoint.manifest import model_fact
 from meshwright.errors import ConfigError
+from meshwright.loop.choices import decayed, make_model, make_optimizer, make_schedule, model_names
 from meshwright.loop.config import OptimizerOptions
-from meshwright.loop.model_choice import make_model, model_names
-from meshwright.loop.optimizers import decayed, make_optimizer, make_schedule
-from meshwright.loop.resume import _what_must_match
+from meshwright.loop.resume import what_must_match
 
 
 def test_options_change_fields_by_their_kind():
@@ -52,8 +52,9 @@ def test_every_model_has_rules_for_every_parameter():
 def test_a_checkpoint_of_an_xlstm_with_another_chunk_size_is_of_the_same_model():
     now, before = make_model("xlstm-125m"), make_model("xlstm-125m", ("chunk_size=64",))
     assert "chunk_size=None" in repr(now)  # before None there was 64, which checkpoints hold
-    assert _what_must_match(repr(now)) == _what_must_match(repr(before))
-    assert _what_must_match(repr(now)) != _what_must_match(repr(make_model("xlstm-125m", ("num_heads=8",))))
+    assert what_must_match(repr(before), now) == what_must_match(model_fact(now), now)
+    other = make_model("xlstm-125m", ("num_heads=8",))
+    assert what_must_match(repr(before), other) != what_must_match(model_fact(other), other)
 
 
 def test_norms_do_not_decay():

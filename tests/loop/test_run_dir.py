@@ -1,6 +1,7 @@
 """A run's folder: which may hold a run, and what is said where it cannot be written."""
 
 import errno
+from pathlib import Path
 
 import pytest
 
@@ -42,10 +43,10 @@ def test_a_file_is_no_folder(tmp_path):
 
 
 def test_a_folder_that_may_not_be_written_is_told(tmp_path, monkeypatch):
-    def refuse(self):
+    def refuse(self, *args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(RunFolder, "_take_lock", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(
         ConfigError, match=r"run cannot be written: Permission denied.\nhint: name a folder that you may"
     ):

@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 from meshwright.checkpoint import Checkpoints
+from meshwright.checkpoint.manifest import model_fact
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, TrainingError
-from meshwright.loop import fit as loop_module
+from meshwright.loop import setup
+from meshwright.loop.callbacks import Callback, StepLog, StepRecord
+from meshwright.loop.fit import Loop
+from meshwright.loop.logging.run_log import RunLog, read_lines
 from meshwright.loop.run import train
 
 QUIET = {"say": lambda text: None}
@@ -28,7 +32,7 @@ def values(steps):
     return [(line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"]) for line in steps]
 
 
-class StopAt:
+class StopAt(Callback):
     """Asks a run to stop at given steps, as SIGTERM does."""
 
     def __init__(self, *steps):
@@ -40,14 +44,14 @@ class StopAt:
     def __exit__(self, *_):
         pass
 
-    def requested(self, step):
-        return step in self.steps
+    def wants_stop(self, loop):
+        return loop.ticks in self.steps
 
 
 @pytest.fixture
 def stop_at(monkeypatch):
     def stop(*steps):
-        monkeypatch.setattr("meshwright.loop.run.Preemption", lambda: StopAt(*steps))
+        monkeypatch.setattr("meshwright.loop.setup.Preemption", lambda: StopAt(*steps))
 
     return stop
 
@@ -122,7 +126,7 @@ def test_a_run_goes_on_elsewhere(make_config, read_run, straight, stop_at, tmp_p
     train(config.changed({"resume": True, **changes}), say=said.append)
     again, _, _ = read_run(fit_folder(config))
     np.testing.assert_allclose(again[5]["loss"], steps[5]["loss"], rtol=1e-5)
-    assert any("resharded" in line or "mesh" in line for line in said)
+    assert any("resharded" in line for line in said)
     assert int(before.state.step) == 5
 
 
@@ -144,11 +148,14 @@ def test_a_step_after_the_last_checkpoint_is_computed_again(make_config, read_ru
 def test_a_run_without_a_checkpoint_starts_again(make_config, read_run, monkeypatch):
     config = make_config()
 
-    def broken(self):
-        raise RuntimeError("the machine went away")
+    class Breaks(StopAt):
+        def wants_stop(self, loop):
+            if loop.number == 2:
+                raise RuntimeError("the machine went away")
+            return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module._Fit, "after_step", lambda self: broken(self) if self.number == 2 else False)
+        patch.setattr("meshwright.loop.setup.Preemption", Breaks)
         with pytest.raises(RuntimeError, match="went away"):
             train(config, **QUIET)
     result = train(config.changed({"resume": True, "steps": 4}), **QUIET)
@@ -184,14 +191,14 @@ def test_epochs_end_a_run_everywhere_at_once(make_config, read_run):
 
 def test_sigterm_saves_and_stops(make_config, monkeypatch):
     config = make_config(steps=500, eval_every=0, checkpoint_every=0)
-    describe = loop_module._Fit.describe
 
-    def raise_at_five(self, number, *rest):
-        if number == 5:
-            signal.raise_signal(signal.SIGTERM)
-        return describe(self, number, *rest)
+    class SignalsAtFive(StepLog):
+        def on_metrics(self, loop, record):
+            if record.number == 5:
+                signal.raise_signal(signal.SIGTERM)
+            super().on_metrics(loop, record)
 
-    monkeypatch.setattr(loop_module._Fit, "describe", raise_at_five)
+    monkeypatch.setattr("meshwright.loop.setup.StepLog", SignalsAtFive)
     result = train(config, **QUIET)
     assert result.why == "preempted"
     assert result.step == 6  # the one that was running when the signal came
@@ -236,6 +243,32 @@ def test_wrong_folders_are_refused_and_nothing_is_lost(make_config, stop_at):
     # A run that is complete only writes its end again.
     result = train(config.changed({"resume": True, "steps": 3}), **QUIET)
     assert (result.why, result.step, result.saved) == ("finished", 3, True)
+
+
+def older_text(model):
+    """The model as checkpoints held it before: its `repr`, from a time when it had a field less."""
+    return repr(model).replace(", attention_soft_cap=None", "").replace("dropout=0.1", "dropout=0.0")
+
+
+def older_fields(model):
+    fact = model_fact(model)
+    del fact["fields"]["attention_soft_cap"]
+    return fact
+
+
+@pytest.mark.parametrize("older", [older_text, older_fields])
+def test_checkpoints_of_a_model_with_fewer_fields_are_resumed(make_config, stop_at, monkeypatch, older):
+    config = make_config(steps=2, checkpoint_every=0, eval_every=0)
+    stop_at(1)
+    with monkeypatch.context() as patch:
+        facts = setup.checkpoint_facts
+        patch.setattr(setup, "checkpoint_facts", lambda run: facts(run) | {"model": older(run.model)})
+        train(config, **QUIET)
+    stop_at()
+    sizes = [*config.model.model_options, "attention_soft_cap=30.0"]
+    with pytest.raises(ConfigError, match=r"another model.\n  there: Decoder\(.*\)\n  here: .*attention_soft_cap=30.0"):
+        train(config.changed({"resume": True, "model_options": sizes}), **QUIET)
+    assert train(config.changed({"resume": True}), **QUIET).step == 2
 
 
 def test_one_command_starts_a_run_and_goes_on_with_it(make_config, read_run, stop_at):
@@ -302,7 +335,7 @@ def test_a_save_that_fails_is_not_called_written(make_config, stop_at, monkeypat
 def test_an_end_that_is_not_saved_is_told_last_and_the_page_does_not_hide_it(make_config, read_run, monkeypatch):
     save = Checkpoints.save
     monkeypatch.setattr(Checkpoints, "save", lambda self, *a, step, **k: step < 4 and save(self, *a, step=step, **k))
-    monkeypatch.setattr("meshwright.loop.report.run_page._write", _refuse)
+    monkeypatch.setattr("meshwright.loop.report.build_report", _refuse)
     said = []
     config = make_config(steps=4, checkpoint_every=2, eval_every=0, report=True)
     result = train(config, say=said.append)
@@ -318,7 +351,7 @@ def test_an_end_that_is_not_saved_is_told_last_and_the_page_does_not_hide_it(mak
     assert read_run(folder)[2][-1]["kind"] == "error"
 
 
-def _refuse(path, text):
+def _refuse(folder):
     raise MeshwrightError("the disk is full.", hint="name another file with --out.")
 
 
@@ -347,17 +380,14 @@ def test_a_resume_that_is_refused_changes_nothing(make_config, stop_at):
 
 
 def test_a_disk_that_is_full_at_the_start_is_an_error_with_a_hint(make_config, monkeypatch):
-    def full(self, *args, **kwargs):
-        write_bytes(self, b"half")
+    def full(path, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    write_bytes = Path.write_bytes
     config = make_config(steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
+        patch.setattr("meshwright.loop.run_dir.write_atomically", full)
         with pytest.raises(ConfigError, match=r"cannot be written: No space left on device.\nhint: free some space"):
             train(config, **QUIET)
-    assert not list(fit_folder(config).glob(".config*"))
     assert train(config, **QUIET).step == 2  # what the attempt left is not in the way
 
 
@@ -367,11 +397,12 @@ def test_steps_to_trace_that_never_come_are_told(make_config):
     assert not fit_folder(make_config()).exists()
 
 
-def test_skipped_steps_do_not_move_the_schedule(make_config):
-    fitting = loop_module._Fit.__new__(loop_module._Fit)
-    fitting.loop = loop_module.Loop(step=None, num_steps=9, log=None, learning_rates=np.arange(9) / 10)
-    told = fitting.describe(5, {"loss": 1.0, "skipped": 2}, 1.0, {})
-    assert told["learning_rate"] == 0.2
+def test_skipped_steps_do_not_move_the_schedule(tmp_path):
+    record = StepRecord(5, {"loss": 1.0, "skipped": 2}, first_row=0, seconds=1.0, spent={})
+    with RunLog(tmp_path, tensorboard=False) as log:
+        StepLog(np.arange(9) / 10).on_metrics(Loop(None, 9, log), record)
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    assert (line["step"], line["learning_rate"]) == (5, 0.2)
 
 
 JOBS = """

@@ -6,10 +6,11 @@ It is written last. A step without one is unfinished, and a step with one is who
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -206,10 +207,14 @@ def dtype_name(dtype: Any) -> str:
     return f"key<{key_impl(dtype)}>" if is_key(dtype) else str(dtype)
 
 
-def current_versions() -> dict[str, str]:
-    """Returns the versions of what wrote a checkpoint."""
+PACKAGES = ("meshwright", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "tensorstore", "grain")
+"""Packages that decide what a run computes, and how it is stored."""
+
+
+def current_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Returns the versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
-    for name in ("meshwright", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tensorstore"):
+    for name in packages:
         with contextlib.suppress(PackageNotFoundError):  # of a source tree that is not installed
             found[name] = version(name)
     return found
@@ -232,3 +237,26 @@ def _dump(body: Mapping[str, Any]) -> str:
 
 def _hash(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(_dump(body).encode()).hexdigest()
+
+
+def model_fact(model: Any) -> dict[str, Any]:
+    """Returns a model as facts hold it under `model`: its class and its fields, of which a later class may have more.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> model_fact(Decoder.named("tiny"))["fields"]["num_layers"]
+        2
+    """
+    return {"class": type(model).__name__, "fields": plain_facts(dataclasses.asdict(model))}
+
+
+def model_text(fact: Any) -> str | None:
+    """Returns a model's fact as text, such as `Decoder(num_layers=2)`, which is all that older checkpoints hold.
+
+    Example:
+        >>> model_text({"class": "Decoder", "fields": {"num_layers": 2}})
+        'Decoder(num_layers=2)'
+    """
+    if isinstance(fact, Mapping):
+        return f"{fact['class']}({', '.join(f'{name}={value!r}' for name, value in fact['fields'].items())})"
+    return fact if isinstance(fact, str) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from meshwright.errors import MeshwrightError
 
@@ -28,11 +29,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(args: list[str]) -> int | None:
-    try:
-        import tyro
-    except ModuleNotFoundError:
-        print("error: the command line needs tyro.\nhint: pip install tyro rich", file=sys.stderr)
-        return 1
+    import tyro
 
     from meshwright.cli.checkpoint import checkpoint
     from meshwright.cli.doctor import doctor
@@ -41,13 +38,13 @@ def _run(args: list[str]) -> int | None:
     from meshwright.cli.plan import join_words
     from meshwright.cli.report import report
     from meshwright.cli.rules import rules
-    from meshwright.cli.train import make_train
+    from meshwright.cli.train import train
     from meshwright.cli.verify import verify
 
     try:
         code: int | None = tyro.extras.subcommand_cli_from_dict(
             {
-                "train": make_train(args),
+                "train": train,
                 **PLAN_COMMANDS,
                 "report": report,
                 "checkpoint": checkpoint,
@@ -80,3 +77,13 @@ def _interrupted(error: KeyboardInterrupt) -> int:
     print(f"stopped by {error} before the run began" if asked else "interrupted", file=steady(sys.stderr), flush=True)
     let_go(sys.stderr)
     return EXIT_PREEMPTED if asked else EXIT_INTERRUPTED
+
+
+def show(thing: Any) -> None:
+    """Prints something with a plain and a rich form: rich on a terminal, plain text into a pipe."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(thing, highlight=False, markup=False)
+    else:
+        print(thing)

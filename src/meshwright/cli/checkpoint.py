@@ -141,7 +141,7 @@ def convert(
     tell = functools.partial(print, file=sys.stderr, flush=True)
     options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": shard_bytes, "tell": tell}
     if model is not None:
-        from meshwright.loop.model_choice import make_model
+        from meshwright.loop.choices import make_model
 
         options["model"] = make_model(model, model_options)
     if step is None and not _is_step(source):

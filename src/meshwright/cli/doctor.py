@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json as json_module
-import platform
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from meshwright.checkpoint.manifest import current_versions
 from meshwright.errors import MeshError
 from meshwright.layout import format_bytes, make_layout
 from meshwright.layout.leaf import text_table
@@ -20,6 +20,7 @@ from meshwright.mesh.build import create_mesh
 from meshwright.rules import P
 
 _PACKAGES = ("meshwright", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "rich", "tyro")
+_CUDA = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def doctor(num_cpu_devices: int = 8, json: bool = False) -> int:
 
 def examine(num_cpu_devices: int = 8) -> Examination:
     """Starts JAX and looks around."""
-    versions = {"python": platform.python_version()} | {name: v for name in _PACKAGES if (v := _version(name))}
+    found = current_versions(_PACKAGES)
     with contextlib.suppress(RuntimeError):  # JAX may already be running, with the devices it has
         # Only the CPU backend reads this; an accelerator is still preferred where there is one.
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
@@ -90,7 +91,7 @@ def examine(num_cpu_devices: int = 8) -> Examination:
     except Exception as error:  # whatever breaks here is the finding
         devices, check, healthy = [], f"FAILED: {type(error).__name__}: {error}", False
     name = jax.default_backend() if devices else "no backend"
-    return Examination(versions, name, devices, _abilities(name, len(devices)), check, healthy)
+    return Examination(found, name, devices, _abilities(name, len(devices)), check, healthy)
 
 
 def _describe(device: Any) -> dict[str, Any]:
@@ -117,9 +118,6 @@ def _self_check() -> str:
 
 
 def _abilities(backend: str, num_devices: int) -> list[Ability]:
-    tpu = _version("libtpu")
-    cuda = _version("jax-cuda13-plugin") or _version("jax-cuda12-plugin")
-    ray = _version("ray")
     accelerated = backend in ("gpu", "tpu")
     return [
         Ability(
@@ -130,26 +128,11 @@ def _abilities(backend: str, num_devices: int) -> list[Ability]:
         ),
         Ability("train on simulated devices", backend == "cpu", f"{num_devices} {backend} device(s)"),
         Ability("plan layouts for any mesh", True, "needs no device"),
-        Ability(
-            "compile for TPUs",
-            bool(tpu),
-            f"libtpu {tpu}" if tpu else "libtpu is not installed",
-            "" if tpu else 'pip install "meshwright[tpu]"',
-        ),
-        Ability(
-            "compile for GPUs",
-            bool(cuda),
-            f"CUDA plugin {cuda}" if cuda else "JAX's CUDA plugin is not installed",
-            "" if cuda else 'pip install "meshwright[gpu]"',
-        ),
+        _package("compile for TPUs", "libtpu", ("libtpu",), 'pip install "meshwright[tpu]"'),
+        _package("compile for GPUs", "JAX's CUDA plugin", _CUDA, 'pip install "meshwright[gpu]"'),
         _command("launch with Slurm", "srun", "install Slurm's client tools, or run on a login node"),
         _command("launch with MPI", "mpirun", "install Open MPI (Debian: openmpi-bin)"),
-        Ability(
-            "launch with Ray",
-            bool(ray),
-            f"ray {ray}" if ray else "ray is not installed",
-            "" if ray else "pip install ray",
-        ),
+        _package("launch with Ray", "ray", ("ray",), "pip install ray"),
     ]
 
 
@@ -158,8 +141,9 @@ def _command(what: str, program: str, fix: str) -> Ability:
     return Ability(what, found, f"{program} is {'' if found else 'not '}on the PATH", "" if found else fix)
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _package(what: str, name: str, packages: Sequence[str], fix: str) -> Ability:
+    """Returns an ability that one of some packages gives."""
+    found = [version for package, version in current_versions(packages).items() if package != "python"]
+    return Ability(
+        what, bool(found), f"{name} {found[0]}" if found else f"{name} is not installed", "" if found else fix
+    )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from meshwright.cli.output import show
+from meshwright.cli import show
 from meshwright.errors import CheckpointError
 
 
@@ -39,18 +38,11 @@ def ledger(run: Annotated[str, tyro.conf.Positional], /, upto_step: int | None =
 def _steps_done(run: Path) -> set[int]:
     """Returns the steps that a run's metrics and checkpoints show; what cannot be read there shows none."""
     from meshwright.checkpoint.retention import finished_steps
+    from meshwright.loop.logging.run_log import read_lines
 
-    done: set[int] = set()
-    lines: list[bytes] = []
+    done: list[Any] = []
     with contextlib.suppress(OSError, CheckpointError):
-        done |= set(finished_steps(run / "checkpoints"))
+        done += finished_steps(run / "checkpoints")
     with contextlib.suppress(OSError):
-        lines = (run / "metrics.jsonl").read_bytes().split(b"\n")
-    for line in lines:
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):  # cut by a kill
-            continue
-        if type(step) is int:
-            done.add(step)
-    return {step for step in done if step > 0}
+        done += [line.get("step") for line in read_lines(run / "metrics.jsonl")]
+    return {step for step in done if type(step) is int and step > 0}

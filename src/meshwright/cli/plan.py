@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from meshwright.cli.output import show
+from meshwright.cli import show
 from meshwright.errors import ConfigError, JobError
 from meshwright.mesh.string import parse_mesh
 from meshwright.plan.compiled.compile import Compiled, CompileError, compile_step
@@ -249,7 +249,7 @@ class _Planner:
     def _load(self) -> Any:
         if self.subject.job is not None:
             return load_job(self.subject.job)
-        from meshwright.loop.model_choice import make_model
+        from meshwright.loop.choices import make_model
         from meshwright.train.language_job import language_job
 
         assert self.subject.model is not None

@@ -8,7 +8,7 @@ from typing import Annotated
 import jax
 import tyro
 
-from meshwright.cli.output import show
+from meshwright.cli import show
 from meshwright.errors import JobError
 from meshwright.layout import Layout, explain_layout
 from meshwright.mesh.build import create_abstract_mesh

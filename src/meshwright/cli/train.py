@@ -2,81 +2,102 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
+import inspect
+import itertools
 import os
+import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+import typing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import tyro
 
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.loop.config import TrainConfig, preset, read_config
+from meshwright.loop.config import TrainConfig, preset_options, read_options
 
 
-def make_train(args: Sequence[str]) -> Callable[..., int]:
-    """Returns the command, whose defaults are those of the preset, the file and the run that `args` name."""
-    try:
-        base, problem = base_config(args), None
-    except ConfigError as error:  # told when the command runs, so that `--help` always works
-        base, problem = TrainConfig(), error
-
-    def train(
-        options: Annotated[TrainConfig, tyro.conf.OmitArgPrefixes] = base,
-        preset: str | None = None,
-        config: str | None = None,
-        print_config: bool = False,
-    ) -> int:
-        """Train a language model on text, on all devices; ends in a report page and the command to go on.
-
-        Without options: a small byte-level decoder on the sources of Python's standard library, in about two minutes
-        on a laptop's CPU, which plays eight devices. Exits with 0 at the end, and with 75 where it was asked to stop
-        (SIGTERM, Ctrl-C) and can be resumed.
-
-        Args:
-            preset: a set of options by name: small, smoke, xlstm-small, decoder-125m, decoder-1b.
-            config: a YAML file of options; those on the command line win.
-            print_config: print all options as a YAML file, and stop.
-        """
-        del preset, config  # `base_config` used them
-        if problem is not None:
-            raise problem
-        options.check()
-        if print_config:
-            print(options.to_yaml(), end="")
-            return 0
-        return run(options)
-
-    return train
+def _field_help(group: type) -> dict[str, str]:
+    """Returns the text below each field of a group of options."""
+    (definition,) = ast.parse(inspect.getsource(group)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        ast.unparse(item.target): inspect.cleandoc(ast.literal_eval(text.value)).replace("\n", " ")
+        for item, text in itertools.pairwise(definition.body)
+        if isinstance(item, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
-def base_config(args: Sequence[str]) -> TrainConfig:
+def _command_line(group: type) -> Any:
+    """Returns the options of a group as a dict type in which all are optional, so that only given ones are in it."""
+    kinds, texts, fields = typing.get_type_hints(group), _field_help(group), {}
+    for item in dataclasses.fields(group):
+        default = shlex.join(item.default) if isinstance(item.default, tuple) else shlex.quote(str(item.default))
+        about = tyro.conf.arg(help=texts[item.name], help_behavior_hint=f"(default: {default})")
+        fields[item.name] = Annotated[kinds[item.name], about]
+    made = typing.TypedDict(group.__name__, fields, total=False)  # type: ignore[misc]
+    made.__doc__ = group.__doc__
+    return made
+
+
+if TYPE_CHECKING:
+    Given = dict[str, dict[str, Any]]
+else:
+    _GROUPS = typing.get_type_hints(TrainConfig)
+    Given = typing.TypedDict("Given", {name: _command_line(group) for name, group in _GROUPS.items()})
+
+
+def train(
+    options: Annotated[Given, tyro.conf.OmitArgPrefixes],
+    preset: str | None = None,
+    config: str | None = None,
+    print_config: bool = False,
+) -> int:
+    """Train a language model on text, on all devices; ends in a report page and the command to go on.
+
+    Without options: a small byte-level decoder on the sources of Python's standard library, in about two minutes
+    on a laptop's CPU, which plays eight devices. Exits with 0 at the end, and with 75 where it was asked to stop
+    (SIGTERM, Ctrl-C) and can be resumed.
+
+    Args:
+        preset: a set of options by name: small, smoke, xlstm-small, decoder-125m, decoder-1b.
+        config: a YAML file of options; those on the command line win.
+        print_config: print all options as a YAML file, and stop.
+    """
+    given = {name: value for group in options.values() for name, value in group.items()}
+    chosen = TrainConfig().changed({**_base(given, preset, config), **given})
+    if print_config:
+        print(chosen.to_yaml(), end="")
+        return 0
+    return run(chosen)
+
+
+def _base(given: dict[str, Any], preset: str | None, file: str | None) -> dict[str, Any]:
     """Returns the options before those of the command line: of the run to resume, a preset, a file."""
-    run_folder, resume = _value(args, "run"), "--resume" in args
-    or_start = any(arg in ("--or-start", "--or_start") for arg in args)
-    base = TrainConfig()
-    if run_folder is not None and not run_folder.strip():
+    folder, options = given.get("run"), dict[str, Any]()
+    if folder is not None and not folder.strip():
         raise ConfigError("--run is empty.", hint="the folder of a run; is a shell variable not set?")
-    if resume and run_folder is not None:
-        path = Path(run_folder) / "config.yaml"
+    if given.get("resume") and folder is not None:
+        path = Path(folder) / "config.yaml"
         if os.path.isfile(path):  # a name that no file can have is none
-            base = read_config(path)
-            if or_start:  # the command that started it is given again: what the run has become since then counts
-                return base
-        elif not or_start:
-            raise ConfigError(f"{run_folder} holds no run to resume.", hint="the folder with config.yaml in it.")
-    name, file = _value(args, "preset"), _value(args, "config")
-    if name is not None:
-        base = preset(name)
-    return base if file is None else read_config(file, base=base)
+            options = read_options(path)
+            if given.get("or_start"):  # the command that started it is given again: what the run has become counts
+                return options
+        elif not given.get("or_start"):
+            raise ConfigError(f"{folder} holds no run to resume.", hint="the folder with config.yaml in it.")
+    if preset is not None:
+        options = preset_options(preset)
+    return options if file is None else {**options, **read_options(file)}
 
 
 def run(config: TrainConfig) -> int:
-    """Joins the other processes, if there are any, and trains."""
-    from meshwright.distributed import agree, join
+    """Joins the other processes, if there are any, trains, and returns the exit code."""
+    from meshwright.distributed import join
     from meshwright.distributed.schedulers import find_place
 
     together, place = config.processes, find_place()
@@ -87,15 +108,10 @@ def run(config: TrainConfig) -> int:
     joined = join(together.coordinator, together.num_processes, together.process_id)
     from meshwright.loop.run import train
     from meshwright.loop.safety.preemption import EXIT_INTERRUPTED, EXIT_PREEMPTED, check_early
-    from meshwright.loop.setup import shared_options
-    from meshwright.train.job import load_job
 
     check_early()
-    if joined is not None:
-        if jax.process_index() == 0:
-            print(joined, file=sys.stderr)
-        job = load_job(config.model.job) if config.model.job is not None else None
-        agree({"seed": config.run.seed, "config": shared_options(config)}, job=job)
+    if joined is not None and jax.process_index() == 0:
+        print(joined, file=sys.stderr)
     try:
         result = train(config)
     except (Exception, KeyboardInterrupt) as error:
@@ -113,13 +129,3 @@ def run(config: TrainConfig) -> int:
     if not result.saved or result.mostly_skipped:
         return 1
     return EXIT_PREEMPTED if result.why == "preempted" else 0
-
-
-def _value(args: Sequence[str], name: str) -> Any:
-    """Returns what follows `--name`, or its part after the `=`."""
-    for place, arg in enumerate(args):
-        if arg == f"--{name}" and place + 1 < len(args):
-            return args[place + 1]
-        if arg.startswith(f"--{name}="):
-            return arg.partition("=")[2]
-    return None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from meshwright.cli.output import show
+from meshwright.cli import show
 from meshwright.errors import MeshError
 from meshwright.train.job import job_errors, load_job
 

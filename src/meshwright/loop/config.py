@@ -7,10 +7,12 @@ Groups only order the options. Their names are unique, so a file and the command
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,12 +30,6 @@ class ModelOptions:
     """Fields of the model to change, such as num_layers=4 dropout=0.1."""
     job: str | None = None
     """A job of your own instead, as module:attribute or file.py:attribute."""
-
-    def check(self) -> None:
-        """Raises where an option has a value that it cannot have."""
-        _not_empty(self, "job")
-        if self.job is not None and self.model_options:
-            raise ConfigError("model_options change a model of ours, and a job was named.", hint="leave one out.")
 
 
 @dataclass(frozen=True)
@@ -59,13 +55,6 @@ class DataOptions:
     ledger: bool = False
     """Write down which rows each step used; `meshwright ledger RUN` proves that none was lost or repeated."""
 
-    def check(self) -> None:
-        """Raises where an option has a value that it cannot have."""
-        _positive(self, "batch_size", "num_tokens", "epochs")
-        _not_empty(self, "data", "tokenizer", "data_cache")
-        if not 0 <= self.validation < 1:
-            raise ConfigError(f"validation is {self.validation}.", hint="a share of the documents, 0 up to below 1.")
-
 
 @dataclass(frozen=True)
 class OptimizerOptions:
@@ -90,20 +79,6 @@ class OptimizerOptions:
     clip: float | None = 1.0
     """The largest norm of all gradients together."""
 
-    def check(self) -> None:
-        """Raises where an option has a value that it cannot have."""
-        for name in ("learning_rate", "final_learning_rate", "weight_decay", "beta1", "beta2"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise ConfigError(f"{name} is {value}.", hint="a finite number, not below 0.")
-        for name in ("beta1", "beta2"):
-            if getattr(self, name) >= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}.", hint="a number below 1.")
-        if self.warmup < 0:
-            raise ConfigError(f"warmup is {self.warmup}.", hint="a number of steps, 0 for none.")
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ConfigError(f"clip is {self.clip}.", hint="a number above 0, or null.")
-
 
 @dataclass(frozen=True)
 class PlacementOptions:
@@ -127,10 +102,6 @@ class PlacementOptions:
     """Splits the optimizer's statistics along this axis too (ZeRO-1)."""
     overlap: bool = True
     """Asks the compiler for what hides collectives behind matmuls on the chips there are."""
-
-    def check(self) -> None:
-        """Raises where an option has a value that it cannot have."""
-        _positive(self, "devices", "minibatches")
 
 
 @dataclass(frozen=True)
@@ -176,24 +147,6 @@ class RunOptions:
     profile: str | None = None
     """Steps to trace with the profiler, such as 10:15."""
 
-    def check(self) -> None:
-        """Raises where an option has a value that it cannot have."""
-        _positive(self, "steps", "keep_last", "keep_every", "eval_batches")
-        _not_negative(self, "checkpoint_every", "eval_every", "sample_tokens", "seed")
-        _not_empty(self, "run", "wandb", "trackio")
-        if self.or_start and not (self.resume and self.run):
-            raise ConfigError("or_start belongs to --resume.", hint="--run FOLDER --resume --or-start.")
-        if self.seed >= 1 << 32:
-            raise ConfigError(f"seed is {self.seed}.", hint="a whole number below 2**32.")
-        if self.sample_tokens and not self.prompt:
-            raise ConfigError("prompt is empty.", hint="some text, or sample_tokens of 0 for no samples.")
-        if self.profile is not None:
-            from meshwright.loop.logging.profiler import parse_steps
-
-            parse_steps(self.profile)
-        if not 0 <= self.log_seconds < math.inf:
-            raise ConfigError(f"log_seconds is {self.log_seconds}.", hint="a number of seconds.")
-
 
 @dataclass(frozen=True)
 class SafetyOptions:
@@ -207,14 +160,6 @@ class SafetyOptions:
     hang: float = 600.0
     """Seconds without a step after which the stacks of all threads are written down; 0 for never."""
 
-    def check(self) -> None:
-        """Raises where an option has a value that it cannot have."""
-        _positive(self, "max_skipped")
-        if self.rollback is not None and not 0 < self.rollback < math.inf:
-            raise ConfigError(f"rollback is {self.rollback}.", hint="a number above 0, such as 8, or null.")
-        if not 0 <= self.hang < math.inf:
-            raise ConfigError(f"hang is {self.hang}.", hint="a number of seconds, 0 for never.")
-
 
 @dataclass(frozen=True)
 class ProcessOptions:
@@ -226,11 +171,6 @@ class ProcessOptions:
     """How many they are."""
     process_id: int | None = None
     """Which of them this is, from 0 on."""
-
-    def check(self) -> None:
-        """Raises where an option has a value that it cannot have."""
-        _positive(self, "num_processes")
-        _not_negative(self, "process_id")
 
 
 @dataclass(frozen=True)
@@ -245,20 +185,41 @@ class TrainConfig:
     safety: SafetyOptions = field(default_factory=SafetyOptions)
     processes: ProcessOptions = field(default_factory=ProcessOptions)
 
+    def __post_init__(self) -> None:
+        self.check()
+
     def check(self) -> None:
-        """Raises where an option has a value that it cannot have.
+        """Raises if an option has a value that it cannot have; every configuration is checked when it is made.
 
         Example:
-            >>> TrainConfig(run=RunOptions(steps=-1)).check()
+            >>> TrainConfig(run=RunOptions(steps=-1))
             Traceback (most recent call last):
             meshwright.errors.ConfigError: steps is -1.
             hint: a whole number from 1 on.
         """
-        for name, value in self.flat().items():
+        options, run = self.flat(), self.run
+        for name, value in options.items():
             if isinstance(value, int) and name != "seed" and abs(value) >= 1 << 31:
                 raise ConfigError(f"{name} is {value}.", hint="a whole number below 2**31.")
-        for group in dataclasses.fields(self):
-            getattr(self, group.name).check()
+        for name in ("job", "data", "tokenizer", "data_cache", "run", "wandb", "trackio"):
+            if options[name] is not None and not options[name].strip():
+                hint = f"give {name} a value or leave it out; is a shell variable not set?"
+                raise ConfigError(f"{name} is empty.", hint=hint)
+        for names, is_fine, hint in _LIMITS:
+            for name in names.split():
+                if options[name] is not None and not is_fine(options[name]):
+                    raise ConfigError(f"{name} is {options[name]}.", hint=hint)
+        if self.model.job is not None and self.model.model_options:
+            raise ConfigError("model_options change a model of ours, and a job was named.", hint="leave one out.")
+        if run.or_start and not (run.resume and run.run):
+            raise ConfigError("or_start belongs to --resume.", hint="--run FOLDER --resume --or-start.")
+        if run.sample_tokens and not run.prompt:
+            raise ConfigError("prompt is empty.", hint="some text, or sample_tokens of 0 for no samples.")
+        if parse_steps(run.profile)[0] > run.steps:
+            raise ConfigError(
+                f"--profile {run.profile}: no such step comes, the run ends at step {run.steps}.",
+                hint="name earlier steps, or ask for more with --steps.",
+            )
 
     def flat(self) -> dict[str, Any]:
         """Returns all options by their names, as files and reports hold them.
@@ -277,23 +238,16 @@ class TrainConfig:
             >>> TrainConfig().changed({"steps": 10, "learning_rate": "1e-4"}).optimizer.learning_rate
             0.0001
         """
-        homes = _homes()
-        for name in options:
-            if name not in homes:
-                hint = did_you_mean(str(name), homes) or "`meshwright train --print-config` shows all of them."
-                raise ConfigError(f"{where}: there is no option `{name}`.", hint=hint)
-        changes: dict[str, dict[str, Any]] = {}
-        for name, value in options.items():
-            group, kind = homes[name]
-            changes.setdefault(group, {})[name] = _checked(name, value, kind, where)
+        homes, changes = _homes(), dict[str, dict[str, Any]]()
+        for name, value in typed_options(options, where=where).items():
+            changes.setdefault(homes[name][0], {})[name] = value
         groups = {group: dataclasses.replace(getattr(self, group), **values) for group, values in changes.items()}
-        config = dataclasses.replace(self, **groups)
-        config.check()
-        return config
+        return dataclasses.replace(self, **groups)
 
     def to_yaml(self) -> str:
         """Returns the configuration as a file, group by group."""
-        yaml = _yaml()
+        import yaml
+
         parts = []
         for item in dataclasses.fields(self):
             group = getattr(self, item.name)
@@ -301,6 +255,26 @@ class TrainConfig:
             text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
             parts.append(f"# {(type(group).__doc__ or '').splitlines()[0]}\n{text}")
         return "\n".join(parts)
+
+
+# Which numbers options may have, and the hint for others; None is left to the options' types.
+_LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("batch_size num_tokens epochs devices minibatches", lambda value: value >= 1, "a whole number from 1 on."),
+    ("steps keep_last keep_every eval_batches", lambda value: value >= 1, "a whole number from 1 on."),
+    ("max_skipped num_processes", lambda value: value >= 1, "a whole number from 1 on."),
+    ("checkpoint_every eval_every sample_tokens", lambda value: value >= 0, "a whole number, not below 0."),
+    ("seed process_id", lambda value: value >= 0, "a whole number, not below 0."),
+    ("seed", lambda value: value < 1 << 32, "a whole number below 2**32."),
+    ("learning_rate final_learning_rate", lambda value: 0 <= value < math.inf, "a finite number, not below 0."),
+    ("weight_decay beta1 beta2", lambda value: 0 <= value < math.inf, "a finite number, not below 0."),
+    ("beta1 beta2", lambda value: value < 1, "a number below 1."),
+    ("warmup", lambda value: value >= 0, "a number of steps, 0 for none."),
+    ("clip", lambda value: 0 < value < math.inf, "a number above 0, or null."),
+    ("validation", lambda value: 0 <= value < 1, "a share of the documents, 0 up to below 1."),
+    ("log_seconds", lambda value: 0 <= value < math.inf, "a number of seconds."),
+    ("rollback", lambda value: 0 < value < math.inf, "a number above 0, such as 8, or null."),
+    ("hang", lambda value: 0 <= value < math.inf, "a number of seconds, 0 for never."),
+)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -351,27 +325,59 @@ def preset(name: str) -> TrainConfig:
         >>> preset("smoke").run.steps
         20
     """
+    return TrainConfig().changed(preset_options(name))
+
+
+def preset_options(name: str) -> dict[str, Any]:
+    """Returns the options that a preset sets."""
     if name not in PRESETS:
         hint = did_you_mean(name, PRESETS) or f"use one of: {', '.join(PRESETS)}."
         raise ConfigError(f"there is no preset {name!r}.", hint=hint)
-    return TrainConfig().changed(PRESETS[name], where=f"preset {name}")
+    return PRESETS[name]
 
 
 def read_config(path: str | Path, *, base: TrainConfig | None = None) -> TrainConfig:
     """Reads options from a YAML file, over those of `base`."""
-    yaml, path = _yaml(), Path(path)
+    return (base or TrainConfig()).changed(read_options(path))
+
+
+def read_options(path: str | Path) -> dict[str, Any]:
+    """Returns the options that a YAML file sets."""
+    import yaml
+
     try:
-        text = path.read_text(encoding="utf-8")
-        options = yaml.load(text, Loader=_loader(yaml, path)) or {}
+        text = Path(path).read_text(encoding="utf-8")
+        options = yaml.load(text, Loader=_loader(yaml, Path(path))) or {}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(options, Mapping):
         raise ConfigError(f"{path} holds a {type(options).__name__}.", hint="write lines such as `steps: 100`.")
-    return (base or TrainConfig()).changed(options, where=str(path))
+    return typed_options(options, where=str(path))
 
 
+def typed_options(options: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Returns options by their flat names with values of their types; raises for others, and says where they are."""
+    homes = _homes()
+    for name in options:
+        if name not in homes:
+            hint = did_you_mean(str(name), homes) or "`meshwright train --print-config` shows all of them."
+            raise ConfigError(f"{where}: there is no option `{name}`.", hint=hint)
+    return {name: _typed(name, value, homes[name][1], where) for name, value in options.items()}
+
+
+def parse_steps(steps: str | None) -> tuple[int, int]:
+    """Returns the first step of a range such as "10:15" and the one after its last; 0 and 0 for None."""
+    if steps is None:
+        return 0, 0
+    found = re.fullmatch(r"(\d+):(\d+)", steps.strip())
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ConfigError(f"profile {steps!r} names no steps.", hint='"10:15" traces steps 10 to 14.')
+    return int(found[1]), int(found[2])
+
+
+@functools.cache
 def _homes() -> dict[str, tuple[str, Any]]:
     """Returns for each option its group and its type."""
     found: dict[str, tuple[str, Any]] = {}
@@ -382,7 +388,7 @@ def _homes() -> dict[str, tuple[str, Any]]:
     return found
 
 
-def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
+def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
     """Returns a value of a file as the type of its option; YAML reads 1e-3 as text and has no tuples."""
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     for each in kinds:
@@ -421,29 +427,6 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _positive(group: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(group, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}.", hint="a whole number from 1 on.")
-
-
-def _not_empty(group: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(group, name)
-        if value is not None and not value.strip():
-            raise ConfigError(
-                f"{name} is empty.", hint=f"give {name} a value or leave it out; is a shell variable not set?"
-            )
-
-
-def _not_negative(group: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(group, name)
-        if value is not None and value < 0:
-            raise ConfigError(f"{name} is {value}.", hint="a whole number, not below 0.")
-
-
 def _loader(yaml: Any, path: Path) -> Any:
     """Returns a reader of YAML that refuses a key which comes twice: which of the two counts, nobody would see."""
 
@@ -460,11 +443,3 @@ def _loader(yaml: Any, path: Path) -> Any:
             return super().construct_mapping(node, deep=deep)
 
     return Loader
-
-
-def _yaml() -> Any:
-    try:
-        import yaml
-    except ModuleNotFoundError:
-        raise ConfigError("configuration files need PyYAML.", hint="pip install pyyaml") from None
-    return yaml

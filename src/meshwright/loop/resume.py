@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+import ast
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from meshwright.checkpoint import Checkpoints
+from meshwright.checkpoint.manifest import model_text
+from meshwright.distributed.agreement import from_first
 from meshwright.errors import ConfigError
+from meshwright.loop.choices import make_schedule
 from meshwright.loop.config import TrainConfig
-from meshwright.loop.logging.json_lines import read_lines
-from meshwright.loop.logging.run_log import EVENTS, RunLog
+from meshwright.loop.logging.run_log import EVENTS, RunLog, read_lines
 from meshwright.loop.logging.run_stats import checkpoint_facts
-from meshwright.loop.optimizers import make_schedule
 from meshwright.loop.run_dir import NOT_OF_THE_RUN
-from meshwright.loop.setup import Prepared
 from meshwright.train import RunState, init_state
+
+if TYPE_CHECKING:
+    from meshwright.loop.setup import Setup
+
+
+MAY_CHANGE = ("dropout", "chunk_size")
+"""Fields of a model that a resumed run may change: they do not change what its parameters mean."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Start:
         """How many steps were taken before it."""
         return int(self.state.step)
 
-    def announce(self, run: Prepared, log: RunLog) -> None:
+    def announce(self, run: Setup, log: RunLog) -> None:
         """Tells and writes down where the run begins, once nothing speaks against it."""
         if run.folder.resumed:
             log.rewind(self.step)
@@ -54,7 +62,7 @@ class Start:
             run.tell(text)
 
 
-def find_start(run: Prepared, checkpoints: Checkpoints) -> Start:
+def find_start(run: Setup, checkpoints: Checkpoints) -> Start:
     """Returns the first state, or that of the last good checkpoint; nothing is written or told yet."""
     config = run.config
     if not run.folder.resumed or checkpoints.latest() is None:
@@ -67,6 +75,11 @@ def find_start(run: Prepared, checkpoints: Checkpoints) -> Start:
         key = jax.random.key(config.run.seed)
         return Start(init_state(run.job, run.optimizer, run.layout, key, precision=run.precision), event, said)
     restored = checkpoints.restore(run.layout, cast=config.run.cast)
+    if restored.step > config.run.steps:
+        raise ConfigError(
+            f"{run.folder.path} stands at step {restored.step} of {config.run.steps} already.",
+            hint="ask for more with --steps.",
+        )
     _require_same_model(run, restored.facts)
     text = f"resumed from the checkpoint of step {restored.step} on {run.choice.mesh}"
     undone = _rolled_back(run.folder.path / EVENTS, restored.step)
@@ -81,28 +94,38 @@ def find_start(run: Prepared, checkpoints: Checkpoints) -> Start:
     )
 
 
-def _require_same_model(run: Prepared, facts: Mapping[str, Any]) -> None:
-    """Raises where the model computes something else with parameters of the same shapes; dropout may change."""
+def _require_same_model(run: Setup, facts: Mapping[str, Any]) -> None:
+    """Raises where the model computes something else with parameters of the same shapes."""
     saved, now = facts.get("model"), checkpoint_facts(run)["model"]
-    if saved is None or now is None or _what_must_match(saved) == _what_must_match(now):
+    if saved is None or now is None or what_must_match(saved, run.model) == what_must_match(now, run.model):
         return
     raise ConfigError(
-        f"{run.folder.path} holds another model.\n  there: {saved}\n  here:  {now}",
+        f"{run.folder.path} holds another model.\n  there: {model_text(saved)}\n  here:  {model_text(now)}",
         hint="leave --model and --model-options as they were, or start a new run.",
     )
 
 
-def _what_must_match(model: str) -> str:
-    """Returns a model's fields without those that a resumed run may change: dropout, and how an xLSTM cuts time.
+def what_must_match(fact: Any, model: Any) -> Any:
+    """Returns what of a checkpoint's model must not change: its class, and its fields but those in `MAY_CHANGE`.
 
-    Example:
-        >>> _what_must_match("XLSTM(d_ff=8, dropout=0.1, chunk_size=64)")
-        'XLSTM(d_ff=8, dropout, chunk_size)'
+    A field that the checkpoint does not know, since it is newer, has its default. Older checkpoints hold a model's
+    `repr`; a job of one's own is only known by its name.
     """
-    return re.sub(r"\b(dropout|chunk_size)=[^,)]*", r"\1", model)
+    if isinstance(fact, str):
+        try:
+            call = ast.parse(fact, mode="eval").body
+            if not isinstance(call, ast.Call):
+                return fact
+            values = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
+        except (SyntaxError, ValueError):
+            return fact
+        fact = {"class": ast.unparse(call.func), "fields": values}
+    known = dataclasses.fields(model) if type(model).__name__ == fact["class"] else ()
+    defaults = {item.name: item.default for item in known if item.default is not dataclasses.MISSING}
+    return fact["class"], {name: value for name, value in (defaults | fact["fields"]).items() if name not in MAY_CHANGE}
 
 
-def _changes(run: Prepared, facts: Mapping[str, Any], step: int) -> list[str]:
+def _changes(run: Setup, facts: Mapping[str, Any], step: int) -> list[str]:
     """Returns in words what is not as it was when the checkpoint was written."""
     before, now = facts.get("config", {}), run.config.flat()
     changed = [
@@ -123,27 +146,14 @@ def _changes(run: Prepared, facts: Mapping[str, Any], step: int) -> list[str]:
 
 def _rolled_back(events: Path, step: int) -> dict[str, Any] | None:
     """Returns where the data goes on where a run was rolled back to this checkpoint, and stopped before the next."""
-    if not events.is_file():
-        return None
-    found = None
-    for event in read_lines(events):
-        if event.get("kind") == "rollback" and event.get("to") == step:
-            found = event.get("data")
-    return found
+    lines = read_lines(events) if events.is_file() else ()
+    found = [event for event in lines if event.get("kind") == "rollback" and event.get("to") == step]
+    return found[-1].get("data") if found else None
 
 
-def was_evaluated(metrics: Path, step: int) -> bool:
-    """Says whether the log holds an evaluation of a step."""
-    if jax.process_index() != 0 or not step or not metrics.is_file():
-        return False
-    return any(line.get("step") == step and "eval/loss" in line for line in read_lines(metrics))
-
-
-def was_sampled(events: Path, step: int) -> bool:
-    """Says whether the log holds text that the model wrote when it stood at a step, trained."""
-    if jax.process_index() != 0 or not step or not events.is_file():
-        return False
-    return any(
-        (line.get("kind"), line.get("when"), line.get("step")) == ("sample", "after", step)
-        for line in read_lines(events)
-    )
+def step_in_log(path: Path, step: int, wanted: Callable[[Mapping[str, Any]], bool]) -> int | None:
+    """Returns a step if process 0's log holds a line of it that is wanted, else None."""
+    found = False
+    if jax.process_index() == 0 and step and path.is_file():
+        found = any(line.get("step") == step and wanted(line) for line in read_lines(path))
+    return step if from_first(int(found)) else None

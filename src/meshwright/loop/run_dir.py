@@ -56,8 +56,10 @@ _NO_STRANGERS = (
     "wandb",
     "hang-*.txt",
 )
-# How a process takes part, not what the run is.
-NOT_OF_THE_RUN = ("resume", "or_start", "run", "coordinator", "num_processes", "process_id")
+PER_PROCESS = ("coordinator", "num_processes", "process_id")
+"""Options that differ between the processes of a run."""
+NOT_OF_THE_RUN = ("resume", "or_start", "run", *PER_PROCESS)
+"""Options that say how a process takes part, not what the run is."""
 
 
 class RunFolder:

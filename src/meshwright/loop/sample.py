@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,11 @@ from meshwright.specs import spec_axes
 from meshwright.train.precision import Precision
 from meshwright.types import PyTree
 
+if TYPE_CHECKING:
+    from meshwright.loop.setup import Setup
+
+TEMPERATURE = 0.7
+"""How freely samples of a run are drawn: a little more likely than the model says, so that short training shows."""
 # XLA decides how the work is split: there is one row, and a handful of tokens.
 _RUN = Execution(tensor_axis=None, data_axes=(), pipeline_axis=None, sequence_parallel=False, attention="xla")
 
@@ -49,6 +54,48 @@ def make_sampler(
     if window < 2:
         raise MeshwrightError(f"a window of {window} tokens has no room for a prompt and an answer.", hint="2 or more.")
     return Sampler(model, window, Precision.named(precision), vocab_size or model.vocab_size)
+
+
+class TrainingSamples:
+    """Text that a model writes before it is trained, and after."""
+
+    def __init__(self, setup: Setup) -> None:
+        from meshwright.loop.sources import TextSource
+
+        assert isinstance(setup.source, TextSource)
+        assert setup.model is not None
+        self.options, self.tell, self.tokenizer = setup.config.run, setup.tell, setup.source.tokenizer
+        self.prompt = self.tokenizer.encode(self.options.prompt)
+        self.generate = make_sampler(
+            setup.model,
+            window=len(self.prompt) + self.options.sample_tokens,
+            precision=setup.precision,
+            vocab_size=self.tokenizer.vocab_size,
+        )
+        self.sampled_at: int | None = None
+
+    def begin(self, state: Any, sampled_at: int | None) -> None:
+        """Shows what an untrained model writes; `sampled_at` is a trained step whose text is in the log already."""
+        self.sampled_at = sampled_at
+        if int(state.step) == 0:
+            self.show(state, "before")
+
+    def end(self, state: Any) -> None:
+        """Shows what the trained model writes."""
+        if int(state.step) != self.sampled_at:
+            self.show(state, "after")
+
+    def show(self, state: Any, when: str) -> None:
+        """Generates some text, tells it and writes it down."""
+        options, step = self.options, int(state.step)
+        tokens = self.generate(
+            state.params, self.prompt, options.sample_tokens, seed=options.seed, temperature=TEMPERATURE
+        )
+        text = self.tokenizer.decode(tokens)
+        self.tell.log.event("sample", step, text, prompt=options.prompt, when=when)
+        shown = "".join(letter if letter.isprintable() or letter == "\n" else "\N{MIDDLE DOT}" for letter in text)
+        lines = "\n".join(f"    {line}" for line in (options.prompt + shown).splitlines())
+        self.tell(f"a sample {when} training:\n{lines}")
 
 
 class Sampler:

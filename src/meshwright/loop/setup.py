@@ -1,61 +1,62 @@
-"""What is decided before the first step: data, model, mesh, layout, step and folder."""
+"""From a configuration to a ready loop, in the order of the flow: mesh, rules, layout, step, state, data.
+
+The step, which only describes a program, comes before the state: a batch that it cannot split is refused before the
+run's folder is made, and the state may be a checkpoint in that folder.
+"""
 
 from __future__ import annotations
 
 import math
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from meshwright.distributed.agreement import as_first, together
+from meshwright.checkpoint import Checkpoints, Keep
+from meshwright.checkpoint.arrays import load_ahead
+from meshwright.data import Ledger
+from meshwright.distributed.agreement import agree, as_first, together
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
+from meshwright.loop.callbacks import Callback, Checkpointing, Evaluation, SkippedSteps, StepLog, make_evaluation
+from meshwright.loop.choices import MeshChoice, choose_mesh, device_memory, make_model, make_optimizer
 from meshwright.loop.config import TrainConfig
-from meshwright.loop.logging.memory_use import read_memory
-from meshwright.loop.logging.progress import Progress, steady
-from meshwright.loop.mesh_choice import MeshChoice, choose_mesh
-from meshwright.loop.model_choice import make_model
-from meshwright.loop.optimizers import make_optimizer
-from meshwright.loop.run_dir import RunFolder
-from meshwright.loop.safety.preemption import check_early
-from meshwright.loop.sources import JobSource, TextSource, make_source, rows_of
+from meshwright.loop.fit import Loop
+from meshwright.loop.logging.profiler import StepProfiler
+from meshwright.loop.logging.progress import Progress, Voice
+from meshwright.loop.logging.run_log import EVENTS, METRICS, RunLog
+from meshwright.loop.logging.run_stats import (
+    checkpoint_facts,
+    flops_per_step,
+    learning_rates,
+    num_params,
+    peak_flops,
+    run_facts,
+    tokens_per_step,
+)
+from meshwright.loop.resume import Start, find_start, step_in_log
+from meshwright.loop.run_dir import PER_PROCESS, RunFolder
+from meshwright.loop.safety.preemption import Preemption
+from meshwright.loop.safety.spike import Rollback, SpikeGuard
+from meshwright.loop.safety.watchdog import Watchdog
+from meshwright.loop.sample import TrainingSamples
+from meshwright.loop.sources import JobSource, StreamStart, TextSource, make_source, rows_of
 from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
-from meshwright.train import Step, language_job, make_train_step, require_agreement, state_layout
-from meshwright.train.job import abstract_init, check_axes, load_job
-
-
-class Voice:
-    """Tells what is done, on process 0: above the progress line while there is one."""
-
-    def __init__(self, say: Callable[[str], None] | None) -> None:
-        self.say = say or (lambda text: print(text, file=steady(sys.stderr), flush=True))
-        self.shows = say is None and jax.process_index() == 0
-        self.progress: Progress | None = None
-
-    def __call__(self, text: str) -> None:
-        check_early()
-        if jax.process_index() != 0:
-            return
-        if self.progress is not None and self.shows:
-            self.progress.say(text)
-        else:
-            self.say(text)
+from meshwright.train import NonFiniteGuard, RunState, Step, language_job, make_train_step, state_layout
+from meshwright.train.job import check_axes, load_job
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Everything that was decided before the first step."""
+class Setup:
+    """What is decided about a run, on all processes alike, before anything is computed."""
 
     config: TrainConfig
     tell: Voice
-    folder: RunFolder
     model: LanguageModel | None
     job: Any
     source: TextSource | JobSource
@@ -64,26 +65,54 @@ class Prepared:
     layout: Layout
     precision: str
     step: Step
+    folder: RunFolder
 
 
-def prepare(config: TrainConfig, tell: Voice, stack: ExitStack) -> Prepared:
+@dataclass(frozen=True)
+class ReadyRun:
+    """A run that only has to be started: `fit(ready.loop, ready.state, ready.batches)`."""
+
+    setup: Setup
+    loop: Loop
+    state: RunState
+    batches: Any
+    samples: TrainingSamples | None
+
+
+def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
+    """Makes a run ready for its first step; what must be closed at its end is left to `stack`."""
+    setup = _decide(config, tell)
+    stack.callback(setup.folder.close)
+    preemption = stack.enter_context(Preemption())
+    samples = TrainingSamples(setup) if setup.model is not None and config.run.sample_tokens else None
+    keep = Keep(last=config.run.keep_last, every=config.run.keep_every)
+    checkpoints = Checkpoints(setup.folder.checkpoints, keep=keep, tell=tell.event)
+    load_ahead()
+    start = find_start(setup, checkpoints)
+    data = _Data(setup, stack)
+    batches = data.open(start.data, start.step + 1)  # checks the data's state, so nothing is changed before it
+    stack.callback(batches.close)
+    flops = flops_per_step(setup)
+    log = _open_log(setup, flops, stack)
+    stack.callback(checkpoints.close)
+    with setup.folder.writing():
+        start.announce(setup, log)
+    if samples is not None:
+        events = setup.folder.path / EVENTS
+        samples.begin(start.state, step_in_log(events, start.step, lambda line: line.get("when") == "after"))
+    callbacks = [*_make_callbacks(setup, start, checkpoints, data, flops, stack), preemption]
+    tell(f"training from step {start.step} to {config.run.steps} in {setup.folder.path}; the first step compiles")
+    loop = Loop(setup.step, config.run.steps, log, callbacks, say=tell)
+    return ReadyRun(setup, loop, start.state, batches, samples)
+
+
+# --- What is decided ---
+
+
+def _decide(config: TrainConfig, tell: Voice) -> Setup:
     """Decides everything, on all processes alike; nothing is written but the run's empty folder."""
-
-    def load() -> tuple[Any, TextSource | JobSource]:
-        job = load_job(config.model.job) if config.model.job is not None else None
-        if job is None:  # wrong options are told before any text is read
-            make_model(config.model.model, config.model.model_options)
-        return job, make_source(config, job, tell=tell)
-
-    job, source = together("loading the job and its data", load)
-    model = None
-    if job is None:
-        assert isinstance(source, TextSource)
-        model = make_model(config.model.model, config.model.model_options, vocab_size=source.vocab_size)
-        job = language_job(model, batch_size=config.data.batch_size, num_tokens=config.data.num_tokens, packed=True)
-    require_agreement({"processes": jax.process_count(), **shared_options(config), **source.facts()})
-
-    precision = config.placement.precision
+    model, job, source = _load(config, tell)
+    precision: str = config.placement.precision
     if precision == "auto":
         precision = "float32" if jax.devices()[0].platform == "cpu" else "mixed"
     optimizer = make_optimizer(config.optimizer, config.run.steps)
@@ -109,10 +138,30 @@ def prepare(config: TrainConfig, tell: Voice, stack: ExitStack) -> Prepared:
         clip=config.optimizer.clip,
         overlap=config.placement.overlap,
     )
-    _require_rows(step, job, config.placement.minibatches)  # before anything is written
+    _require_rows(step, job, config.placement.minibatches)
     folder = RunFolder.open(config, name=config.model.model if config.model.job is None else "job")
-    stack.callback(folder.close)
-    return Prepared(config, tell, folder, model, job, source, optimizer, choice, layout, precision, step)
+    return Setup(config, tell, model, job, source, optimizer, choice, layout, precision, step, folder)
+
+
+def _load(config: TrainConfig, tell: Voice) -> tuple[LanguageModel | None, Any, TextSource | JobSource]:
+    """Returns what is trained, and on what, once all processes agree on it."""
+    named, sizes = config.model.model, config.model.model_options
+
+    def load() -> tuple[Any, TextSource | JobSource]:
+        job = load_job(config.model.job) if config.model.job is not None else None
+        if job is None:  # wrong options are told before any text is read
+            make_model(named, sizes)
+        return job, make_source(config, job, tell=tell)
+
+    job, source = together("loading the job and its data", load)
+    shared = {name: value for name, value in config.flat().items() if name not in PER_PROCESS}
+    agree({**shared, **source.facts()}, job=job)
+    if job is not None:
+        return None, job, source
+    assert isinstance(source, TextSource)
+    model = make_model(named, sizes, vocab_size=source.vocab_size)
+    job = language_job(model, batch_size=config.data.batch_size, num_tokens=config.data.num_tokens, packed=True)
+    return model, job, source
 
 
 def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, precision: str) -> MeshChoice:
@@ -125,23 +174,11 @@ def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, prec
         num_devices=jax.device_count(),
         batch_size=rows_of(job),
         minibatches=config.placement.minibatches,
-        memory=_device_memory(),
+        memory=device_memory(),
         precision=precision,
         heads=getattr(model, "num_heads", None),
         kv_heads=getattr(model, "num_kv_heads", None),
     )
-
-
-def _device_memory() -> int | None:
-    """Returns the bytes of one device; simulated ones share the machine's."""
-    limit = read_memory().limit
-    if limit is not None or jax.devices()[0].platform != "cpu":
-        return limit
-    try:
-        # Of all processes, which may be on one machine.
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count()
-    except (AttributeError, ValueError, OSError):  # not on this system
-        return None
 
 
 def _require_rows(step: Step, job: Any, minibatches: int) -> None:
@@ -157,19 +194,104 @@ def _require_rows(step: Step, job: Any, minibatches: int) -> None:
         )
 
 
-def shared_options(config: TrainConfig) -> dict[str, Any]:
-    """Returns the options that are the same on all processes."""
-    own = ("coordinator", "num_processes", "process_id")
-    return {name: value for name, value in config.flat().items() if name not in own}
-
-
-def num_params(job: Any) -> int:
-    """Returns how many parameters a job has; nothing is computed."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_init(job.init)))
-
-
 def _devices() -> str:
     devices = jax.devices()
     kind = "simulated CPU devices" if devices[0].platform == "cpu" else devices[0].device_kind
     several = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return f"{len(devices)} {kind}{several}"
+
+
+# --- What is opened ---
+
+
+class _Data:
+    """The batches of a run, from any place on, and the ledger of them."""
+
+    def __init__(self, setup: Setup, stack: ExitStack) -> None:
+        self.setup, self.ledger = setup, None
+        if setup.config.data.ledger:
+            self.ledger = Ledger(setup.folder.path / "ledger", tell=setup.tell)
+            stack.callback(self.ledger.close)
+
+    def open(self, data: Mapping[str, Any] | None, first_step: int) -> Any:
+        place = StreamStart(data, first_step, self.ledger)
+        return self.setup.source.open(self.setup.step, place, seed=self.setup.config.run.seed)
+
+    def reopen(self, undone: Mapping[str, Any], after: Mapping[str, Any], first_step: int) -> Any:
+        if self.ledger is not None:
+            row = int(undone["next_row"])
+            why = "the loss rose, and the run was rolled back"
+            self.ledger.skip(row, int(after["next_row"]) - row, why=why)
+        return self.open(after, first_step)
+
+
+def _open_log(setup: Setup, flops: float | None, stack: ExitStack) -> RunLog:
+    """Opens the run's log and writes its configuration, on all processes or on none."""
+    folder, options = setup.folder, setup.config.run
+
+    def open_log() -> RunLog:
+        with folder.writing():
+            return RunLog(
+                folder.path,
+                rank=jax.process_index(),
+                tensorboard=options.tensorboard,
+                wandb=options.wandb,
+                trackio=options.trackio,
+                tell=setup.tell,
+            )
+
+    def write() -> None:
+        with folder.writing():
+            folder.write_config(setup.config)
+            folder.write_facts(run_facts(setup, flops))
+
+    setup.tell.log = log = stack.enter_context(together("opening its logs", open_log))
+    together("writing its configuration", write)
+    return log
+
+
+def _make_callbacks(
+    setup: Setup, start: Start, checkpoints: Checkpoints, data: _Data, flops: float | None, stack: ExitStack
+) -> list[Callback]:
+    """Returns what surrounds the steps; a loss that jumped is dealt with before its state is evaluated or saved."""
+    config, tell, folder, options = setup.config, setup.tell, setup.folder, setup.config.run
+    progress = Progress(
+        options.steps,
+        start_step=start.step,
+        tokens_per_step=tokens_per_step(setup),
+        stream=sys.stderr if tell.shows else None,
+        plain_seconds=options.log_seconds,
+    )
+    stack.callback(progress.close)
+    tell.progress = progress
+    callbacks: list[Callback] = []
+    if config.safety.hang:
+
+        def tell_hang(text: str) -> None:
+            tell.event("hang", progress.step, text)
+
+        watchdog = Watchdog(config.safety.hang, tell=tell_hang, folder=folder.path, rank=jax.process_index())
+        callbacks.append(stack.enter_context(watchdog))
+    callbacks.append(StepLog(learning_rates(config), setup.source.counts_tokens, flops, peak_flops(setup)))
+    callbacks.append(SkippedSteps(NonFiniteGuard.for_layout(setup.layout, limit=config.safety.max_skipped)))
+    callbacks.append(progress)
+    spikes = None
+    if config.safety.rollback:
+        spikes = SpikeGuard(factor=config.safety.rollback)
+        if start.spikes is not None:
+            spikes.state = start.spikes
+        callbacks.append(Rollback(spikes, checkpoints, data.reopen))
+    evaluate = make_evaluation(setup)
+    if evaluate is not None:
+        evaluated = step_in_log(folder.path / METRICS, start.step, lambda line: "eval/loss" in line)
+        callbacks.append(Evaluation(evaluate, options.eval_every, evaluated))
+    if options.profile:
+        profiler = StepProfiler(options.profile, folder.path / "profile")
+        callbacks.append(profiler)
+        if profiler.stop <= start.step + 1:
+            tell(f"no step of --profile {options.profile} comes: the run stands at step {start.step}")
+
+    def facts() -> dict[str, Any]:
+        return checkpoint_facts(setup) | ({} if spikes is None else {"spikes": spikes.state})
+
+    return [*callbacks, Checkpointing(checkpoints, options.checkpoint_every, facts)]

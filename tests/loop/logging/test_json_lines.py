@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.loop.logging import json_lines
-from meshwright.loop.logging.json_lines import JsonLines, plain, read_lines
+from meshwright.loop.logging.run_log import JsonLines, read_lines
+from meshwright.loop.logging.trackers import plain
 
 
 def written(path, count):
@@ -127,7 +127,7 @@ def test_a_kill_while_cutting_back_leaves_the_old_file_or_the_new_one(tmp_path, 
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(json_lines.os, name, killed)
+            patch.setattr(os, name, killed)
             lines = JsonLines(path)
             with pytest.raises(KeyboardInterrupt):
                 lines.keep(lambda line: line["step"] <= 2)
@@ -145,7 +145,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
     """Three kills at some instant of a writer that does nothing but write."""
     code = """
         import sys, pathlib
-        from meshwright.loop.logging.json_lines import JsonLines, read_lines
+        from meshwright.loop.logging.run_log import JsonLines, read_lines
         path = pathlib.Path(sys.argv[1])
         lines = JsonLines(path)
         step = max((line["step"] for line in read_lines(path)), default=0)

@@ -6,6 +6,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.loop.logging.profiler import StepProfiler
+from meshwright.loop.run import train
 
 
 @pytest.fixture
@@ -64,3 +65,17 @@ def test_a_real_trace_holds_its_steps_and_no_other_can_start(tmp_path):
     found = jax.profiler.ProfileData.from_file(str(trace))
     names = [event.name for plane in found.planes for line in plane.lines for event in line.events]
     assert names.count("train") == 2
+
+
+def test_a_run_marks_its_steps_in_the_trace(make_config, read_run, tmp_path):
+    config = make_config(steps=5, profile="2:4", checkpoint_every=0, eval_every=0)
+    train(config, say=lambda text: None)
+    (trace,) = (tmp_path / "run" / "profile").rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(trace)).planes
+    marks = [event for plane in planes for line in plane.lines for event in line.events if event.name == "train"]
+    assert [dict(event.stats)["step_num"] for event in marks] == [2, 3]
+    _, _, events = read_run(tmp_path / "run")
+    assert [(event["step"], event["text"].split()[0]) for event in events if event["kind"] == "profile"] == [
+        (2, "tracing"),
+        (4, "the"),
+    ]

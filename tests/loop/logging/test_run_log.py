@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from meshwright.loop.logging.json_lines import read_lines
-from meshwright.loop.logging.run_log import RunLog
+from meshwright.loop.logging.run_log import RunLog, read_lines
 
 
 def steps(folder):

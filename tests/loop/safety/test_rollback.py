@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.loop import fit as loop_module
+from meshwright.loop.callbacks import Checkpointing
 from meshwright.loop.run import train
 from meshwright.loop.safety.spike import SpikeGuard
 
@@ -24,7 +24,7 @@ def jump_at(monkeypatch):
                 seen.append(loss)
                 return super().check(1e6 if len(seen) == step else loss) or len(seen) == step
 
-        monkeypatch.setattr("meshwright.loop.run.SpikeGuard", Guard)
+        monkeypatch.setattr("meshwright.loop.setup.SpikeGuard", Guard)
 
     return jump
 
@@ -70,17 +70,23 @@ def test_stopped_after_going_back_it_goes_on_as_if_it_had_not_been(run_of, read_
     class Killed(BaseException):
         pass
 
-    def dies(self, *, act=loop_module._Fit.after_step):
-        if self.number == 10 and self.rollbacks:
-            raise Killed
-        act(self)
+    class Dies(Checkpointing):
+        went_back = False
+
+        def on_rollback(self, loop):
+            self.went_back = True
+
+        def after_step(self, loop):
+            if loop.number == 10 and self.went_back:
+                raise Killed
+            return super().after_step(loop)
 
     jump_at(10)
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module._Fit, "after_step", dies)
+        patch.setattr("meshwright.loop.setup.Checkpointing", Dies)
         with pytest.raises(Killed):
             train(stopped, **QUIET)
-    monkeypatch.setattr("meshwright.loop.run.SpikeGuard", SpikeGuard)
+    monkeypatch.setattr("meshwright.loop.setup.SpikeGuard", SpikeGuard)
     train(stopped.changed({"resume": True}), **QUIET)
     assert losses(stopped, read_run) == losses(straight, read_run)
     for name in ("data", "spikes"):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.checkpoint.arrays import nest, read_anything
 from meshwright.checkpoint.convert.llama import decoder_of_text, read_llama, write_llama
-from meshwright.checkpoint.manifest import Manifest, read_manifest
+from meshwright.checkpoint.manifest import Manifest, model_fact, model_text, read_manifest
 from meshwright.checkpoint.restoring import part_of, read_step
 from meshwright.checkpoint.retention import Keep
 from meshwright.checkpoint.step_files import new_folder
@@ -61,8 +61,8 @@ def export_llama(
     else:
         params = checkpoints.restore(layout, step=step, part="params").state
     if model is None:
-        text = manifest.facts.get("model")
-        if not isinstance(text, str):
+        text = model_text(manifest.facts.get("model"))
+        if text is None:
             raise CheckpointError(
                 f"step {step} does not say which model it holds.", hint="name it: --model decoder-1b."
             )
@@ -73,7 +73,7 @@ def export_llama(
 def import_llama(source: Path | str, folder: Path | str, *, step: int = 0, dtype: Any = None) -> Decoder:
     """Makes a checkpoint of the parameters of a Hugging Face Llama; `restore(layout, part="params")` reads it."""
     found = read_llama(source, dtype=dtype)
-    save_params(folder, found.params, step=step, facts={"model": repr(found.model), "source": str(source)})
+    save_params(folder, found.params, step=step, facts={"model": model_fact(found.model), "source": str(source)})
     return found.model
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from meshwright.errors import MeshwrightError
+from meshwright.loop.callbacks import Callback
+from meshwright.loop.config import parse_steps
+
+if TYPE_CHECKING:
+    from meshwright.loop.fit import Loop
 
 
-class StepProfiler:
+class StepProfiler(Callback):
     """Traces the steps of a range such as "10:15": 10, 11, 12, 13 and 14, as Python's slices count.
 
-    Call `step(n, pending)` before step n, on every process, and `close()` at the end. A run that resumes inside the
-    range traces what is left of it.
+    A callback of a `Loop`. In a loop of your own, call `step(n, pending)` before step n, on every process, and
+    `close()` at the end. A run that resumes inside the range traces what is left of it.
 
     Args:
         steps: `"first:stop"`, or None for no trace at all.
@@ -49,8 +53,19 @@ class StepProfiler:
             return self.close()
         return None
 
-    def annotate(self, step: int) -> Any:
-        """Returns a context manager that marks a step in the trace; it costs nothing outside of one."""
+    def before_step(self, loop: Loop) -> None:
+        told = self.step(loop.number + 1, loop.in_flight)
+        if told is not None:
+            loop.tell("profile", loop.number + 1, told)
+
+    def on_exit(self, loop: Loop) -> None:
+        told = self.close()
+        if told is not None:
+            loop.tell("profile", loop.number, told)
+
+    @staticmethod
+    def annotate(step: int) -> Any:
+        """Returns a context manager that marks a step in a trace, as every `Loop` does; it costs next to nothing."""
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def close(self) -> str | None:
@@ -70,13 +85,3 @@ class StepProfiler:
                 f"the profiler cannot start: {error}", hint="only one trace at a time; end the other one first."
             ) from error
         self.is_tracing = True
-
-
-def parse_steps(steps: str | None) -> tuple[int, int]:
-    """Returns the first step of a range and the one after its last."""
-    if steps is None:
-        return 0, 0
-    found = re.fullmatch(r"(\d+):(\d+)", steps.strip())
-    if found is None or int(found[1]) >= int(found[2]):
-        raise MeshwrightError(f"profile {steps!r} names no steps.", hint='"10:15" traces steps 10 to 14.')
-    return int(found[1]), int(found[2])

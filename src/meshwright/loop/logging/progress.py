@@ -9,11 +9,17 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import Any, Self, TextIO, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
+
+import jax
 
 from meshwright.layout import format_bytes
+from meshwright.loop.callbacks import Callback, StepRecord
+from meshwright.loop.safety.preemption import check_early
+
+if TYPE_CHECKING:
+    from meshwright.loop.fit import Loop
 
 
 class Steady:
@@ -61,9 +67,8 @@ class _Nowhere(io.TextIOBase):
 def steady(stream: TextIO | None) -> TextIO:
     """Returns a stream that raises nothing where it cannot be written; None, a closed one, is written nowhere."""
     if isinstance(cast(object, stream), Steady):
-        assert stream is not None
-        return stream
-    return cast(TextIO, Steady(stream if stream is not None else cast(TextIO, _Nowhere())))
+        return cast(TextIO, stream)
+    return cast(TextIO, Steady(stream or cast(TextIO, _Nowhere())))
 
 
 @contextlib.contextmanager
@@ -93,7 +98,7 @@ def let_go(stream: TextIO | None) -> None:
             stream.flush()
 
 
-class Progress:
+class Progress(Callback):
     """Shows step, loss, tokens per second, the time left, MFU and memory.
 
     Args:
@@ -146,6 +151,12 @@ class Progress:
     def phase(self, text: str) -> None:
         """Shows on the live line, until the next step, what the run is busy with: compiling, evaluating."""
         self._phase = text
+
+    def on_metrics(self, loop: Loop, record: StepRecord) -> None:
+        self.update(record.number, record.line)
+
+    def on_phase(self, loop: Loop, text: str) -> None:
+        self.phase(text)
 
     def say(self, text: str) -> None:
         """Prints a line above the live one."""
@@ -206,10 +217,39 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Voice:
+    """Tells what is done, on process 0: above the progress line while there is one; events go into the log too."""
+
+    def __init__(self, say: Callable[[str], None] | None) -> None:
+        self.say = say or (lambda text: print(text, file=steady(sys.stderr), flush=True))
+        self.shows = say is None and jax.process_index() == 0
+        self.progress: Progress | None = None
+        self.log: Any = None
+
+    def __call__(self, text: str) -> None:
+        check_early()
+        if jax.process_index() != 0:
+            return
+        if self.progress is not None and self.shows:
+            self.progress.say(text)
+        else:
+            self.say(text)
+
+    def event(self, kind: str, step: int, text: str) -> None:
+        """Writes an event down, and tells it."""
+        if self.log is not None:
+            self.log.event(kind, step, text)
+        self(text)
+
+    def end_progress(self) -> None:
+        """Ends the live line; what is told from here on is printed below it."""
+        if self.progress is not None:
+            self.progress.close()
+            self.progress = None
 
 
 def _start_live(progress: Progress, stream: TextIO) -> Any:

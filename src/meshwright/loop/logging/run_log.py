@@ -1,17 +1,22 @@
-"""What a run writes down: numbers of every step, events, and the same for TensorBoard, wandb and trackio."""
+"""What a run writes down: numbers of every step and events as lines of JSON, and the same for trackers.
+
+A process can be killed at any instant. Lines are therefore appended in one write; what a kill leaves of the last one is
+dropped when the file is opened again; cutting a file back makes a new one and puts it in the old one's place.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-from meshwright.loop.logging.json_lines import JsonLines
-from meshwright.loop.logging.trackers import TensorBoard, Tracker, Trackio, Wandb
+from meshwright.files import write_atomically
+from meshwright.loop.logging.trackers import OnlineRun, TensorBoard, Tracker, plain
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
@@ -32,7 +37,6 @@ class RunLog:
 
     Example:
         >>> import tempfile
-        >>> from meshwright.loop.logging.json_lines import read_lines
         >>> folder = Path(tempfile.mkdtemp())
         >>> with RunLog(folder, tensorboard=False) as log:
         ...     for step in (1, 2, 3):
@@ -72,9 +76,9 @@ class RunLog:
         if tensorboard:
             self._trackers.append(TensorBoard(self.folder / "tensorboard"))
         if wandb is not None:
-            self._trackers.append(Wandb(self.folder, wandb))
+            self._trackers.append(OnlineRun("wandb", self.folder, wandb))
         if trackio is not None:
-            self._trackers.append(Trackio(self.folder, trackio))
+            self._trackers.append(OnlineRun("trackio", self.folder, trackio))
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Notes the numbers of a step; those of jax must have been computed, or this waits for them."""
@@ -107,7 +111,7 @@ class RunLog:
             # Files first: what a tracker has seen is in them, which is how `rewind` knows.
             unsent, self._unsent = self._unsent, []
             for tracker in self._trackers:
-                self._try(type(tracker).__name__, functools.partial(_send, tracker, unsent))
+                self._try(tracker.label, functools.partial(_send, tracker, unsent))
 
     def _try(self, what: str, act: Callable[[], Any]) -> None:
         """Does what may fail while a run is fine; tells about it when that changes."""
@@ -137,7 +141,7 @@ class RunLog:
 
             dropped, broken = self._metrics.keep(wanted)
             for tracker in self._trackers:
-                self._try(type(tracker).__name__, functools.partial(tracker.rewind, step, seen))
+                self._try(tracker.label, functools.partial(tracker.rewind, step, seen))
             if broken:
                 lines = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
                 self.event("error", step, f"{METRICS} had {len(broken)} unreadable line(s), now dropped: {lines}")
@@ -153,17 +157,129 @@ class RunLog:
             self._try(METRICS, self._metrics.close)
             self._try(EVENTS, self._events.close)
             for tracker in self._trackers:
-                self._try(type(tracker).__name__, tracker.close)
+                self._try(tracker.label, tracker.close)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def _send(tracker: Tracker, what: list[Callable[[Tracker], None]]) -> None:
     for send in what:
         send(tracker)
+
+
+# --- Lines of JSON ---
+
+
+class JsonLines:
+    """Appends objects to a file.
+
+    Example:
+        >>> import tempfile
+        >>> lines = JsonLines(Path(tempfile.mkdtemp()) / "metrics.jsonl")
+        >>> lines.add({"step": 1, "loss": 2.5})
+        >>> lines.flush()
+        >>> list(read_lines(lines.path))
+        [{'step': 1, 'loss': 2.5}]
+        >>> lines.close()
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[str] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._open()
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Keeps a line for the next `flush`."""
+        self._waiting.append(json.dumps(plain(line), ensure_ascii=False))
+
+    def flush(self, *, durable: bool = False) -> None:
+        """Writes what waits, in one write; `durable` also waits for the disk. If that fails, all still waits."""
+        if self._waiting:
+            block = "".join(line + "\n" for line in self._waiting).encode()
+            before = os.fstat(self._file).st_size
+            try:
+                while block:  # one write; a system that took only a part of it gets the rest
+                    block = block[os.write(self._file, block) :]
+            except OSError:
+                os.ftruncate(self._file, before)
+                raise
+            self._waiting.clear()
+        if durable:
+            os.fsync(self._file)
+
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> tuple[int, list[int]]:
+        """Drops lines that are not wanted, all at once; returns how many, and the numbers of lines that are no JSON.
+
+        Those are dropped as well: a disk that lost power can leave them. A kill on the way leaves the file as it was.
+        """
+        self.flush()
+        kept, dropped, broken = [], 0, []
+        with self.path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                line = _parse(raw)
+                if line is None:
+                    broken.append(number)
+                elif wanted(line):
+                    kept.append(raw)
+                else:
+                    dropped += 1
+        if dropped or broken:
+            write_atomically(self.path, b"".join(kept))
+            os.close(self._file)
+            self._file = self._open()
+        return dropped, broken
+
+    def close(self) -> None:
+        """Writes what waits, and closes the file."""
+        if self._file >= 0:
+            try:
+                self.flush()
+            finally:
+                os.close(self._file)
+                self._file = -1
+
+    def _open(self) -> int:
+        file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        _drop_torn_line(file)
+        return file
+
+
+def read_lines(path: Path | str, *, broken: list[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a file, also while it is being written; a torn last line is left out.
+
+    Args:
+        broken: gets the numbers of lines that are no JSON object; 0 for the torn last one.
+    """
+    with Path(path).open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            is_whole = raw.endswith(b"\n")
+            line = _parse(raw) if is_whole else None
+            if line is not None:
+                yield line
+            elif broken is not None:
+                broken.append(number if is_whole else 0)
+
+
+def _drop_torn_line(file: int) -> None:
+    size = end = os.fstat(file).st_size
+    while end:
+        start = max(0, end - 65536)
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        end = start if newline < 0 else start + newline + 1
+        if newline >= 0:
+            break
+    if end < size:
+        os.ftruncate(file, end)
+
+
+def _parse(raw: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None

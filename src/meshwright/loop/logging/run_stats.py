@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from meshwright.checkpoint.manifest import current_versions, model_fact
 from meshwright.hardware.chips import chip_of
 from meshwright.hardware.flops import count_flops
+from meshwright.loop.choices import make_schedule
 from meshwright.loop.config import TrainConfig
-from meshwright.loop.logging.versions import versions
-from meshwright.loop.optimizers import make_schedule
-from meshwright.loop.setup import Prepared, num_params
 from meshwright.train.job import abstract_init
 
+if TYPE_CHECKING:
+    from meshwright.loop.setup import Setup
 
-def run_facts(run: Prepared, flops: float | None, peak: float | None) -> dict[str, Any]:
-    """Returns what `run.json` holds."""
-    devices = jax.devices()
-    tokens = tokens_per_step(run)
+
+def run_facts(run: Setup, flops: float | None) -> dict[str, Any]:
+    """Returns what `run.json` holds; `flops` are those of a step."""
+    devices, tokens, peak = jax.devices(), tokens_per_step(run), peak_flops(run)
     return {
         "config": run.config.flat(),
         "mesh": dict(run.layout.mesh.shape),
@@ -29,7 +31,7 @@ def run_facts(run: Prepared, flops: float | None, peak: float | None) -> dict[st
         "devices": [device.device_kind for device in devices],
         "device_kind": devices[0].device_kind,
         "num_processes": jax.process_count(),
-        "versions": versions(),
+        "versions": current_versions(),
         "num_params": num_params(run.job),
         "flops_per_token": None if flops is None or not tokens else flops / tokens,
         "peak_flops": None if peak is None else peak / len(devices),
@@ -37,10 +39,15 @@ def run_facts(run: Prepared, flops: float | None, peak: float | None) -> dict[st
     }
 
 
-def checkpoint_facts(run: Prepared) -> dict[str, Any]:
+def checkpoint_facts(run: Setup) -> dict[str, Any]:
     """Returns what is written beside each checkpoint, apart from the position in the data."""
-    model = repr(run.model) if run.model is not None else run.config.model.job
+    model = model_fact(run.model) if run.model is not None else run.config.model.job
     return {"config": run.config.flat(), "model": model, "precision": run.precision}
+
+
+def num_params(job: Any) -> int:
+    """Returns how many parameters a job has; nothing is computed."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_init(job.init)))
 
 
 def learning_rates(config: TrainConfig) -> np.ndarray:
@@ -50,7 +57,7 @@ def learning_rates(config: TrainConfig) -> np.ndarray:
     return np.asarray(jax.vmap(schedule)(jax.numpy.arange(config.run.steps)))
 
 
-def flops_per_step(run: Prepared) -> float | None:
+def flops_per_step(run: Setup) -> float | None:
     """Returns what a step needs: forward and backward, without what remat computes again."""
     if peak_flops(run) is None:  # then nothing is said about it
         return None
@@ -68,7 +75,7 @@ def flops_per_step(run: Prepared) -> float | None:
     return float(counted.model) or None
 
 
-def peak_flops(run: Prepared) -> float | None:
+def peak_flops(run: Setup) -> float | None:
     """Returns what all devices together can do in a second; None for chips that the table does not have."""
     chip = chip_of(jax.devices()[0].device_kind)
     if chip is None:
@@ -77,6 +84,6 @@ def peak_flops(run: Prepared) -> float | None:
     return None if peak is None else peak * run.layout.mesh.size
 
 
-def tokens_per_step(run: Prepared) -> int | None:
+def tokens_per_step(run: Setup) -> int | None:
     """Returns how many tokens a batch has; None where it is not one of text."""
     return int(np.prod(run.job.batch["inputs"].shape)) if run.source.counts_tokens else None

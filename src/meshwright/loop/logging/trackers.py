@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import importlib
 import json
@@ -10,24 +9,14 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
+
+import numpy as np
 
 from meshwright.errors import MeshwrightError
 from meshwright.files import write_atomically
-from meshwright.loop.logging.json_lines import plain
 
 IDENTITIES = "trackers.json"
-
-
-class Tracker(Protocol):
-    """What a `RunLog` needs of one."""
-
-    def metrics(self, step: int, values: Mapping[str, Any]) -> None: ...
-    def event(self, kind: str, step: int, text: str) -> None: ...
-    def rewind(self, step: int, seen: int) -> None:
-        """Steps after `step` come again; `seen` is the last of them that came before."""
-
-    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -36,12 +25,13 @@ class TensorBoard:
     Written through tensorboardX's own file format, without its queue: that one stops a run for good on a full disk.
     """
 
+    label = "TensorBoard"
+
     def __init__(self, folder: Path, *, flush_seconds: float = 10.0) -> None:
-        self.folder = folder
-        off = "tensorboard=False does without"
-        self._writers = _import("tensorboardX.event_file_writer", extra=off)
-        self._summaries = _import("tensorboardX.summary", extra=off)
-        self._protos = _import("tensorboardX.proto.event_pb2", extra=off)
+        from tensorboardX import event_file_writer, summary
+        from tensorboardX.proto import event_pb2
+
+        self.folder, self._writers, self._summaries, self._protos = folder, event_file_writer, summary, event_pb2
         self._flush_seconds = flush_seconds
         self._flush_at = 0.0
         self._file: Any = None
@@ -56,6 +46,7 @@ class TensorBoard:
         self._write(step, time.time(), summary=self._summaries.text(kind, text))
 
     def rewind(self, step: int, seen: int) -> None:
+        """Steps after `step` come again; `seen` is the last of them that came before."""
         self.close()
         self._purge_step = step + 1
 
@@ -88,26 +79,29 @@ class TensorBoard:
         return self._file
 
 
-class _OnlineRun(abc.ABC):
-    """What wandb and trackio have in common: a project, and an identity kept in the run's folder."""
+class OnlineRun:
+    """A run at Weights & Biases, or in trackio; its identity is kept in the run's folder, so that it can be resumed."""
 
-    name: str
-
-    def __init__(self, folder: Path, options: str | Mapping[str, Any]) -> None:
-        self._module = _import(self.name)
-        self._path = folder / IDENTITIES
-        self._options = {"project": options} if isinstance(options, str) else dict(options)
-        if "project" not in self._options:
-            raise MeshwrightError(f"{self.name}= has no project.", hint=f'{self.name}="my-project".')
-        known = self._read()
+    def __init__(self, service: Literal["wandb", "trackio"], folder: Path, options: str | Mapping[str, Any]) -> None:
+        try:
+            module: Any = importlib.import_module(service)
+        except ModuleNotFoundError as error:
+            if error.name != service:
+                raise
+            raise MeshwrightError(f"{service} is not installed here.", hint=f"pip install {service}.") from None
+        self.service, self.label, self._path = service, service.capitalize(), folder / IDENTITIES
+        wanted = {"project": options} if isinstance(options, str) else dict(options)
+        if "project" not in wanted:
+            raise MeshwrightError(f"{service}= has no project.", hint=f'{service}="my-project".')
         # As few letters as wandb's own, and as unlikely to meet another run's.
-        self._identity = known.get(self.name, {"id": uuid.uuid4().hex[:12], "seen": -1})
+        self._identity = self._read().get(service, {"id": uuid.uuid4().hex[:12], "seen": -1})
         self._write()
-        self._run = self._start(folder.resolve().name, self._identity["id"])
-
-    @abc.abstractmethod
-    def _start(self, name: str, identity: str) -> Any:
-        """Starts or continues the run there."""
+        name, identity = folder.resolve().name, self._identity["id"]
+        if service == "wandb":
+            usual = {"name": name, "dir": str(folder), "id": identity}
+        else:  # trackio knows runs by their names
+            usual = {"name": f"{name}-{identity}"}
+        self._run = module.init(**usual | wanted, resume="allow")
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         # Their steps only go forward; what they have seen they keep.
@@ -129,27 +123,10 @@ class _OnlineRun(abc.ABC):
         return dict(json.loads(self._path.read_text())) if self._path.exists() else {}
 
     def _write(self) -> None:
-        write_atomically(self._path, json.dumps(self._read() | {self.name: self._identity}).encode())
+        write_atomically(self._path, json.dumps(self._read() | {self.service: self._identity}))
 
 
-class Wandb(_OnlineRun):
-    """A run at Weights & Biases."""
-
-    name = "wandb"
-
-    def _start(self, name: str, identity: str) -> Any:
-        options = {"name": name, "dir": str(self._path.parent)} | self._options
-        return self._module.init(**options, id=identity, resume="allow")
-
-
-class Trackio(_OnlineRun):
-    """A run in trackio, which knows runs by their name."""
-
-    name = "trackio"
-
-    def _start(self, name: str, identity: str) -> Any:
-        options = {"name": f"{name}-{identity}"} | self._options
-        return self._module.init(**options, resume="allow")
+Tracker = TensorBoard | OnlineRun
 
 
 def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -168,12 +145,21 @@ def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", float(value)
 
 
-def _import(name: str, *, extra: str = "") -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.partition(".")[0]
-        if error.name != package:
-            raise
-        hint = f"pip install {package}" + (f"; {extra}" if extra else "") + "."
-        raise MeshwrightError(f"{package} is not installed here.", hint=hint) from None
+def plain(value: Any) -> Any:
+    """Returns a value as JSON has it: numbers of numpy and jax as Python's, which lose nothing.
+
+    Numbers that are not finite are written as Python writes them, `NaN` and `Infinity`, which `json.loads` reads.
+
+    Example:
+        >>> plain({"loss": np.float32(0.1), "seconds": {"step": 2}, "mesh": ("dp", 8)})
+        {'loss': 0.10000000149011612, 'seconds': {'step': 2}, 'mesh': ['dp', 8]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        array = np.asarray(value)
+        # numpy has no way from bfloat16 to Python's numbers but through a wider one, which holds it exactly.
+        return (array if array.dtype.kind in "biuf" else array.astype(np.float32)).tolist()
+    return str(value) if isinstance(value, Path) else value

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.loop.logging.run_log import read_lines
 
 
 @dataclass
@@ -173,26 +174,14 @@ _FACTS: dict[str, Callable[[Any], bool]] = {
 
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     """Yields the objects of a file of JSON lines; a last line without its end is left out, and bad ones are noted."""
+    broken: list[int] = []
     try:
-        file = path.open("rb")
+        yield from read_lines(path, broken=broken)
     except FileNotFoundError:
         notes.append(f"{path.name} is missing.")
-        return
-    bad = []
-    with file:
-        for number, line in enumerate(file, start=1):
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                if line.endswith(b"\n"):
-                    bad.append(number)
-                else:
-                    notes.append(f"The last line of {path.name} is unfinished and left out.")
-                continue
-            if isinstance(entry, dict):
-                yield entry
-            else:
-                bad.append(number)
+    if 0 in broken:
+        notes.append(f"The last line of {path.name} is unfinished and left out.")
+    bad = [number for number in broken if number]
     if bad:
         shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
         which = f"Line {shown} of {path.name} is" if len(bad) == 1 else f"{len(bad)} lines of {path.name} ({shown}) are"

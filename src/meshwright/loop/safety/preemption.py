@@ -14,10 +14,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
+
+from meshwright.loop.callbacks import Callback
+
+if TYPE_CHECKING:
+    from meshwright.loop.fit import Loop
 
 EXIT_PREEMPTED = 75
 """The exit code of a run that saved and ended because it was asked to (EX_TEMPFAIL: try again later)."""
@@ -71,9 +76,7 @@ class EarlySignals:
             sys.unraisablehook = self._lost
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _early
         if _early is self:
             _early = None
@@ -111,7 +114,7 @@ def _give_back(handlers: dict[int, Any]) -> None:
     handlers.clear()
 
 
-class Preemption:
+class Preemption(Callback):
     """While it is entered, SIGTERM, SIGHUP and the first SIGINT only ask the run to end; `requested(step)` tells.
 
     A second SIGINT interrupts at once, as without it. On one process the signals are its own. On several, JAX's service
@@ -141,6 +144,9 @@ class Preemption:
                 self.reason = "preemption"
         return self.reason is not None
 
+    def wants_stop(self, loop: Loop) -> bool:
+        return self.requested(loop.ticks)
+
     def __enter__(self) -> Self:
         self._is_shared = jax.process_count() > 1
         if threading.current_thread() is threading.main_thread():
@@ -156,9 +162,7 @@ class Preemption:
                 raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _give_back(self._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,14 +1,23 @@
-"""Notices a loss that jumps away from where it was, for runs that then go back to an earlier checkpoint."""
+"""Notices a loss that jumps away from where it was, and goes back to an earlier checkpoint."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.distributed.agreement import from_first
+from meshwright.errors import MeshwrightError, TrainingError
+from meshwright.loop.callbacks import Callback, StepRecord
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint import Checkpoints
+    from meshwright.loop.fit import Loop
+
+MAX_ROLLBACKS = 3
+"""Rollbacks in a row to the same checkpoint after which a run stops."""
 
 
 class SpikeGuard:
@@ -75,3 +84,56 @@ class SpikeGuard:
         """Forgets all losses."""
         self._losses.clear()
         self._in_a_row = 0
+
+
+class Rollback(Callback):
+    """Goes back to the last good checkpoint when the loss jumps, and on with the data behind that used since.
+
+    Args:
+        reopen: `reopen(undone, after, first_step)`, batches that go on after the second state of the data. What lies
+            between the first and the second is not used again.
+    """
+
+    def __init__(
+        self,
+        spikes: SpikeGuard,
+        checkpoints: Checkpoints,
+        reopen: Callable[[Mapping[str, Any], Mapping[str, Any], int], Any],
+    ) -> None:
+        self.spikes, self.checkpoints, self.reopen = spikes, checkpoints, reopen
+        self._spiked = False
+        self._done: dict[int, int] = {}
+
+    def on_metrics(self, loop: Loop, record: StepRecord) -> None:
+        if self.spikes.check(record.metrics["loss"]):
+            self._spiked = True
+
+    def is_due(self, loop: Loop) -> bool:
+        return self._spiked
+
+    def after_step(self, loop: Loop) -> bool:
+        if not self._spiked:
+            return False
+        self._spiked = False
+        self.spikes.reset()
+        self.checkpoints.wait()  # one that is being written counts
+        if not from_first(int(self.checkpoints.latest() is not None)):
+            loop.tell("rollback", loop.number, f"the loss rose at step {loop.number}, and there is no checkpoint yet")
+            return False  # a state that is not one to keep, but there is nothing else
+        restored = self.checkpoints.restore(loop.step.layout)
+        again = self._done[restored.step] = self._done.get(restored.step, 0) + 1
+        if again > MAX_ROLLBACKS:
+            raise TrainingError(
+                f"the loss rose again after {MAX_ROLLBACKS} rollbacks to step {restored.step}.",
+                hint="lower the learning rate, or look at what the data holds there.",
+            )
+        after = dict(loop.batches.state)
+        loop.batches.close()
+        batches = self.reopen(restored.facts["data"], after, restored.step + 1)
+        text = f"the loss rose at step {loop.number}: back to step {restored.step}, with the data that comes next"
+        loop.tell("rollback", loop.number, "; ".join([text, *restored.notes]), to=restored.step, data=after)
+        loop.log.rewind(restored.step)
+        if restored.facts.get("spikes") is not None:  # as a run has it that is resumed from there
+            self.spikes.state = restored.facts["spikes"]
+        loop.go_back(restored.state, batches)
+        return True

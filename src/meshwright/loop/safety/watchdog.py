@@ -10,16 +10,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from meshwright.errors import MeshwrightError
+from meshwright.loop.callbacks import Callback, StepRecord
+
+if TYPE_CHECKING:
+    from meshwright.loop.fit import Loop
+
+COMPILES = 1800.0
+"""How many seconds something may take that compiles first."""
 
 EXIT_HUNG = 70
 """The exit code of a process that its watchdog ended, where that was asked for (EX_SOFTWARE)."""
 
 
-class Watchdog:
+class Watchdog(Callback):
     """Waits for a beat per step; where none comes, dumps all stacks into `hang-<last step>.txt` and tells, once.
 
     A step may take `seconds`, or `factor` times the median of recent steps, whichever is longer. The first one, which
@@ -49,7 +55,7 @@ class Watchdog:
         tell: Callable[[str], None],
         folder: Path | str,
         factor: float = 10.0,
-        first_seconds: float = 1800.0,
+        first_seconds: float = COMPILES,
         rank: int = 0,
         ends_process: bool = False,
     ) -> None:
@@ -86,6 +92,12 @@ class Watchdog:
             # Steps are sent to devices ahead of time: the beat after the first may still wait for its compilation.
             first, self._is_first = self._is_first, False
             self._allowance = allowance if allowance is not None else self._allowance if first else None
+
+    def on_metrics(self, loop: Loop, record: StepRecord) -> None:
+        self.beat(record.number)
+
+    def on_phase(self, loop: Loop, text: str) -> None:
+        self.beat(loop.number, allowance=COMPILES)
 
     def limit(self) -> float:
         """Returns how many seconds after the last beat the next one must come."""
@@ -142,7 +154,5 @@ class Watchdog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
