@@ -6,12 +6,11 @@ import importlib
 from typing import Any
 
 from meshwright.loop.config import PRESETS, TrainConfig, preset, read_config
+from meshwright.loop.fit import Loop, Result, fit
 
 _WHERE = {
     "train": "run",
     "build_report": "report",
-    "Loop": "fit",
-    "Result": "fit",
     "Callback": "callbacks",
     "StepRecord": "callbacks",
     "StepLog": "callbacks",
@@ -34,7 +33,7 @@ _WHERE = {
     "read_memory": "logging.memory_use",
 }
 
-__all__ = ["PRESETS", "TrainConfig", "preset", "read_config", *_WHERE]
+__all__ = ["PRESETS", "TrainConfig", "preset", "read_config", "fit", "Loop", "Result", *_WHERE]
 
 
 def __getattr__(name: str) -> Any:

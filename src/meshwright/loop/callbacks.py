@@ -15,7 +15,7 @@ import jax
 if TYPE_CHECKING:
     from meshwright.checkpoint import Checkpoints
     from meshwright.loop.fit import Loop
-    from meshwright.loop.setup import Setup
+    from meshwright.loop.setup import RunSetup
     from meshwright.train import NonFiniteGuard, RunState
 
 
@@ -173,7 +173,7 @@ class Evaluation(Callback):
         loop.last_metrics = {**loop.last_metrics, **found}
 
 
-def make_evaluation(setup: Setup) -> Callable[[RunState], Mapping[str, float]] | None:
+def make_evaluation(setup: RunSetup) -> Callable[[RunState], Mapping[str, float]] | None:
     """Returns the mean of a run's metrics over its evaluation batches, as a function of a state; None without any."""
     from meshwright.train import make_eval_step
 

@@ -23,7 +23,7 @@ from meshwright.loop.run_dir import NOT_OF_THE_RUN
 from meshwright.train import RunState, init_state
 
 if TYPE_CHECKING:
-    from meshwright.loop.setup import Setup
+    from meshwright.loop.setup import RunSetup
 
 
 MAY_CHANGE = ("dropout", "chunk_size")
@@ -53,7 +53,7 @@ class Start:
         """How many steps were taken before it."""
         return int(self.state.step)
 
-    def announce(self, run: Setup, log: RunLog) -> None:
+    def announce(self, run: RunSetup, log: RunLog) -> None:
         """Tells and writes down where the run begins, once nothing speaks against it."""
         if run.folder.resumed:
             log.rewind(self.step)
@@ -62,7 +62,7 @@ class Start:
             run.tell(text)
 
 
-def find_start(run: Setup, checkpoints: Checkpoints) -> Start:
+def find_start(run: RunSetup, checkpoints: Checkpoints) -> Start:
     """Returns the first state, or that of the last good checkpoint; nothing is written or told yet."""
     config = run.config
     if not run.folder.resumed or checkpoints.latest() is None:
@@ -94,7 +94,7 @@ def find_start(run: Setup, checkpoints: Checkpoints) -> Start:
     )
 
 
-def _require_same_model(run: Setup, facts: Mapping[str, Any]) -> None:
+def _require_same_model(run: RunSetup, facts: Mapping[str, Any]) -> None:
     """Raises where the model computes something else with parameters of the same shapes."""
     saved, now = facts.get("model"), checkpoint_facts(run)["model"]
     if saved is None or now is None or what_must_match(saved, run.model) == what_must_match(now, run.model):
@@ -125,7 +125,7 @@ def what_must_match(fact: Any, model: Any) -> Any:
     return fact["class"], {name: value for name, value in (defaults | fact["fields"]).items() if name not in MAY_CHANGE}
 
 
-def _changes(run: Setup, facts: Mapping[str, Any], step: int) -> list[str]:
+def _changes(run: RunSetup, facts: Mapping[str, Any], step: int) -> list[str]:
     """Returns in words what is not as it was when the checkpoint was written."""
     before, now = facts.get("config", {}), run.config.flat()
     changed = [

@@ -26,7 +26,7 @@ from meshwright.train.precision import Precision
 from meshwright.types import PyTree
 
 if TYPE_CHECKING:
-    from meshwright.loop.setup import Setup
+    from meshwright.loop.setup import RunSetup
 
 TEMPERATURE = 0.7
 """How freely samples of a run are drawn: a little more likely than the model says, so that short training shows."""
@@ -59,7 +59,7 @@ def make_sampler(
 class TrainingSamples:
     """Text that a model writes before it is trained, and after."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: RunSetup) -> None:
         from meshwright.loop.sources import TextSource
 
         assert isinstance(setup.source, TextSource)

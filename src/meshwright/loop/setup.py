@@ -52,7 +52,7 @@ from meshwright.train.job import check_axes, load_job
 
 
 @dataclass(frozen=True)
-class Setup:
+class RunSetup:
     """What is decided about a run, on all processes alike, before anything is computed."""
 
     config: TrainConfig
@@ -72,7 +72,7 @@ class Setup:
 class ReadyRun:
     """A run that only has to be started: `fit(ready.loop, ready.state, ready.batches)`."""
 
-    setup: Setup
+    setup: RunSetup
     loop: Loop
     state: RunState
     batches: Any
@@ -109,7 +109,7 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
 # --- What is decided ---
 
 
-def _decide(config: TrainConfig, tell: Voice) -> Setup:
+def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     """Decides everything, on all processes alike; nothing is written but the run's empty folder."""
     model, job, source = _load(config, tell)
     precision: str = config.placement.precision
@@ -140,7 +140,7 @@ def _decide(config: TrainConfig, tell: Voice) -> Setup:
     )
     _require_rows(step, job, config.placement.minibatches)
     folder = RunFolder.open(config, name=config.model.model if config.model.job is None else "job")
-    return Setup(config, tell, model, job, source, optimizer, choice, layout, precision, step, folder)
+    return RunSetup(config, tell, model, job, source, optimizer, choice, layout, precision, step, folder)
 
 
 def _load(config: TrainConfig, tell: Voice) -> tuple[LanguageModel | None, Any, TextSource | JobSource]:
@@ -207,7 +207,7 @@ def _devices() -> str:
 class _Data:
     """The batches of a run, from any place on, and the ledger of them."""
 
-    def __init__(self, setup: Setup, stack: ExitStack) -> None:
+    def __init__(self, setup: RunSetup, stack: ExitStack) -> None:
         self.setup, self.ledger = setup, None
         if setup.config.data.ledger:
             self.ledger = Ledger(setup.folder.path / "ledger", tell=setup.tell)
@@ -225,7 +225,7 @@ class _Data:
         return self.open(after, first_step)
 
 
-def _open_log(setup: Setup, flops: float | None, stack: ExitStack) -> RunLog:
+def _open_log(setup: RunSetup, flops: float | None, stack: ExitStack) -> RunLog:
     """Opens the run's log and writes its configuration, on all processes or on none."""
     folder, options = setup.folder, setup.config.run
 
@@ -251,7 +251,7 @@ def _open_log(setup: Setup, flops: float | None, stack: ExitStack) -> RunLog:
 
 
 def _make_callbacks(
-    setup: Setup, start: Start, checkpoints: Checkpoints, data: _Data, flops: float | None, stack: ExitStack
+    setup: RunSetup, start: Start, checkpoints: Checkpoints, data: _Data, flops: float | None, stack: ExitStack
 ) -> list[Callback]:
     """Returns what surrounds the steps; a loss that jumped is dealt with before its state is evaluated or saved."""
     config, tell, folder, options = setup.config, setup.tell, setup.folder, setup.config.run

@@ -209,7 +209,7 @@ def einsum(dims: str, a: Any, b: Any, wide: Any) -> Any:
 # --- Inputs, checked and in the form that all three share ---
 
 
-class Tokens(NamedTuple):
+class CellInputs(NamedTuple):
     """The inputs of a cell, and where it starts from."""
 
     q_BSHK: Any
@@ -239,7 +239,7 @@ class Tokens(NamedTuple):
         return h_BSHV if self.real_BS is None else jnp.where(self.real_BS[..., None, None], h_BSHV, 0)
 
 
-def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_ids: Any, *, who: str) -> Tokens:
+def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_ids: Any, *, who: str) -> CellInputs:
     """Checks the inputs of a cell and returns them in the form that all three share; `who` is named in errors."""
     q, k, v, i, f = (jnp.asarray(x) for x in (q, k, v, i, f))
     _check(q, k, v, i, f, who=who)
@@ -263,7 +263,7 @@ def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_i
 
     i_BSH, logf_BSH = i.astype(wide), jax.nn.log_sigmoid(f.astype(wide))
     if segment_ids is None:
-        return Tokens(q, k, v, i_BSH, logf_BSH, None, None, start, segment_B)
+        return CellInputs(q, k, v, i_BSH, logf_BSH, None, None, start, segment_B)
     real_BS = segment_ids != 0
     segment_ids = segment_ids.astype(segment_B.dtype)
     # For every token the document of the last one that was not padding: padding may also lie within a document.
@@ -273,7 +273,7 @@ def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_i
     begins_BS = real_BS & (segment_ids != before_BS) & (before_BS != _ANY_DOCUMENT)
     i_BSH = jnp.where(real_BS[..., None], i_BSH, -jnp.inf)
     logf_BSH = jnp.where(real_BS[..., None], logf_BSH, 0.0)
-    return Tokens(q, k, v, i_BSH, logf_BSH, begins_BS, real_BS, start, known_BS[:, -1])
+    return CellInputs(q, k, v, i_BSH, logf_BSH, begins_BS, real_BS, start, known_BS[:, -1])
 
 
 def _check(q: Any, k: Any, v: Any, i: Any, f: Any, *, who: str) -> None:

@@ -13,14 +13,14 @@ from jax import Array, lax
 
 from meshwright.errors import PlacementError
 from meshwright.models.execution import on_gpu
-from meshwright.models.mlstm import MLSTMState, Tokens, einsum, normalise, prepare_tokens
+from meshwright.models.mlstm import CellInputs, MLSTMState, einsum, normalise, prepare_tokens
 from meshwright.specs import ceil_div
 
 # Measured with benchmarks/mlstm_h200.py. A GPU wants few, large matmuls; elsewhere nothing larger was measured.
 _GPU_CHUNK_SIZE, _CHUNK_SIZE = 256, 64
 
 
-class _Options(TypedDict, total=False):
+class _Chunking(TypedDict, total=False):
     chunk_size: int | None
     state: MLSTMState | None
     segment_ids: Array | None
@@ -28,13 +28,20 @@ class _Options(TypedDict, total=False):
 
 @overload
 def mlstm_chunkwise(
-    q: Array, k: Array, v: Array, i: Array, f: Array, *, return_state: Literal[False] = ..., **options: Unpack[_Options]
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
+    *,
+    return_state: Literal[False] = ...,
+    **options: Unpack[_Chunking],
 ) -> Array: ...
 
 
 @overload
 def mlstm_chunkwise(
-    q: Array, k: Array, v: Array, i: Array, f: Array, *, return_state: Literal[True], **options: Unpack[_Options]
+    q: Array, k: Array, v: Array, i: Array, f: Array, *, return_state: Literal[True], **options: Unpack[_Chunking]
 ) -> tuple[Array, MLSTMState]: ...
 
 
@@ -104,7 +111,7 @@ class _Chunks(NamedTuple):
     before_NB1: Any  # the same of the last token before the chunk
 
 
-def _cut(t: Tokens, length: int) -> _Chunks:
+def _cut(t: CellInputs, length: int) -> _Chunks:
     """Cuts time into chunks, heads before positions, and sums each chunk's forget gates up to every position.
 
     These sums are kept as a coarse part, of eighths, which float32 adds and subtracts without any rounding, and a fine
@@ -138,7 +145,7 @@ def _cut(t: Tokens, length: int) -> _Chunks:
     )
 
 
-def _states(t: Tokens, chunks: _Chunks) -> Any:
+def _states(t: CellInputs, chunks: _Chunks) -> Any:
     """Returns the state after the last chunk, and stacked, those that the chunks start from."""
     coarse, fine, document = chunks.coarse_NBHL, chunks.fine_NBHL, chunks.document_NB1L
     through_NBH = coarse[..., -1] + fine[..., -1]
@@ -149,7 +156,7 @@ def _states(t: Tokens, chunks: _Chunks) -> Any:
     return _remember(through_NBH, to_end_NBHL, chunks.k_NBHLK, chunks.v_NBHLV, t.start)
 
 
-def _outputs(t: Tokens, chunks: _Chunks, states: Any) -> Any:
+def _outputs(t: CellInputs, chunks: _Chunks, states: Any) -> Any:
     """Returns what every token reads: from its own chunk, pair by pair, and from the state its chunk starts from."""
 
     # What has L x L values per chunk is computed again in the backward pass, so that all that is kept grows with S.

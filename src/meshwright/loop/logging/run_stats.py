@@ -17,10 +17,10 @@ from meshwright.loop.config import TrainConfig
 from meshwright.train.job import abstract_init
 
 if TYPE_CHECKING:
-    from meshwright.loop.setup import Setup
+    from meshwright.loop.setup import RunSetup
 
 
-def run_facts(run: Setup, flops: float | None) -> dict[str, Any]:
+def run_facts(run: RunSetup, flops: float | None) -> dict[str, Any]:
     """Returns what `run.json` holds; `flops` are those of a step."""
     devices, tokens, peak = jax.devices(), tokens_per_step(run), peak_flops(run)
     return {
@@ -39,7 +39,7 @@ def run_facts(run: Setup, flops: float | None) -> dict[str, Any]:
     }
 
 
-def checkpoint_facts(run: Setup) -> dict[str, Any]:
+def checkpoint_facts(run: RunSetup) -> dict[str, Any]:
     """Returns what is written beside each checkpoint, apart from the position in the data."""
     model = model_fact(run.model) if run.model is not None else run.config.model.job
     return {"config": run.config.flat(), "model": model, "precision": run.precision}
@@ -57,7 +57,7 @@ def learning_rates(config: TrainConfig) -> np.ndarray:
     return np.asarray(jax.vmap(schedule)(jax.numpy.arange(config.run.steps)))
 
 
-def flops_per_step(run: Setup) -> float | None:
+def flops_per_step(run: RunSetup) -> float | None:
     """Returns what a step needs: forward and backward, without what remat computes again."""
     if peak_flops(run) is None:  # then nothing is said about it
         return None
@@ -75,7 +75,7 @@ def flops_per_step(run: Setup) -> float | None:
     return float(counted.model) or None
 
 
-def peak_flops(run: Setup) -> float | None:
+def peak_flops(run: RunSetup) -> float | None:
     """Returns what all devices together can do in a second; None for chips that the table does not have."""
     chip = chip_of(jax.devices()[0].device_kind)
     if chip is None:
@@ -84,6 +84,6 @@ def peak_flops(run: Setup) -> float | None:
     return None if peak is None else peak * run.layout.mesh.size
 
 
-def tokens_per_step(run: Setup) -> int | None:
+def tokens_per_step(run: RunSetup) -> int | None:
     """Returns how many tokens a batch has; None where it is not one of text."""
     return int(np.prod(run.job.batch["inputs"].shape)) if run.source.counts_tokens else None
