@@ -336,6 +336,9 @@ EXTREMES = {
 @pytest.mark.parametrize("form", ["parallel", "recurrent", "ragged chunks of 5"])
 def test_extreme_gates(form, case):
     q, k, v, i, f = tokens(10)
+    # Rounding grows without bound where a query is nearly orthogonal to what is remembered. Here none is: keys are
+    # positive, and so are all features of a query, or none.
+    q, k = np.sign(q[..., :1]) * np.abs(q), np.abs(k)
     rng = np.random.default_rng(11)
     i, f = (0.1 * i + rng.choice(np.atleast_1d(levels), i.shape) for levels in EXTREMES[case])
     args = (q, k, v, i.astype(np.float32), f.astype(np.float32))
@@ -345,7 +348,7 @@ def test_extreme_gates(form, case):
         assert np.all(np.isfinite(gradient))
         towards, expected = slope(args, which, step=1e-5, segment_ids=PACKED)
         # Where h hardly depends on an input, large terms cancel: the second tolerance is their rounding.
-        tolerance = 1e-4 * np.abs(gradient * towards).sum() + 5e-6 * np.abs(h).sum() + 1e-36
+        tolerance = 1e-4 * np.abs(gradient * towards).sum() + 1e-6 * np.abs(h).sum() + 1e-36
         assert abs(np.sum(gradient * towards) - expected) < tolerance, NAMES[which]
 
 
