@@ -20,6 +20,7 @@ from meshwright.mesh.build import create_abstract_mesh
 from meshwright.models import XLSTM, Decoder
 from meshwright.models.language import LanguageModel
 from meshwright.parallel.heads import heads_fit
+from meshwright.specs import round_up
 from meshwright.train.state import state_layout
 from meshwright.tree import named_tree_map
 from meshwright.types import PyTree
@@ -72,9 +73,9 @@ def make_model(name: str, options: tuple[str, ...] = (), *, vocab_size: int | No
         if "vocab_size" in changes:
             raise ConfigError(
                 f"the tokenizer knows {vocab_size} tokens; the model has room for {model.vocab_size}.",
-                hint=f"vocab_size={-(-vocab_size // 128) * 128}, or leave it out.",
+                hint=f"vocab_size={round_up(vocab_size, 128)}, or leave it out.",
             )
-        model = dataclasses.replace(model, vocab_size=-(-vocab_size // 128) * 128)
+        model = dataclasses.replace(model, vocab_size=round_up(vocab_size, 128))
     return model
 
 

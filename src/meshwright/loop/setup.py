@@ -47,6 +47,7 @@ from meshwright.loop.sample import TrainingSamples
 from meshwright.loop.sources import JobSource, StreamStart, TextSource, make_source, rows_of
 from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
+from meshwright.specs import round_up
 from meshwright.train import NonFiniteGuard, RunState, Step, language_job, make_train_step, state_layout
 from meshwright.train.job import check_axes, load_job
 
@@ -187,7 +188,7 @@ def _require_rows(step: Step, job: Any, minibatches: int) -> None:
     rows = rows_of(job)
     parts = minibatches * math.prod(step.layout.mesh.shape[axis] for axis in step.row_axes)
     if rows % parts:
-        down, up = rows // parts * parts, -(-rows // parts) * parts
+        down, up = rows // parts * parts, round_up(rows, parts)
         raise ConfigError(
             f"a batch of {rows} rows cannot be cut into {minibatches} minibatches for {parts // minibatches} devices.",
             hint=f"--batch-size {f'{down} or {up}' if down else up}.",

@@ -15,6 +15,7 @@ from typing import Literal
 
 from meshwright.errors import MeshError, did_you_mean
 from meshwright.hardware.chips import ALIASES, CHIPS, Chip, chip_of
+from meshwright.specs import ceil_div
 
 _FORM = re.compile(r"(?P<kind>[A-Za-z][\w.\-]*):(?P<shape>\d+(?:[xX]\d+)*)(?:\*(?P<slices>\d+))?")
 _EXAMPLES = "for example v5e:16x16, v5p:4x4x8, v5p:4x4x8*4 (four slices), h200:8x8 (hosts x GPUs per host), cpu:8."
@@ -73,7 +74,7 @@ class Target:
 
     @property
     def num_hosts(self) -> int:
-        return -(-self.num_devices // self.devices_per_host)
+        return ceil_div(self.num_devices, self.devices_per_host)
 
     @property
     def memory_bytes(self) -> int | None:

@@ -28,6 +28,7 @@ from meshwright.pages import (
     thin,
 )
 from meshwright.pages.blocks import fold
+from meshwright.specs import ceil_div
 
 MAX_COLUMNS, MAX_TICKS = 60, 400
 MAX_POINTS = 2000  # of a curve: about two per pixel
@@ -109,7 +110,7 @@ def _with_mean(run: RunRecord, name: str, *, roof: float | None = None) -> tuple
 def _columns(run: RunRecord, parts: Sequence[str]) -> list[tuple[float, float, list[float]]]:
     """Returns equally many neighbouring steps together: where they start and end, and the means of their parts."""
     steps = run.steps.steps
-    size = max(1, -(-len(steps) // MAX_COLUMNS))
+    size = max(1, ceil_div(len(steps), MAX_COLUMNS))
     found = []
     for start in range(0, len(steps), size):
         means = []

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from meshwright.specs import ceil_div
+
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
 # A result is one array, whose layout has no spaces, or a tuple of them; no tuple holds `) word(`.
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
@@ -147,7 +149,7 @@ def array_bytes(shape: str) -> Iterator[int]:
         digits = re.search(r"\d+", match["type"])  # f32, bf16, u4, f8e4m3fn; a token has none, and no bytes
         bits = int(digits[0]) if digits else 8 * (match["type"] == "pred")
         elements = math.prod(int(dim) for dim in match["dims"].split(",") if dim)
-        yield -(-elements * bits // 8)
+        yield ceil_div(elements * bits, 8)
 
 
 def tuple_parts(shape: str) -> list[str]:
