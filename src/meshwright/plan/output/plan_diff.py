@@ -174,9 +174,9 @@ def _value(name: str, text: str, word: str) -> Any:
 
 
 def _memory(old: PlanData, new: PlanData) -> list[Change]:
+    parts = [_by_name(plan["memory"]["parts"]) for plan in (old, new)]
     group = f"Memory of a device ({_both(old['memory']['basis'], new['memory']['basis'])})"
-    found = _bytes(group, *(_by_name(plan["memory"]["parts"]) for plan in (old, new)))
-    return [*found, Change(group, "total", old["memory"]["total"], new["memory"]["total"], "bytes")]
+    return [*_bytes(group, *parts), Change(group, "total", old["memory"]["total"], new["memory"]["total"], "bytes")]
 
 
 def _bytes(group: str, old: dict[str, float], new: dict[str, float]) -> list[Change]:
