@@ -179,7 +179,7 @@ def test_host_trees_need_no_program_and_mesh_trees_one(count_programs):
     with count_programs() as first:
         placed = mw.tree_apply(shard, tree)
         mw.tree_apply(gather, placed)
-    other, _ = mw.make_shard_and_gather_fns({name: P("tp") for name in tree}, "float16", mesh=mesh())
+    other, _ = mw.make_shard_and_gather_fns({name: P("tp") for name in tree}, "bfloat16", mesh=mesh())
     with count_programs() as second:
         mw.tree_apply(other, placed)
     with count_programs() as third:

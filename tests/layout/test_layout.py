@@ -252,11 +252,11 @@ def test_donating_takes_only_what_was_on_the_mesh():
         "one": jax.device_put(value, jax.devices()[0]),
         "other": jax.device_put(value, NamedSharding(mw.create_mesh("x:2", devices=2), P("x"))),
     }
-    sharding, half = NamedSharding(mesh(), P("tp")), np.dtype("float16")
+    sharding, half = NamedSharding(mesh(), P("tp")), np.dtype(jnp.bfloat16)
     sharded = shard_leaves(list(tree.values()), [sharding] * 3, [half] * 3, donate=True)
     assert [array.is_deleted() for array in tree.values()] == [True, False, False]
     for array in sharded:
-        np.testing.assert_array_equal(array, value.astype(np.float16), strict=True)
+        np.testing.assert_array_equal(array, value.astype(jnp.bfloat16), strict=True)
     np.testing.assert_array_equal(tree["other"], value)
 
 

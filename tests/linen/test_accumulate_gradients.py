@@ -17,7 +17,6 @@ from meshwright.linen import accumulate_gradients, accumulate_gradients_loop, ac
 from meshwright.parallel.local_map import local_map
 from meshwright.parallel.rows import row_key
 
-QUICKLY = {"xla_backend_optimization_level": 0}  # a third of the time to compile, and the same function
 WIDTH = 16
 
 
@@ -61,13 +60,10 @@ def test_loop_scan_and_full_batch_agree(num_minibatches, with_rng):
     """Masked tokens and rows are in the batch, as is an all-masked minibatch, whose loss and gradients are NaN."""
     state, batch = make_state(make_params()), make_batch(16)
     rng = jax.random.key(4) if with_rng else None
-    whole = jax.jit(jax.grad(loss_fn, has_aux=True), static_argnums=1, compiler_options=QUICKLY)
+    whole = jax.jit(jax.grad(loss_fn, has_aux=True), static_argnums=1)
     expected, (expected_metrics, _) = whole(state.params, None, batch, row_key(rng) if with_rng else None)
     step = functools.partial(accumulate_gradients, num_minibatches=num_minibatches, loss_fn=loss_fn)
-    results = [
-        jax.jit(functools.partial(step, use_scan=use_scan), compiler_options=QUICKLY)(state, batch, rng)
-        for use_scan in (False, True)
-    ]
+    results = [jax.jit(functools.partial(step, use_scan=use_scan))(state, batch, rng) for use_scan in (False, True)]
     for grads, metrics, mutable in results:
         assert_close((grads, metrics), (expected, expected_metrics))
         assert mutable["seen"].shape == (num_minibatches,)
@@ -87,7 +83,7 @@ def test_the_accumulator_is_float32_whatever_the_parameters_are():
         if form is accumulate_gradients_loop:  # written out 512 times, it would take minutes to compile
             state_step = functools.partial(form, num_minibatches=64, loss_fn=loss_fn)
             small = {"x": jnp.where(jnp.arange(64) == 0, 256.0, 1.0)}
-            grads, metrics, _ = jax.jit(state_step, compiler_options=QUICKLY)(state, small, None)
+            grads, metrics, _ = jax.jit(state_step)(state, small, None)
             assert float(grads) * 64 == 256 + 63
         else:
             grads, metrics, _ = jax.jit(state_step)(state, batch, None)
@@ -140,7 +136,7 @@ def test_flax_dropout_does_not_depend_on_the_number_of_minibatches():
     state = make_state(params, module.apply)
     batch = mw.Batch(inputs=x, targets=jnp.ones((8, 4)))
 
-    @functools.partial(jax.jit, static_argnums=1, compiler_options=QUICKLY)
+    @functools.partial(jax.jit, static_argnums=1)
     def step(rng, num_minibatches):
         return accumulate_gradients(state, batch, rng, num_minibatches, loss_fn, use_scan=num_minibatches > 2)[:2]
 

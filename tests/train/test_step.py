@@ -116,7 +116,6 @@ def test_an_optimizer_that_saw_slices_would_be_noticed(name):
         assert np.abs(leaf[:8, :8] - slice_).max() > 1e-3 * np.abs(leaf).max()
 
 
-@pytest.mark.slow
 def test_adam_on_a_decoder(lab):
     """With an epsilon above all gradients, Adam magnifies their rounding no more than SGD does."""
     optimizer = optax.adamw(5.0, eps=10.0)

@@ -83,7 +83,7 @@ def test_arguments_are_found_through_loops_slices_and_casts():
 
     def f(params, x):
         def layer(h, w):
-            whole = lax.all_gather(w.astype(jnp.float16), "fsdp", axis=1, tiled=True)
+            whole = lax.all_gather(w.astype(jnp.bfloat16), "fsdp", axis=1, tiled=True)
             return jnp.tanh(h @ whole.astype(jnp.float32)), None
 
         h, _ = lax.scan(layer, x, params["layers"]["wq"])
