@@ -209,7 +209,7 @@ def test_steps_of_this_run_are_not_written_twice_and_those_of_another_are_replac
     assert told[1][:2] == ("checkpoint", 2)
 
 
-def test_steps_of_another_course_are_neither_counted_nor_removed_unless_asked(lab, first, tmp_path):
+def test_steps_of_another_course_are_neither_counted_nor_removed(lab, first, tmp_path):
     layout, state = first
     lab.saved(tmp_path, layout, state, 10, 20, 30)
     checkpoints = Checkpoints(tmp_path, keep=Keep(last=1))
@@ -217,8 +217,6 @@ def test_steps_of_another_course_are_neither_counted_nor_removed_unless_asked(la
     checkpoints.save(state, step=15, layout=layout, facts={})
     checkpoints.wait()
     assert checkpoints.steps() == [15, 20, 30]
-    assert checkpoints.drop_after(15) == [20, 30]
-    assert checkpoints.steps() == [15]
 
 
 # --- Full disks ---

@@ -261,16 +261,6 @@ class Checkpoints:
             self._dead.discard(step)
         return removed
 
-    def drop_after(self, step: int) -> list[int]:
-        """Removes all steps after one, for a run that goes another way from there; returns which they were."""
-        self.wait()
-        later = [other for other in self.steps() if other > step]
-        if is_first():
-            for other in later:
-                remove_step(self.folder, other)
-        self._known = {other for other in self._known if other <= step}
-        return later
-
     # --- Restoring ---
 
     def restore(
