@@ -14,7 +14,7 @@ import tyro
 
 import meshwright as mw
 from meshwright.checkpoint import Checkpoints, read_manifest
-from meshwright.checkpoint import step_files as files
+from meshwright.checkpoint import file_hashes as files
 from meshwright.checkpoint.convert.llama import read_llama
 from meshwright.cli.checkpoint import checkpoint, convert
 from meshwright.cli.rules import rules

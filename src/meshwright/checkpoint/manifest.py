@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshwright.checkpoint.step_files import FileHash, compare_files, unreadable
+from meshwright.checkpoint.file_hashes import FileHash, compare_files, unreadable
 from meshwright.errors import CheckpointError
 from meshwright.files import write_atomically
 from meshwright.layout import Layout

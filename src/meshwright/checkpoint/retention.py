@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from meshwright.checkpoint.file_hashes import unreadable
 from meshwright.checkpoint.manifest import MANIFEST, STATE
-from meshwright.checkpoint.step_files import unreadable
 from meshwright.errors import CheckpointError
 from meshwright.files import remove_folder, sync_folder
 

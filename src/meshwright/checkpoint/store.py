@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from meshwright.checkpoint import arrays
+from meshwright.checkpoint.file_hashes import FileHash, hash_files, is_unreadable, list_files
 from meshwright.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -29,7 +30,6 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.restoring import Restored, part_of, problems_of, read_step
 from meshwright.checkpoint.retention import SAVING, Keep, finished_steps, remove_step, unfinished_steps
-from meshwright.checkpoint.step_files import FileHash, hash_files, is_unreadable, list_files
 from meshwright.distributed.agreement import from_first, gather_texts, is_first
 from meshwright.errors import CheckpointError
 from meshwright.files import explain_failure, remove_folder, sync_folder, write_atomically

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Union
 import tyro
 
 from meshwright.checkpoint import read_manifest, verify_step
+from meshwright.checkpoint.file_hashes import is_unreadable
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.retention import all_steps, finished_steps, step_status
-from meshwright.checkpoint.step_files import is_unreadable
 from meshwright.errors import CheckpointError
 from meshwright.layout.leaf import format_bytes, text_table
 from meshwright.specs import format_spec, spec_from_json

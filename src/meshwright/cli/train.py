@@ -1,4 +1,4 @@
-"""`meshwright train`: the main job. From text on the machine to a trained model and a page that shows how it went."""
+"""`meshwright train`: options (declared in `loop/config.py`), the other processes, and the run itself."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from meshwright.errors import PlacementError, did_you_mean
 from meshwright.linen.rings import async_gather, async_gather_bidirectional, async_scatter, async_scatter_split
 from meshwright.linen.stacking import masker, stack_params, unstack_params
 from meshwright.mesh.axes import axis_size, place_on, summing_dtype, vary
-from meshwright.parallel.overlap.loops import sum_scattered
+from meshwright.parallel.overlap.ring_loops import sum_scattered
 from meshwright.rng import fold_rng_over_axis
 from meshwright.specs import round_up
 from meshwright.tree import named_tree_map

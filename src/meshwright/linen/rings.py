@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import axis_size, vary
 from meshwright.parallel.local_map import AxisView
-from meshwright.parallel.overlap.loops import dot, shift
+from meshwright.parallel.overlap.ring_loops import dot, shift
 from meshwright.specs import ceil_div
 from meshwright.types import PyTree
 

@@ -27,7 +27,7 @@ from meshwright.mesh.build import current_mesh, require_axes
 from meshwright.parallel.kernels.dispatch import uses_kernels
 from meshwright.parallel.kernels.gradient_kernels import softmax_gradient
 from meshwright.parallel.local_map import AxisView, local_map
-from meshwright.parallel.overlap.loops import dot, dot_rows
+from meshwright.parallel.overlap.ring_loops import dot, dot_rows
 from meshwright.parallel.vocabulary import check_targets, checked_vocab_size, own_zeros, whole_numbers
 from meshwright.specs import ceil_div
 

@@ -27,7 +27,7 @@ from meshwright.mesh.axes import summing_dtype, vary, vary_alike
 from meshwright.parallel.local_map import AxisView
 from meshwright.parallel.overlap.collective_matmul import gather_matmul, matmul_scatter
 from meshwright.parallel.overlap.forms import Form
-from meshwright.parallel.overlap.loops import dot
+from meshwright.parallel.overlap.ring_loops import dot
 
 
 class ScatterOptions(TypedDict, total=False):

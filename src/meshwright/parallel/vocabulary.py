@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.mesh.axes import summing_dtype, vary, vary_alike, varying_axes
 from meshwright.parallel.local_map import AxisView
 from meshwright.parallel.overlap.collective_matmul import gather_matmul
-from meshwright.parallel.overlap.loops import dot, sum_scattered
+from meshwright.parallel.overlap.ring_loops import dot, sum_scattered
 from meshwright.parallel.tensor import GatherOptions, refuse_options
 
 

@@ -15,8 +15,7 @@ from meshwright.hardware.flops import count_flops
 from meshwright.parallel import gather_matmul, local_map
 from meshwright.parallel.kernels import matmul_kernel
 from meshwright.parallel.kernels.matmul_kernel import can_write, row_unit, tile_columns, write_product
-from meshwright.parallel.overlap import collective_matmul
-from meshwright.parallel.overlap import parts as overlap_parts
+from meshwright.parallel.overlap import collective_matmul, collective_parts
 from meshwright.plan.compiled.hlo import parse_program
 from meshwright.plan.compiled.matmuls import Matmuls
 
@@ -109,7 +108,7 @@ def test_every_part_is_whole_tiles(hopper, num_rows, monkeypatch):
         sizes.append(rows.shape[0])
         return write_product(out, rows, w, **options)
 
-    monkeypatch.setattr(overlap_parts, "write_product", record)
+    monkeypatch.setattr(collective_parts, "write_product", record)
     gather = functools.partial(gather_matmul, axis="tp", form="parts")
     split = local_map(gather, mesh=mw.create_mesh("tp:8"), in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
     x, w = jax.ShapeDtypeStruct((8 * num_rows, 64), "bfloat16"), jax.ShapeDtypeStruct((64, 8 * 256), "bfloat16")
@@ -125,7 +124,7 @@ def test_gathers_that_write_equal_one_device(hopper, lead, ways, save_gathered, 
     used = []
     monkeypatch.setattr(collective_matmul, "can_write", lambda *_: True)
     monkeypatch.setattr(
-        overlap_parts, "write_product", lambda *args, **kw: used.append(kw["start"]) or write_plainly(*args, **kw)
+        collective_parts, "write_product", lambda *args, **kw: used.append(kw["start"]) or write_plainly(*args, **kw)
     )
     rng = np.random.default_rng(0)
     shapes = ((*lead, ways * 5, 6), (6, ways * 4), (6, ways * 3))

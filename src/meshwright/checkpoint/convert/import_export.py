@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.checkpoint.arrays import nest, read_anything
 from meshwright.checkpoint.convert.llama import decoder_of_text, read_llama, write_llama
+from meshwright.checkpoint.file_hashes import new_folder
 from meshwright.checkpoint.manifest import Manifest, model_fact, model_text, read_manifest
 from meshwright.checkpoint.restoring import part_of, read_step
 from meshwright.checkpoint.retention import Keep
-from meshwright.checkpoint.step_files import new_folder
 from meshwright.checkpoint.store import Checkpoints
 from meshwright.errors import CheckpointError, MeshwrightWarning
 from meshwright.layout import Layout

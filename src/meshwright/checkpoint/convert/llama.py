@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshwright.checkpoint.arrays import nest
-from meshwright.checkpoint.step_files import new_folder
+from meshwright.checkpoint.file_hashes import new_folder
 from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import CheckpointError
 from meshwright.files import explain_failure, write_atomically

@@ -24,8 +24,9 @@ from meshwright.mesh.axes import vary_alike
 from meshwright.parallel.kernels.dispatch import backed_by, uses_kernels
 from meshwright.parallel.kernels.matmul_kernel import can_write
 from meshwright.parallel.local_map import AxisView
+from meshwright.parallel.overlap.collective_parts import gather_in_parts, multiply_all, scatter_in_parts
 from meshwright.parallel.overlap.forms import Form, choose_form
-from meshwright.parallel.overlap.loops import (
+from meshwright.parallel.overlap.ring_loops import (
     dot,
     dot_rows,
     empty_rows,
@@ -36,7 +37,6 @@ from meshwright.parallel.overlap.loops import (
     sum_scattered,
     tie,
 )
-from meshwright.parallel.overlap.parts import gather_in_parts, multiply_all, scatter_in_parts
 
 GATHERED_ROWS = "gathered_rows"
 """The name (`jax.ad_checkpoint.checkpoint_name`) of what `save_gathered` keeps, for policies of `jax.checkpoint`."""

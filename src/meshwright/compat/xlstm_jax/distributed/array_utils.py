@@ -1,4 +1,4 @@
-"""Drop-in for `xlstm_jax.distributed.array_utils`."""
+"""Drop-in for `xlstm_jax.distributed.array_utils`; the code is in `meshwright.linen.stacking` and `meshwright.rng`."""
 
 from meshwright.linen.stacking import split_array_over_mesh, stack_params, unstack_params
 from meshwright.rng import fold_rng_over_axis

@@ -1,4 +1,4 @@
-"""Drop-in for `xlstm_jax.distributed.data_parallel`."""
+"""Drop-in for `xlstm_jax.distributed.data_parallel`; the code is in `meshwright.linen.fsdp_boxes`."""
 
 from meshwright.linen.fsdp_boxes import (
     gather_array_with_mean_grads,

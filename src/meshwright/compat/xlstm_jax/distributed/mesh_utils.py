@@ -1,4 +1,4 @@
-"""Drop-in for `xlstm_jax.distributed.mesh_utils`."""
+"""Drop-in for `xlstm_jax.distributed.mesh_utils`; the code is in `meshwright.mesh.build`."""
 
 from meshwright.mesh.build import initialize_mesh
 

@@ -1,4 +1,4 @@
-"""Drop-in for `xlstm_jax.distributed.single_gpu`."""
+"""Drop-in for `xlstm_jax.distributed.single_gpu`; the code is in `meshwright.linen.accumulate_gradients`."""
 
 from meshwright.linen.accumulate_gradients import (
     accumulate_gradients,

@@ -1,4 +1,4 @@
-"""Files of a step: found, hashed in threads, held against a manifest; and the folders that they are put into."""
+"""Hashes of the files of a step: found, hashed in threads, compared with a manifest; and the folders they go into."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from jax import lax
 from meshwright.mesh.axes import vary, varying_axes
 from meshwright.parallel.kernels.copy_kernels import cut_columns
 from meshwright.parallel.kernels.matmul_kernel import TILE_ROWS, row_unit, tile_columns, write_product
-from meshwright.parallel.overlap.loops import dot, sum_scattered, tie
+from meshwright.parallel.overlap.ring_loops import dot, sum_scattered, tie
 from meshwright.specs import ceil_div
 
 MULTIPROCESSORS = 132

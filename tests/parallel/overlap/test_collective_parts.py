@@ -18,8 +18,8 @@ from meshwright.errors import PlacementError
 from meshwright.parallel import Form, gather_matmul, local_map, matmul_scatter
 from meshwright.parallel.kernels.matmul_kernel import tile_columns
 from meshwright.parallel.overlap import forms as overlap_forms
+from meshwright.parallel.overlap.collective_parts import MULTIPROCESSORS, cut
 from meshwright.parallel.overlap.forms import FORMS, PARTS, choose_form
-from meshwright.parallel.overlap.parts import MULTIPROCESSORS, cut
 from meshwright.plan.compiled.collectives import read_schedule
 
 EVENER = Form(ring=False, parts=(2, 2, 3, 4, 5))
