@@ -1,6 +1,6 @@
 """Copies at the speed of memory: columns of a matrix as arrays of their own, and arrays put together as one.
 
-Where a scatter sums columns in parts (`overlap.collective_parts`), each part is made with columns of the weight, and XLA gives
+Where a scatter sums columns in parts (`collective_parts`), each part is made with columns of the weight, and XLA gives
 cuBLAS whole arrays only. So it copies columns part by part, between the matmuls: small kernels, each of which waits for
 a matmul to end and lets the next one wait: up to 4% of the matmuls' time. `cut_columns` cuts them all at once.
 

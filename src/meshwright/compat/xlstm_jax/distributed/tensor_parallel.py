@@ -1,4 +1,4 @@
-"""Drop-in for `xlstm_jax.distributed.tensor_parallel`; the code is in `meshwright.linen.layers` and `meshwright.linen.rings`."""
+"""Drop-in for `xlstm_jax.distributed.tensor_parallel`; the code is in `meshwright.linen.{layers,rings}`."""
 
 from meshwright.linen.layers import ModelParallelismWrapper, TPAsyncDense, TPDense, scale_init
 from meshwright.linen.rings import (
