@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.cli.doctor import doctor
-from meshwright.cli.plan import plan
+from meshwright.cli.plan import StepOptions, plan
 from meshwright.cli.rules import rules
 from meshwright.cli.verify import verify
 from meshwright.errors import JobError, MeshError, MeshwrightError
@@ -45,7 +45,7 @@ def test_functions_that_raise(job, tmp_path):
     with pytest.raises(JobError, match=rf"`loss` of the job '.*commands_job\.py:job' failed\.{where}"):
         verify(job)
     with pytest.raises(JobError, match=rf"`loss` of the job '.*commands_job\.py:job' failed\.{where}"):
-        plan(job, target="cpu:8", mesh="fsdp:8", compile=False)
+        plan(job, mesh="fsdp:8", step=StepOptions(target="cpu:8", compile=False))
     bad = job.replace(":job", ":bad_init")
     for command in (rules, verify):
         with pytest.raises(JobError, match=rf"`init` of the job '.*:bad_init' failed\.{where}"):

@@ -1,6 +1,6 @@
 """Products of gathered rows, written where they belong: a matmul of our own for Hopper GPUs (Pallas, by Mosaic).
 
-Where rows are gathered in parts (`collective_parts`), each part has rows of every device, and its products belong into as
+If rows are gathered in parts (`collective_parts`), each part has rows of every device, and its products belong into as
 many places of the result. XLA's matmuls write arrays of their own, which one more pass puts together: 4 to 8% of the
 matmul. This one writes into the result itself.
 
