@@ -438,13 +438,17 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
     assert long < one_array_of_all_pairs / 2
 
 
-@pytest.mark.parametrize(("backend", "length"), [("cpu", 64), ("gpu", 256)])
-def test_the_default_chunk_size_suits_the_chip(monkeypatch, backend, length):
+@pytest.mark.parametrize(
+    ("backend", "key_size", "length"), [("cpu", 256, 64), ("gpu", 4, 128), ("gpu", 128, 256), ("gpu", 256, 512)]
+)
+def test_the_default_chunk_size_suits_the_chip(monkeypatch, backend, key_size, length):
     cut, lengths = mlstm_chunks._cut, []
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(mlstm_chunks, "_cut", lambda t, length: lengths.append(length) or cut(t, length))
+    q, _, v, i, f = tokens(length=600)
+    keys = jax.ShapeDtypeStruct((*q.shape[:-1], key_size), q.dtype)
     for options in ({}, {"chunk_size": None}, {"chunk_size": 32}):
-        jax.eval_shape(functools.partial(mlstm_chunkwise, **options), *tokens(length=300))
+        jax.eval_shape(functools.partial(mlstm_chunkwise, **options), keys, keys, v, i, f)
     assert lengths == [length, length, 32]
 
 

@@ -16,8 +16,9 @@ from meshwright.models.execution import on_gpu
 from meshwright.models.mlstm import CellInputs, MLSTMState, einsum, normalise, prepare_tokens
 from meshwright.specs import ceil_div
 
-# Measured with benchmarks/mlstm_h200.py. A GPU wants few, large matmuls; elsewhere nothing larger was measured.
-_GPU_CHUNK_SIZE, _CHUNK_SIZE = 256, 64
+# Measured with benchmarks/mlstm_h200.py: a GPU wants few, large matmuls, and twice the key size was fastest within 1%
+# for keys of 128 and 256. Elsewhere nothing larger than 64 was measured.
+_CHUNK_SIZE, _MIN_GPU_CHUNK, _MAX_GPU_CHUNK = 64, 128, 512
 
 
 class _Chunking(TypedDict, total=False):
@@ -66,8 +67,8 @@ def mlstm_chunkwise(
         q, k: `[B, S, H, K]`; `v` is `[B, S, H, V]`.
         i, f: `[B, S, H]`, what enters the exponential input gate and the sigmoid forget gate.
         chunk_size: tokens compared with each other; any number gives the same result. With larger ones fewer memories
-            are kept and matmuls are larger; past about K, comparing pairs costs more than that saves. By default 256 on
-            GPUs, half the time of 64 on an H200, and 64 elsewhere.
+            are kept and matmuls are larger; past about K, comparing pairs costs more than that saves. By default 2 K
+            on GPUs, between 128 and 512, about half the time of 64 on an H200; 64 elsewhere.
         state: where to continue, from an earlier call of any form.
         segment_ids: `[B, S]` of whole numbers, one per document, each document in one piece. A document starts from the
             empty state, but for one that continues the document of `state`. 0 is padding, which leaves the state alone
@@ -83,7 +84,8 @@ def mlstm_chunkwise(
     """
     t = prepare_tokens(q, k, v, i, f, state, segment_ids, who="mlstm_chunkwise")
     if chunk_size is None:
-        chunk_size = _GPU_CHUNK_SIZE if on_gpu() else _CHUNK_SIZE
+        wide = min(max(2 * t.q_BSHK.shape[-1], _MIN_GPU_CHUNK), _MAX_GPU_CHUNK)
+        chunk_size = wide if on_gpu() else _CHUNK_SIZE
     if type(chunk_size) is not int or chunk_size < 1:
         raise PlacementError(f"mlstm_chunkwise got chunk_size={chunk_size!r}.", hint="a whole number from 1 on.")
     chunks = _cut(t, min(chunk_size, t.q_BSHK.shape[1]))
