@@ -16,8 +16,8 @@ from meshwright.models.execution import on_gpu
 from meshwright.models.mlstm import CellInputs, MLSTMState, einsum, normalise, prepare_tokens
 from meshwright.specs import ceil_div
 
-# Measured with benchmarks/mlstm_h200.py: a GPU wants few, large matmuls, and twice the key size was fastest within 1%
-# for keys of 128 and 256. Elsewhere nothing larger than 64 was measured.
+# Measured with benchmarks/mlstm_h200.py: a GPU wants few, large matmuls, and twice the key size was within 3% of the
+# fastest for keys of 128 and 256. Elsewhere nothing larger than 64 was measured.
 _CHUNK_SIZE, _MIN_GPU_CHUNK, _MAX_GPU_CHUNK = 64, 128, 512
 
 
