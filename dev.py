@@ -4,7 +4,7 @@
 usage: python3 dev.py [--venv DIR] COMMAND [ARGUMENTS]
 
   test [PYTEST ARGUMENTS]   run every test, docstring example and code block of the docs
-  check [NAME ...]          run ruff, format, mypy, imports and docs, or only those named
+  check [NAME ...]          run ruff, format, mypy, imports, docs and prose, or only those named
   docs                      build the documentation into docs/_build/html
   lock [UV ARGUMENTS]       rewrite constraints/ (add --upgrade to move to the newest versions)
   anything else             is a meshwright command: `python3 dev.py train` runs `meshwright train`
@@ -42,6 +42,7 @@ CHECKS = {
     "mypy": ["mypy", "--python-version", PYTHON],  # as the stubs of this environment are written for it
     "imports": ["lint-imports", "--no-logo"],
     "docs": DOCS,
+    "prose": ["python", "tools/prose.py"],  # a report: it never fails
 }
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import RngError
-from meshwright.mesh.axes import place_on
+from meshwright.mesh.axes import axis_index
 from meshwright.mesh.build import current_mesh
 from meshwright.types import PRNGKeyArray
 
@@ -36,7 +36,7 @@ def fold_rng_over_axis(rng: PRNGKeyArray, axis_name: str | Sequence[str]) -> PRN
     """
     for name in (axis_name,) if isinstance(axis_name, str) else axis_name:
         rng = jax.random.fold_in(
-            jax.random.fold_in(rng, zlib.crc32(name.encode())), place_on(name, who="fold_rng_over_axis")
+            jax.random.fold_in(rng, zlib.crc32(name.encode())), axis_index(name, who="fold_rng_over_axis")
         )
     return rng
 

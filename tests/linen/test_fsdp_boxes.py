@@ -86,7 +86,7 @@ def test_defect_1_gradients_are_those_of_the_global_mean_loss(mesh, mode):
 
     def local(params, x, y):
         if "varying" in mode:
-            params = mw.parallel.vary(params, ("dp", "fsdp"))
+            params = mw.parallel.pcast_varying(params, ("dp", "fsdp"))
         results = jax.value_and_grad(functools.partial(loss_of, model))(params, x, y)
         return sync_gradients(results, ("dp", "fsdp"))
 
@@ -345,7 +345,7 @@ def test_gather_tree_has_summed_gradients(check, mesh):
     def local(params, x):
         def loss(params):
             whole = gather_tree(params, specs, axis="fsdp")
-            return (nn.tanh(x @ whole["w"] + mw.parallel.vary(whole["b"], "fsdp")) ** 2).sum() / 16
+            return (nn.tanh(x @ whole["w"] + mw.parallel.pcast_varying(whole["b"], "fsdp")) ** 2).sum() / 16
 
         grads = jax.grad(loss)(params)
         if not check and mesh != "fsdp:1":

@@ -22,7 +22,7 @@ from meshwright.linen import (
     sync_gradients,
     to_global,
 )
-from meshwright.parallel import local_map, vary
+from meshwright.parallel import local_map, pcast_varying
 
 INPUTS, OUTPUTS, ROWS = 24, 48, 4  # widths that 1, 2, 3, 4 and 8 divide
 X = jax.random.normal(jax.random.key(1), (ROWS, INPUTS))
@@ -346,7 +346,7 @@ def test_blocks_in_scan_and_remat_on_data_and_tensor_axes(layer, fsdp, check):
     weight = jax.random.normal(jax.random.key(5), X.shape)
     # Unchecked, because the specs are not known before the boxes are; gradients below are checked.
     run = local_map(
-        lambda key, x: module.init(key, vary(x, "dp"))["params"],
+        lambda key, x: module.init(key, pcast_varying(x, "dp"))["params"],
         mesh=mesh,
         in_specs=(P(), io),
         out_specs=P(),
@@ -355,7 +355,7 @@ def test_blocks_in_scan_and_remat_on_data_and_tensor_axes(layer, fsdp, check):
     specs = specs_of(jax.eval_shape(run, jax.random.key(0), X))
 
     def init(key, x):
-        return module.init(key, vary(x, "dp"))["params"]
+        return module.init(key, pcast_varying(x, "dp"))["params"]
 
     params = jax.jit(local_map(init, mesh=mesh, in_specs=(P(), io), out_specs=specs, check_vma=check))(
         jax.random.key(0), X

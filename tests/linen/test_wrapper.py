@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.errors import MeshError, PlacementError
 from meshwright.linen import ModelParallelismWrapper, shard_module_params, sync_gradients
-from meshwright.parallel import local_map, vary
+from meshwright.parallel import local_map, pcast_varying
 
 WIDTH, LAYERS = 8, 2
 X = jax.random.normal(jax.random.key(1), (4, WIDTH))
@@ -36,7 +36,9 @@ def init(module, mesh, *args, check=True):
     specs = abstract_init(module, mesh, *args)
 
     def local(key, *args):
-        return module.init(key, *vary(args, mesh.axis_names))  # what a scan starts with must vary as its results do
+        return module.init(
+            key, *pcast_varying(args, mesh.axis_names)
+        )  # what a scan starts with must vary as its results do
 
     run = local_map(local, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=check)
     return jax.jit(run)(jax.random.key(0), *args), specs
@@ -98,7 +100,7 @@ def check_nesting(order, *, check=True, set_mesh=False, mesh_text="fsdp:2,tp:4")
 
     def local(variables, x, weight):
         def loss(params):
-            y, _ = module.apply({"params": params}, vary(x, ("fsdp", "tp")))
+            y, _ = module.apply({"params": params}, pcast_varying(x, ("fsdp", "tp")))
             return (y * weight[0]).sum(), y[None]
 
         (_, y), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])

@@ -39,7 +39,7 @@ def make_step(mesh, *, remat, prefetch, form="scan"):
 
     def step(layers, h):
         def loss(layers, h):
-            layers = mw.parallel.vary(layers, "fsdp")
+            layers = mw.parallel.pcast_varying(layers, "fsdp")
             return (run_layers(block, layers, h, form=form, remat=remat, gather=gather, prefetch=prefetch) ** 2).sum()
 
         value, grads = jax.value_and_grad(loss, argnums=(0, 1))(layers, h)

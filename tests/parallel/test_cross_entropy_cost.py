@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.parallel import linear_cross_entropy, local_map, vary
+from meshwright.parallel import linear_cross_entropy, local_map, pcast_varying
 from meshwright.plan.compiled.collectives import read_schedule
 
 from .losses import HEAD, TOKENS, naive
@@ -94,7 +94,9 @@ def test_rows_travel_once_the_head_never_and_five_numbers_per_token():
 
     def grads(x, head, targets, weights):
         # Each device's own gradient of the head: the sum over dp is the caller's.
-        return jax.grad(functools.partial(loss, axis="tp"), argnums=(0, 1))(x, vary(head, "dp"), targets, weights)
+        return jax.grad(functools.partial(loss, axis="tp"), argnums=(0, 1))(
+            x, pcast_varying(head, "dp"), targets, weights
+        )
 
     out = specs[0], P("dp", "tp")
     found = collectives(local_map(grads, mesh=mesh_of(4), in_specs=specs, out_specs=out), specs, out)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.errors import MeshError, PlacementError
 from meshwright.linen import async_gather
-from meshwright.mesh.axes import axis_size, is_manual, place_on, vary, varying_axes
+from meshwright.mesh.axes import axis_index, axis_size, is_manual, pcast_varying, varying_axes
 from meshwright.parallel import local_map
 from meshwright.plan.compiled.collectives import read_schedule
 
@@ -20,7 +20,7 @@ def test_axes_of_size_one_leave_no_collectives():
         assert is_manual("dp")
         assert not is_manual("tp")
         assert axis_size("tp", who="test") == 1
-        assert place_on("tp", who="test") == 0
+        assert axis_index("tp", who="test") == 0
         return lax.psum(sum(async_gather(x, "tp")).sum(), "dp")
 
     mesh = mw.create_mesh("dp:8,tp:1")
@@ -77,7 +77,7 @@ def test_vary_sums_gradients_once_and_only_where_missing(check_vma):
     mesh = mw.create_mesh("dp:4,tp:2")
 
     def loss(w, x):
-        w = vary(vary(w, "dp"), ("dp", "tp"))
+        w = pcast_varying(pcast_varying(w, "dp"), ("dp", "tp"))
         if check_vma:
             assert varying_axes(w) == {"dp", "tp"}
         return jnp.sum(w * x)[None, None]

@@ -18,9 +18,9 @@ from meshwright.parallel import (
     local_heads,
     local_map,
     matmul_scatter,
+    pcast_varying,
     row_dense,
     sequence_norm,
-    vary,
     varying_axes,
     vocab_cross_entropy,
     vocab_embed,
@@ -67,7 +67,7 @@ def local(layer, ways, sp, *, marked=False):
     XLA's CPU compiler cannot do in bfloat16; `marked` is for that (see `summing_dtype`)."""
 
     def f(a, weight):
-        y = layer.ours(a | vary(floats(a), "dp") if marked else a, sp)
+        y = layer.ours(a | pcast_varying(floats(a), "dp") if marked else a, sp)
         total = jnp.sum(y.astype(jnp.float32) * weight)
         return lax.psum(total, tuple(sorted(varying_axes(total)))), y
 
@@ -123,7 +123,7 @@ def test_no_axis_means_one_device_whatever_the_mesh(mesh):
     def run(axis):
         def both(a):
             loss = layers(a, axis)
-            return loss, jax.grad(lambda moving: layers(a | moving, axis).sum())(vary(floats(a), "dp"))
+            return loss, jax.grad(lambda moving: layers(a | moving, axis).sum())(pcast_varying(floats(a), "dp"))
 
         return both
 
@@ -179,7 +179,7 @@ def test_gradients_taken_inside_the_local_view(sp):
     layer, ways = BY_NAME["model"], 4
 
     def step(a, weight):
-        marked = vary(floats(a), "dp")
+        marked = pcast_varying(floats(a), "dp")
         (_, y), grads = jax.value_and_grad(
             lambda moving: (lambda y: (jnp.sum(y * weight), y))(layer.ours(a | moving, sp)), has_aux=True
         )(marked)

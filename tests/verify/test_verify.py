@@ -13,7 +13,7 @@ from jax import lax
 import meshwright as mw
 from meshwright import P
 from meshwright.models import Decoder
-from meshwright.parallel import is_manual, vary
+from meshwright.parallel import is_manual, pcast_varying
 from meshwright.train import language_job
 from meshwright.verify import VerifyReport, verify
 from meshwright.verify.equivalence import all_meshes, each_axis_alone, example_batch, rule_axes
@@ -145,7 +145,7 @@ def sum_both_ways(y):
 
 
 def _sum_back(_, g):
-    return (vary(lax.psum(vary(g, "tp"), "tp"), "tp") if is_manual("tp") else g,)
+    return (pcast_varying(lax.psum(pcast_varying(g, "tp"), "tp"), "tp") if is_manual("tp") else g,)
 
 
 sum_both_ways.defvjp(lambda y: (sum_over_tp(y), None), _sum_back)

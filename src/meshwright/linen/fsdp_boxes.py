@@ -20,7 +20,7 @@ from jax import lax
 from meshwright.dtypes import is_float
 from meshwright.errors import MeshwrightWarning, PlacementError
 from meshwright.linen.stacking import close_box, is_box, open_box, split_array_over_mesh
-from meshwright.mesh.axes import axis_size, summing_dtype, vary, varying_axes
+from meshwright.mesh.axes import axis_size, pcast_varying, summing_dtype, varying_axes
 from meshwright.mesh.build import current_mesh
 from meshwright.parallel.fsdp import dim_split_last_by, gather_array, leaf_scope
 from meshwright.specs import dim_axes
@@ -245,9 +245,9 @@ def _with_mean_grads(x: Any, axis: str) -> Any:
     if _is_checked(axis) and axis not in varying_axes(x):
         # The gradient of a replicated value is replicated, so its type cannot tell a mean from a sum. JAX's own is
         # the sum, here and for every parameter that never passes through this function: sync_gradients divides.
-        return vary(x, axis)
+        return pcast_varying(x, axis)
     identity = jax.custom_vjp(lambda x: x)
-    identity.defvjp(lambda x: (x, None), lambda _, grad: (vary(_mean(grad, axis), axis),))
+    identity.defvjp(lambda x: (x, None), lambda _, grad: (pcast_varying(_mean(grad, axis), axis),))
     return identity(x)
 
 

@@ -21,7 +21,7 @@ from jax import lax
 from meshwright.errors import PlacementError, did_you_mean
 from meshwright.linen.rings import async_gather, async_gather_bidirectional, async_scatter, async_scatter_split
 from meshwright.linen.stacking import masker, stack_params, unstack_params
-from meshwright.mesh.axes import axis_size, place_on, summing_dtype, vary
+from meshwright.mesh.axes import axis_index, axis_size, pcast_varying, summing_dtype
 from meshwright.parallel.overlap.ring_loops import sum_scattered
 from meshwright.rng import fold_rng_over_axis
 from meshwright.specs import round_up
@@ -73,7 +73,7 @@ class ModelParallelismWrapper(nn.Module):
         # inside starts with the type that its body returns.
         args, kwargs = jax.tree.map(
             # Flags and the like stay Python values.
-            lambda leaf: vary(leaf, self.model_axis_name) if isinstance(leaf, jax.Array) else leaf,
+            lambda leaf: pcast_varying(leaf, self.model_axis_name) if isinstance(leaf, jax.Array) else leaf,
             (args, kwargs),
         )
         mapped = nn.map_variables(
@@ -110,7 +110,7 @@ class _PartialSumWrapper(ModelParallelismWrapper):
         return True
 
     def _enter(self, variables: PyTree) -> PyTree:
-        first = place_on(self.model_axis_name, who=type(self).__name__) == 0
+        first = axis_index(self.model_axis_name, who=type(self).__name__) == 0
         return _map_biases(lambda bias: jnp.where(first, bias, lax.stop_gradient(bias)), variables)
 
     def _leave(self, variables: PyTree) -> PyTree:
@@ -167,11 +167,11 @@ class TPDense(nn.Module):
             named = {} if self.dense_name == "module" else {"name": self.dense_name}
             return self.dense_fn(kernel_init=init(), use_bias=self.use_bias, **named)(x)
 
-        size, here = axis_size(axis, who="TPDense"), place_on(axis, who="TPDense")
+        size, here = axis_size(axis, who="TPDense"), axis_index(axis, who="TPDense")
         if mode == "gather":
             if not self.skip_communication:
                 # Its gradient is a sum, in the dtype that travels here.
-                wide = vary(x, axis).astype(summing_dtype(x.dtype))
+                wide = pcast_varying(x, axis).astype(summing_dtype(x.dtype))
                 x = lax.all_gather(wide, axis, axis=x.ndim - 1, tiled=True).astype(x.dtype)
             wrapper, kernel_init = ModelParallelismWrapper, init(outputs=(here, size))
         else:
@@ -230,7 +230,7 @@ class TPAsyncDense(nn.Module):
         if mode == "none":
             return self.dense_fn(kernel_init=init(), use_bias=self.use_bias, name="shard_0")(x)
 
-        size, here = axis_size(axis, who="TPAsyncDense"), place_on(axis, who="TPAsyncDense")
+        size, here = axis_size(axis, who="TPAsyncDense"), axis_index(axis, who="TPAsyncDense")
 
         def piece(k: int, x: Any, inputs: Any, outputs: Any) -> Any:
             kernel_init = init(inputs=(inputs % size, size), outputs=(outputs % size, size))

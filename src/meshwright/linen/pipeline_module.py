@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax import lax
 
 from meshwright.dtypes import is_float
-from meshwright.mesh.axes import axis_size, place_on, vary, varying_axes
+from meshwright.mesh.axes import axis_index, axis_size, pcast_varying, varying_axes
 from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.rows import split_rows
 from meshwright.rng import fold_rng_over_axis
@@ -36,7 +36,7 @@ def execute_pipeline_step(
     if num_stages == 1:
         output = module(input, *args, **kwargs)
         return output, output
-    place = place_on(model_axis_name, who="execute_pipeline_step")
+    place = axis_index(model_axis_name, who="execute_pipeline_step")
     state = jax.tree.map(lambda mine, new: jnp.where(place == 0, new, mine), state, input)
     state = module(state, *args, **kwargs)
     output = jax.tree.map(lambda leaf: jnp.where(place == num_stages - 1, leaf, jnp.zeros_like(leaf)), state)
@@ -95,7 +95,7 @@ def _marked(tree: PyTree, x: PyTree, axis: str) -> Any:
 
     def mark(leaf: Any) -> Any:
         is_array = isinstance(leaf, (jax.Array, np.ndarray))
-        return vary(leaf, axes) if is_array and is_float(leaf.dtype) else leaf
+        return pcast_varying(leaf, axes) if is_array and is_float(leaf.dtype) else leaf
 
     return jax.tree.map(mark, tree)
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import PlacementError
-from meshwright.mesh.axes import axis_size, vary
+from meshwright.mesh.axes import axis_size, pcast_varying
 from meshwright.parallel.local_map import AxisView
 from meshwright.parallel.overlap.ring_loops import dot, shift
 from meshwright.specs import ceil_div
@@ -42,7 +42,7 @@ def async_gather(x: PyTree, axis_name: str, shift_up: bool = True) -> list[PyTre
         [7, 0, 1, 2, 3, 4, 5, 6]
     """
     size = axis_size(axis_name, who="async_gather")
-    entries = [vary(x, axis_name)]
+    entries = [pcast_varying(x, axis_name)]
     for _ in range(size - 1):
         entries.append(shift(entries[-1], axis_name, size, up=shift_up))
     return entries
@@ -51,7 +51,7 @@ def async_gather(x: PyTree, axis_name: str, shift_up: bool = True) -> list[PyTre
 def async_gather_bidirectional(x: PyTree, axis_name: str, shift_up: bool = True) -> list[PyTree]:
     """Gathers shards around a ring both ways at once: the entries of `async_gather`, in half as many hops."""
     size = axis_size(axis_name, who="async_gather_bidirectional")
-    entries: list[PyTree] = [vary(x, axis_name)] * size
+    entries: list[PyTree] = [pcast_varying(x, axis_name)] * size
     # Entry k came k hops one way; entry size - k the same number the other way.
     for hop in range(1, size // 2 + 1):
         entries[hop] = shift(entries[hop - 1], axis_name, size, up=shift_up)
@@ -86,7 +86,7 @@ def async_scatter(xs: Sequence[PyTree], axis_name: str, shift_up: bool = True) -
         [1, 2, 3, 4, 5, 6, 7, 0]
     """
     size = _checked_count(xs, axis_name, who="async_scatter")
-    total = vary(xs[0], axis_name)
+    total = pcast_varying(xs[0], axis_name)
     for entry in xs[1:]:
         total = jax.tree.map(jnp.add, shift(total, axis_name, size, up=shift_up), entry)
     return total

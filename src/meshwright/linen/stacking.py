@@ -16,7 +16,7 @@ from flax import linen as nn
 from jax import lax
 
 from meshwright.errors import PlacementError
-from meshwright.mesh.axes import axis_size, place_on, vary
+from meshwright.mesh.axes import axis_index, axis_size, pcast_varying
 from meshwright.specs import dim_axes, round_up
 from meshwright.types import PyTree
 
@@ -50,7 +50,7 @@ def split_array_over_mesh(x: Any, axis_name: str, split_axis: int) -> Any:
     if ways == 1:
         return x
     width = size // ways
-    return lax.dynamic_slice_in_dim(x, place_on(axis_name, who="split_array_over_mesh") * width, width, axis=dim)
+    return lax.dynamic_slice_in_dim(x, axis_index(axis_name, who="split_array_over_mesh") * width, width, axis=dim)
 
 
 def stack_params(params: PyTree, axis_name: str, axis: int = 0, mask_except: jax.Array | int | None = None) -> PyTree:
@@ -84,7 +84,7 @@ def stack_params(params: PyTree, axis_name: str, axis: int = 0, mask_except: jax
         names = (*names[:dim], axis_name, *names[dim:])
         # A shard is this device's own even where all begin alike, as zero biases do; left unmarked, JAX would take it
         # for one replicated array and sum its gradients over the axis.
-        return close_box(leaf, vary(jnp.expand_dims(keep(value), dim), axis_name), names)
+        return close_box(leaf, pcast_varying(jnp.expand_dims(keep(value), dim), axis_name), names)
 
     return jax.tree.map(stack, params, is_leaf=is_box)
 
@@ -151,7 +151,7 @@ def masker(axis: str, keep: jax.Array | int | None, *, who: str) -> Callable[[An
                 hint=f"use 0 to {ways - 1}.",
             )
         keep %= ways
-    here = place_on(axis, who=who) == keep
+    here = axis_index(axis, who=who) == keep
     # `where` rather than a product: it keeps integers, and a NaN on a masked shard stays there.
     return lambda x: jnp.where(here, x, jnp.zeros_like(x))
 

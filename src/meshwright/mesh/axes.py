@@ -73,7 +73,7 @@ def ways_along(axis: str | None, *, who: str = "ways_along") -> int:
     return 1 if mesh is None or axis is None else int(mesh.shape[axis])
 
 
-def place_on(axis: str | None, *, who: str = "place_on") -> Any:
+def axis_index(axis: str | None, *, who: str = "axis_index") -> Any:
     """Returns this device's index along an axis: 0 where the axis has size 1, and for None."""
     return lax.axis_index(axis) if axis is not None and axis_size(axis, who=who) > 1 else 0
 
@@ -89,7 +89,7 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(matter.varying if matter is not None else kind.vma)
 
 
-def vary(tree: PyTree, axes: str | Sequence[str] | None) -> PyTree:
+def pcast_varying(tree: PyTree, axes: str | Sequence[str] | None) -> PyTree:
     """Marks arrays as differing along manual axes; the gradient of this mark is the sum over these axes.
 
     Doing it in one place, on purpose, decides where that sum happens; JAX would otherwise do it at the first use.
@@ -106,13 +106,13 @@ def vary(tree: PyTree, axes: str | Sequence[str] | None) -> PyTree:
     return jax.tree.map(mark, tree)
 
 
-def vary_alike(*trees: PyTree, axes: Sequence[str] = ()) -> Any:
+def pcast_alike(*trees: PyTree, axes: Sequence[str] = ()) -> Any:
     """Marks arrays as differing along every manual axis along which one of them does, and along `axes`.
 
     A custom gradient must have the type of what it is the gradient of, so all inputs of such a function vary alike; the
     sums that this implies for their gradients happen outside.
     """
-    return vary(trees, sorted(frozenset(axes).union(*map(varying_axes, jax.tree.leaves(trees)))))
+    return pcast_varying(trees, sorted(frozenset(axes).union(*map(varying_axes, jax.tree.leaves(trees)))))
 
 
 def summing_dtype(dtype: Any) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import MeshwrightWarning, PlacementError
-from meshwright.mesh.axes import vary_alike
+from meshwright.mesh.axes import pcast_alike
 from meshwright.models.execution import on_gpu
 
 Implementation = Literal["xla", "cudnn"]
@@ -60,7 +60,7 @@ def attention(
         # Added to q, where it fuses with the rotation before it; on the output it would be one more pass.
         too_many = pieces[:, -1] >= max_segments
         q = q + jnp.where(too_many, jnp.nan, 0.0).astype(q.dtype)[:, None, None, None]
-    q, k, v = vary_alike(q, k, v)
+    q, k, v = pcast_alike(q, k, v)
     if implementation is None:
         implementation = "cudnn" if soft_cap is None and _suits_cudnn(q) else "xla"
     if implementation == "cudnn":

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.constraints import with_sharding_constraint
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlacementError, did_you_mean
 from meshwright.hardware.chips import chip_family
-from meshwright.mesh.axes import is_manual, place_on, ways_along
+from meshwright.mesh.axes import axis_index, is_manual, ways_along
 from meshwright.mesh.build import current_mesh
 from meshwright.models.execution import PROJECTION, Execution, Remat
 from meshwright.models.ops import swiglu
@@ -251,7 +251,7 @@ class LanguageModel(abc.ABC):
         if stages is None:
             h = stage((params["layers"], jnp.zeros(1, jnp.int32)), enter(params["embed"], tokens), extras, rng=rng)
             return last(ends, h, targets)
-        first_number = jnp.full(1, count * place_on(stages), jnp.int32)
+        first_number = jnp.full(1, count * axis_index(stages), jnp.int32)
         return pipeline(
             stage,
             (params["layers"], first_number),

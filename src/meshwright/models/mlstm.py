@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from meshwright.errors import PlacementError
-from meshwright.mesh.axes import vary, varying_axes
+from meshwright.mesh.axes import pcast_varying, varying_axes
 from meshwright.models.attention import check_segment_ids
 
 _ANY_DOCUMENT = -1  # of a state that has not seen segment_ids: whatever comes first continues it
@@ -251,7 +251,7 @@ def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_i
     # What a loop carries, and what has a gradient of its own, must vary over the devices as its result does.
     inputs = (q, k, v, i, f, state, segment_ids)
     axes = sorted(frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(inputs))))
-    q, k, v, i, f, state, segment_ids = vary(inputs, axes)
+    q, k, v, i, f, state, segment_ids = pcast_varying(inputs, axes)
 
     wide = jnp.promote_types(jnp.result_type(q, i, f), jnp.float32)
     c_BHKV, n_BHK, m_BH, segment_B = state

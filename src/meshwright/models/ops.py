@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.errors import PlacementError
-from meshwright.mesh.axes import vary_alike
+from meshwright.mesh.axes import pcast_alike
 from meshwright.parallel.kernels.copy_kernels import stack
 from meshwright.types import PyTree
 
@@ -66,7 +66,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
             f"rotate got x of shape {x.shape}, cos of {cos.shape} and sin of {sin.shape}.",
             hint="x must be [B, S, H, K], cos and sin [1 or B, S, 1, K / 2]: see rotary_tables.",
         )
-    turned: jax.Array = _rotate(*vary_alike(x, cos, sin))
+    turned: jax.Array = _rotate(*pcast_alike(x, cos, sin))
     return turned
 
 
@@ -103,7 +103,7 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
             f"swiglu got a gate of {gate.shape} {gate.dtype} and an up of {up.shape} {up.dtype}.",
             hint="both must have one shape and dtype.",
         )
-    product: jax.Array = _swiglu(*vary_alike(gate, up))
+    product: jax.Array = _swiglu(*pcast_alike(gate, up))
     return product
 
 

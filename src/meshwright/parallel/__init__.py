@@ -1,6 +1,6 @@
 """The local view: mechanisms on plain arrays, for use inside `shard_map`."""
 
-from meshwright.mesh.axes import axis_size, is_manual, place_on, vary, varying_axes, view_of
+from meshwright.mesh.axes import axis_index, axis_size, is_manual, pcast_varying, varying_axes, view_of
 from meshwright.parallel.cross_entropy import LossSums, linear_cross_entropy
 from meshwright.parallel.dropout import dropout
 from meshwright.parallel.fsdp import Gather, gather_array, gather_tree
@@ -30,9 +30,9 @@ __all__ = [
     "is_manual",
     "local_map",
     "matmul_scatter",
-    "place_on",
+    "axis_index",
     "split_heads",
-    "vary",
+    "pcast_varying",
     "varying_axes",
     "Schedule",
     "circular_schedule",

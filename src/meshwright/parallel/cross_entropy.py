@@ -22,7 +22,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.mesh.axes import axis_size, is_manual, place_on, summing_dtype, vary, vary_alike, varying_axes
+from meshwright.mesh.axes import (
+    axis_index,
+    axis_size,
+    is_manual,
+    pcast_alike,
+    pcast_varying,
+    summing_dtype,
+    varying_axes,
+)
 from meshwright.mesh.build import current_mesh, require_axes
 from meshwright.parallel.kernels.dispatch import uses_kernels
 from meshwright.parallel.kernels.gradient_kernels import softmax_gradient
@@ -147,9 +155,9 @@ def linear_cross_entropy(
     # A custom gradient must have the type of what it is the gradient of, so all vary alike before it. The sums over
     # data axes that this implies for their gradients happen outside, at the mark.
     everywhere: frozenset[str] = frozenset().union(*map(varying_axes, operands))
-    x, head, targets, weights = vary(operands, sorted(name for name in everywhere if name != axis))
+    x, head, targets, weights = pcast_varying(operands, sorted(name for name in everywhere if name != axis))
     if view.kind == "local" and sequence_parallel:
-        x = vary(x, axis)
+        x = pcast_varying(x, axis)
     sums = _loss_sums(plan, x, head, targets, weights)
     return LossSums(sums.total, *map(lax.stop_gradient, sums[1:]))
 
@@ -234,7 +242,7 @@ def _on_device(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any
     start = None
     if with_grads:
         axes = frozenset().union(*map(varying_axes, (whole, head, targets, weights)))
-        start = vary(own_zeros(*head.shape), sorted(axes))
+        start = pcast_varying(own_zeros(*head.shape), sorted(axes))
     chunks = rows.cut(whole.astype(kind), features=True), rows.cut(targets), rows.cut(weights)
     # A loop, on any chip: written out, XLA adds up products in pairs, and holds several gradients of the head at once.
     dhead, (sums, dx) = lax.scan(step, start, chunks)
@@ -261,7 +269,7 @@ def _summed_as(value: Any, grad: Any) -> Any:
 def _chunk_loss(plan: _Options, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
     """Returns the sums of a chunk, and a function that returns the gradient of `total` with respect to `products`."""
     num_columns, last = products.shape[-1], products.ndim - 1
-    places, first = lax.broadcasted_iota(jnp.int32, products.shape, last), place_on(plan.axis) * num_columns
+    places, first = lax.broadcasted_iota(jnp.int32, products.shape, last), axis_index(plan.axis) * num_columns
     is_real: Any = True
     if plan.vocab_size < num_columns * axis_size(plan.axis):
         is_real = places < plan.vocab_size - first
@@ -333,7 +341,7 @@ def _suits_kernel(plan: _Options, num_columns: int) -> bool:
 def _chunk_by_kernel(plan: _Options, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
     factor = _factors(plan, targets, weights)
     flat = products.reshape(-1, products.shape[-1]), targets.ravel(), factor.ravel()
-    found = softmax_gradient(*vary_alike(*flat), z_loss=plan.z_loss)
+    found = softmax_gradient(*pcast_alike(*flat), z_loss=plan.z_loss)
     log_sum, of_target, place = (part.reshape(targets.shape) for part in found[1:])
     cross_entropy = log_sum - of_target
     sums = _sums(plan, cross_entropy, cross_entropy, log_sum, place == targets, factor, weights)

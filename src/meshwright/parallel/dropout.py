@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import PlacementError
-from meshwright.mesh.axes import axis_size, place_on
+from meshwright.mesh.axes import axis_index, axis_size
 from meshwright.parallel.rows import bits_by_place, global_rows, row_key
 from meshwright.specs import dim_axes, format_spec, spec_axes
 from meshwright.types import PRNGKeyArray
@@ -67,7 +67,7 @@ def _global_places(x: Any, spec: P) -> tuple[list[Any], list[int]]:
     for dim, length in enumerate(x.shape):
         first, size = jnp.uint32(0), int(length)
         for axis in dim_axes(spec[dim]) if dim < len(spec) else ():
-            first = first * jnp.uint32(ways[axis]) + jnp.asarray(place_on(axis, who="dropout")).astype(jnp.uint32)
+            first = first * jnp.uint32(ways[axis]) + jnp.asarray(axis_index(axis, who="dropout")).astype(jnp.uint32)
             size *= ways[axis]
         places.append(lax.broadcasted_iota(jnp.uint32, x.shape, dim) + first * jnp.uint32(length))
         sizes.append(size)

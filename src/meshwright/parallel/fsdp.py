@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.dtypes import as_dtype, cast_target, is_float
 from meshwright.errors import PlacementError, TreeError
 from meshwright.hardware.chips import chip_family
-from meshwright.mesh.axes import axis_size, summing_dtype, vary
+from meshwright.mesh.axes import axis_size, pcast_varying, summing_dtype
 from meshwright.mesh.build import current_mesh
 from meshwright.specs import check_spec_type, dim_axes, format_spec
 from meshwright.tree import tree_path_to_string
@@ -103,7 +103,7 @@ def gather_array(
     if ways == 1:
         return x
     dtype, dim = x.dtype, dim % x.ndim
-    x, wire = vary(x, axis), cast_target(dtype, _dtype(gather_dtype))
+    x, wire = pcast_varying(x, axis), cast_target(dtype, _dtype(gather_dtype))
 
     def forward(x: Any) -> Any:
         return lax.all_gather(x.astype(wire), axis, axis=dim, tiled=True).astype(dtype)

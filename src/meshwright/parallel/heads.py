@@ -15,7 +15,7 @@ import jax
 from jax import lax
 
 from meshwright.errors import PlacementError
-from meshwright.mesh.axes import summing_dtype, vary
+from meshwright.mesh.axes import pcast_varying, summing_dtype
 from meshwright.parallel.local_map import AxisView
 from meshwright.specs import round_up
 
@@ -79,7 +79,7 @@ def split_heads(
     if axis is not None and view.kind == "local":
         here = max(1, num_heads // ways)
         if together > 1:
-            y = _from_neighbours(axis, together, vary(y, axis))
+            y = _from_neighbours(axis, together, pcast_varying(y, axis))
     elif together > 1 and _is_typed(y):
         raise view.error(
             f"{num_heads} {what} for {ways} devices of axis {axis!r}, which is explicit: heads would be split.",

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import PlacementError
-from meshwright.mesh.axes import vary_alike, varying_axes, view_of, ways_along
+from meshwright.mesh.axes import pcast_alike, varying_axes, view_of, ways_along
 from meshwright.mesh.build import AnyMesh, current_mesh, no_mesh_error, require_axes
 from meshwright.specs import get_names_from_partition_spec, keep_axes, round_up
 from meshwright.types import PyTree
@@ -98,7 +98,7 @@ def island(f: Callable[..., Any], *, axis: str, in_specs: PyTree, out_specs: PyT
             inner = jax.checkpoint(f)
         mapped = local_map(inner, axes=(axis,), in_specs=in_specs, out_specs=out_specs)
         # Sums over the axes outside, which gradients of arguments may need, must happen outside as well.
-        return mapped(*vary_alike(*args))
+        return mapped(*pcast_alike(*args))
 
     return wrapped
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend import random as prng
 
 from meshwright.errors import PlacementError
-from meshwright.mesh.axes import vary_alike
+from meshwright.mesh.axes import pcast_alike
 from meshwright.specs import round_up
 from meshwright.tree import named_leaves
 from meshwright.types import PRNGKeyArray, PyTree
@@ -171,7 +171,7 @@ def bits_by_place(words: Any, places: Sequence[Any], sizes: Sequence[int], bit_w
     shape = np.shape(places[0])
     operands = [jnp.broadcast_to(words[0], shape), jnp.broadcast_to(words[1], shape), places[0], within]
     # The hash is one operation to JAX, which wants operands that vary along the same axes.
-    high, low = prng.threefry2x32_p.bind(*vary_alike(*operands))
+    high, low = prng.threefry2x32_p.bind(*pcast_alike(*operands))
     if bit_width == 64:
         return (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
     return (high ^ low).astype(jnp.dtype(f"uint{bit_width}"))

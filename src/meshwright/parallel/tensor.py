@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.mesh.axes import summing_dtype, vary, vary_alike
+from meshwright.mesh.axes import pcast_alike, pcast_varying, summing_dtype
 from meshwright.parallel.local_map import AxisView
 from meshwright.parallel.overlap.collective_matmul import gather_matmul, matmul_scatter
 from meshwright.parallel.overlap.forms import Form
@@ -134,7 +134,7 @@ def row_dense(
             view.check_divides(x.shape[-2], "rows")
             view.check_divides(w.shape[0], "input features")
         scattered = matmul_scatter(x, w, axis=axis, **overlap)
-        return scattered if b is None else _add_bias(scattered, vary(b.astype(jnp.float32), axis))
+        return scattered if b is None else _add_bias(scattered, pcast_varying(b.astype(jnp.float32), axis))
     refuse_options(view, overlap)
     kind = jnp.result_type(x, w)
     y: jax.Array = dot(x, w, kind)
@@ -175,7 +175,7 @@ def sequence_norm(
                 hint=f"{name} must be [{x.shape[-1]}], whole on every device.",
             )
     wide = [vector.astype(jnp.float32) for vector in (scale, bias) if vector is not None]
-    normed: jax.Array = _norm(eps, center, *vary_alike(x, *wide))
+    normed: jax.Array = _norm(eps, center, *pcast_alike(x, *wide))
     return normed
 
 
@@ -235,7 +235,7 @@ def _columns(
     else:
         refuse_options(view, overlap)
         # Every device uses the whole of x: its gradient is the sum of theirs, once for all weights.
-        x = vary(x, view.axis)
+        x = pcast_varying(x, view.axis)
         ys = tuple(dot(x, w, jnp.result_type(x, w)) for w in ws)
     return tuple(y if b is None else _add_bias(y, b) for y, b in zip(ys, biases, strict=True))
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.mesh.axes import summing_dtype, vary, vary_alike, varying_axes
+from meshwright.mesh.axes import pcast_alike, pcast_varying, summing_dtype, varying_axes
 from meshwright.parallel.local_map import AxisView
 from meshwright.parallel.overlap.collective_matmul import gather_matmul
 from meshwright.parallel.overlap.ring_loops import dot, sum_scattered
@@ -130,7 +130,7 @@ def vocab_cross_entropy(
         if sequence_parallel:
             logits = gather_matmul(x, head, axis=axis, out_dtype=jnp.float32, **overlap)
         else:
-            logits = dot(vary(x, axis), head)
+            logits = dot(pcast_varying(x, axis), head)
         return _cross_entropy(logits, targets, None if view.kind == "plain" else axis, vocab_size)
 
     rows = P(*([None] * (x.ndim - 2)), axis) if sequence_parallel else P()
@@ -143,7 +143,7 @@ def vocab_cross_entropy(
 
 def _lookup(ids: Any, table: Any, first: Any, total: int) -> jax.Array:
     """Returns the rows for those ids that lie in `first .. first + len(table)`, zero for the others."""
-    ids, table = vary_alike(ids, table)
+    ids, table = pcast_alike(ids, table)
     rows = _take(table.shape[0], table.dtype, table, ids - first)
     return jnp.where(((ids >= 0) & (ids < total))[..., None], rows, jnp.asarray(jnp.nan, table.dtype))
 
@@ -158,7 +158,7 @@ def _take(num_rows: int, dtype: Any, table: Any, places: Any) -> Any:
 def _take_bwd(num_rows: int, dtype: Any, places: Any, d_rows: Any) -> tuple[Any, None]:
     # A frequent token gets thousands of terms, which bfloat16 cannot count.
     inside = (places >= 0) & (places < num_rows)
-    zeros = vary(own_zeros(num_rows, d_rows.shape[-1]), sorted(varying_axes(d_rows)))
+    zeros = pcast_varying(own_zeros(num_rows, d_rows.shape[-1]), sorted(varying_axes(d_rows)))
     d_rows = jnp.where(inside[..., None], d_rows, jnp.zeros_like(d_rows)).astype(jnp.float32)
     d_table = zeros.at[jnp.clip(places, 0, num_rows - 1)].add(d_rows, mode="promise_in_bounds")
     return d_table.astype(dtype), None

@@ -20,7 +20,7 @@ from jax import lax
 
 from meshwright.dtypes import is_float
 from meshwright.hardware.chips import chip_family
-from meshwright.mesh.axes import vary, varying_axes
+from meshwright.mesh.axes import pcast_varying, varying_axes
 from meshwright.mesh.build import current_mesh
 from meshwright.parallel.rows import row_key, split_rows
 from meshwright.train.sync import Sync, make_sync_plan
@@ -138,7 +138,7 @@ def accumulate(
             plan.check_loss(total)
             # No sum over devices here, and no division: one scaling at the end serves all minibatches and devices. What
             # is summed there is what is differentiated, also where the loss is the same on all devices already.
-            return vary(jnp.asarray(total).astype(jnp.float32), plan.axes), (jnp.asarray(count), metrics)
+            return pcast_varying(jnp.asarray(total).astype(jnp.float32), plan.axes), (jnp.asarray(count), metrics)
 
         if with_gradients:
             # In the dtypes that the loss computes in, and widened after that: gradients of layers are put together and
@@ -149,7 +149,7 @@ def accumulate(
             grads = jax.tree.map(wide, grads)
         else:
             (total, (count, metrics)), grads = local_sum(plan.narrow(whole)), None
-        return vary((total, count, weigh(metrics, count)), plan.axes), grads
+        return pcast_varying((total, count, weigh(metrics, count)), plan.axes), grads
 
     if num_minibatches == 1:
         sums, grads = step(0, [array[0] for array in parts.arrays])
@@ -242,7 +242,9 @@ def written_once(tree: PyTree) -> PyTree:
 def zeros_for(function: Callable[..., PyTree], *args: Any) -> PyTree:
     """Returns zeros of the shapes, dtypes and varying axes that `function(*args)` would have; runs nothing."""
     shapes = jax.eval_shape(function, *args)
-    return jax.tree.map(lambda leaf: vary(jnp.zeros(leaf.shape, leaf.dtype), sorted(varying_axes(leaf))), shapes)
+    return jax.tree.map(
+        lambda leaf: pcast_varying(jnp.zeros(leaf.shape, leaf.dtype), sorted(varying_axes(leaf))), shapes
+    )
 
 
 def wide(value: Any) -> Any:

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import MeshwrightError, PlacementError, TreeError, did_you_mean
-from meshwright.mesh.axes import axis_size, is_manual, place_on, summing_dtype, vary, varying_axes
+from meshwright.mesh.axes import axis_index, axis_size, is_manual, pcast_varying, summing_dtype, varying_axes
 from meshwright.mesh.build import current_mesh, require_axes
 from meshwright.parallel.fsdp import gather_array, leaf_scope
 from meshwright.specs import canonical, check_spec_type, dim_axes, format_spec, spec_axes
@@ -70,7 +70,7 @@ class SyncPlan:
                 return leaf
             dim, axis = known.scatter
             size = leaf.shape[dim] // axis_size(axis, who=WHO)
-            return lax.dynamic_slice_in_dim(vary(leaf, axis), place_on(axis, who=WHO) * size, size, axis=dim)
+            return lax.dynamic_slice_in_dim(pcast_varying(leaf, axis), axis_index(axis, who=WHO) * size, size, axis=dim)
 
         return self._map(cut, params)
 
@@ -95,7 +95,7 @@ class SyncPlan:
                 dim, axis = known.scatter
                 # The slices are summed over the other axes, not the whole: scattered first on the way back.
                 own = _mark_for_sum(own, [other for other in self.axes if other != axis], self.reduce_dtype)
-                return _mark_for_scatter(own, vary(whole, self.axes), dim, axis, self.reduce_dtype)
+                return _mark_for_scatter(own, pcast_varying(whole, self.axes), dim, axis, self.reduce_dtype)
 
         return self._map(mark, own, params)
 
@@ -107,7 +107,7 @@ class SyncPlan:
         """Returns the number that this device's first row has in the whole batch."""
         place = 0
         for axis in self.row_axes:
-            place = place * axis_size(axis, who=WHO) + place_on(axis, who=WHO)
+            place = place * axis_size(axis, who=WHO) + axis_index(axis, who=WHO)
         return place * num_rows
 
     def check_loss(self, loss: Any) -> None:
@@ -210,11 +210,11 @@ def _mark_for_sum(leaf: Any, axes: Sequence[str], dtype: Any) -> Any:
     """Marks a leaf as varying; its gradient is summed over the axes, and travels in `dtype`."""
     missing = [axis for axis in axes if axis not in varying_axes(leaf)]
     if dtype is None or dtype == leaf.dtype or not missing:
-        return vary(leaf, missing)
-    mark = jax.custom_vjp(lambda leaf: vary(leaf, missing))
+        return pcast_varying(leaf, missing)
+    mark = jax.custom_vjp(lambda leaf: pcast_varying(leaf, missing))
     wire = summing_dtype(dtype)
     mark.defvjp(
-        lambda leaf: (vary(leaf, missing), None),
+        lambda leaf: (pcast_varying(leaf, missing), None),
         lambda _, grad: (lax.psum(grad.astype(wire), tuple(missing)).astype(grad.dtype),),
     )
     return mark(leaf)

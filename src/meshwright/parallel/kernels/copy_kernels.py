@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.hardware.flops import register_cost
-from meshwright.mesh.axes import vary_alike
+from meshwright.mesh.axes import pcast_alike
 from meshwright.parallel.kernels.dispatch import backed_by, call_kernel, uses_kernels
 
 # --- Columns of a matrix ---
@@ -102,7 +102,7 @@ def stack(arrays: Sequence[jax.Array], *, kernels: bool | None = None) -> jax.Ar
         return jnp.stack(arrays)
     (stacked,) = call_kernel(
         functools.partial(_stack_kernel, block=block),
-        *vary_alike(*(array.reshape(-1) for array in arrays)),
+        *pcast_alike(*(array.reshape(-1) for array in arrays)),
         grid=(first.size // block, len(arrays)),
         outs=[((len(arrays), first.size), first.dtype)],
         num_warps=8,

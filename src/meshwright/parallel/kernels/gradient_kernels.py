@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.hardware.flops import register_cost
-from meshwright.mesh.axes import vary_alike
+from meshwright.mesh.axes import pcast_alike
 from meshwright.parallel.kernels.dispatch import call_kernel, uses_kernels
 from meshwright.parallel.tensor import sequence_norm
 from meshwright.specs import ceil_div
@@ -51,7 +51,7 @@ def residual_norm(
     """
     if not uses_kernels(kernels):
         return h, sequence_norm(h, scale, axis=axis, eps=eps)
-    found: tuple[jax.Array, jax.Array] = _residual_norm(eps, *vary_alike(h, scale.astype(jnp.float32)))
+    found: tuple[jax.Array, jax.Array] = _residual_norm(eps, *pcast_alike(h, scale.astype(jnp.float32)))
     return found
 
 

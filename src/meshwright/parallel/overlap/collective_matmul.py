@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshwright.dtypes import as_dtype, is_float
-from meshwright.mesh.axes import vary_alike
+from meshwright.mesh.axes import pcast_alike
 from meshwright.parallel.kernels.dispatch import backed_by, uses_kernels
 from meshwright.parallel.kernels.matmul_kernel import can_write
 from meshwright.parallel.local_map import AxisView
@@ -117,7 +117,7 @@ def gather_matmul(
             out_dtype,
             bool(forward.parts) and can_write(x, weights, out_dtype, size) and uses_kernels(kernels),
         )
-        outs: tuple[Any, ...] = _gather_matmul(plan, *vary_alike(x, weights, axes=(axis,)))
+        outs: tuple[Any, ...] = _gather_matmul(plan, *pcast_alike(x, weights, axes=(axis,)))
         return outs
 
     rows, columns = _specs(x.ndim, axis)
@@ -172,7 +172,7 @@ def matmul_scatter(
             _wire_dtype(wire_dtype, x, w),
             kernels=kernels,
         )
-        return _matmul_scatter(plan, *vary_alike(x, w, axes=(axis,)))
+        return _matmul_scatter(plan, *pcast_alike(x, w, axes=(axis,)))
 
     rows, columns = _specs(x.ndim, axis)
     result: jax.Array = view.run(

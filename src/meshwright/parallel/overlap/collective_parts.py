@@ -24,7 +24,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.mesh.axes import vary, varying_axes
+from meshwright.mesh.axes import pcast_varying, varying_axes
 from meshwright.parallel.kernels.copy_kernels import cut_columns
 from meshwright.parallel.kernels.matmul_kernel import TILE_ROWS, row_unit, tile_columns, write_product
 from meshwright.parallel.overlap.ring_loops import dot, sum_scattered, tie
@@ -145,7 +145,7 @@ def gather_in_parts(
         found.append([jnp.moveaxis(r.reshape(size, *lead, end - start, r.shape[-1]), 0, -3) for r in results])
     # Left as one concatenation, the pass over the results can be part of whatever uses them next.
     joined = (jnp.concatenate(pieces, axis=-2) for pieces in zip(*found, strict=True))
-    whole = (*vary(outs, sorted(varying_axes(x))), *joined)
+    whole = (*pcast_varying(outs, sorted(varying_axes(x))), *joined)
     return tuple(result.reshape(*lead, size * num_rows, result.shape[-1]) for result in whole)
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.dtypes import is_float
-from meshwright.mesh.axes import summing_dtype, vary, varying_axes
+from meshwright.mesh.axes import pcast_varying, summing_dtype, varying_axes
 from meshwright.parallel.overlap.forms import Form
 from meshwright.types import PyTree
 
@@ -57,7 +57,7 @@ def empty_rows(like: Any, num_rows: int, num_features: int, dtype: Any) -> Any:
     # Into a function with a rule of its own for batches, it does not look.
     kept_inside = jax.custom_batching.custom_vmap(lambda _: lax.empty(shape, dtype))
     kept_inside.def_vmap(lambda size, *_: (lax.empty((size, *shape), dtype), True))
-    return vary(kept_inside(lax.stop_gradient(like)), sorted(varying_axes(like)))
+    return pcast_varying(kept_inside(lax.stop_gradient(like)), sorted(varying_axes(like)))
 
 
 def sum_scattered(x: Any, axis: str, *, dim: int = -2) -> Any:

@@ -24,7 +24,7 @@ from jax import lax
 
 from meshwright.dtypes import is_float
 from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError, did_you_mean
-from meshwright.mesh.axes import axis_size, place_on, summing_dtype, vary, varying_axes
+from meshwright.mesh.axes import axis_index, axis_size, pcast_varying, summing_dtype, varying_axes
 from meshwright.mesh.build import current_mesh
 from meshwright.parallel.overlap.forms import branch
 from meshwright.parallel.pipeline.schedule import IDLE, Schedule, circular_schedule, count_rounds, gpipe_schedule
@@ -104,14 +104,16 @@ def pipeline(
         stage_fn=stage_fn,
         first=first,
         last=last,
-        params=vary((stage_params, first_params, last_params), shared),
-        parts=split_rows(vary((x, extras, targets), shared), num_microbatches, who="pipeline", part="microbatch"),
+        params=pcast_varying((stage_params, first_params, last_params), shared),
+        parts=split_rows(
+            pcast_varying((x, extras, targets), shared), num_microbatches, who="pipeline", part="microbatch"
+        ),
         rng=rng,
         table=table,
         by_round=schedule == "circular" or table.num_rounds > 1,
     )
     h_type, out_type = _flow(functions, axis)
-    place = place_on(axis, who="pipeline")
+    place = axis_index(axis, who="pipeline")
 
     def tick(h: PyTree, row: Any) -> tuple[PyTree, PyTree]:
         stage, microbatch = (column[place] for column in row)
@@ -244,7 +246,7 @@ class _Type:
 
 def _flow(f: _Functions, axis: str) -> tuple[PyTree, PyTree]:
     """Returns the types of what stages pass on and of what the last one gives; checks the user's functions."""
-    zero = vary(jnp.int32(0), axis)
+    zero = pcast_varying(jnp.int32(0), axis)
     h_type = _trace(lambda: f.enter(zero), axis, name="first")
     while True:
         made = _trace(lambda: f.run(_zeros(h_type), zero, zero), axis, name="stage_fn")  # noqa: B023, called at once
@@ -257,7 +259,9 @@ def _flow(f: _Functions, axis: str) -> tuple[PyTree, PyTree]:
 
 def _trace(call: Callable[[], PyTree], axis: str, *, name: str) -> PyTree:
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)()
-    checked = axis in varying_axes(vary(jnp.int32(0), axis))  # not where check_vma is off, or the axis has size 1
+    checked = axis in varying_axes(
+        pcast_varying(jnp.int32(0), axis)
+    )  # not where check_vma is off, or the axis has size 1
     for value in jaxpr.consts:
         outside = isinstance(value, jax.core.Tracer) and is_float(value.dtype)
         if checked and outside and axis not in varying_axes(value):
@@ -265,7 +269,8 @@ def _trace(call: Callable[[], PyTree], axis: str, *, name: str) -> PyTree:
                 f"pipeline: {name} closes over a {value.dtype} array of shape {value.shape} that is the same on all "
                 f"stages. Its gradient would be summed over {axis!r} in a branch that only one stage takes, and never "
                 "end.",
-                hint=f"pass it through {name}'s parameters, or close over meshwright.parallel.vary(array, {axis!r}).",
+                hint=f"pass it through {name}'s parameters, or close over "
+                f"meshwright.parallel.pcast_varying(array, {axis!r}).",
             )
     return jax.tree.map(
         lambda leaf: _Type(tuple(leaf.shape), leaf.dtype, _in_mesh_order(varying_axes(leaf) | {axis})), shapes
@@ -290,11 +295,11 @@ def _join_types(taken: PyTree, made: PyTree) -> PyTree:
 
 
 def _zeros(types: PyTree) -> PyTree:
-    return jax.tree.map(lambda t: vary(jnp.zeros(t.shape, t.dtype), t.axes), types)
+    return jax.tree.map(lambda t: pcast_varying(jnp.zeros(t.shape, t.dtype), t.axes), types)
 
 
 def _mark(tree: PyTree, types: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf, t: vary(jnp.asarray(leaf, t.dtype), t.axes), tree, types)
+    return jax.tree.map(lambda leaf, t: pcast_varying(jnp.asarray(leaf, t.dtype), t.axes), tree, types)
 
 
 def _in_mesh_order(axes: frozenset[str]) -> tuple[str, ...]:
