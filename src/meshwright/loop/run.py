@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import jax
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.loop.config import TrainConfig
 from meshwright.loop.fit import Result, fit
 from meshwright.loop.logging.progress import Voice
@@ -23,6 +23,11 @@ def train(config: TrainConfig, *, say: Callable[[str], None] | None = None) -> R
     Args:
         say: where to tell what is done, instead of showing it on stderr with a line of progress.
     """
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(
+            f"train takes a TrainConfig; got {type(config).__name__}.",
+            hint="make one with TrainConfig(...), preset(name) or read_config(file).",
+        )
     with ExitStack() as stack:
         ready = set_up(config, Voice(say), stack)
         result = fit(ready.loop, ready.state, ready.batches)

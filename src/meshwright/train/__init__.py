@@ -1,6 +1,7 @@
 """Training: the state of a run, and the step that takes it on, on any number of devices."""
 
 from meshwright.distributed.agreement import fingerprint, require_agreement
+from meshwright.lazy import make_callable
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.adapters import equinox_job, linen_job, nnx_job
 from meshwright.train.gradients import Gradients, View, global_norm, make_gradients
@@ -41,3 +42,7 @@ __all__ = [
     "Accumulated",
     "Sync",
 ]
+
+make_callable(
+    __name__, "meshwright.loop.run:train"
+)  # `mw.train(config)` runs a configuration; this package holds the step

@@ -4,6 +4,7 @@ report = verify(job, meshes=["fsdp:8", "fsdp:4,tp:2"])
 report.require()                                     # raises, with the table and the likely cause, where it is not
 """
 
+from meshwright.lazy import make_callable
 from meshwright.verify.causes import Cause
 from meshwright.verify.compare import Comparison, LeafDifference, Ratio
 from meshwright.verify.equivalence import example_batch, verify
@@ -19,3 +20,5 @@ __all__ = [
     "Ratio",
     "Cause",
 ]
+
+make_callable(__name__, "meshwright.verify.equivalence:verify")  # `mw.verify(job)`
