@@ -26,6 +26,7 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"Meshwright {release}"
