@@ -66,8 +66,8 @@ def write_page(html: str, path: str | Path, *, hint: str = "name another file.")
 
     Example:
         >>> import tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> write_page(make_page("A run", head=tag("h1", "A run"), sections=[]), f"{folder.name}/report.html").name
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_page(make_page("A run", head=tag("h1", "A run"), sections=[]), f"{folder}/report.html").name
         'report.html'
     """
     place = Path(path)
