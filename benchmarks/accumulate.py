@@ -1,7 +1,7 @@
-"""What gradient accumulation exchanges and holds, by sync mode and number of minibatches, on eight simulated devices.
+"""Bytes and memory of gradient accumulation by sync mode and number of minibatches, on eight simulated devices.
 
-Read from the compiled programs: bytes of collectives with loops counted by their trips, and temporary memory. Beside
-our three modes stands what a user would write without them: `jit` over global arrays with a scan over minibatches.
+Reads bytes of collectives (loops counted by their trips) and temporary memory from the compiled programs. The baseline
+`jit` is plain JAX: `jit` over global arrays with a scan over minibatches.
 
 usage: python benchmarks/accumulate.py [--layers 8] [--width 128] [--rows 512] [--minibatches 1 2 8] [--json]
 """
@@ -51,7 +51,7 @@ def our_step(mesh: Any, specs: Any, rows: P, sync: Any, num_minibatches: int) ->
 
 def plain_step(mesh: Any, specs: Any, rows: P, num_minibatches: int) -> Any:
     def step(params: Any, batch: Any) -> Any:
-        # Every minibatch takes rows of all devices, so that none idles.
+        # Every minibatch takes rows from all devices, so that none idles.
         parts = batch.reshape(-1, num_minibatches, batch.shape[-1]).swapaxes(0, 1)
         parts = lax.with_sharding_constraint(parts, NamedSharding(mesh, P(None, *rows)))
 
@@ -118,7 +118,7 @@ def main() -> None:
 
     def accumulator(mesh: str, mode: str) -> int:
         ways = 1 if mode == "once" or "fsdp" not in mesh else int(mesh.split("fsdp:")[1])
-        return int(whole // ways * 1.01)  # and a few scalars: loss, count, loop counter
+        return int(whole // ways * 1.01)  # 1% for scalars: loss, count, loop counter
 
     grows_little = all(
         row["temp"] - of(mesh, mode)[0]["temp"] <= accumulator(mesh, mode)

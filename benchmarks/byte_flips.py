@@ -1,11 +1,11 @@
-"""Flips bits of a checkpoint, one at a time, all over its files: is each of them detected, and the right file named?
+"""Flips single bits in all files of a checkpoint and checks that each is detected and the file is named.
 
 usage: python benchmarks/byte_flips.py [--flips 600] [--seed 0] [--restore 20]
 
-The checkpoint is that of a small decoder with AdamW on eight simulated devices. Places are drawn in three ways: any
-byte of the checkpoint, any byte of any file (so that small files count as much as large ones), and any byte of the
-manifest. Each flip is verified as `restore` does it. Some go through `restore` itself, which must name the file and
-fall back to the step before. For comparison, the same flips in the arrays' files are given to plain Orbax.
+The checkpoint is that of a small decoder with AdamW on eight simulated devices. Positions are drawn in three ways: any
+byte of the checkpoint, any byte of a random file (so small files count as much as large ones), and any byte of the
+manifest. Each flip is verified as in `restore`. Some go through a whole restore, which must name the file and fall back
+to the previous step. For comparison, plain Orbax restores the same kind of flips in the array file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from measure import machine, table, verdict, versions
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flips", type=int, default=600, help="how many places to try (default: 600)")
+    parser.add_argument("--flips", type=int, default=600, help="number of flips (default: 600)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--restore", type=int, default=20, help="how many go through a whole restore (default: 20)")
+    parser.add_argument("--restore", type=int, default=20, help="number of whole restores (default: 20)")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     try:
@@ -66,18 +66,16 @@ def measure(folder: Path, num_flips: int, seed: int, num_restores: int) -> bool:
         missed += tried - found
         rows.append((way, tried, found, tried - found))
     assert verify_step(place) == []
-    print(table(("places", "flips", "found and named", "missed"), rows) + "\n")
+    print(table(("position", "flips", "found and named", "missed"), rows) + "\n")
     fell_back = 0
     for _ in range(num_restores):
         path = rng.choice(list(sizes))
         with flipped(path, rng):
             restored = Checkpoints(folder).restore(layout)
         fell_back += restored.step == 1 and path.relative_to(place).as_posix() in restored.notes[0]
-    print(f"{num_restores} damaged checkpoints restored: {fell_back} named the file and fell back to the step before")
+    print(f"{num_restores} damaged checkpoints restored: {fell_back} named the file and fell back to the previous step")
     silent, errors, tried = plain_orbax(place, layout, rng, num_restores)
-    print(
-        f"plain Orbax, {tried} flips in the arrays' own file: {silent} restored other numbers silently, {errors} errors"
-    )
+    print(f"plain Orbax, {tried} flips in the array file: {silent} silently restored wrong numbers, {errors} errors")
     return all(
         [
             say(f"{num_flips - missed} of {num_flips} flips found (target: all)", missed == 0),
@@ -92,7 +90,7 @@ def say(text: str, met: bool) -> bool:
 
 
 class flipped:
-    """One bit of a file, flipped while the block runs."""
+    """Flips one bit of a file while the block runs."""
 
     def __init__(self, path: Path, rng: random.Random) -> None:
         self.path, self.place, self.mask = path, rng.randrange(path.stat().st_size), 1 << rng.randrange(8)
@@ -112,7 +110,7 @@ class flipped:
 
 
 def plain_orbax(place: Path, layout: Any, rng: random.Random, count: int) -> tuple[int, int, int]:
-    """Returns how many flips plain Orbax restored as other numbers, how many it refused, and how many were tried."""
+    """Returns the number of flips that plain Orbax restored silently, the number of errors, and the number tried."""
     import jax
     import numpy as np
     from orbax.checkpoint import v1 as ocp
@@ -131,7 +129,7 @@ def plain_orbax(place: Path, layout: Any, rng: random.Random, count: int) -> tup
         with flipped(largest, rng):
             try:
                 silent += load() != known
-            except Exception:  # any refusal counts
+            except Exception:  # any error counts as detected
                 errors += 1
     return silent, errors, count
 

@@ -1,18 +1,17 @@
-"""Saving and restoring a state on eight simulated devices: ours, hashing included, beside plain Orbax in the same run.
+"""Time to save and restore a state on eight simulated devices, with hashing, against plain Orbax.
 
 usage: python benchmarks/checkpoint.py [--layers 17] [--rounds 3] [--folder DIR] [--cold] [--json]
 
-The state is that of the 956M decoder with some layers more: 17 make 1.008B parameters. It is float32 and has no
-optimizer statistics, 3.8 GiB in all, to fit small machines. One process does everything and the sides take turns. Each
-saves asynchronously, then restores what it saved:
+The state is that of the 956M decoder, with 17 layers: 1.008B float32 parameters without optimizer state, 3.8 GiB, to fit
+small machines. The sides take turns in one process. Each saves asynchronously and restores its checkpoint:
 
-    blocked     until the call that saves returns: what a training loop loses
-    save        until the checkpoint is finished; of ours, with all files hashed and the manifest written
-    restore     until all arrays are on their devices; of ours, with all files verified before
-    CPU         seconds of all cores that the process used meanwhile, which other processes disturb less
+    blocked     until the save call returns: the time a training loop waits
+    save        until the checkpoint is finished; for Meshwright, with all files hashed and the manifest written
+    restore     until all arrays are on their devices; for Meshwright, after all files are verified
+    CPU         CPU seconds of the process on all cores, less sensitive to other processes
 
-Plain Orbax is `save_async` and `load` with their defaults, which compress; a third side has compression off, as ours.
-`--cold` drops the files from the page cache before they are restored.
+Plain Orbax is `save_async` and `load` with their defaults, which compress. A third side disables compression, as
+Meshwright does. `--cold` drops the files from the page cache before restoring.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ OURS, PLAIN, RAW = "meshwright", "Orbax", "Orbax, uncompressed"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=17, help="layers of the decoder (default: 17)")
+    parser.add_argument("--layers", type=int, default=17, help="number of layers (default: 17)")
     parser.add_argument("--rounds", type=int, default=3, help="saves and restores per side (default: 3)")
-    parser.add_argument("--folder", help="where to write; needs three times the state (default: a temporary folder)")
-    parser.add_argument("--cold", action="store_true", help="restore from the disk rather than from the page cache")
+    parser.add_argument("--folder", help="output folder, needs room for three states (default: a temporary folder)")
+    parser.add_argument("--cold", action="store_true", help="restore from disk instead of the page cache")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=args.folder))
@@ -61,12 +60,12 @@ def measure(folder: Path, num_layers: int, rounds: int, *, cold: bool) -> dict[s
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     small, _ = make_state(1, d_model=256)
-    for side in SIDES:  # what compiles, or starts on first use, belongs to neither side
+    for side in SIDES:  # excludes compilation and first-use costs
         one_round(side, small, make_state(1, d_model=256)[1], folder, cold=False)
     layout, state = make_state(num_layers)
-    # The first large save pays for memory that the system has to find; it is nobody's.
+    # The first large save pays for page allocation, so it is not counted.
     figures, state = one_round(RAW, layout, state, folder, cold=cold)
-    print(f"to warm up, {RAW}: {_words(figures)}", file=sys.stderr, flush=True)
+    print(f"warmup, {RAW}: {_words(figures)}", file=sys.stderr, flush=True)
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     order = list(SIDES)
     for number in range(rounds):
@@ -75,7 +74,7 @@ def measure(folder: Path, num_layers: int, rounds: int, *, cold: bool) -> dict[s
             runs[side].append(figures)
             print(f"round {number + 1}, {side}: {_words(figures)}", file=sys.stderr, flush=True)
     medians = {side: {name: median([run[name] for run in done]) for name in FIGURES} for side, done in runs.items()}
-    # Round by round, because the machine may be slower in one round than in another.
+    # Ratios per round, because the machine's speed varies between rounds.
     ratios = {
         name: median([ours[name] / plain[name] for ours, plain in zip(runs[OURS], runs[PLAIN], strict=True)])
         for name in FIGURES
@@ -93,7 +92,7 @@ def measure(folder: Path, num_layers: int, rounds: int, *, cold: bool) -> dict[s
 
 
 def make_state(num_layers: int, **sizes: int) -> tuple[Any, Any]:
-    """Returns the layout and a state of random numbers, which take less time than the model's own first ones."""
+    """Returns the layout and a state of random numbers, which is faster than the model's init."""
     import jax
     import numpy as np
     import optax
@@ -119,7 +118,7 @@ def make_state(num_layers: int, **sizes: int) -> tuple[Any, Any]:
 
 
 def one_round(side: str, layout: Any, state: Any, folder: Path, *, cold: bool) -> tuple[dict[str, float], Any]:
-    """Saves a state, forgets it and restores it; returns the seconds and what came back, of which a part is checked."""
+    """Saves, deletes and restores a state, checks a part of it, and returns the seconds and the restored state."""
     import jax
     import numpy as np
 

@@ -1,14 +1,14 @@
-"""Compute time of the overlapped matmuls on one GPU that pretends to be eight, beside the unsplit and the naive ring.
+"""Compute time of overlapped matmuls on one GPU with a mocked topology of eight, against unsplit and naive rings.
 
     python benchmarks/collective_matmul.py                  # on a GPU: `jax_mock_gpu_topology`, collectives are mocked
     python benchmarks/collective_matmul.py --platform cpu   # 8 simulated devices, small shapes, everything is real
     python benchmarks/collective_matmul.py --batch 4        # rows as [4, rows / 4], and a gated MLP, as in a model
 
-With mocked collectives the matmuls and copies are real and the transfers take no time, so the ratio to the unsplit
-form is what cutting the matmul costs; the transfers it hides are not seen. Forms are timed in turns, in an order that
-is drawn anew each time, since a hot chip is slower after a form that heats it more; the median is taken. What a mocked
-gather brings is whatever was in memory, NaNs for example, which heat the chip less than numbers do; so free memory is
-filled with numbers first, and the last column says whether all results were.
+With mocked collectives, matmuls and copies are real and transfers take no time, so the ratio to the unsplit form is the
+cost of splitting the matmul; the benefit of hidden transfers is not measured. Forms are timed in turns, in a new random
+order each round, because a chip is slower after a form that heats it more; the table has medians. A mocked gather
+returns whatever was in memory, such as NaNs, which heat the chip less. So free memory is filled with numbers first, and
+the last column reports whether all results were finite.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ parser.add_argument("--repeats", type=int, default=15)
 parser.add_argument("--ways", type=int, default=8)
 parser.add_argument("--inner", type=int, default=8, help="calls per timing")
 parser.add_argument("--shape", nargs=3, type=int, metavar=("ROWS", "DIM", "HIDDEN"), help="only this shape")
-parser.add_argument("--batch", type=int, default=0, help="a leading dim of this size; without it, rows are the first")
-parser.add_argument("--only", help="only this operation: gather, scatter, or with a batch 'gated MLP'")
+parser.add_argument("--batch", type=int, default=0, help="size of a leading batch dim (default: none)")
+parser.add_argument("--only", help="only this operation: gather, scatter, or (with --batch) 'gated MLP'")
 parser.add_argument("--json", action="store_true")
 ARGUMENTS = parser.parse_args()
 
 if ARGUMENTS.platform == "gpu":
-    # Without this, a mocked topology waits for autotuning results of processes that do not exist.
+    # Otherwise a mocked topology waits for autotuning results of nonexistent processes.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_shard_autotuning=false"
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.15")  # enough, and soon filled
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.15")  # enough, and quick to fill
 
 import jax  # noqa: E402
 
@@ -97,7 +97,7 @@ def unsplit_scatter(x: Any, w: Any) -> Any:
 
 
 def gated(gather: Any, scatter: Any) -> Any:
-    """A gated MLP: two weights share one gather, and what follows can take the pass over its result."""
+    """Returns a gated MLP, in which two weights share one gather."""
 
     def block(x: Any, gate: Any, up: Any, down: Any) -> Any:
         a, b = gather(x, (gate, up))
@@ -165,7 +165,7 @@ def build(mesh: Mesh, operation: str, form: Any, shape: tuple[int, int, int], dt
 
 
 def make(struct: Any, seed: int) -> Any:
-    """Random values on every device; under a mocked topology only this process's device has any."""
+    """Returns random values; under a mocked topology only this process's device has any."""
 
     def piece(index: Any) -> Any:
         sizes = [len(range(*part.indices(size))) for part, size in zip(index, struct.shape, strict=True)]
@@ -175,7 +175,7 @@ def make(struct: Any, seed: int) -> Any:
 
 
 def time_calls(compiled: Any, values: Any) -> tuple[float, bool]:
-    """Returns the seconds that a call takes, and whether all of its results are finite."""
+    """Returns seconds per call and whether all results are finite."""
     if ARGUMENTS.platform == "gpu":
         fill_memory()
     for _ in range(ARGUMENTS.inner // 2 + 1):
@@ -196,7 +196,7 @@ def repeated(x: Any, count: int) -> Any:
 
 
 def fill_memory() -> None:
-    """Writes random numbers to all free memory of this process's GPU."""
+    """Fills the free memory of this process's GPU with random numbers."""
     device, pattern = jax.local_devices()[0], jax.random.normal(jax.random.key(0), (1 << 20,), jnp.bfloat16)
     filled = []
     for _ in range(64):
@@ -219,7 +219,7 @@ def main() -> None:
             for name, form in forms.items():
                 try:
                     built[name] = build(mesh, operation, form, shape, dtype)
-                except Exception as error:  # a form the compiler refuses is a finding, not the end of the run
+                except Exception as error:  # report forms that do not compile and continue
                     print(f"{operation} {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
             arguments = next(iter(built.values()))[1]
             values = [make(struct, seed) for seed, struct in enumerate(arguments)]

@@ -1,10 +1,9 @@
-"""Linear layer and cross-entropy with gradients: chunk by chunk, beside forms that keep all logits.
+"""Linear layer and cross-entropy with gradients, chunked, against forms that keep all logits.
 
-The loss and the gradients of `x` and `head`, in bfloat16 with float32 losses. Kept logits are bfloat16, as the matmul
-gives them, with a float32 log-softmax and plain autodiff: with the target's entry taken by index, as one would write it
-down, and by comparison, whose gradient XLA fuses. Times are medians of synchronised calls, all forms in turns; memory
-is what the compiled program needs beside its arguments and results. Ratios are to the faster of the forms that keep
-logits; the last column is to the form by index.
+Computes the loss and the gradients of `x` and `head` in bfloat16 with float32 losses. Kept logits are bfloat16, with a
+float32 log-softmax and plain autodiff. The target's entry is selected by index, the usual form, or by comparison, whose
+gradient XLA fuses. Times are medians of synchronized calls, all forms in turns; memory is the compiled program's
+temporary memory. Ratios are to the faster form that keeps logits; the last column is relative to the form by index.
 
 usage: python benchmarks/cross_entropy.py [--rows 32768] [--dim 4096] [--vocab 131072] [--chunks 1024 4096] [--tiny]
 """
@@ -42,7 +41,7 @@ def chunked(x: Any, head: Any, targets: Any, **options: Any) -> Any:
 
 
 def three_matmuls(x: Any, head: Any, targets: Any) -> Any:
-    """What no form can do without."""
+    """The matmuls that every form needs."""
     logits = lax.optimization_barrier(x @ head)
     return logits[0, 0].astype(jnp.float32), (logits @ head.T, x.T @ logits)
 
@@ -73,7 +72,7 @@ def make_arguments(rows: int, dim: int, vocab: int) -> tuple[Any, ...]:
 
 @jax.jit
 def differences(got: Any, true: Any) -> Any:
-    """Returns how far loss and gradients are apart, relative to their own size."""
+    """Returns the relative difference of loss and gradients."""
 
     def norm(leaf: Any) -> Any:
         return jnp.sqrt(jnp.sum(jnp.square(leaf), dtype=jnp.float32))
@@ -88,7 +87,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=131072)
     parser.add_argument("--chunks", type=int, nargs="*", default=[1024, 4096, 8192], help="rows per chunk to try")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, without a verdict")
+    parser.add_argument("--tiny", action="store_true", help="small sizes for a CPU, without a verdict")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.tiny:

@@ -1,10 +1,10 @@
-"""One GPU: the train step of a 956M decoder beside torch, plain JAX, and the same recipe written by hand.
+"""Train step of a 956M decoder on one GPU against torch, plain JAX, and the same recipe without the library.
 
     PYTHONPATH=src python3 benchmarks/decoder_h200.py --peers FOLDER
 
-FOLDER holds peer_torch_decoder.py and peer_plain_jax_decoder.py. Every program runs alone, in a process of its own: 3
-steps to warm up, 20 that are timed, each waited for. FLOPs are counted as the peers count them: 6 x parameters but the
-embedding's, and causal attention. `--tiny` runs our two programs on CPU, for trying the script out.
+FOLDER contains peer_torch_decoder.py and peer_plain_jax_decoder.py. Each program runs in a separate process: 3 warmup
+steps, then 20 timed, synchronized steps. FLOPs are counted as the peers do: 6 x non-embedding parameters and causal
+attention. `--tiny` runs the two JAX programs of this repository on a CPU, to test the script.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def compare_losses(args: argparse.Namespace) -> None:
-    """Beside bfloat16 stands float32 with its rows in another order: what rounding alone does to such a curve."""
+    """Compares losses in bfloat16 with float32, and float32 with itself in another row order, as a noise level."""
     length, rows = (32, 2) if args.tiny else (2048, 2 if args.random else 4)
     command = [*own(args, length, rows), *(["--random"] if args.random else [])]
     losses = {name: child([*command, "--one", name], {})["losses"] for name in CURVES}
@@ -74,7 +74,7 @@ def compare_losses(args: argparse.Namespace) -> None:
         f"losses of {len(exact)} steps of {rows} x {length} tokens, bfloat16: {[round(x, 3) for x in losses['curve']]}"
     )
     print(f"losses of the same steps, float32: {[round(x, 3) for x in exact]}")
-    print(f"float32 with the rows in another order is {apart('curve_float32_turned'):.1e} apart from it")
+    print(f"float32 with rows in another order differs by {apart('curve_float32_turned'):.1e}")
     worst = apart("curve")
     print(verdict(f"largest relative difference of bfloat16 {worst:.1e} (1e-2 allowed)", worst < 1e-2))
 
@@ -110,15 +110,15 @@ def judge(rows: list[list[str]]) -> None:
         here = {row[1]: row for row in rows if row[0] == shape and row[4]}
         if "meshwright" in here and "torch" in here:
             ratio = float(here["meshwright"][5])
-            print(verdict(f"{shape}: {ratio:.3f}x torch's tokens per second (1.05 wanted)", ratio >= 1.05))
+            print(verdict(f"{shape}: {ratio:.3f}x torch's tokens per second (target: 1.05)", ratio >= 1.05))
             ours, theirs = float(here["meshwright"][6]), float(here["torch"][6])
-            print(verdict(f"{shape}: {ours} GiB at the peak, torch {theirs}", ours <= theirs))
+            print(verdict(f"{shape}: {ours} GiB peak memory, torch {theirs}", ours <= theirs))
         if "meshwright" in here and "by hand" in here:
             over = float(here["meshwright"][2]) / float(here["by hand"][2])
-            print(verdict(f"{shape}: {over:.3f}x the time of the same written by hand (1.01 wanted)", over <= 1.01))
+            print(verdict(f"{shape}: {over:.3f}x the time of the same in plain JAX (target: 1.01)", over <= 1.01))
 
 
-# --- What runs in a process of its own ---
+# --- Programs that run in separate processes ---
 
 
 def run_meshwright(args: argparse.Namespace) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def run_curve(args: argparse.Namespace, precision: str, *, turned: bool = False)
     if precision == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
     state, step, tokens = make_meshwright(args, precision)
-    if args.random:  # three batches, seen several times each: learned by heart, which is not stable
+    if args.random:  # three repeated batches, which the model memorizes; unstable
         batches = [np.roll(np.asarray(tokens), number % 3, axis=1) for number in range(10)]
     else:
         batches = text_batches(args, 30)
@@ -177,7 +177,7 @@ def run_curve(args: argparse.Namespace, precision: str, *, turned: bool = False)
 
 
 def text_batches(args: argparse.Namespace, count: int) -> list[Any]:
-    """Returns batches of bytes of the standard library's sources, each seen once."""
+    """Returns distinct batches of bytes from the standard library's sources."""
     import numpy as np
 
     files = sorted(Path(os.__file__).parent.glob("*.py"))
@@ -252,13 +252,13 @@ RUNS = {
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", help="the folder of the peers' programs; without it, only ours run")
+    parser.add_argument("--peers", help="folder with the peers' programs (default: leave the peers out)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens per row")
-    parser.add_argument("--curve", action="store_true", help="compare losses with those of float32 as well")
-    parser.add_argument("--warmup", type=int, default=0, help="steps in which our learning rate rises to 3e-4")
-    parser.add_argument("--only-curve", action="store_true", help="runs nothing but the comparison of losses")
-    parser.add_argument("--random", action="store_true", help="losses of three batches of random tokens, in turns")
+    parser.add_argument("--curve", action="store_true", help="also compare losses with float32")
+    parser.add_argument("--warmup", type=int, default=0, help="steps of learning rate warmup to 3e-4 (default: 0)")
+    parser.add_argument("--only-curve", action="store_true", help="only compare losses")
+    parser.add_argument("--random", action="store_true", help="compare losses on three repeated random batches")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--one", choices=RUNS, help=argparse.SUPPRESS)
     parser.add_argument("--seq", type=int, default=2048, help=argparse.SUPPRESS)

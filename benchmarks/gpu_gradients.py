@@ -1,14 +1,14 @@
-"""One step's gradients on the GPU beside float32 on the CPU of the same machine, over a table of options.
+"""Gradients of one train step on the GPU against float32 on the CPU, over a table of options.
 
     PYTHONPATH=src python3 benchmarks/gpu_gradients.py                  # a GPU; about five minutes
-    PYTHONPATH=src python3 benchmarks/gpu_gradients.py --only xlstm     # the cases whose names match an expression
-    PYTHONPATH=src python3 benchmarks/gpu_gradients.py --tiny           # small sizes, CPU against CPU without a GPU
+    PYTHONPATH=src python3 benchmarks/gpu_gradients.py --only xlstm     # cases whose names match a regex
+    PYTHONPATH=src python3 benchmarks/gpu_gradients.py --tiny           # small sizes; without a GPU, CPU against CPU
 
-Tests on a CPU never reach cuDNN, Pallas kernels or cuBLAS. Here every case is a whole train step, compiled as training
-compiles it, with an optimizer that keeps the gradients. The reference is the same model in float32 on the CPU, without
-any of the options: no kernels, no remat, one minibatch, a mask instead of lengths of documents. Each leaf's gradient is
-compared by |gpu - cpu| / |cpu|; the worst leaf counts. Which implementations a case used is read from its compiled
-program. Exits with 1 if a case differs by more than its tolerance, or does not run.
+Tests on a CPU never reach cuDNN, Pallas kernels or cuBLAS. Each case is a whole train step, compiled as in training,
+with an optimizer that keeps the gradients. The reference is the same model in float32 on the CPU without any of the
+options: no kernels, no remat, one minibatch, a mask instead of document lengths. A case's difference is that of its
+worst leaf, |gpu - cpu| / |cpu|. The implementations that a case used are read from its compiled program. Exits with 1
+if a case fails or exceeds its tolerance.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ TINY = {"vocab_size": 128, "num_layers": 2, "d_model": 64, "num_heads": 4, "d_ff
 ROWS, LENGTH, ODD_LENGTH, ODD_VOCABULARY = 4, 256, 203, 1013
 TINY_LENGTH, TINY_ODD_LENGTH, TINY_ODD_VOCABULARY = 32, 27, 101
 
-# By precision and model: the largest relative difference of a leaf, and the reason. For two layers; with more of them
-# it grows as a sum of random errors does.
+# Largest relative difference of a leaf by precision and model, with the reason, for two layers; grows with the square
+# root of the number of layers.
 TOLERANCES = {
     ("float32", "decoder"): (1e-4, "float32, summed in another order"),
-    ("float32", "xlstm"): (2e-4, "float32, summed in another order; exponential gates magnify it"),
+    ("float32", "xlstm"): (2e-4, "float32, summed in another order; exponential gates amplify it"),
     ("tf32", "decoder"): (1e-2, "TF32 matmuls, XLA's default for float32, round to 10 bits"),
-    ("mixed", "decoder"): (5e-2, "bfloat16 rounds to 8 bits, through both passes of all layers; 2.8e-2 on a CPU"),
-    ("mixed", "xlstm"): (8e-2, "bfloat16 rounds to 8 bits; exponential gates magnify it; 4.4e-2 on a CPU"),
+    ("mixed", "decoder"): (5e-2, "bfloat16 rounds to 8 bits in both passes of all layers; 2.8e-2 on a CPU"),
+    ("mixed", "xlstm"): (8e-2, "bfloat16 rounds to 8 bits; exponential gates amplify it; 4.4e-2 on a CPU"),
 }
 HEADINGS = ("case", "precision", "difference", "allowed", "worst leaf", "loss", "attention", "norm", "loss path")
 HEADINGS += ("stack", "matmuls", "result")
@@ -56,7 +56,7 @@ HEADINGS += ("stack", "matmuls", "result")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, its data, and how the step on the GPU runs; the reference only shares the model and the data."""
+    """A model, its data and the options of the step on the GPU; the reference shares only model and data."""
 
     name: str
     model: str = "decoder"
@@ -64,7 +64,7 @@ class Case:
     odd_length: bool = False
     odd_vocabulary: bool = False
     packed: bool = False
-    lengths: bool = True  # of documents: whether attention gets them, or a mask
+    lengths: bool = True  # attention gets document lengths; otherwise a mask
     remat: str = "none"
     num_minibatches: int = 1
     view: str = "local"
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def data(self) -> tuple[Any, ...]:
-        """What the reference depends on."""
+        """The fields that the reference depends on."""
         return self.model, self.sizes, self.odd_length, self.odd_vocabulary, self.packed
 
 
@@ -159,7 +159,7 @@ def cases() -> list[Case]:
 
 
 def compare(chosen: list[Case], device: Any, *, tiny: bool, threads: int) -> list[dict[str, Any]]:
-    """Returns a result for each case. Programs are traced one after the other and compiled side by side."""
+    """Returns a result for each case. Programs are traced sequentially and compiled in parallel."""
     cpu = jax.devices("cpu")[0]
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         references: dict[Any, Any] = {}
@@ -181,7 +181,7 @@ def compare(chosen: list[Case], device: Any, *, tiny: bool, threads: int) -> lis
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A step that is being compiled, and what it will run on."""
+    """A step that is being compiled, with its inputs."""
 
     compiled: concurrent.futures.Future[Any]
     state: Any
@@ -235,10 +235,10 @@ def make_job(case: Case, *, tiny: bool) -> tuple[Any, dict[str, Any]]:
 
 
 def make_state(job: Any, optimizer: Any) -> Any:
-    """Returns the first state, computed on the CPU: scales other than one, and gates open enough for all to matter.
+    """Returns the initial state, computed on the CPU, with scales other than one and input gates partly open.
 
-    With wide open input gates, a document's first output would be a value's direction times a sign, whose gradient has
-    no bound where the query is at a right angle to the key: then no two precisions agree, on any device.
+    With fully open input gates, a document's first output is a value's direction times a sign, whose gradient is
+    unbounded if the query is orthogonal to the key. Then no two precisions agree on any device.
     """
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
@@ -254,7 +254,7 @@ def make_state(job: Any, optimizer: Any) -> Any:
 
 
 def keep_gradients() -> optax.GradientTransformation:
-    """Returns an optimizer whose state is the last gradients, and that changes nothing."""
+    """Returns an optimizer that stores the last gradients and updates nothing."""
 
     def zeros(tree: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, tree)
@@ -263,7 +263,7 @@ def keep_gradients() -> optax.GradientTransformation:
 
 
 def attempt(function: Any, *args: Any, **options: Any) -> Any:
-    """Returns what a function returns, or what it raises: one case that fails must not hide the others."""
+    """Returns a function's result or its exception, so that one failing case does not hide the others."""
     try:
         return function(*args, **options)
     except Exception as error:
@@ -281,7 +281,7 @@ def judge(case: Case, found: Any, true: dict[str, Any]) -> dict[str, Any]:
     apart = differences(found["grads"], true["grads"])
     worst = max(apart, key=lambda name: np.inf if np.isnan(apart[name]) else apart[name])
     of_loss = abs(found["loss"] - true["loss"]) / abs(true["loss"])
-    agrees = apart[worst] <= allowed and of_loss <= allowed  # never of NaN
+    agrees = apart[worst] <= allowed and of_loss <= allowed  # false for NaN
     return result | {
         "difference": apart[worst],
         "worst": worst,
@@ -293,10 +293,10 @@ def judge(case: Case, found: Any, true: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(found: Any, true: Any) -> dict[str, float]:
-    """Returns for each leaf |found - true| / |true|.
+    """Returns |found - true| / |true| for each leaf.
 
-    A bias is one more row of its gate's weight, and measured against an average row of that where its own gradient is
-    smaller. That of an input gate is: the norm of each head undoes any factor that all writes share.
+    A gate's bias acts like one more row of the gate's weight. If its gradient is smaller than an average row's, it is
+    compared with that row. This applies to input gates, because each head's norm cancels a factor shared by all writes.
     """
     leaves = {"/".join(str(key.key) for key in path): leaf for path, leaf in jax.tree.leaves_with_path(true)}
     sizes = {name: float(np.linalg.norm(leaf)) for name, leaf in leaves.items()}
@@ -312,7 +312,7 @@ CALL = re.compile(r'custom_call_target="(?P<target>[^"]*)".*?(?:op_name="(?P<sco
 
 
 def paths(text: str) -> dict[str, str]:
-    """Returns which implementations a compiled program uses, by part of the model."""
+    """Returns the implementations that a compiled program uses, by part of the model."""
     calls = [(match["target"], match["scope"] or "") for match in CALL.finditer(text)]
     kernels = Counter(name for _, scope in calls for name in re.findall(r"(\w+)\)*/pallas_call", scope))
 
@@ -365,11 +365,11 @@ def row(result: dict[str, Any]) -> list[str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="an expression; cases whose name and precision match it are run")
-    parser.add_argument("--threads", type=int, default=8, help="programs that are compiled at a time")
-    parser.add_argument("--write", help="a file for the results as JSON, with every leaf's difference")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, for trying the script out")
+    parser.add_argument("--only", default="", help="regex for the name and precision of cases to run")
+    parser.add_argument("--threads", type=int, default=8, help="number of compile threads (default: 8)")
+    parser.add_argument("--write", help="JSON file for the results, with every leaf's difference")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and exit")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to test the script")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What `import meshwright` costs beyond `import jax`, and that it starts no backend.
+"""Time of `import meshwright` beyond `import jax`; also checks that it starts no backend.
 
 usage: python benchmarks/import_time.py [--rounds 15] [--json]
 """
@@ -20,7 +20,7 @@ import jax
 middle = time.perf_counter()
 import meshwright
 end = time.perf_counter()
-from jax._src import xla_bridge  # there is no public way to ask
+from jax._src import xla_bridge  # no public API reports this
 started = xla_bridge.backends_are_initialized()
 print(json.dumps({"jax": middle - start, "meshwright": end - middle, "backend_started": started}))
 """
@@ -28,10 +28,10 @@ print(json.dumps({"jax": middle - start, "meshwright": end - middle, "backend_st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="processes (default: 15), after one that is not counted")
+    parser.add_argument("--rounds", type=int, default=15, help="number of processes after a warmup (default: 15)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()
-    # The first import may have to compile our modules to bytecode, and reads everything from disk.
+    # The first import may compile bytecode and reads from disk, so it is dropped.
     runs = [run_child([sys.executable, "-c", CHILD]) for _ in range(args.rounds + 1)][1:]
     seconds = {name: [run[name] for run in runs] for name in ("jax", "meshwright")}
     started = any(run["backend_started"] for run in runs)
@@ -46,7 +46,7 @@ def main() -> None:
     print(table(("import", "median", "range"), rows))
     print()
     print(verdict(f"{median(seconds['meshwright']):.2f} s beyond jax (target: under {TARGET} s)", met or started))
-    print(verdict("no backend is started", not started))
+    print(verdict("no backend started", not started))
     sys.exit(0 if met else 1)
 
 

@@ -1,11 +1,10 @@
-"""Values of the kernels under matmuls in parts, on the GPU that is here.
+"""Checks the values of the kernels for matmuls in parts on the local GPU.
 
     PYTHONPATH=src python3 benchmarks/kernel_values.py           # a Hopper GPU
     PYTHONPATH=src python3 benchmarks/kernel_values.py --tiny    # the smallest shapes, interpreted on a CPU
 
-Products of gathered rows are of whole numbers, whose products and sums are exact in float32, so that every element must
-be the same to the bit; so must the columns of a weight that is cut. Each shape is run five times, since a missing
-barrier need not show in one.
+Products of gathered rows use integers, which are exact in float32, so every element must match to the bit; so must the
+columns of a cut weight. Each shape runs five times, because a missing barrier may not show in a single run.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 from meshwright.parallel.kernels.copy_kernels import cut_columns
 from meshwright.parallel.kernels.matmul_kernel import can_write, write_product
 
-# Devices, blocks of rows, where parts of a block's rows end, features of rows and of products.
+# Devices, blocks of rows, row boundaries of the parts, features of rows and of products, dtype.
 PRODUCTS: list[tuple[int, int, tuple[int, ...], int, int, str]] = [
     (8, 1, (0, 16, 48), 128, 256, "bfloat16"),
     (2, 8, (0, 8, 24, 32), 64, 128, "float16"),
@@ -30,7 +29,7 @@ PRODUCTS: list[tuple[int, int, tuple[int, ...], int, int, str]] = [
     (8, 4, (0, 32, 104, 248, 512), 1024, 1792, "bfloat16"),
     (8, 1, (0, 704, 4096), 512, 1728, "bfloat16"),
 ]
-# A weight's rows, and where parts of its columns end.
+# Rows of a weight, column boundaries of its parts, dtype.
 CUTS: list[tuple[int, tuple[int, ...], str]] = [
     (64, (0, 256, 768), "bfloat16"),
     (24, (0, 384, 448), "float32"),
@@ -56,10 +55,10 @@ def main() -> None:
 def wrong_products(
     size: int, blocks: int, edges: tuple[int, ...], depth: int, columns: int, dtype: str, *, times: int = 1
 ) -> int:
-    """Returns how many products of rows, gathered in parts, are wrong or in the wrong place."""
+    """Returns the number of wrong elements in products of rows gathered in parts."""
     x = whole_numbers(0, (size, blocks, edges[-1], depth), dtype)
     w = whole_numbers(1, (depth, columns), dtype)
-    assert can_write(x[0], [w], None, size), "not here: it needs a Hopper GPU, or a CPU, and jax 0.11"
+    assert can_write(x[0], [w], None, size), "needs a Hopper GPU or a CPU, and jax 0.11"
 
     @jax.jit
     def run(x: Any, w: Any) -> Any:
@@ -75,7 +74,7 @@ def wrong_products(
 
 
 def wrong_cuts(rows: int, edges: tuple[int, ...], dtype: str, *, times: int = 1) -> int:
-    """Returns how many elements of a weight's parts, cut by the kernel, are wrong."""
+    """Returns the number of wrong elements in the parts of a weight cut by the kernel."""
     w = jax.random.normal(jax.random.key(0), (rows, edges[-1]), dtype)
     pairs = list(itertools.pairwise(edges))[::-1]
     run = jax.jit(lambda w: cut_columns(w, pairs, kernels=True))

@@ -1,10 +1,10 @@
-"""Kills training runs at random instants, also inside saves, resumes them, and compares with one that ran through.
+"""Kills training runs at random times, also during saves, resumes them, and compares with an undisturbed run.
 
     python benchmarks/kill.py --kills 200
 
-SIGKILL gives no time to clean up. After each kill, no step that was finished before may be missing. At the end of each
-run its losses, its parameters, the optimizer's statistics, the random key and the position in the data must be those of
-the undisturbed run, to the last bit, and the ledger must show every row once.
+Runs are killed with SIGKILL. After each kill, every finished checkpoint must still exist. At the end of each run, the
+losses, parameters, optimizer state, random key and data position must equal the undisturbed run's bit for bit, and the
+ledger must show every row once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
         found: Counter[str] = Counter()
         reference = home / "straight"
         for run in (reference, home / "again"):
-            # The second finds its programs compiled: its time is that of a resumed run.
+            # The second run finds compiled programs, so it takes as long as a resumed run.
             began = time.time()
             if start(run, home, args).wait() != 0:
                 sys.exit(run.with_suffix(".log").read_text()[-3000:])
@@ -54,8 +54,8 @@ def main() -> None:
             print(f"run {number}: {dict(found)}", flush=True)
     print(f"{machine()}; {versions('jax', 'orbax-checkpoint', 'grain')}")
     print(
-        f"{found['kills']} kills ({found['in a save']} inside a save, {found['before a save']} before the first save "
-        f"of a start), {number} runs to the end"
+        f"{found['kills']} kills ({found['in a save']} during a save, {found['before a save']} before the first save "
+        f"after a start), {number} complete runs"
     )
     wrong = ("finished steps lost", "steps with another loss", "leaves with other bits", "ledgers wrong")
     for what in wrong:
@@ -66,7 +66,7 @@ def main() -> None:
 def one_run(
     run: Path, home: Path, args: argparse.Namespace, rng: random.Random, whole: float, found: Counter[str]
 ) -> None:
-    """Kills and resumes one run until it ends by itself."""
+    """Kills and resumes one run until it completes."""
     for _ in range(1000):
         process = start(run, home, args, resume=(run / "config.yaml").exists())
         in_save = rng.random() < 0.5
@@ -99,7 +99,7 @@ def one_run(
 
 
 def compare(reference: Path, run: Path, found: Counter[str]) -> None:
-    """Counts in what a run differs from the undisturbed one."""
+    """Counts the differences between a run and the undisturbed one."""
     left, right = losses(reference), losses(run)
     found["steps with another loss"] += sum(left.get(step) != right.get(step) for step in left | right)
     theirs, ours = leaves(reference), leaves(run)
@@ -114,14 +114,14 @@ def compare(reference: Path, run: Path, found: Counter[str]) -> None:
 
 
 def losses(run: Path) -> dict[int, str]:
-    """Returns every step's loss and gradient norm as written."""
+    """Returns the logged loss, gradient norm and tokens of every step."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "steps are missing or twice in the log"
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "steps missing or repeated in the log"
     return {line["step"]: f"{line['loss']!r} {line['grad_norm']!r} {line['tokens']!r}" for line in lines}
 
 
 def leaves(run: Path) -> dict[str, bytes]:
-    """Returns the bits of the last checkpoint, read by Orbax alone, and the position in the data beside it."""
+    """Returns the bytes of the last checkpoint, read by Orbax alone, and the data position."""
     import jax
     import numpy as np
 

@@ -1,10 +1,9 @@
-"""Our safetensors files beside Hugging Face's own Llama: are the logits the same, there and back?
+"""Compares logits of Llama safetensors files with Hugging Face transformers, in both directions.
 
 usage: python benchmarks/llama_transformers.py
 
-Needs torch and transformers, which nothing else here does. A decoder of ours is written, read by
-`LlamaForCausalLM.from_pretrained` and run in float32 on the CPU; then a Llama with random weights of its own is saved
-by transformers and read by `read_llama`.
+Needs torch and transformers. `LlamaForCausalLM.from_pretrained` reads a decoder that `write_llama` wrote and runs it in
+float32 on the CPU; then `read_llama` reads a Llama with random weights that transformers saved.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ def main() -> None:
         back = difference(found.model.apply(found.params, tokens), run(random, tokens))
         rows.append((form, f"{there:.1e}", f"{back:.1e}"))
         worst = max(worst, there, back)
-    print(table(("decoder", "written by us, run by transformers", "saved by transformers, run by us"), rows) + "\n")
+    print(table(("decoder", "meshwright to transformers", "transformers to meshwright"), rows) + "\n")
     fine = worst <= TOLERANCE
-    print(verdict(f"logits differ by at most {worst:.1e} of the largest (target: {TOLERANCE:.0e})", fine))
+    print(verdict(f"logits differ by at most {worst:.1e} relative to the largest (target: {TOLERANCE:.0e})", fine))
     sys.exit(0 if fine else 1)
 
 
 def noisy(model: Any) -> Any:
-    """Returns parameters of which none is one or zero, so that no mistake hides."""
+    """Returns parameters with noise, so that no scale of one or bias of zero hides a mistake."""
     import jax
 
     params = model.init(jax.random.key(1))

@@ -1,10 +1,10 @@
-"""What the loop costs over the bare compiled step: logs, progress, guards, data read ahead, everything but saves.
+"""Overhead of the training loop over the bare compiled step: logs, progress, guards, prefetching, but no saves.
 
     python benchmarks/loop_overhead.py
     python benchmarks/loop_overhead.py --model decoder-125m --rows 16 --tokens 1024   # on a GPU
 
-Both take the same steps on the same device, in turns. The bare one gets batches that are on the device already, and
-waits for its results once, at the end of a turn.
+Both run the same number of steps on the same device, in turns. The bare step gets batches that are already on the
+device and synchronizes once, at the end of a turn.
 """
 
 from __future__ import annotations
@@ -79,24 +79,24 @@ def main() -> None:
     print(f"{machine()}; {jax.devices()[0].device_kind} x {args.devices}; {versions('jax', 'grain')}")
     print(
         table(
-            ["", "ms a step, median", "least", "most"],
+            ["", "ms per step, median", "min", "max"],
             [
                 [name, *(f"{1e3 * pick(values[1:]):.1f}" for pick in (median, min, max))]
-                for name, values in (("the bare step", bare), ("in the loop", looped))
+                for name, values in (("bare step", bare), ("in the loop", looped))
             ],
         )
     )
     over = median(ratios)
-    print(verdict(f"the loop takes {over:.3f}x the bare step (below 1.02 wanted)", over < 1.02))
+    print(verdict(f"the loop takes {over:.3f}x the bare step (target: below 1.02)", over < 1.02))
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--model", default="decoder-small")
-    parser.add_argument("--rows", type=int, default=4, help="rows of a batch; 4 take about 50 ms on two cores")
+    parser.add_argument("--rows", type=int, default=4, help="batch size (default: 4, about 50 ms on two cores)")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=40, help="steps of a turn")
+    parser.add_argument("--steps", type=int, default=40, help="steps per turn (default: 40)")
     parser.add_argument("--turns", type=int, default=9)
     return parser.parse_args()
 

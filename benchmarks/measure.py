@@ -1,6 +1,6 @@
-"""What the benchmarks share: children that measure themselves, medians, tables and the machine in words.
+"""Helpers for benchmarks: child processes, medians, tables, versions, machine.
 
-Standard library only, because the peers' environments run it too.
+Standard library only, because the peers' environments import it too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_child(command: Sequence[str], *, keep_pythonpath: bool = True) -> dict[str, Any]:
-    """Runs a command whose last line of output is JSON, and returns that; its errors end the benchmark."""
+    """Runs a command and returns the JSON in its last line of output; exits if it fails."""
     variables = os.environ | {"JAX_PLATFORMS": "cpu"}
-    if not keep_pythonpath:  # a peer must see its own packages only
+    if not keep_pythonpath:  # a peer must see only its own packages
         variables.pop("PYTHONPATH", None)
     done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        sys.exit(f"error: `{' '.join(map(str, command))}` ended with status {done.returncode}.")
+        sys.exit(f"error: `{' '.join(map(str, command))}` failed with status {done.returncode}.")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 
@@ -36,7 +36,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Returns the smallest and largest value, in milliseconds."""
+    """Returns the range in milliseconds."""
     return f"{min(values) * 1e3:.0f}-{max(values) * 1e3:.0f}"
 
 
@@ -56,7 +56,7 @@ def machine() -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns a Markdown table, aligned so that it also reads well in a terminal."""
+    """Returns an aligned Markdown table."""
     cells = [[str(cell) for cell in row] for row in (headings, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headings))]
     lines = [

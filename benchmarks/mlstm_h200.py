@@ -1,13 +1,13 @@
-"""The mLSTM cell on one GPU: milliseconds of each chunk size, forward, and forward with backward.
+"""Time of the mLSTM cell on one GPU by chunk size, forward, and forward with backward.
 
     PYTHONPATH=src python3 benchmarks/mlstm_h200.py --steps 10 --write mlstm.json
     PYTHONPATH=src python3 benchmarks/mlstm_h200.py --tiny                  # small shapes, on a CPU as well
 
-Inputs are random: q, k and v in bfloat16, gates in float32. All programs of a shape are compiled first, side by side,
-and warmed up. Then rounds of calls run in an order that is drawn anew for each, so that no program always runs on a
-cooler or hotter chip; a call's time is that of `--inner` calls between two waits, over their number. The table has
-medians over rounds. The last column compares with the default chunk size, which `mlstm_chunkwise` chooses by chip.
-`--steps` adds train steps of an 813M xLSTM with chunks of 64 and of the default size, in turns drawn likewise.
+Inputs are random: q, k and v in bfloat16, gates in float32. All programs of a shape are compiled in parallel and warmed
+up. Then they run in rounds, in a new random order each round, so that no program always runs on a cooler or hotter
+chip. A call's time is the mean of `--inner` calls; the table has medians over rounds. The last column is relative to
+the default chunk size, which `mlstm_chunkwise` chooses by chip. `--steps` adds train steps of an 813M xLSTM with chunks
+of 64 and of the default size.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for shape in shapes:
         results += measure_shape(shape, sizes, args)
-        if args.write:  # after every shape, so that a later one that fails loses nothing
+        if args.write:  # after every shape, so that a later failure loses nothing
             Path(args.write).write_text(json.dumps(results, indent=1) + "\n")
     print(f"medians of {args.rounds} rounds of {args.inner} calls, bfloat16, milliseconds")
     headings = ["B, S, H, K, V", "chunk", "forward", "range", "and backward", "range", "peak GiB", "of default"]
@@ -64,7 +64,7 @@ def main() -> None:
         here = [result for result in results if result["shape"] == list(shape) and "both" in result]
         if here:
             best = min(here, key=lambda result: result["both"])
-            print(f"{shape}: chunks of {best['chunk'] or 'the default size'} are fastest, {best['both']:.2f} ms")
+            print(f"{shape}: fastest chunk size {best['chunk'] or 'default'}, {best['both']:.2f} ms")
     if args.steps:
         results += measure_steps(args)
     if args.write:
@@ -209,14 +209,16 @@ def measure_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = range(len(SHAPES))
-    parser.add_argument("--shapes", type=int, nargs="+", choices=numbers, default=numbers, help="by their place")
+    parser.add_argument(
+        "--shapes", type=int, nargs="+", choices=numbers, default=numbers, help="indices (default: all)"
+    )
     parser.add_argument("--chunks", type=int, nargs="+", default=CHUNK_SIZES, help="chunk sizes")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--inner", type=int, default=5, help="calls between two waits")
-    parser.add_argument("--steps", type=int, default=0, help="train steps to time, of a whole model; 0: none")
-    parser.add_argument("--threads", type=int, default=8, help="programs that are compiled at a time")
-    parser.add_argument("--write", help="a file for the results as JSON; written after every shape")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, for trying the script out")
+    parser.add_argument("--inner", type=int, default=5, help="calls per synchronization (default: 5)")
+    parser.add_argument("--steps", type=int, default=0, help="train steps of a whole model to time (default: 0, none)")
+    parser.add_argument("--threads", type=int, default=8, help="number of compile threads (default: 8)")
+    parser.add_argument("--write", help="JSON file for the results, written after every shape")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to test the script")
     return parser.parse_args()
 
 

@@ -1,10 +1,10 @@
-"""Overlapped matmuls, compiled ahead of time for machines that are not here.
+"""Overlapped matmuls, compiled ahead of time for hardware you don't have.
 
     python benchmarks/overlap.py --targets v5e:16x16 v5p:4x4x8 v6e:16x16 h200:1x8
 
-For each operation and each way of writing it: how many collectives are hidden behind a matmul, bytes sent per device
-over the least possible, the compiler's own estimate of compute cycles over that of the unsplit form (TPUs only), and
-temporary memory. Needs the `tpu` or `gpu` extra; no hardware is used or timed.
+For each operation and form: collectives hidden behind a matmul, bytes sent per device over the least possible, the
+compiler's estimate of compute cycles over that of the unsplit form (TPUs only), and temporary memory. Needs the `tpu`
+or `gpu` extra; no hardware is used or timed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ours_scatter(x: Any, w: Any) -> Any:
 
 
 def seed_gather(x: Any, w: Any) -> Any:
-    """The older toolkit's form: features are split, every device multiplies each arriving slice of features."""
+    """The older toolkit's form: features are split, and each device multiplies every arriving slice."""
     size, place = lax.axis_size("tp"), lax.axis_index("tp")
     width = x.shape[-1]
     parts = async_gather(x, "tp")
@@ -73,7 +73,7 @@ def mlp(gather: Callable[..., Any], scatter: Callable[..., Any]) -> Callable[...
 
 
 def both_passes(block: Callable[..., Any]) -> Callable[..., Any]:
-    """Output and all gradients of a block, so that neither pass can be dropped."""
+    """Returns a function with output and all gradients of a block, so that neither pass is dropped."""
 
     def run(x: Any, up: Any, down: Any, d: Any) -> Any:
         y, pull = jax.vjp(block, x, up, down)
@@ -83,7 +83,7 @@ def both_passes(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unrolled(block: Callable[..., Any]) -> Callable[..., Any]:
-    """Two layers one after the other, both passes: what one layer's backward pass holds must not add up over layers."""
+    """Returns both passes of two consecutive layers, whose temporary memory must not add up."""
 
     def run(x: Any, ups: Any, downs: Any, d: Any) -> Any:
         y, pull = jax.vjp(lambda x, ups, downs: block(block(x, ups[0], downs[0]), ups[1], downs[1]), x, ups, downs)
@@ -93,7 +93,7 @@ def unrolled(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scanned(block: Callable[..., Any]) -> Callable[..., Any]:
-    """Four checkpointed layers in a scan, both passes."""
+    """Returns both passes of four checkpointed layers in a scan."""
 
     def layers(x: Any, ups: Any, downs: Any) -> Any:
         return lax.scan(lambda c, w: (jax.checkpoint(block)(c, *w), None), x, (ups, downs))[0]
@@ -102,7 +102,7 @@ def scanned(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cases(s: int, d: int, f: int) -> dict[str, tuple[dict[str, Any], tuple[Any, ...], Any, tuple[Any, ...], float]]:
-    """Per operation: its forms, in_specs, out_specs, shapes, and the least bytes in units of one gathered operand."""
+    """Returns forms, in_specs, out_specs, shapes and least bytes (in gathered operands) of each operation."""
     forms = {"ours": (ours_gather, ours_scatter), "unsplit": (whole_gather, whole_scatter)}
     stack_c, stack_r = P(None, None, "tp"), P(None, "tp", None)
     block_in, block_out = (ROWS, COLUMNS, ROWS, ROWS), (ROWS, (ROWS, COLUMNS, ROWS))
@@ -168,7 +168,7 @@ def measure(target: str, run: Any, in_specs: Any, out_specs: Any, shapes: Any) -
 
 
 def measure_jit(target: str, s: int, d: int, f: int) -> tuple[ProgramSchedule, Any, float]:
-    """The same MLP block, both passes, written as plain `jit` with sharding constraints."""
+    """Measures both passes of the MLP block in plain `jit` with sharding constraints."""
     ways = WAYS[target.partition(":")[0]]
     mesh = target_mesh(target, (len(target_devices(target)) // ways, ways), ("dp", "tp"))
 
@@ -194,14 +194,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", default=["v5e:16x16", "v5p:4x4x8", "v6e:16x16", "h200:1x8"])
     parser.add_argument("--shape", nargs=3, type=int, default=[16384, 8192, 28672], metavar=("ROWS", "DIM", "HIDDEN"))
-    parser.add_argument("--only", nargs="*", default=[], help="operations to run, by name")
+    parser.add_argument("--only", nargs="*", default=[], help="names of operations to run (default: all)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     s, d, f = arguments.shape
     found = []
     for target in arguments.targets:
         if not can_compile_for(target):
-            print(f"{target}: its compiler is not installed here")
+            print(f"{target}: its compiler is not installed")
             continue
         ways = WAYS[target.partition(":")[0]]
         for operation, (forms, in_specs, out_specs, shapes, units) in cases(s, d, f).items():

@@ -1,10 +1,10 @@
-"""A whole tree onto eight simulated devices and back: `Layout.shard` and `gather` beside one `device_put` per leaf.
+"""Speed and peak memory of `Layout.shard` and `gather` on eight simulated devices, against one `device_put` per leaf.
 
 usage: python benchmarks/placement.py [--mib 1024] [--rounds 5] [--json]
 
-Each measurement is a process of its own, so that its peak memory is its own; the sides take turns. The source tree
-stays alive throughout, as it does while a checkpoint is being loaded: it alone is 1x of the peak. Memory is counted
-from just before that tree is made, with JAX already running.
+Each measurement runs in a separate process, so that its peak memory is separate; the sides take turns. The source tree
+stays alive, as while a checkpoint is loaded, and accounts for 1x of the peak. Memory is counted from just before that
+tree is created, with JAX already running.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from measure import machine, median, run_child, spread, table, verdict, versions
 
 TARGET_RATIO = 1.0
 TARGET_MEMORY = 2.2
-NOISE = 0.05  # two runs of the same side differ by about this much even on a quiet machine
+NOISE = 0.05  # difference between two runs of the same side on an idle machine
 NUM_LAYERS = 60
 LEAVES_PER_LAYER = 5
 
@@ -40,7 +40,7 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     sides = list(SIDES)
     for number in range(args.rounds):
-        # In turns, and each round starting with another, so that a busy moment of the machine hits them all.
+        # Each round starts with another side, so that a busy moment of the machine affects all.
         for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
             runs[side].append(run_child([sys.executable, __file__, "--side", side, "--mib", str(args.mib)]))
     result = summarise(runs)
@@ -65,7 +65,7 @@ def measure(side: str, mib: int) -> dict[str, Any]:
     mw.simulate_cpu_devices(8)
     mesh = mw.create_mesh("fsdp:4,tp:2")
     rules = [("(q|up)/kernel", P("fsdp", "tp")), ("(out|down)/kernel", P("tp", "fsdp")), ("norm/scale", P())]
-    # Whatever JAX and we import or start on first use belongs to neither side's tree.
+    # Excludes imports and other first-use memory.
     warm = make_tree(dim=8)
     SIDES[side](mw.make_layout(rules, warm, mesh), warm)
 
@@ -91,12 +91,12 @@ def measure(side: str, mib: int) -> dict[str, Any]:
 
 
 def width_for(mib: int) -> int:
-    """Returns the width, a multiple of 8, at which a tree of 60 layers has about this many MiB."""
+    """Returns the width, a multiple of 8, of a 60-layer tree with about this many MiB."""
     return max(8, round((mib * 2**20 / (NUM_LAYERS * 4 * 10)) ** 0.5 / 8) * 8)
 
 
 def make_tree(dim: int, np_like: Any = None) -> dict[str, Any]:
-    """Returns 60 layers of two square and two 1:4 matrices and a vector each; every page of them is written to."""
+    """Returns 60 layers of two square and two 1:4 matrices and a vector each, with every page written."""
     import numpy as np
 
     xp = np_like or np
@@ -126,7 +126,7 @@ def _noise(shape: tuple[int, ...], seed: int) -> Any:
 
 
 def resident_bytes() -> int:
-    """Returns the memory in use now; where the system does not say, the peak so far, which flatters the result."""
+    """Returns the resident memory; without /proc, the peak so far, which makes the result look better."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
@@ -139,7 +139,7 @@ def timed(place: Callable[[], Any], fetch: Callable[[Any], Any]) -> tuple[float,
     start = time.perf_counter()
     holder = [jax.block_until_ready(place())]
     middle = time.perf_counter()
-    # The only reference goes to `fetch`, which may free what it has read.
+    # `fetch` gets the only reference, so that it may free arrays that it has read.
     back = fetch(holder.pop())
     return middle - start, time.perf_counter() - middle, back
 
@@ -188,7 +188,7 @@ def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         for side, done in runs.items()
     }
     for side, done in runs.items():
-        # Round by round, because the machine may be slower in one round than in another.
+        # Ratios per round, because the machine's speed varies between rounds.
         medians[side]["speed"] = median([b["total"] / a["total"] for a, b in zip(done, runs[BASELINE], strict=True)])
     ratio, memory = medians[OURS]["speed"], medians[OURS]["memory"]
     return {
@@ -216,7 +216,7 @@ def show(result: dict[str, Any], runs: dict[str, list[dict[str, Any]]]) -> None:
     ]
     print(table(("way", "shard", "gather", "total", "range", "speed", "peak memory / tree"), rows))
     ratio, memory = result["ratio"], result["memory"]
-    print("" if round(some["tree_bytes"] / 2**30, 1) >= 1 else "\nthe targets below are meant for --mib 1024")
+    print("" if round(some["tree_bytes"] / 2**30, 1) >= 1 else "\nthe targets below are for --mib 1024")
     fast = f"{ratio:.2f}x the speed of one device_put per leaf (target: not slower, within {NOISE:.0%})"
     print(verdict(fast, ratio >= TARGET_RATIO - NOISE))
     print(verdict(f"peak memory {memory:.2f}x the tree (target: under {TARGET_MEMORY}x)", memory < TARGET_MEMORY))

@@ -1,10 +1,10 @@
-"""What a plan says of a 956M decoder on one H200, beside what the H200 does: peak memory and time of a step.
+"""Planned against measured peak memory and step time of a 956M decoder on one H200.
 
     python benchmarks/plan_h200.py --measure > measured.json     # on the H200
-    python benchmarks/plan_h200.py --measured measured.json      # anywhere with the CUDA plugin; no GPU is needed
+    python benchmarks/plan_h200.py --measured measured.json      # with the CUDA plugin; needs no GPU
 
-Three numbers of rows and three remat policies, 2048 tokens a row. Every case runs alone, in a process of its own: 3
-steps to warm up, then the median of 10, each waited for. One more case: --one 8,offload [--layers scan].
+Three batch sizes and three remat policies, 2048 tokens per row. Each case runs in a separate process: 3 warmup steps,
+then the median of 10 synchronized steps. One more case: --one 8,offload [--layers scan].
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def compare(args: argparse.Namespace, measured: list[dict[str, Any]]) -> None:
     heads = ["rows", "remat", "peak GiB", "compiled", "of it", "computed", "ms", "planned", "of it"]
     print(table(heads, shown))
     print(verdict(f"peak memory at most {max(memory_off):.1%} off (10% allowed)", max(memory_off) <= 0.1))
-    print(verdict(f"time of a step at most {max(time_off):.1%} off (20% allowed)", max(time_off) <= 0.2))
+    print(verdict(f"step time at most {max(time_off):.1%} off (20% allowed)", max(time_off) <= 0.2))
     same = all(
         [name for _, name in sorted(predicted[rows])] == [name for _, name in sorted(real[rows])] for rows in real
     )
@@ -127,13 +127,13 @@ def compare(args: argparse.Namespace, measured: list[dict[str, Any]]) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--measured", help="what --measure wrote")
-    parser.add_argument("--python", help="an interpreter that has the CUDA plugin")
+    parser.add_argument("--measured", help="JSON file written by --measure")
+    parser.add_argument("--python", help="Python interpreter with the CUDA plugin (default: this one)")
     parser.add_argument("--size", default="956m")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
-    parser.add_argument("--one", help="measure one case here: its rows and remat policy, such as 8,offload")
-    parser.add_argument("--layers", default="auto", choices=("auto", "scan", "unroll"), help="of the one case")
+    parser.add_argument("--one", help="measure a single case: batch size and remat policy, such as 8,offload")
+    parser.add_argument("--layers", default="auto", choices=("auto", "scan", "unroll"), help="layers of --one")
     return parser.parse_args()
 
 

@@ -1,10 +1,10 @@
-"""Pages of plans for machines that are not here: 7B and 70B decoders on four machines, with how long each took.
+"""Builds plan pages for 7B and 70B decoders on four machines, and measures the time and memory of each search.
 
     PYTHONPATH=src python benchmarks/plan_pages.py --out docs/plans --tpu PYTHON --gpu PYTHON
 
-PYTHON names interpreters that have the compilers for TPUs and for GPUs. Every plan is one call of `meshwright plan
-search`, in a process of its own: thousands of candidates by arithmetic, the best of them compiled. Seconds are those
-of the whole call, memory is the most that it and the compiler's process held together, as sampled.
+PYTHON is an interpreter with the compiler for TPUs or GPUs. Each plan is one call of `meshwright plan search` in a
+separate process: thousands of candidates by arithmetic, the best of them compiled. Reports the time of the whole call
+and the sampled peak memory of it and the compiler together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from measure import machine, table, verdict, versions
 
 MACHINES = {"v5p:4x4x8": "1M", "v5e:16x16": "1M", "h200:8x8": "1M", "v5p:16x16x16": "16M"}
-# On 4096 chips in one axis libtpu 0.0.42 divides by zero; the same work over two axes compiles.
+# libtpu 0.0.42 divides by zero for an axis of 4096 chips; two axes compile.
 LIMITS = {"v5p:16x16x16": ", fsdp<=512"}
 MODELS = ("7b", "70b")
 LIMIT_S, LIMIT_BYTES, GIB = 180, 8 * 2**30, 2**30
@@ -43,7 +43,7 @@ def main() -> None:
             command += ["--python", args.gpu if target.startswith("h") else args.tpu, "--timeout", "600"]
             command += ["--html", str(out / f"{name}.html"), "--json"]
             began = time.monotonic()
-            with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would stop it
+            with tempfile.TemporaryFile("w+") as said:  # an unread pipe would block it
                 process = subprocess.Popen(command, stdout=said)
                 peak = watch(process)
                 seconds = time.monotonic() - began
@@ -71,7 +71,7 @@ def row(name: str, plan: dict[str, Any], seconds: float, peak: int) -> list[str]
 
 
 def watch(process: subprocess.Popen[bytes]) -> int:
-    """Returns the most bytes that a process and its children held together while it ran."""
+    """Returns the peak resident bytes of a process and its children."""
     most = 0
     while process.poll() is None:
         most = max(most, sum(held(pid) for pid in family(process.pid)))
@@ -84,7 +84,7 @@ def family(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             found += [inner for child in task.read_text().split() for inner in family(int(child))]
-        except OSError:  # it has ended
+        except OSError:  # it has exited
             continue
     return found
 
@@ -99,9 +99,9 @@ def held(pid: int) -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="docs/plans")
-    parser.add_argument("--tpu", default=sys.executable, help="an interpreter that has libtpu")
-    parser.add_argument("--gpu", default=sys.executable, help="an interpreter that has JAX's CUDA plugin")
-    parser.add_argument("--top", type=int, default=2, help="how many plans of each are compiled")
+    parser.add_argument("--tpu", default=sys.executable, help="interpreter with libtpu (default: this one)")
+    parser.add_argument("--gpu", default=sys.executable, help="interpreter with JAX's CUDA plugin (default: this one)")
+    parser.add_argument("--top", type=int, default=2, help="number of plans to compile per page (default: 2)")
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--only", nargs="*", choices=MACHINES)
     return parser.parse_args()

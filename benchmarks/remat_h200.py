@@ -1,12 +1,11 @@
-"""What a train step of the 956M decoder really needs on one GPU: memory and time, for batch sizes and remat policies.
+"""Memory and time of the 956M decoder's train step on one GPU, by batch size and remat policy.
 
     PYTHONPATH=src python3 benchmarks/remat_h200.py --write benchmarks/h200_measured.json
 
-Predictions can be held against the file that this writes (`plan_h200.py --measured`). Every case runs alone, in a
-process of its own: 3 steps to warm up, then `--steps` that are timed, each waited for. Of memory there are two
-accounts. The allocator's (`peak_bytes`) is the most that was in use at any time: init, the compiler's trials
-of matmuls, the steps. The program's is the compiler's own: arguments (state and batch), temporary memory, and the peak
-of a step. `--tiny` runs small sizes on CPU, for trying the script out.
+`plan_h200.py --measured` compares predictions with the file that this writes. Each case runs in a separate process: 3
+warmup steps, then `--steps` timed, synchronized steps. Memory is reported twice: `peak_bytes` is the allocator's peak
+over init, matmul autotuning and steps; `program_bytes` are the compiler's figures: arguments (state and batch),
+temporary memory and the peak of a step. `--tiny` runs small sizes on a CPU, to test the script.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def main() -> None:
     for case in cases(args):
         results.append(case | child(args, case))
         print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-        if args.write:  # after every case, so that what was measured is kept when a later one hangs
+        if args.write:  # after every case, so that a later hang loses nothing
             Path(args.write).write_text(json.dumps(results, indent=1) + "\n")
     print(f"{machine()}; {versions('jax', 'jaxlib', 'optax')}")
     print(table(HEADINGS, [row(result) for result in results]))
@@ -53,7 +52,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         if remat != "offload"
     ]
     found += [{"rows": largest, "tokens": tokens, "remat": "none", "num_minibatches": 4}]
-    # Transfers to the host come last, and for one size only: they are slow, and the first to fail.
+    # Offloading comes last and for one size only, because it is slow and most likely to fail.
     offloaded = {"rows": largest, "tokens": tokens, "remat": "offload", "num_minibatches": 1}
     return [*found, offloaded] if "offload" in args.remats else found
 
@@ -88,7 +87,7 @@ def row(result: dict[str, Any]) -> list[str]:
     ]
 
 
-# --- What runs in a process of its own ---
+# --- Measurement, in a separate process ---
 
 
 def measure(args: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +112,7 @@ def measure(args: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
     note("init")
     batch = step.place(job.make_batch(0))
     start = time.perf_counter()
-    compiled = step.lower(batch).compile()  # called below as it is: through `step` it would be compiled once more
+    compiled = step.lower(batch).compile()  # called directly below, because `step` would compile again
     compile_seconds = time.perf_counter() - start
     note("compile")
     program = compiled.memory_analysis()
@@ -140,10 +139,10 @@ def measure(args: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="sizes of a batch")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="batch sizes (default: 4 8 16)")
     parser.add_argument("--remats", nargs="+", choices=REMATS, default=REMATS)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--write", help="a file for the results as JSON; written after every case")
+    parser.add_argument("--write", help="JSON file for the results, written after every case")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,10 +1,10 @@
-"""Rules against leaves: `explain_layout` with its printed report, beside fjformer's `match_partition_rules`.
+"""CPU time of `explain_layout` with its printed report, against fjformer's `match_partition_rules`.
 
 usage: python benchmarks/rules.py [--json]
 
-Both sides get the same 10,000 leaves and 40 rules, each in its own process and its own environment, in turns. Ours
-matches, checks every spec against the mesh and prints the report; the peer only matches. The specs must be equal.
-The peer's environment is made in `.cache/peers` on the first use (about a minute).
+Both sides match the same 10,000 leaves and 40 rules, in separate processes and environments, in turns. Meshwright also
+checks every spec against the mesh and prints the report. The specs must be equal. The first run creates the peer's
+environment in `.cache/peers` (about a minute).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from measure import ROOT, machine, median, run_child, spread, table, verdict, versions
 
 PEER = "fjformer==0.0.57"
-# The newest that it imports with: its pin of numpy 1.26 ends at jax 0.7.1, and it needs a name that later flax lacks.
+# Newest versions that it imports with: its numpy 1.26 pin ends at jax 0.7.1, and later flax removed a name it needs.
 PEER_PINS = ("jax==0.7.1", "jaxlib==0.7.1", "flax==0.9.0")
 PEER_PYTHONS = ((3, 11), (3, 12))
 TARGET = 2.0
@@ -34,11 +34,11 @@ SPECS = (["fsdp", "tp"], ["tp", "fsdp"], ["fsdp"], [None, "tp"], [["dp", "fsdp"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=250, help="40 leaves each (default: 250)")
+    parser.add_argument("--layers", type=int, default=250, help="number of layers of 40 leaves (default: 250)")
     parser.add_argument("--rounds", type=int, default=5, help="processes per side (default: 5)")
-    parser.add_argument("--calls", type=int, default=5, help="timed calls per process, after a first one (default: 5)")
+    parser.add_argument("--calls", type=int, default=5, help="calls per process after the first (default: 5)")
     parser.add_argument(
-        "--peer-python", default=sys.executable, help="a Python 3.11 or 3.12 for the peer's environment"
+        "--peer-python", default=sys.executable, help="Python 3.11 or 3.12 for the peer (default: this one)"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
@@ -58,7 +58,7 @@ def main() -> None:
             file = Path(folder) / "work.json"
             file.write_text(json.dumps(work))
             runs: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
-            for _ in range(args.rounds):  # in turns, so that a slow minute of the machine hits both
+            for _ in range(args.rounds):  # in turns, so that a slow moment of the machine affects both
                 for side in runs:
                     options = ["--side", side, "--work", str(file), "--calls", str(args.calls)]
                     runs[side].append(run_child([pythons[side], __file__, *options], keep_pythonpath=side == "ours"))
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def make_leaves(num_layers: int) -> list[tuple[str, list[int]]]:
-    """Returns paths and shapes of a deep model with eight modules a layer."""
+    """Returns paths and shapes of a model with eight modules per layer."""
     return [
         (f"model/layers/{layer}/{module}/{leaf}", [64, 256])
         for layer in range(num_layers)
@@ -82,11 +82,11 @@ def make_leaves(num_layers: int) -> list[tuple[str, list[int]]]:
 
 
 def cases() -> dict[str, list[tuple[str, list[Any]]]]:
-    """Returns two rule sets of 40: one with nothing to remark on, and one that a report has much to say about."""
+    """Returns two sets of 40 rules: one in which all match, and one with 19 idle rules to report."""
     forms = ("{m}/{l}", "{m}/{l}$", r"layers/\d+/{m}/{l}", "(^|/){m}/{l}", "{m}/({l}|{l}_proj)")
     kinds = [(module, leaf) for module in MODULES for leaf in LEAVES]
     tidy = [
-        # "attn/" would also be found in "cross_attn/", so that module's rules must name the slash before it.
+        # "attn/" also occurs in "cross_attn/", so rules for "attn" start with a slash.
         ("/" * (module == "attn" and form[0] == "{") + form.format(m=module, l=leaf), SPECS[index % len(SPECS)])
         for index, (module, leaf) in enumerate(kinds)
         for form in [forms[index % len(forms)]]
@@ -110,7 +110,7 @@ def nested(leaves: list[tuple[str, list[int]]], make_leaf: Any) -> dict[str, Any
 
 
 def prepare(work: dict[str, Any]) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
-    """Returns the rules and the tree as both sides take them: real specs, shapes without data."""
+    """Returns the rules and the tree of abstract leaves for both sides."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -120,7 +120,7 @@ def prepare(work: dict[str, Any]) -> tuple[list[tuple[str, Any]], dict[str, Any]
 
 
 def timed(call: Any, num_calls: int) -> tuple[list[float], Any]:
-    """Returns CPU seconds: both sides run on one thread, and other work on the machine should not count."""
+    """Returns CPU seconds, which other work on the machine affects less; both sides use one thread."""
     times, result = [], None
     for _ in range(1 + num_calls):
         start = time.process_time()
@@ -201,7 +201,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def peer_environment(python: str) -> Path:
-    """Returns the interpreter of the peer's environment, making that environment when it is not there."""
+    """Returns the interpreter of the peer's environment, creating the environment if needed."""
     folder = ROOT / ".cache" / "peers" / PEER.replace("==", "-")
     ready, interpreter = folder / "ready", folder / "bin" / "python"
     pins = " ".join((PEER, *PEER_PINS))
@@ -212,9 +212,9 @@ def peer_environment(python: str) -> Path:
     ).stdout.split()
     if tuple(map(int, version)) not in PEER_PYTHONS:
         sys.exit(
-            f"error: {PEER} cannot be installed on Python {'.'.join(version)}.\nhint: add --peer-python python3.11"
+            f"error: {PEER} cannot be installed on Python {'.'.join(version)}.\nhint: pass --peer-python python3.11"
         )
-    print(f"making the peer's environment in {folder.relative_to(ROOT)} (about a minute)", file=sys.stderr)
+    print(f"creating the peer's environment in {folder.relative_to(ROOT)} (about a minute)", file=sys.stderr)
     pip = [str(interpreter), "-m", "pip", "--disable-pip-version-check", "install", "-q"]
     subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
     subprocess.run([*pip, PEER, *PEER_PINS], stdout=sys.stderr, check=True)

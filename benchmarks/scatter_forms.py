@@ -1,9 +1,9 @@
-"""Which forms of a gradient's reduce-scatter a v5p's compiler keeps, and which it turns into an all-reduce.
+"""Forms of a gradient's reduce-scatter that the v5p compiler keeps, or turns into an all-reduce.
 
-    python benchmarks/scatter_forms.py                                   # needs libtpu, and no TPU
+    python benchmarks/scatter_forms.py                                   # needs libtpu, but no TPU
     python benchmarks/scatter_forms.py --target v5p:4x4x8 --mesh fsdp:128
 
-Rows of a matrix are scattered as they are, padded, and as pieces along a dim of their own; compiled one by one.
+Compiles the scatter of a matrix by rows, for several widths, and as pieces along a separate dim.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ def by_pieces(x: Any) -> Any:
 
 
 def made_of(form: Any, mesh: Any, shape: tuple[int, int]) -> str:
-    """Returns the collectives of the compiled program, and whether they start and end apart."""
-    # Each device has a gradient of its own; doubled, so that it is no argument of the program. Unchecked, because dp is
-    # not summed over here: only the form of the scatter is looked at, and nothing is run.
+    """Returns the collectives of the compiled program and whether they are asynchronous."""
+    # Doubled, so that the gradient is not an argument of the program. Unchecked, because nothing sums over dp here.
     run = local_map(
         lambda x: form(2 * x[0]), mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P("fsdp"), check_vma=False
     )

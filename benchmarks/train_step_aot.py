@@ -1,12 +1,11 @@
-"""The train step of a 7B decoder, compiled ahead of time for machines that are not here.
+"""Train step of a 7B decoder, compiled ahead of time for hardware you don't have.
 
     python benchmarks/train_step_aot.py --targets v5p:4x4x4 h200:8x8
     python benchmarks/train_step_aot.py --compile-time
 
-For each mesh and each way of writing the step: bytes sent per device along each mesh axis over the least possible,
-collectives hidden behind a matmul (how many, and how many of the bytes), peak memory, and the time to compile. `jit` is
-the same model without a line about communication, split by XLA from the same layout. Needs the `tpu` or `gpu` extra and
-optax; no hardware is used or timed.
+For each mesh and form of the step: bytes sent per device along each mesh axis over the least possible, collectives
+hidden behind a matmul (by count and by bytes), peak memory, and compile time. `jit` is the same model in the global
+view, partitioned by XLA from the same layout. Needs the `tpu` or `gpu` extra and optax; no hardware is used or timed.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from meshwright.train.state import state_layout
 from meshwright.train.step import make_train_step
 
 TOKENS = 4096
-# Parameters, gradients and activations all travel in bfloat16.
+# Parameters, gradients and activations are all sent in bfloat16.
 WIRE_BYTES = 2
 BFLOAT16 = Precision(compute="bfloat16", reduce="bfloat16")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way of writing the step."""
+    """One form of the step."""
 
     remat: str = "full"
     run: dict[str, Any] = field(default_factory=dict)
@@ -60,17 +59,16 @@ MESHES = {"v5p": ("fsdp:64", "fsdp:16,tp:4"), "h200": ("fsdp:64", "fsdp:8,tp:8")
 def floor_bytes(
     model: Decoder, sizes: dict[str, int], rows: int, num_tokens: int, wire_bytes: int = WIRE_BYTES
 ) -> dict[str, float]:
-    """Returns the least bytes that a device must send along each axis in one step."""
+    """Returns the least bytes that a device must send along each axis per step."""
     fsdp, tp = sizes.get("fsdp", 1), sizes.get("tp", 1)
     attention = 4 * model.d_model * model.num_heads * (model.head_dim or model.d_model // model.num_heads)
     layers = model.num_layers * (attention + 3 * model.d_model * model.d_ff)
     ends = 2 * model.vocab_size * model.d_model  # the embedding and the head
-    # FSDP: a layer's slices are gathered for the forward pass and again for the backward pass, and its gradient is
-    # scattered: three times. Embedding and head are gathered once and kept: twice. What tp splits is not gathered.
+    # FSDP: three transfers per layer (gather forward, gather backward, scatter the gradient), two for embedding and
+    # head, which are gathered once. Dims split by tp are not gathered.
     weights = (3 * layers + 2 * ends) / tp * wire_bytes * (fsdp - 1) / fsdp
-    # TP with sequence parallelism: a layer has two blocks, each of which gathers its rows and scatters its sums, in
-    # both passes: eight transfers of [rows, tokens, d_model]. The ends have four: the embedding's scatter and the
-    # loss's gather, each with its gradient.
+    # TP with sequence parallelism: two blocks per layer gather rows and scatter sums in both passes: eight transfers of
+    # [rows, tokens, d_model]. The ends have four: the embedding's scatter and the loss's gather, with their gradients.
     activations = (8 * model.num_layers + 4) * rows * num_tokens * model.d_model * wire_bytes * (tp - 1) / tp
     return {"fsdp": weights, "tp": activations}
 
@@ -88,7 +86,7 @@ def compile_step(
 ) -> tuple[ProgramSchedule, Any, float]:
     sizes = dict(mesh.shape)
     data_ways = sizes.get("fsdp", 1) * sizes.get("dp", 1)
-    # cuDNN is not there to be asked about; its attention has no collectives, and XLA's needs more memory.
+    # Compiling for cuDNN needs cuDNN; XLA's attention also has no collectives, but needs more memory.
     run = Execution(attention="xla", **case.run)
     job = language_job(model, batch_size=rows * data_ways, num_tokens=num_tokens, run=run)
     optimizer = optax.adamw(3e-4)
@@ -102,7 +100,7 @@ def compile_step(
         precision=precision,
         remat=case.remat,  # type: ignore[arg-type]
         clip=1.0,
-        overlap=False,  # as the case says
+        overlap=False,  # the case sets these options
         compiler_options=tuned | options or None,
     )
     begin = time.perf_counter()
@@ -140,11 +138,11 @@ def measure_steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for target in arguments.targets:
         if not can_compile_for(target):
-            print(f"{target}: its compiler is not installed here")
+            print(f"{target}: its compiler is not installed")
             continue
         for text in arguments.meshes or MESHES[target.partition(":")[0]]:
             for name, case in CASES.items():
-                # Rows are gathered along tp only, and writing layers out pays on GPUs only.
+                # Only tp gathers rows, and only GPUs gain from unrolled layers.
                 idle = ("kept" in name and "tp" not in text) or ("out" in name and not target.startswith("h200"))
                 if idle or (arguments.only and name not in arguments.only):
                     continue
@@ -174,7 +172,7 @@ def measure_steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure_compile_time(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds to trace and compile 64 layers over 4, scanned, for simulated devices and for those of targets."""
+    """Returns compile seconds of 64 scanned layers over 4, for simulated devices and for the targets."""
     rows = []
     for target in ["cpu", *arguments.targets]:
         if target != "cpu" and not can_compile_for(target):
@@ -199,14 +197,16 @@ def measure_compile_time(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="*", default=["v5p:4x4x4", "h200:8x8"])
-    parser.add_argument("--meshes", nargs="*", default=[], help="for example fsdp:64 fsdp:16,tp:4")
+    parser.add_argument(
+        "--meshes", nargs="*", default=[], help="such as fsdp:64 fsdp:16,tp:4 (default: two per target)"
+    )
     parser.add_argument("--only", nargs="*", default=[], choices=list(CASES), help="forms to compile")
     parser.add_argument("--size", default="7b")
     parser.add_argument("--num-layers", type=int)
-    parser.add_argument("--rows", type=int, default=1, help="rows of a batch per data-parallel device")
-    parser.add_argument("--untuned", action="store_true", help="without the options that hide collectives")
-    parser.add_argument("--option", nargs="*", default=[], help="more compiler options: name=value")
-    parser.add_argument("--save-to", help="a file for the text of the (last) compiled program")
+    parser.add_argument("--rows", type=int, default=1, help="rows per data-parallel device (default: 1)")
+    parser.add_argument("--untuned", action="store_true", help="leave out the compiler options that hide collectives")
+    parser.add_argument("--option", nargs="*", default=[], help="additional compiler options: name=value")
+    parser.add_argument("--save-to", help="file for the text of the last compiled program")
     parser.add_argument("--compile-time", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")

@@ -1,4 +1,4 @@
-"""The comparison of gradients that runs on a GPU, run on a CPU; and what it reads from programs compiled for a GPU."""
+"""benchmarks/gpu_gradients.py, run on a CPU, and its reading of programs compiled for a GPU."""
 
 import sys
 from pathlib import Path
@@ -34,17 +34,17 @@ def test_two_cases_on_a_cpu(script):
     assert (exact["precision"], exact["result"]) == ("float32", "ok")
     assert exact["difference"] < 1e-5
     assert (mixed["precision"], mixed["result"]) == ("mixed", "ok")
-    assert 1e-4 < mixed["difference"] < mixed["allowed"]  # as bfloat16 is, and float32 is not
+    assert 1e-4 < mixed["difference"] < mixed["allowed"]  # the size of bfloat16 errors
     assert mixed["paths"]["attention"] == mixed["paths"]["norm"] == "XLA"
     assert script.row(mixed)[-1] == "ok"
 
 
-def test_names_of_cases_tell_them_apart(script):
+def test_names_of_cases_are_unique(script):
     names = [(case.name, case.precision) for case in script.cases()]
     assert len(set(names)) == len(names)
 
 
-def test_a_wrong_gradient_or_one_that_is_not_a_number_fails(script):
+def test_a_wrong_or_nan_gradient_fails(script):
     case = script.Case("one", precision="float32")
     true = {"loss": 2.0, "grads": {"w": script.np.ones(4), "b": script.np.ones(2)}, "text": ""}
     for factor, expected in ((1.0, "ok"), (1.001, "FAILED"), (float("nan"), "FAILED")):

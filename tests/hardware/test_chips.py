@@ -1,4 +1,4 @@
-"""The table of chips: every figure has a source, and agrees with what is printed on the chip."""
+"""The table of chips: every figure has a source and agrees with the vendor's figures."""
 
 from types import SimpleNamespace
 
@@ -39,7 +39,7 @@ def test_every_figure_has_a_source(chip):
         ("h200", "h200"),
     ],
 )
-def test_kinds_of_devices(kind, name):
+def test_chips_by_device_kind(kind, name):
     assert chip_of(kind).name == name
 
 
@@ -47,7 +47,7 @@ def test_kinds_of_devices(kind, name):
     "kind",
     ["cpu", "", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "TPU v3", "TPU v4 lite"],
 )
-def test_chips_that_only_sound_alike_are_not_in_the_table(kind):
+def test_similar_names_are_not_in_the_table(kind):
     assert chip_of(kind) is None
 
 
@@ -65,12 +65,12 @@ def mesh_of(kind):
     [("TPU v5 lite", "v5e"), ("TPU v5e", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("TPU v4", "v5p"),
      ("NVIDIA H200", "gpu"), ("cpu", "cpu"), ("something else", "cpu")],
 )  # fmt: skip
-def test_tables_list_a_mesh_by_its_devices(kind, family):
+def test_chip_family_of_a_mesh(kind, family):
     assert chip_family(mesh_of(kind)) == family
     assert chip_family(SimpleNamespace(abstract_mesh=mesh_of(kind))) == family
 
 
-def test_without_devices_tables_list_a_mesh_as_cpu():
+def test_chip_family_without_accelerators_is_cpu():
     for mesh in (None, mw.create_abstract_mesh("dp:8"), mw.create_mesh("dp:8")):
         assert chip_family(mesh) == "cpu"
 
@@ -80,11 +80,11 @@ def test_without_devices_tables_list_a_mesh_as_cpu():
     [("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA GH200 480GB", True), ("NVIDIA B200", False),
      ("NVIDIA A100-SXM4-80GB", False), ("NVIDIA RTX 2000", False), ("cpu", False)],
 )  # fmt: skip
-def test_hopper_is_known_by_its_name(kind, is_one):
+def test_is_hopper_by_device_kind(kind, is_one):
     assert is_hopper(mesh_of(kind)) is is_one
 
 
-# What vendors print: TFLOP/s of bfloat16, GB, GB/s, GB/s of all links in both directions.
+# Published by vendors: TFLOP/s of bfloat16, GB, GB/s, GB/s of all links in both directions.
 PRINTED = {
     "v4": (275, 32, 1200, 600),
     "v5e": (197, 16, 819, 400),
@@ -100,17 +100,17 @@ PRINTED = {
 
 
 @pytest.mark.parametrize(("name", "printed"), PRINTED.items())
-def test_figures_against_what_is_printed_on_the_chip(name, printed):
+def test_figures_against_vendors(name, printed):
     chip, (tflops, gigabytes, bandwidth, links) = BY_NAME[name], printed
     ways = chip.devices_per_chip
     assert chip.peak("bfloat16") * ways == pytest.approx(tflops * 1e12)
-    # Printed sizes are sometimes powers of two and sometimes of ten, and a part is kept by the system.
+    # Published sizes are powers of two or of ten, and the system reserves a part.
     assert gigabytes * 1e9 * 0.98 <= chip.memory_bytes * ways <= gigabytes * 2**30 * 1.01
     assert chip.memory_bandwidth * ways == pytest.approx(bandwidth * 1e9, rel=0.005)
     assert chip.links.total * 2 * ways == pytest.approx(links * 1e9)
 
 
-def test_table_covers_what_was_printed():
+def test_all_chips_are_compared():
     assert list(BY_NAME) == list(PRINTED)
 
 

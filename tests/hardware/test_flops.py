@@ -1,4 +1,4 @@
-"""Counted operations against formulas written by hand: loops, checkpoints, meshes, and what cannot be counted."""
+"""FLOP counts against formulas: loops, checkpoints, meshes, and uncountable operations."""
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ ROWS, TOKENS = 16, 16
 MODEL = Decoder.named("tiny", num_kv_heads=4)
 ATTENTION = 64 * 8 * (8 + 8 + 4 + 4)  # queries and outputs have 8 heads of 8 features, keys and values 4
 MLP = 3 * 64 * 128
-WEIGHTS = 2 * (ATTENTION + MLP) + 64 * 256  # what tokens are multiplied with: two layers and the head
-SQUARE = 2 * TOKENS * 64  # of one attention product, for each token and layer, masked or not
+WEIGHTS = 2 * (ATTENTION + MLP) + 64 * 256  # weights that multiply each token: two layers and the head
+SQUARE = 2 * TOKENS * 64  # one attention product per token and layer, masked or not
 TRAINING = ROWS * TOKENS * (6 * WEIGHTS + 2 * 6 * SQUARE)
-# Everything but the last matmul of a layer, whose result no gradient needs; and with "dots", the logits of attention.
+# "full" skips the last matmul of a layer, whose result no gradient needs; "dots" recomputes the attention logits.
 AGAIN = {
     "none": 0,
     "full": ROWS * TOKENS * 2 * (2 * (ATTENTION + MLP * 2 // 3) + 2 * SQUARE),
@@ -61,7 +61,7 @@ def test_a_decoder_on_one_device(remat, layers):
         ("dp:2,fsdp:2,tp:2", "none", 1),
     ],
 )
-def test_all_devices_of_the_local_view_together_do_what_one_would(mesh, remat, num_minibatches):
+def test_all_devices_of_the_local_view_together_match_one_device(mesh, remat, num_minibatches):
     found = gradient_flops(mw.create_mesh(mesh), view="local", remat=remat, num_minibatches=num_minibatches)
     assert (found.model, found.recomputed, found.notes) == (TRAINING, AGAIN[remat], ())
 
@@ -81,13 +81,13 @@ def test_no_device_is_needed():
     }
 
 
-def test_a_pipeline_says_that_branches_were_chosen():
+def test_a_pipeline_notes_the_choice_of_branches():
     found = gradient_flops(mw.create_mesh("dp:2,pp:2,tp:2"), view="local")
     assert found.model > TRAINING
-    assert "of a `cond`, the branch with the most matmuls is counted" in found.notes[0]
+    assert "only the branch of a `cond` with the most matmuls is counted" in found.notes[0]
 
 
-# --- What is computed again ---
+# --- Recomputation ---
 
 W = jnp.ones((8, 8))
 
@@ -113,7 +113,7 @@ def _nested(ws, x):
     return jax.checkpoint(lambda h: jnp.sin(jnp.sin(h @ ws[0]) @ ws[1]))(x) @ ws[2]
 
 
-def test_a_weight_that_only_multiplies_a_gradient_is_not_taken_for_one():
+def test_a_weight_that_only_multiplies_a_gradient_is_not_a_gradient():
     def block(x, gate, weight):  # the weight is the last input before the gradient that comes in
         return jnp.sin(x @ gate) * (x @ weight)
 
@@ -121,9 +121,9 @@ def test_a_weight_that_only_multiplies_a_gradient_is_not_taken_for_one():
     assert found.recomputed == 2 * 2 * 8**3
 
 
-# Matmuls that a gradient needs beyond those of the program without a checkpoint.
+# Matmuls that the checkpoint adds to the gradient.
 @pytest.mark.parametrize(("block", "again"), [(_gated, 2), (_two_results, 2), (_looped, 3), (_branched, 1)])
-def test_what_a_checkpoint_computes_again_is_told_from_the_rest(block, again):
+def test_recomputation_of_a_checkpoint_is_counted_separately(block, again):
     def loss(block, ws, x):
         return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(block(ws, x)))
 
@@ -135,14 +135,14 @@ def test_what_a_checkpoint_computes_again_is_told_from_the_rest(block, again):
     assert plain.recomputed == 0
 
 
-def test_a_checkpoint_in_a_checkpoint_computes_its_inside_twice_again():
+def test_a_nested_checkpoint_is_recomputed_twice():
     found = count_flops(jax.grad(lambda ws, x: jnp.sum(jax.checkpoint(_nested)(ws, x) ** 2)), [W, W, W], W)
     plain = count_flops(jax.grad(lambda ws, x: jnp.sum(_nested(ws, x) ** 2)), [W, W, W], W)
     assert found.recomputed > plain.recomputed > 0
     assert (found.model, found.notes) == (plain.model, ())
 
 
-def test_a_checkpoint_without_gradients_computes_nothing_again():
+def test_a_checkpoint_without_gradients_recomputes_nothing():
     found = count_flops(jax.checkpoint(_gated), [W, W, W], W)
     assert (found.matmul, found.recomputed) == (3 * 2 * 8**3, 0)
 
@@ -169,7 +169,7 @@ def _grouped(x, w, groups):
     return lax.conv_general_dilated(x, w, (1, 1), "VALID", feature_group_count=groups)
 
 
-def test_what_nothing_depends_on_is_not_counted():
+def test_dead_code_is_not_counted():
     # The gradient of a sum does not need the product, though it is in the jaxpr.
     assert count_flops(jax.grad(lambda w, x: jnp.sum(x @ w)), W, jnp.ones((4, 8))).matmul == 2 * 4 * 8 * 8
 
@@ -214,19 +214,19 @@ def test_loops_within_loops():
     assert count_flops(lambda h: lax.fori_loop(0, 7, lambda _, h: h @ W, h), W).matmul == 7 * 2 * 8**3
 
 
-def test_loops_of_unknown_length_are_counted_once_and_named():
+def test_loops_of_unknown_length_are_counted_once_and_noted():
     found = count_flops(lambda h: lax.while_loop(lambda h: h[0, 0] < 9, lambda h: h @ W, h), W)
     assert found.matmul == 2 * 8**3
     assert found.notes == ("a `while` loop of unknown length is counted once",)
 
 
-def test_branches_count_as_the_largest_of_them():
+def test_a_cond_counts_as_its_largest_branch():
     found = count_flops(lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ W @ W, lambda x: x @ W, x), W)
     assert found.matmul == 2 * 2 * 8**3
-    assert found.notes == ("of a `cond`, the branch with the most matmuls is counted",)
+    assert found.notes == ("only the branch of a `cond` with the most matmuls is counted",)
 
 
-def test_kernels_written_by_hand_are_left_out_and_named():
+def test_custom_kernels_are_noted_but_not_counted():
     from jax.experimental import pallas as pl
 
     def kernel(x_ref, y_ref):

@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture
 def browse(tmp_path):
-    """Opens a page in Chromium; see tests/browser.py."""
+    """Opens a page in Chromium (tests/browser.py)."""
     module = runpy.run_path(str(Path(__file__).parents[1] / "browser.py"))
 
     def look(path, **options):

@@ -1,4 +1,4 @@
-"""What the charts say and draw, read from their strings; test_page.py looks at them in a browser."""
+"""Text and coordinates of charts, read from their HTML; test_page.py opens them in a browser."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ STEPS = list(range(1, 11))
 
 
 def curves(html):
-    """The points of every curve, as pairs: 0 to 10000 across, pixels down."""
+    """Returns the points of every curve: x from 0 to 10000, y in pixels."""
     lines = re.findall(r'<path d="([^"]*)" class="curve', html.split("</figcaption>")[1])
     return [
         [tuple(map(float, point.split())) for point in re.findall(r"[ML]([-\d.]+ [-\d.]+)", line)] for line in lines
@@ -22,7 +22,7 @@ def curves(html):
 # --- Lines ---
 
 
-def test_a_line_goes_where_its_values_are():
+def test_a_line_passes_through_its_values():
     (points,) = curves(line_chart("t", [Series("a", [0, 5, 10], [0.0, 4.0, 2.0])], low=0.0, high=4.0, height=100))
     assert points == [(0, 100), (5000, 0), (10000, 50)]
 
@@ -35,35 +35,35 @@ def test_a_log_axis_spaces_powers_evenly():
 def test_gaps_are_not_drawn_over():
     html = line_chart("t", [Series("a", STEPS, [1.0, 2.0, math.nan, 3.0, math.inf, 2.0, 1.0, 1.0, 1.0, 1.0])])
     assert re.search(r'<path d="M[^M]*M[^L"]*M[^"]*" class="curve', html)
-    assert html.count('class="dot') == 1  # the value between two gaps, which no line reaches
+    assert html.count('class="dot') == 1  # the value between two gaps
 
 
-def test_what_lies_above_the_frame_is_marked_and_counted():
+def test_values_above_the_frame_are_marked_and_counted():
     html = line_chart("t", [Series("a", STEPS, [50.0 if step in (3, 4) else 1.0 for step in STEPS])], high=2.0)
     assert "2 points lie above the frame (▲), the highest at 50." in html
     assert html.count('class="overflow"') == 2
 
 
-def test_curves_are_named_where_they_end_without_overlap():
+def test_end_labels_of_curves_do_not_overlap():
     series = [Series(name, STEPS, [1.0 + 0.001 * i] * 10, tone=i) for i, name in enumerate("abc")]
     labels = [float(y) for y in re.findall(r'<text x="100%" dx="8" y="([\d.]+)"', line_chart("t", series))]
     assert len(labels) == 3
     assert all(b - a >= 16 for a, b in itertools.pairwise(labels))
 
 
-def test_a_chart_says_what_it_shows():
+def test_a_chart_describes_its_curves():
     html = line_chart("Loss", [Series("train", STEPS, [11.0 - step for step in STEPS])])
     assert "Loss. train: 10 at step 1, 1 at 10, lowest 1 at 10, highest 10 at 1." in html
 
 
-def test_the_numbers_are_behind_the_chart_and_counted():
+def test_a_chart_has_a_table_of_its_numbers():
     html = line_chart("t", [Series("a", range(100), range(100)), Series("eval", [20, 70], [1.25, 0.5])])
     table = html.partition("<details")[2]
     assert "of 100 drawn points" in table
     assert '<td class="number">20</td><td class="number">20</td><td class="number">1.25</td>' in table
 
 
-def test_marks_are_drawn_with_their_names():
+def test_marks_have_labels():
     html = line_chart("t", [Series("a", STEPS, STEPS)], marks=[Mark(5, "resumed"), Mark(7, "saved", tall=False)])
     assert ">resumed</text>" in html
     assert "saved at 7" in html
@@ -72,7 +72,7 @@ def test_marks_are_drawn_with_their_names():
 
 @pytest.mark.parametrize("series", [[], [Series("a", [], [])], [Series("a", [1, 2], [math.nan, math.inf])]])
 def test_a_chart_without_values_says_so(series):
-    assert "Nothing was recorded." in line_chart("t", series)
+    assert "No data recorded." in line_chart("t", series)
 
 
 # --- Bars ---
@@ -86,12 +86,12 @@ def test_bars_are_on_one_scale():
     assert widths(stacked_bars("t", ["a", "b"], [Bar("x", [1, 3]), Bar("y", [2, 0])])) == [25, 75, 50]
 
 
-def test_a_bar_past_its_capacity_says_by_how_much():
+def test_a_bar_over_capacity_shows_the_excess():
     html = stacked_bars(
         "t", ["a", "b"], [Bar("fits", [3, 1]), Bar("not", [9, 2])], capacity=8.0, show=lambda v: f"{v:g} GiB"
     )
     assert "fits: 4 GiB, 4 GiB free (50.0%)" in html
-    assert "not: 11 GiB, 3 GiB too much" in html
+    assert "not: 11 GiB, 3 GiB over" in html
     assert html.count('class="capacity"') == 2
     assert html.count("bar-name over") == 1
 
@@ -103,13 +103,13 @@ def test_one_bar_names_its_parts_with_their_shares():
     assert "none 0 (0%)" in html
 
 
-def test_columns_stand_on_each_other():
+def test_parts_of_a_column_are_stacked():
     html = stacked_columns("t", ["a", "b"], [(0, 1, [1.0, 3.0]), (1, 2, [2.0, 0.0])], high=4.0, height=100)
     boxes = re.findall(r'<rect x="([\d.]+)%" y="([\d.]+)" width="([\d.]+)%" height="([\d.]+)"', html)
     assert [tuple(map(float, box)) for box in boxes] == [(3, 75, 44, 25), (3, 0, 44, 75), (53, 50, 44, 50)]
 
 
-def test_a_column_that_is_too_high_is_cut_marked_and_counted():
+def test_a_column_above_the_frame_is_clipped_marked_and_counted():
     html = stacked_columns("t", ["a"], [(0, 1, [1.0]), (1, 2, [20.0])], high=2.0)
     assert "One column is higher than the frame (▲), up to 20." in html
 
@@ -117,7 +117,7 @@ def test_a_column_that_is_too_high_is_cut_marked_and_counted():
 # --- Timelines ---
 
 
-def test_spans_and_moments_start_at_the_first_of_them():
+def test_a_timeline_starts_at_its_earliest_span():
     html = timeline("t", [Lane("a", [Span(100, 150, "x")]), Lane("b", [Span(125, 200, "y")], [Moment(200, "end")])])
     spans = re.findall(r'x="([\d.]+)%" width="([\d.]+)%" y="\d+" height="24" rx="3"', html)
     assert spans == [("0.000", "50.000"), ("25.000", "75.000")]
@@ -126,4 +126,4 @@ def test_spans_and_moments_start_at_the_first_of_them():
 
 
 def test_an_empty_timeline_says_so():
-    assert "Nothing was recorded." in timeline("t", [Lane("a")])
+    assert "No data recorded." in timeline("t", [Lane("a")])

@@ -21,7 +21,7 @@ def test_every_device_of_a_small_mesh_is_drawn_once(axes):
     assert sorted(devices(mesh_picture("m", axes))) == list(range(total))
 
 
-def test_devices_stand_where_their_axes_say():
+def test_devices_are_placed_by_their_axis_indices():
     html = mesh_picture("m", {"dp": 2, "fsdp": 2, "tp": 2}, names=[f"chip {i}" for i in range(8)])
     assert "device 5: dp 1, fsdp 0, tp 1, chip 5" in html
     places = {
@@ -31,11 +31,11 @@ def test_devices_stand_where_their_axes_say():
     assert places[1][1] == places[0][1]
     assert places[2][1] > places[0][1]  # fsdp runs down
     assert places[2][0] == places[0][0]
-    assert places[4][0] > places[0][0]  # dp runs away: right and up
+    assert places[4][0] > places[0][0]  # dp runs backward: right and up
     assert places[4][1] < places[0][1]
 
 
-def test_axes_are_named_and_those_of_size_1_too():
+def test_all_axes_are_named_including_size_1():
     html = mesh_picture("m", {"dp": 1, "fsdp": 4, "tp": 2})
     assert "tp →" in html
     assert "fsdp ↓" in html
@@ -43,7 +43,7 @@ def test_axes_are_named_and_those_of_size_1_too():
     assert "8 devices" in html
 
 
-def test_a_large_mesh_shows_its_ends():
+def test_a_large_mesh_shows_its_first_and_last_devices():
     html = mesh_picture("m", {"pp": 32, "dp": 16, "fsdp": 64, "tp": 8})
     assert "262,144 devices" in html
     assert min(devices(html)) == 0
@@ -62,7 +62,7 @@ def test_tiles_name_the_devices_that_hold_them():
 
 
 @pytest.mark.parametrize(("count", "limit"), [(5, 8), (9, 8), (100, 3), (2, 1)])
-def test_shown_keeps_the_ends(count, limit):
+def test_shown_keeps_first_and_last(count, limit):
     found = shown(count, limit)
     assert len(found) <= max(limit, 2)
     assert found[-1] == count - 1 or limit == 1

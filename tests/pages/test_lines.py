@@ -31,7 +31,7 @@ def test_one_spike_and_one_gap_in_a_million_survive():
     assert math.isnan(kept[xs.index(654_321)])
 
 
-def test_a_straight_line_stays_where_it_is():
+def test_smoothing_keeps_a_straight_line():
     ys = [10 - 0.5 * i for i in range(50)]
     assert all(math.isclose(a, b) for a, b in zip(smooth(ys, window=11), ys, strict=True))
 

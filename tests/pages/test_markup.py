@@ -7,28 +7,28 @@ from meshwright.pages.markup import Markup, data_block, join, tag, text
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=())))
-def test_any_text_becomes_text(value):
+def test_any_text_is_escaped(value):
     html = text(value)
     html.encode("utf-8")
     assert not set(html) & set("<>\"'\0\x1b\x7f\x9b")
 
 
 @given(st.recursive(st.text(alphabet=st.characters(exclude_categories=())) | st.integers(), st.lists))
-def test_data_can_be_read_but_not_left(value):
+def test_data_cannot_close_its_script_element(value):
     block = data_block({"value": value})
     inside = block.removeprefix('<script type="application/json">').removesuffix("</script>")
     assert "<" not in inside
-    json.dumps(json.loads(inside), ensure_ascii=False).encode("utf-8")  # no halves of characters
+    json.dumps(json.loads(inside), ensure_ascii=False).encode("utf-8")  # no lone surrogates
 
 
-def test_data_keeps_what_can_be_shown():
+def test_data_keeps_printable_text():
     block = data_block({"name": "a </script> b ü", "y": [1.5, 2]})
     inside = block.removeprefix('<script type="application/json">').removesuffix("</script>")
     assert json.loads(inside) == {"name": "a </script> b ü", "y": [1.5, 2]}
 
 
-def test_halves_of_characters_do_not_reach_scripts():
-    """Chromium ends when a page's text holds one and is asked for its content."""
+def test_lone_surrogates_are_escaped_in_data():
+    """Chromium crashes when it serializes a page that contains one."""
     assert "\\\\ud800" in data_block({"name": "\ud800"})
 
 

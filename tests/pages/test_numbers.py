@@ -13,7 +13,7 @@ FINITE = st.floats(min_value=-1e12, max_value=1e12, allow_nan=False)
 @given(FINITE, st.floats(min_value=1e-6, max_value=1e12), st.integers(min_value=2, max_value=10))
 def test_ticks_are_few_rising_and_inside(low, length, count):
     high = low + length
-    if high - low < 1e-9 * max(abs(low), 1):  # closer than floats can tell apart
+    if high - low < 1e-9 * max(abs(low), 1):  # closer than float precision
         return
     found = ticks(low, high, count=count)
     assert len(found) <= 2 * count + 2
@@ -38,7 +38,7 @@ def test_log_ticks_are_few(low, high):
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
-def test_every_number_can_be_written(value):
+def test_every_number_is_formatted(value):
     for show in (number, compact, percent, duration):
         if not math.isfinite(value) and show is percent:
             continue
@@ -48,12 +48,12 @@ def test_every_number_can_be_written(value):
 @pytest.mark.parametrize(
     ("value", "shown"), [(999.96, "1k"), (999_999, "1M"), (0, "0"), (1.0, "1"), (0.25, "0.25"), (123.4, "123.4")]
 )
-def test_compact_moves_to_the_next_unit_in_time(value, shown):
+def test_compact_rounds_up_to_the_next_unit(value, shown):
     assert compact(value) == shown
 
 
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.9996, "1 s"), (59.97, "1 min"), (3599.8, "1 h"), (60, "1 min"), (0, "0 s")]
 )
-def test_duration_moves_to_the_next_unit_in_time(seconds, shown):
+def test_duration_rounds_up_to_the_next_unit(seconds, shown):
     assert duration(seconds) == shown

@@ -36,7 +36,7 @@ NASTY = "</script><script>alert(1)</script>\"'&<b>\x00\ud800"
 
 
 def every_piece():
-    """A page with one of everything, and text that tries to be more than text."""
+    """Returns a page with one of every element and with text that attempts HTML injection."""
     losses = [math.nan if step == 50 else 5 / step for step in STEPS]
     charts = [
         line_chart("Loss", [Series("each", STEPS, losses, style="faint"), Series("eval", [20, 80], [1, 2], "dots", 1)]),
@@ -65,7 +65,7 @@ def every_piece():
     return make_page(NASTY, head=head, sections=sections, foot="end")
 
 
-def test_a_page_loads_nothing_and_lets_no_text_through():
+def test_a_page_loads_nothing_and_escapes_all_text():
     html = every_piece()
     html.encode("utf-8")
     assert not re.search(r"https?:|\bsrc=|@import|<link|url\((?!#)", html)
@@ -96,11 +96,11 @@ def test_every_piece_is_drawn_in_a_browser(browse, tmp_path, dark):
     assert seen.found["paper"] == ("rgb(19, 21, 25)" if dark else "rgb(255, 255, 255)")
 
 
-def test_a_page_answers_to_keys_and_pointer(browse, tmp_path):
+def test_a_page_responds_to_keys_and_pointer(browse, tmp_path):
     path = tmp_path / "page.html"
     path.write_text(every_piece(), encoding="utf-8")
     found = browse(path).found
-    # All charts over the same axis read out the same place.
+    # All charts with the same x axis read out the same position.
     assert found["last"][0] == "step 100\neach 0.05\neval 2 (at 80)"
     assert found["last"][2] == "step 100\nnorm 1"
     assert found["before"][0].startswith("step 99\neach 0.05051")
@@ -112,8 +112,8 @@ def test_a_page_answers_to_keys_and_pointer(browse, tmp_path):
     assert found["buttons"] == ["Copy"]
 
 
-def test_the_browser_sees_what_is_wrong(browse, tmp_path):
-    """What the tests above rest on: loads, errors and bad coordinates do show."""
+def test_the_browser_detects_broken_pages(browse, tmp_path):
+    """Checks that the tests above would notice loads, errors and bad coordinates."""
     bad = Markup(
         '<img src="http://example.invalid/x.png" onerror="alert(1)">'
         '<figure><svg width="0"><rect x="NaN"/></svg></figure>'

@@ -1,1 +1,1 @@
-"""Published figures of accelerators (`chips`) and the operations a program needs (`flops`)."""
+"""Published figures of accelerators (`chips`) and FLOP counts of programs (`flops`)."""

@@ -1,8 +1,7 @@
-"""Chips that programs are planned for and measured on: what each can do at best, and where every figure comes from.
+"""Peak compute, memory and link speeds of accelerators, with a source for every figure.
 
-Figures are per device as JAX counts them. Most chips are one device; a TPU7x chip is two, and each has half of it.
-Peaks are dense: vendors also print twice that, for matrices of which half is zeros. Speeds of links are those of one
-direction; vendors mostly print the sum of both.
+Figures are per JAX device. Most chips are one device; a TPU7x chip is two. Peaks are dense, without the factor of two
+for structured sparsity. Link speeds are per direction; vendors mostly publish the sum of both.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Links:
-    """The fast links of a device to its neighbours.
+    """Fast links between a device and its neighbors.
 
     Args:
-        kind: "ici" joins TPUs in a torus, "nvlink" the GPUs of a host through a switch.
-        per_direction: bytes per second of one link, in one direction.
-        count: links per device; along a dim of a torus there are two, one each way.
-        torus_dims: 0 where every device reaches every other directly.
-        domain: how many devices they can join at most.
+        kind: "ici" (TPUs in a torus) or "nvlink" (GPUs of a host on a switch).
+        per_direction: bytes per second of one link in one direction.
+        count: links per device, two for each dim of a torus.
+        torus_dims: number of torus dims; 0 if all devices are directly connected.
+        domain: largest number of connected devices.
     """
 
     kind: Literal["ici", "nvlink"]
@@ -37,23 +36,23 @@ class Links:
 
     @property
     def total(self) -> float:
-        """Bytes per second that a device can send over all of its links at once."""
+        """Bytes per second that a device can send over all its links together."""
         return self.per_direction * self.count
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind of device; `sources` says of every figure, by its name, where it comes from.
+    """One kind of device; `sources` maps the name of each figure to its source.
 
     Args:
-        device_kinds: what JAX calls it (`jax.Device.device_kind`).
-        peaks: FLOP/s of dense matmuls by the dtype of their operands. For float32, what JAX does by default.
-        memory_bytes: what programs can have; a little less than what is printed on the chip.
+        device_kinds: JAX's names for it (`jax.Device.device_kind`).
+        peaks: FLOP/s of dense matmuls by operand dtype; float32 at JAX's default precision.
+        memory_bytes: memory available to programs, slightly less than the nominal size.
         memory_bandwidth: bytes per second.
         network: bytes per second that a device can send out of its host (GPUs) or slice (TPUs); None if not published.
-        devices_per_chip: how many JAX makes of one.
-        devices_per_host: in the usual machine.
-        matmul_flops: FLOP/s that large bfloat16 matmuls were measured to hold; None where we have not measured.
+        devices_per_host: JAX devices in the usual machine.
+        devices_per_chip: JAX devices per chip.
+        matmul_flops: FLOP/s sustained by large bfloat16 matmuls; None if not measured.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Chip:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def peak(self, dtype: str = "bfloat16") -> float | None:
-        """Returns the peak for matmuls of this dtype, in FLOP/s; None where the table has none.
+        """Returns the peak FLOP/s of matmuls with this dtype, or None if unknown.
 
         Example:
             >>> chip_of("h100").peak("float8_e4m3fn") / chip_of("h100").peak()
@@ -82,7 +81,7 @@ class Chip:
 
 
 def _read(name: str, row: Mapping[str, Any]) -> Chip:
-    """Returns the device that JAX makes of a chip in `chips.toml`, with a source for every figure."""
+    """Returns one JAX device of a chip in `chips.toml`."""
     document, per_chip = row["document"], row.get("per_chip", 1)
     share = "" if per_chip == 1 else f", over {per_chip} devices"
     if row["platform"] == "tpu":
@@ -91,7 +90,7 @@ def _read(name: str, row: Mapping[str, Any]) -> Chip:
         memory, per_host = int(row["gib"] * GIB), row["per_host"]
         about = ("peak compute per chip", "at JAX's default precision a float32 matmul is one pass in bfloat16")
         sources = {
-            "memory_bytes": "measured: the limit that libtpu 0.0.42 names when a program does not fit",
+            "memory_bytes": "measured: limit reported by libtpu 0.0.42 when a program does not fit",
             "memory_bandwidth": f"{document}: HBM bandwidth per chip",
             "links": f"{document}: {row['link_source']}",
             "network": row["network_source"],
@@ -106,9 +105,9 @@ def _read(name: str, row: Mapping[str, Any]) -> Chip:
             f"{document}: TF32, which JAX uses for float32 by default, without sparsity",
         )
         sources = {
-            "memory_bytes": "as the driver reports it: XLA's published target configuration of this GPU",
+            "memory_bytes": "reported by the driver, from XLA's published target configuration of this GPU",
             "memory_bandwidth": f"{document}: GPU memory bandwidth",
-            "links": f"{document}: NVLink, half of the printed sum of both directions; 8 GPUs on a switch ({host})",
+            "links": f"{document}: NVLink, half of the published sum of both directions; 8 GPUs on a switch ({host})",
             "network": f"{host}: one network card for each GPU",
             "devices_per_host": host,
             **row.get("measured", {}),
@@ -141,9 +140,9 @@ ALIASES: Mapping[str, str] = {"a100-80": "a100", "h100-sxm": "h100", "v5litepod"
 
 
 def chip_of(kind: str) -> Chip | None:
-    """Returns the chip with this name in the table, or of this `device_kind`; None where it is not in it.
+    """Returns the chip with this name or `device_kind`, or None if it is not in the table.
 
-    A name that only resembles one (an H100 on PCIe, a GH200) is not in it: it has other peaks.
+    Similar names, such as an H100 on PCIe or a GH200, do not match, because their figures differ.
 
     Example:
         >>> chip_of("TPU v5 lite").name, chip_of("NVIDIA H200").peak() / 1e12
@@ -160,12 +159,14 @@ def chip_of(kind: str) -> Chip | None:
 
 
 def chip_family(mesh: Any) -> Literal["v5e", "v5p", "v6e", "gpu", "cpu"]:
-    """Returns the name under which tables of this package list the devices of a mesh; "cpu" if they are unknown.
-
-    TPUs without a row of their own are listed as v5p.
+    """Returns the chip family of a mesh's devices: "cpu" if unknown, "v5p" for other TPUs.
 
     Args:
-        mesh: a `jax.sharding.Mesh` or `AbstractMesh`, for example `current_mesh()`; or None.
+        mesh: a `jax.sharding.Mesh` or `AbstractMesh`, such as `current_mesh()`, or None.
+
+    Example:
+        >>> chip_family(None)
+        'cpu'
     """
     kind = _device_kind(mesh).lower()
     if "v6" in kind:
@@ -178,7 +179,12 @@ def chip_family(mesh: Any) -> Literal["v5e", "v5p", "v6e", "gpu", "cpu"]:
 
 
 def is_hopper(mesh: Any) -> bool:
-    """Returns whether the devices of a mesh are Hopper GPUs, whose matmul instructions no other generation has."""
+    """Returns whether the devices of a mesh are Hopper GPUs, whose matmul instructions are unique to them.
+
+    Example:
+        >>> is_hopper(None)
+        False
+    """
     return re.search(r"\bG?H(20|100|200|800)\b", _device_kind(mesh)) is not None
 
 

@@ -1,10 +1,10 @@
-"""Floating-point operations of a function, counted on its jaxpr: loops by their length, every device of a `shard_map`.
+"""Floating-point operations of a function, counted on its jaxpr for all devices together.
 
-Compilers count the body of a loop once and know nothing of kernels; here a scan over layers counts as the same layers
-written out. What cannot be counted (kernels written by hand, loops of unknown length) is named in `Flops.notes`.
+A scan counts as often as it loops, unlike in compilers' estimates. `Flops.notes` lists operations that cannot be
+counted: custom kernels and loops of unknown length.
 
-In a program that was differentiated, `jax.checkpoint` leaves its block in the backward pass: there, what does not
-depend on an incoming gradient is computed again. That is how `Flops.recomputed` is told from the rest.
+After differentiation, `jax.checkpoint` leaves its block in the backward pass. Operations of that block that do not
+depend on an incoming gradient are recomputation (`Flops.recomputed`).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from meshwright.hardware.linearity import (
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of all devices together; a multiplication and an addition are two.
+    """FLOPs of all devices together; a multiply-add counts as two.
 
     Args:
         total: matmuls, convolutions, elementwise arithmetic and reductions.
-        matmul: those of matmuls and convolutions: what peaks of chips are about.
-        recomputed: those of matmuls that `jax.checkpoint` made the backward pass do again.
-        by_dtype: those of matmuls by the dtype of their wider operand.
-        attention: of them, those of attention kernels, which do not reach the rate of plain matmuls.
+        matmul: matmuls and convolutions, comparable with a chip's peak.
+        recomputed: matmuls that `jax.checkpoint` repeats in the backward pass.
+        by_dtype: matmuls by the dtype of their wider operand.
+        attention: matmuls in attention kernels, which run slower than plain matmuls.
         moved: bytes of all operands and results of matmuls, each read or written once.
-        notes: what was not counted, or could not be counted exactly.
+        notes: operations that were not counted, or not exactly.
     """
 
     total: int
@@ -55,26 +55,31 @@ class Flops:
 
     @property
     def model(self) -> int:
-        """What matmuls need when nothing is computed twice: the numerator of MFU."""
+        """Matmul FLOPs without recomputation: the numerator of MFU."""
         return self.matmul - self.recomputed
 
 
 def count_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Flops:
-    """Returns the operations of `function(*args)`; nothing is computed. Arrays may be `jax.ShapeDtypeStruct`.
+    """Returns the FLOPs of `function(*args)` without running it; arrays may be `jax.ShapeDtypeStruct`.
 
     Example:
         >>> x, w = jax.ShapeDtypeStruct((8, 32), "float32"), jax.ShapeDtypeStruct((32, 64), "float32")
         >>> count_flops(lambda x, w: x @ w, x, w).matmul == 2 * 8 * 32 * 64
         True
         >>> loss = lambda w, x: (x @ w).sum()
-        >>> count_flops(jax.grad(loss), w, x).matmul == 2 * 8 * 32 * 64  # the product itself is not needed
+        >>> count_flops(jax.grad(loss), w, x).matmul == 2 * 8 * 32 * 64  # the forward product is not needed
         True
     """
     return count_jaxpr(jax.make_jaxpr(function)(*args, **kwargs))
 
 
 def count_jaxpr(jaxpr: Any) -> Flops:
-    """Returns the operations of a jaxpr, such as `jax.jit(f).trace(*args).jaxpr`."""
+    """Returns the FLOPs of a jaxpr.
+
+    Example:
+        >>> count_jaxpr(jax.jit(lambda x: x @ x).trace(jax.numpy.ones((4, 4))).jaxpr).matmul
+        128
+    """
     tally = _Counter().count(open_jaxpr(jaxpr))
     notes = tuple(f"{text} ({times} times)" if times > 1 else text for text, times in sorted(tally.notes.items()))
     by_dtype = dict(sorted(tally.by_dtype.items()))
@@ -82,12 +87,12 @@ def count_jaxpr(jaxpr: Any) -> Flops:
     return Flops(tally.other + matmul, matmul, tally.recomputed, by_dtype, tally.attention, tally.moved, notes)
 
 
-_NOT_TOLD = "of a `jax.checkpoint`, what is computed again could not be told from the rest"
+_NOT_SEPARATED = "recomputation of a `jax.checkpoint` could not be separated from its gradients"
 
 
 @dataclass
 class Tally:
-    """Operations counted so far; fields as in `Flops`, with `other` for those that are not of matmuls."""
+    """Running counts with the fields of `Flops`; `other` counts everything except matmuls."""
 
     other: int = 0
     recomputed: int = 0
@@ -98,11 +103,10 @@ class Tally:
 
     @property
     def matmul(self) -> int:
-        """Those of matmuls and convolutions."""
         return sum(self.by_dtype.values())
 
     def add(self, more: Tally, times: int = 1) -> Tally:
-        """Adds another tally so many times, its notes once; returns itself."""
+        """Adds another tally `times` times, its notes once, and returns `self`."""
         self.other += times * more.other
         self.recomputed += times * more.recomputed
         self.attention += times * more.attention
@@ -114,7 +118,7 @@ class Tally:
 
 
 def matmul_flops(results: Iterable[int], contracted: Iterable[int]) -> int:
-    """Returns the operations of a matmul or convolution, from the dims of its result and those that are summed over.
+    """Returns the FLOPs of a matmul or convolution from the sizes of its result and of its contracted dims.
 
     Example:
         >>> matmul_flops((8, 64), (32,)) == 2 * 8 * 32 * 64
@@ -129,12 +133,12 @@ _KERNELS: dict[str, Callable[[Any], Tally]] = {}
 
 
 def register_cost(kernel: str, cost: Callable[[Any], Tally] | None = None, *, linear_in: Sequence[int] = ()) -> None:
-    """Says what a kernel costs, into which JAX does not look: called beside the kernel.
+    """Registers the cost of a kernel that JAX cannot look into.
 
     Args:
-        kernel: the name that it is called with (`pallas_call(..., name=...)`).
-        cost: from its equation in a jaxpr to its operations; by default one for each element of its results.
-        linear_in: the operands that its results are linear in, together.
+        kernel: name of the kernel (`pallas_call(..., name=...)`).
+        cost: maps the kernel's equation in a jaxpr to its FLOPs (default: one per element of its results).
+        linear_in: indices of the operands in which its results are jointly linear.
     """
     _KERNELS[kernel], LINEAR_KERNELS[kernel] = cost or _per_result, linear_in
 
@@ -143,13 +147,13 @@ def register_cost(kernel: str, cost: Callable[[Any], Tally] | None = None, *, li
 
 
 class _Counter:
-    """Walks jaxprs; those seen before are not walked again, which many layers written out need."""
+    """Walks jaxprs, memoized so that repeated layers are counted once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Any, Tally]] = {}
 
     def count(self, jaxpr: Any, gradients: Sequence[bool] | None = None) -> Tally:
-        """Counts a jaxpr. `gradients`: inside of a checkpointed block, which of its inputs carry gradients."""
+        """Counts a jaxpr; in a checkpointed block, `gradients` marks the inputs that carry gradients."""
         key = (id(jaxpr), None if gradients is None else tuple(gradients))
         if key not in self._known:
             tally = Tally()
@@ -157,7 +161,7 @@ class _Counter:
             for number, equation in _needed(jaxpr):
                 here = None if carried is None else carried[number]
                 tally.add(self._equation(equation, here))
-            self._known[key] = (jaxpr, tally)  # kept, so that no other jaxpr gets its id
+            self._known[key] = (jaxpr, tally)  # keeps the jaxpr alive, so that its id stays unique
         return self._known[key][1]
 
     def _equation(self, equation: Any, gradients: list[bool] | None) -> Tally:
@@ -169,14 +173,14 @@ class _Counter:
         else:
             tally = _CALLS.get(name, _inner)(self, equation, None if again else gradients)
         if again:
-            # All of it: blocks within it need not be told apart.
-            notes = Counter({text: times for text, times in tally.notes.items() if text != _NOT_TOLD})
+            # All of it is recomputed, so a note about an inner block no longer applies.
+            notes = Counter({text: times for text, times in tally.notes.items() if text != _NOT_SEPARATED})
             tally = replace(tally, recomputed=tally.matmul, notes=notes)
         return tally
 
 
 def _needed(jaxpr: Any) -> Iterator[tuple[int, Any]]:
-    """Yields the equations that results depend on, with their numbers, from the last: compilers drop the others."""
+    """Yields the live equations with their indices, last first; compilers drop the others."""
     live = {id(var) for var in jaxpr.outvars}
     for number in reversed(range(len(jaxpr.eqns))):
         equation = jaxpr.eqns[number]
@@ -185,7 +189,7 @@ def _needed(jaxpr: Any) -> Iterator[tuple[int, Any]]:
             yield number, equation
 
 
-# --- What one equation costs ---
+# --- Cost of one equation ---
 
 
 def _matmul(flops: Callable[[Any], int]) -> Callable[[Any], Tally]:
@@ -213,8 +217,8 @@ def _conv_flops(equation: Any) -> int:
 
 
 def _attention(equation: Any) -> Tally:
-    """Counts cuDNN's attention, which skips what a causal mask hides."""
-    # Backwards it makes five products, the first of them again.
+    """Counts cuDNN's attention, which skips the masked half under a causal mask."""
+    # The backward pass has five products, the first of which is recomputed.
     products, again = (5, 1) if "_bwd" in equation.primitive.name else (2, 0)
     query, value = equation.invars[0].aval.shape, equation.invars[2].aval.shape
     heads, queries, keys = query[2], query[1], value[1]
@@ -236,7 +240,7 @@ def _per_operand(equation: Any) -> Tally:
 
 def _unknown(equation: Any) -> Tally:
     name = f"{equation.primitive.name} {kernel_name(equation)}".strip()
-    return Tally(notes=Counter([f"`{name}` is not counted: JAX does not know what is inside"]))
+    return Tally(notes=Counter([f"`{name}` is not counted: JAX cannot look into it"]))
 
 
 def _size(value: Any) -> int:
@@ -266,7 +270,7 @@ _COSTS: dict[str, Callable[[Any], Tally]] = {
 }
 
 
-# --- What equations cost that call other jaxprs ---
+# --- Cost of equations that call other jaxprs ---
 
 _Marks = list[bool] | None
 
@@ -275,7 +279,7 @@ def _cond(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
     branches = [counter.count(open_jaxpr(b), gradients and gradients[1:]) for b in equation.params["branches"]]
     tally = Tally().add(max(branches, key=lambda branch: (branch.matmul, branch.other)))
     if len({branch.matmul for branch in branches}) > 1:
-        tally.notes["of a `cond`, the branch with the most matmuls is counted"] += 1
+        tally.notes["only the branch of a `cond` with the most matmuls is counted"] += 1
     return tally
 
 
@@ -294,13 +298,13 @@ def _scan(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
 def _shard_map(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
     params = equation.params
     axes = params.get("newly_manual_axes", params.get("manual_axes"))
-    assert axes is not None, "this jax describes shard_map in another way"
+    assert axes is not None, "shard_map has different parameters in this jax"
     devices = math.prod(params["mesh"].shape[axis] for axis in axes)
     return Tally().add(counter.count(open_jaxpr(params["jaxpr"]), gradients), devices)
 
 
 def _checkpoint(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
-    """Counts a block in a backward pass: what depends on no gradient that comes in is computed again."""
+    """Counts a block; in a backward pass, operations that depend on no incoming gradient are recomputed."""
     if not equation.params.get("differentiated") or gradients is not None:
         return _inner(counter, equation, gradients)
     block = open_jaxpr(equation.params["jaxpr"])
@@ -310,12 +314,12 @@ def _checkpoint(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
         return counter.count(block, [number >= first for number in range(len(block.invars))])
     tally = Tally().add(counter.count(block))
     if tally.matmul:
-        tally.notes[_NOT_TOLD] += 1
+        tally.notes[_NOT_SEPARATED] += 1
     return tally
 
 
 def _inner(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
-    """Counts what an equation calls, such as a `jit`: nothing, for most."""
+    """Counts the jaxprs that an equation calls, such as a `jit`; most have none."""
     tally = Tally()
     for inner in inner_jaxprs(equation.params):
         same = gradients is not None and len(inner.invars) == len(gradients)

@@ -1,7 +1,7 @@
-"""Where gradients go in a jaxpr: which results depend on marked inputs, and whether they are linear in them.
+"""Dependence and linearity of a jaxpr's results in marked inputs.
 
-`flops` asks this of a block that `jax.checkpoint` left in a backward pass: its last inputs are the gradients that come
-in, as many as all results are linear in together.
+`flops` uses this for a `jax.checkpoint` block in a backward pass. Its last inputs are the incoming gradients: the
+longest run of last inputs in which all results are jointly linear.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 LINEAR_KERNELS: dict[str, Sequence[int]] = {}
-"""The operands that a kernel's results are linear in, together, by its name; see `flops.register_cost`."""
+"""Operands in which a kernel's results are jointly linear, by kernel name; see `flops.register_cost`."""
 
 
 def num_gradients(block: Any) -> int:
-    """Returns how many of a block's last inputs are gradients: as many as its results are linear in, together."""
+    """Returns the number of a block's last inputs that are gradients."""
     size = len(block.invars)
     for count in range(1, size + 1):
         marks = [number >= size - count for number in range(size)]
@@ -24,7 +24,7 @@ def num_gradients(block: Any) -> int:
 
 
 def spread(jaxpr: Any, marks: Sequence[bool]) -> list[list[bool]]:
-    """Returns, for every equation, which of its inputs depend on the marked inputs of the jaxpr."""
+    """Returns for every equation which of its inputs depend on the jaxpr's marked inputs."""
     rows: list[list[bool]] = []
     _results(jaxpr, marks, linear=False, rows=rows)
     return rows
@@ -33,7 +33,7 @@ def spread(jaxpr: Any, marks: Sequence[bool]) -> list[list[bool]]:
 def _results(
     jaxpr: Any, marks: Sequence[bool], *, linear: bool, rows: list[list[bool]] | None = None
 ) -> list[bool] | None:
-    """Returns which results depend on the marked inputs; None where `linear` is asked for and one is not linear."""
+    """Returns which results depend on the marked inputs, or None if `linear` and one of them is not linear."""
     marked = {id(var) for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
     for equation in jaxpr.eqns:
         here = [id(value) in marked for value in equation.invars]
@@ -66,7 +66,7 @@ def _equation_results(equation: Any, here: list[bool], *, linear: bool) -> list[
 
 
 def _is_linear(equation: Any, here: list[bool]) -> bool:
-    """Returns whether an operation is linear in those of its operands that are marked, together."""
+    """Returns whether an operation is jointly linear in its marked operands."""
     name = equation.primitive.name
     if is_opaque(name):
         linear_in = LINEAR_KERNELS.get(kernel_name(equation), ())
@@ -87,10 +87,9 @@ def _is_linear(equation: Any, here: list[bool]) -> bool:
 
 
 def scan_marks(equation: Any, marks: Sequence[bool]) -> list[bool]:
-    """Returns which inputs of a scan's body depend on the marked inputs of the scan, in any of its rounds."""
+    """Returns which inputs of a scan's body depend on the scan's marked inputs in any iteration."""
     body, marks = open_jaxpr(equation.params["jaxpr"]), list(marks)
-    # Constants, then what is carried, then what is sliced: only the last have a dim more outside. jax 0.11 renamed the
-    # parameters that would say so.
+    # Inputs are constants, carry, slices; only slices have one more dim outside (jax 0.11 renamed the parameters).
     num_carry = sum(out.aval.ndim == inner.aval.ndim for out, inner in zip(equation.outvars, body.outvars, strict=True))
     end = sum(out.aval.ndim == inner.aval.ndim for out, inner in zip(equation.invars, body.invars, strict=True))
     begin = end - num_carry
@@ -103,12 +102,12 @@ def scan_marks(equation: Any, marks: Sequence[bool]) -> list[bool]:
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """Returns a jaxpr without the constants that it may be closed over."""
+    """Returns the open jaxpr of a possibly closed one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the jaxprs among the parameters of an equation."""
+    """Yields the jaxprs in an equation's parameters."""
     for value in params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
             inner = open_jaxpr(part)
@@ -117,18 +116,18 @@ def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def kernel_name(equation: Any) -> str:
-    """Returns the name that the author of a kernel gave it."""
+    """Returns a kernel's name as given by its author."""
     known = equation.params.get("name") or equation.params.get("name_and_src_info") or ""
     return str(getattr(known, "name", known))
 
 
 def is_opaque(name: str) -> bool:
-    """Returns whether JAX does not look into a primitive."""
+    """Returns whether JAX cannot look into a primitive."""
     return name in _OPAQUE or "callback" in name
 
 
 def names(text: str) -> frozenset[str]:
-    """Returns the words of a text."""
+    """Returns the words of a string as a set."""
     return frozenset(text.split())
 
 

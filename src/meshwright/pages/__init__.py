@@ -1,7 +1,7 @@
-"""Pages to look at: charts, tables and pictures as strings, put together to one HTML file that works offline.
+"""HTML report pages: charts, tables and pictures as strings, joined into one file that works offline.
 
-The pieces take numbers and text, and know nothing of what they mean. They follow the reader's light or dark setting,
-can be printed, read without colour, and be used by keyboard and by screen readers.
+Pages follow the reader's light or dark setting, print well, do not rely on color, and support keyboards and screen
+readers.
 """
 
 from meshwright.pages.bars import Bar, stacked_bars, stacked_columns

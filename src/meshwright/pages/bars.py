@@ -1,4 +1,4 @@
-"""Stacked bars: lying ones for totals, with a line where the room ends, and standing ones for shares over time."""
+"""Stacked bar charts: horizontal bars for totals with a capacity line, and columns for shares over time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BAR_PIXELS = 30
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar by name, with one value per part."""
+    """A named bar with one value per part."""
 
     name: str
     values: Sequence[float]
@@ -31,10 +31,15 @@ def stacked_bars(
     capacity_label: str = "capacity",
     show: Show = number,
 ) -> Markup:
-    """Returns lying bars on one scale, each cut into parts, with all values beneath: in a table, or named for one bar.
+    """Returns horizontal stacked bars on one scale, with all values below in a table (or a legend for a single bar).
 
     Args:
-        capacity: draws a line there; a bar that goes past it says by how much.
+        capacity: draws a line at this value; a longer bar is labeled with the excess.
+
+    Example:
+        >>> chart = stacked_bars("Memory", ["params", "activations"], [Bar("fsdp:8", [3, 6])], unit="GiB", capacity=8)
+        >>> "1 over" in chart
+        True
     """
     totals = [sum(bar.values) for bar in bars]
     longest = max([*totals, capacity or 0.0], default=0.0)
@@ -76,7 +81,7 @@ def _bar(bar: Bar, parts: Sequence[str], scale: float, capacity: float | None, l
         box = {"x": f"{scale * start:.3f}%", "y": top, "width": f"{width:.3f}%", "height": BAR_PIXELS}
         fill = f"url(#tone-{index % NUM_TONES})"
         drawn.append(tag("rect", tag("title", what), **box, fill=fill, class_="part"))
-        if width > 1.1 * len(part) + 2:  # about what the text takes at full width; narrow pages hide it
+        if width > 1.1 * len(part) + 2:  # roughly the width of the text on a wide page; CSS hides it on narrow ones
             middle = f"{scale * (start + value / 2):.3f}%"
             drawn.append(tag("text", part, x=middle, y=top + 20, class_=f"part-label halo-{index % NUM_TONES}"))
         start += value
@@ -86,7 +91,7 @@ def _bar(bar: Bar, parts: Sequence[str], scale: float, capacity: float | None, l
         drawn.append(tag("line", x1=x, x2=x, y1=top - 4, y2=top + BAR_PIXELS + 4, class_="capacity"))
         drawn.append(tag("text", f"{label} {show(capacity)}", x=x, y=top - 6, class_="capacity-label"))
         room = capacity - total
-        verdict = f"{show(room)} free ({percent(room / capacity)})" if room >= 0 else f"{show(-room)} too much"
+        verdict = f"{show(room)} free ({percent(room / capacity)})" if room >= 0 else f"{show(-room)} over"
     height = top + BAR_PIXELS + (6 if capacity is not None else 0)
     said = f"{bar.name or 'total'}: {show(total)}" + (f", {verdict}" if verdict else "")
     svg = tag("svg", *drawn, width="100%", height=height, role="img", aria_label=f"{said}. {'; '.join(words)}.")
@@ -107,10 +112,16 @@ def stacked_columns(
     high: float | None = None,
     show: Show = number,
 ) -> Markup:
-    """Returns standing bars side by side; a column is where it starts, where it ends, and one value per part.
+    """Returns stacked columns over the steps of a run.
 
     Args:
-        high: where the y axis ends; columns that are higher are cut there, marked and counted.
+        columns: start, end and one value per part for each column.
+        high: upper end of the y axis (default: the tallest column); taller columns are clipped, marked and counted.
+
+    Example:
+        >>> chart = stacked_columns("Time", ["compute", "data"], [(0, 10, [0.9, 0.1]), (10, 20, [0.8, 2])], high=1)
+        >>> "One column is higher than the frame" in chart
+        True
     """
     tallest = max((sum(values) for _, _, values in columns), default=0.0)
     if tallest <= 0:

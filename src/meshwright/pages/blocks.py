@@ -1,4 +1,4 @@
-"""What stands between the charts of a page: sentences, headline figures, tables, commands, texts side by side."""
+"""Text blocks of a page: paragraphs, headline figures, tables, commands, quotes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.pages.markup import Markup, tag
 
 @dataclass(frozen=True)
 class Figure:
-    """A headline number with what it is, and a remark."""
+    """A headline number with its label and an optional remark."""
 
     label: str
     value: str
@@ -18,7 +18,12 @@ class Figure:
 
 
 def headline(figures: Sequence[Figure]) -> Markup:
-    """Returns the few numbers that matter most, large."""
+    """Returns the most important numbers in large type.
+
+    Example:
+        >>> headline([Figure("loss", "2.104")])
+        '<dl class="headline"><div><dt>loss</dt><dd><strong>2.104</strong></dd></div></dl>'
+    """
     tiles = []
     for one in figures:
         remark = tag("small", one.remark) if one.remark else None
@@ -27,36 +32,66 @@ def headline(figures: Sequence[Figure]) -> Markup:
 
 
 def prose(*sentences: object) -> Markup:
-    """Returns sentences as one paragraph; empty ones are left out."""
+    """Returns sentences as one paragraph, without the empty ones.
+
+    Example:
+        >>> prose("The run finished.", "", "Loss < 2.")
+        '<p class="prose">The run finished. Loss &lt; 2.</p>'
+    """
     said = [sentence for sentence in sentences if sentence]
     spaced = [part for sentence in said for part in (" ", sentence)][1:]
     return tag("p", *spaced, class_="prose")
 
 
 def side_by_side(*blocks: Markup) -> Markup:
-    """Returns blocks beside each other where there is room, under each other where not."""
+    """Returns blocks next to each other, stacked on narrow pages.
+
+    Example:
+        >>> side_by_side(prose("left"), prose("right"))
+        '<div class="columns"><p class="prose">left</p><p class="prose">right</p></div>'
+    """
     return tag("div", *blocks, class_="columns")
 
 
 def command(line: str, *, label: str) -> Markup:
-    """Returns a command to copy; the button comes with the page's script."""
+    """Returns a command; the page's script adds a copy button.
+
+    Example:
+        >>> command("meshwright train", label="train")
+        '<div class="command" data-copy="train"><pre aria-label="train"><code>meshwright train</code></pre></div>'
+    """
     return tag("div", tag("pre", tag("code", line), aria_label=label), class_="command", data_copy=label)
 
 
 def quote(label: str, *, prompt: str, body: str) -> Markup:
-    """Returns a text with its beginning set apart; a dot stands for each character that cannot be shown."""
+    """Returns sample text with its prompt highlighted; a dot replaces each unprintable character.
+
+    Example:
+        >>> quote("step 100", prompt="def ", body="main\\x00")
+        '<div><h3>step 100</h3><pre class="quote" dir="auto"><b>def </b>main·</pre></div>'
+    """
     seen = "".join(letter if letter.isprintable() or letter in "\n\t" else "·" for letter in body)
     shown = tag("pre", tag("b", prompt), seen, class_="quote", dir="auto")
     return tag("div", tag("h3", label), shown)
 
 
 def fold(summary: str, *blocks: object, opened: bool = False) -> Markup:
-    """Returns something that opens on demand, or is open from the start."""
+    """Returns a collapsible section.
+
+    Example:
+        >>> fold("Details", "text")
+        '<details class="fold"><summary>Details</summary>text</details>'
+    """
     return tag("details", tag("summary", summary), *blocks, class_="fold", open=opened)
 
 
 def badge(state: str, *, kind: str) -> Markup:
-    """Returns a word in a frame; `kind` is good, busy, warn or bad, each with a sign of its own."""
+    """Returns a framed word with a sign for its kind: good, busy, warn or bad.
+
+    Example:
+        >>> badge("finished", kind="good")
+        '<span class="badge good"><span aria-hidden="true">✓</span> finished</span>'
+    """
     signs = {"good": "✓", "busy": "▶", "warn": "■", "bad": "✕"}
     return tag("span", tag("span", signs[kind], aria_hidden="true"), f" {state}", class_=f"badge {kind}")
 
@@ -69,12 +104,17 @@ def table(
     code: Iterable[int] = (),
     sortable: bool = True,
 ) -> Markup:
-    """Returns a table that scrolls sideways on its own and sorts by a click on a heading.
+    """Returns a table that scrolls horizontally and sorts by a click on a heading.
 
     Args:
-        right: the columns of numbers, which stand on the right.
-        code: the columns whose text is code.
-        sortable: whether headings are buttons that sort; numbers, also with units of bytes or time, sort as numbers.
+        right: indices of right-aligned columns, which sort as numbers, also with units of bytes or time.
+        code: indices of columns in a monospace font.
+        sortable: whether headings are buttons that sort (default: True).
+
+    Example:
+        >>> html = table(["leaf", "bytes"], [("up", "9.0 KiB"), ("down", "1.0 MiB")], right=[1])
+        >>> '<td class="number">1.0 MiB</td>' in html
+        True
     """
     numbers, codes = frozenset(right), frozenset(code)
 
@@ -85,12 +125,17 @@ def table(
     head = tag("tr", *(cell("th", column, heading) for column, heading in enumerate(headings)))
     body = [tag("tr", *(cell("td", column, value) for column, value in enumerate(row))) for row in rows]
     whole = tag("table", tag("thead", head), tag("tbody", *body), data_sortable=sortable and len(rows) > 1)
-    # A region that scrolls must be reachable by keyboard, and then needs a name.
+    # A scrolling region must be reachable by keyboard and then needs an accessible name.
     name = ", ".join(str(heading) for heading in headings)
     return tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=f"Table: {name}")
 
 
 def pairs(entries: Sequence[tuple[object, object]]) -> Markup:
-    """Returns names with their values, in as many columns as fit."""
+    """Returns names with their values, in as many columns as fit.
+
+    Example:
+        >>> pairs([("mesh", "fsdp:8")])
+        '<dl class="pairs"><div><dt>mesh</dt><dd>fsdp:8</dd></div></dl>'
+    """
     items = [tag("div", tag("dt", name), tag("dd", value)) for name, value in entries]
     return tag("dl", *items, class_="pairs")

@@ -1,4 +1,4 @@
-"""What all charts share: frame, caption, legend, the data that read-outs show, and the same data as a table."""
+"""Shared parts of all charts: frame, caption, axes, legend, readout data and the table of values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from meshwright.pages.markup import Markup, data_block, join, tag
 from meshwright.pages.numbers import Show, compact, log_ticks, ticks, whole_ticks
 
 Values = tuple[str, Sequence[float], Sequence[float]]
-"""A series by name: places on the x axis, and the value at each."""
+"""Name, x values and y values of a series."""
 
-# Series and parts wear one of six colours, each with its own dash or pattern (page.css, `PATTERNS`).
+# Number of colors, each with its own dash or fill pattern (page.css, `patterns`).
 NUM_TONES = 6
 X_NAME = "step"
 
@@ -21,30 +21,30 @@ X_NAME = "step"
 def figure(
     title: str, *, unit: str = "", keys: Markup | None = None, body: Markup, after: Markup | None = None, kind: str
 ) -> Markup:
-    """Returns a chart in its frame: caption and legend above, what belongs to it below."""
+    """Returns a chart with its caption and legend above and its notes or values below."""
     caption = tag("figcaption", tag("b", title), tag("span", unit, class_="unit") if unit else None)
     return tag("figure", caption, keys, body, after, class_=f"chart {kind}")
 
 
 def swatch(tone: int) -> Markup:
-    """Returns a small square in the colour and pattern of a part."""
+    """Returns a small square in the color and pattern of a part."""
     square = tag("rect", width=14, height=14, rx=3, fill=f"url(#tone-{tone % NUM_TONES})")
     return tag("svg", square, class_="swatch", width=14, height=14, aria_hidden="true")
 
 
 def legend(entries: Sequence[tuple[Markup, object]]) -> Markup:
-    """Returns a row of marks, each with what it stands for."""
+    """Returns a row of marks with their labels."""
     return tag("ul", *(tag("li", mark, what) for mark, what in entries), class_="legend")
 
 
 def nothing(title: str, unit: str) -> Markup:
-    """Returns the frame of a chart for which there are no values, which it says."""
-    return figure(title, unit=unit, body=tag("p", "Nothing was recorded.", class_="nothing"), kind="empty")
+    """Returns the frame of a chart without values."""
+    return figure(title, unit=unit, body=tag("p", "No data recorded.", class_="nothing"), kind="empty")
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where values are drawn: x in shares of the width, y in pixels."""
+    """Ranges of both axes; maps x to a share of the width and y to pixels."""
 
     low_x: float
     high_x: float
@@ -80,12 +80,12 @@ def plot(
     kind: str = "lines",
     columns: bool = False,
 ) -> Markup:
-    """Returns a chart over steps: axes, what is drawn between them, and values that pointer and arrow keys read out.
+    """Returns a chart over steps with axes; pointer and arrow keys read out its values.
 
     Args:
-        label: what it shows, for those who do not see it.
-        note: a remark below it.
-        columns: whether values belong to stretches of the x axis, not to points.
+        label: description for screen readers.
+        note: remark below the chart.
+        columns: whether values belong to intervals of the x axis instead of points.
     """
     parts = [tag("title", title), *_axes(frame, show), *drawn]
     body = tag(
@@ -119,7 +119,7 @@ def _axes(frame: Frame, show: Show) -> list[Markup]:
     for index, place in enumerate(whole_ticks(frame.low_x, frame.high_x)):
         x = f"{100 * frame.x(place):.3f}%"
         parts.append(tag("line", x1=x, x2=x, y1=height, y2=height + 5, class_="axis"))
-        # On a narrow page only every second one is shown.
+        # Narrow pages hide every second label.
         odd = " odd" if index % 2 else ""
         parts.append(tag("text", compact(place), x=x, y=height + 18, class_=f"tick x{odd}"))
     parts.append(tag("line", x1=0, x2="100%", y1=height, y2=height, class_="axis"))
@@ -128,9 +128,9 @@ def _axes(frame: Frame, show: Show) -> list[Markup]:
 
 
 def _numbers(series: Sequence[Values], show: Show, *, rows: int = 24) -> Markup:
-    """Returns the numbers behind a chart as a table that opens; of many, some, and it says how many."""
+    """Returns a collapsible table of at most about `rows` points of a chart."""
     known = sorted(dict.fromkeys(x for _, xs, _ in series for x in xs))
-    # Series with few values, such as evaluations, are the ones to look up: their rows come first.
+    # Short series, such as evaluations, come first: readers look up their values.
     wanted: dict[float, None] = {}
     for _, xs, _ in sorted(series, key=lambda one: len(one[1])):
         wanted.update(dict.fromkeys(_spread(xs, rows)))
@@ -150,7 +150,7 @@ def _spread(xs: Sequence[float], count: int) -> list[float]:
 
 
 def in_words(name: str, xs: Sequence[float], ys: Sequence[float], show: Show) -> str:
-    """Returns what a curve does, for those who do not see it."""
+    """Returns a description of a curve for screen readers."""
     points = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
     if not points:
         return f"{name}: no values."
@@ -164,7 +164,7 @@ def in_words(name: str, xs: Sequence[float], ys: Sequence[float], show: Show) ->
 
 
 def patterns() -> Markup:
-    """Returns the fills that charts refer to: a colour each, told apart by its pattern where there is none."""
+    """Returns the fills that charts refer to; patterns distinguish them in print without color."""
     lines = [
         "",
         "M-2 2L2 -2M0 8L8 0M6 10L10 6",

@@ -1,6 +1,6 @@
-"""Pictures of meshes and of tiles: which devices there are, and which of them hold which part of an array.
+"""Pictures of meshes and of sharded arrays, with the devices that hold each tile.
 
-Pointing at a device, in any picture of a page, shows it in all of them.
+Pointing at a device in one picture highlights it in all pictures of the page.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from meshwright.pages.figure import NUM_TONES, figure, legend
 from meshwright.pages.markup import Markup, join, tag
 
 NODE_WIDTH, NODE_HEIGHT = 40, 26
-# How far each layer stands away, to the right and up, by the number of layers.
+# Offset of each layer, to the right and up, by number of layers.
 DEPTHS = {1: (0, 0), 2: (60, 46), 3: (46, 36)}
 MAX_PANELS = 8
-# Columns, rows and layers of a lattice, by how many axes it has.
+# Columns, rows and layers of a lattice, by number of axes.
 LIMITS = {1: (12, 1, 1), 2: (8, 8, 1), 3: (8, 4, 3)}
 MAX_TILE_COLUMNS, MAX_TILE_ROWS = 6, 8
 
 
 def shown(count: int, limit: int) -> list[int | None]:
-    """Returns which of many to draw; None stands for those between that are left out.
+    """Returns the indices to draw, with None for the ones left out in the middle.
 
     >>> shown(4, 4), shown(100, 4)
     ([0, 1, 2, 3], [0, 1, None, 99])
@@ -37,14 +37,19 @@ def shown(count: int, limit: int) -> list[int | None]:
 def mesh_picture(
     title: str, axes: Mapping[str, int], *, names: Sequence[str] | None = None, node: str = "device"
 ) -> Markup:
-    """Returns devices as a lattice: the last axis runs right, the one before it down, the one before that away.
+    """Returns devices as a lattice: the last axis runs right, the one before it down, the one before that backward.
 
-    Further axes give one lattice per place. Axes of size 1 are named but have no direction.
+    Further axes give one lattice per index. Axes of size 1 appear only in the legend.
 
     Args:
-        axes: sizes by name; the last axis is the one along which device numbers count first.
-        names: what each device is, for its tooltip, in the order of numbers.
-        node: what is drawn; only devices show in other pictures when a reader points at them.
+        axes: sizes by name, in the order of device numbers (last axis fastest).
+        names: tooltip of each device, by device number.
+        node: noun for a node; only "device" nodes are highlighted in other pictures.
+
+    Example:
+        >>> picture = mesh_picture("Mesh", {"fsdp": 4, "tp": 2})
+        >>> "8 devices" in picture, "device 5: fsdp 2, tp 1" in picture
+        (True, True)
     """
     long = [(axis, size) for axis, size in axes.items() if size > 1]
     outer, inner = long[:-3], long[-3:]
@@ -65,7 +70,7 @@ def mesh_picture(
 
 
 def _panels(count: int, draw: Callable[[int], tuple[str, Markup]]) -> Markup:
-    """Returns named pictures beside each other; of many, a few."""
+    """Returns up to `MAX_PANELS` named pictures next to each other."""
     pictures = []
     for index in shown(count, MAX_PANELS):
         if index is None:
@@ -89,14 +94,14 @@ def _lattice(
     limits = LIMITS[max(len(axes), 1)]
     columns, rows, layers = (shown(size, limit) for size, limit in zip((width, height, depth), limits, strict=True))
     step_x, step_y = DEPTHS[len(layers)]
-    if len(columns) > 5:  # closer together, or the picture grows wider than a page
+    if len(columns) > 5:  # keeps the picture within the width of a page
         step_x = step_x * 2 // 3
     away_x, away_y = step_x * (len(layers) - 1), step_y * (len(layers) - 1)
-    # Nodes of far layers show between those of the nearest.
+    # Leaves room for nodes of the back layers between front nodes.
     pitch_x, pitch_y = NODE_WIDTH + 28 + away_x, NODE_HEIGHT + 24 + away_y
     left, top = 30 + 8 * len(padded[1][0]) if len(rows) > 1 else 8, 8 + away_y
 
-    # What is far is drawn first; each device with its place in the mesh, None where some are left out.
+    # Back layers first; each cell has its index in the mesh, or None if it stands for skipped devices.
     index = {
         (i, j, k): None if layer is None or row is None or column is None else (layer, row, column)
         for i, layer in reversed(list(enumerate(layers)))
@@ -107,7 +112,7 @@ def _lattice(
     parts: list[Markup] = []
     for i, j, k in index:
         for number, other in enumerate(((i + 1, j, k), (i, j + 1, k), (i, j, k + 1))):
-            # A line may end at what is left out, but not run along it.
+            # A line may end at a skipped cell, but not join two of them.
             if other in index and (index[i, j, k] or index[other]):
                 line = f"M{_middle(*at[i, j, k])}L{_middle(*at[other])}"
                 parts.append(tag("path", d=line, class_=f"edge axis-{2 - number}"))
@@ -144,7 +149,7 @@ def _lattice(
 
 
 def _size(width: int, height: int) -> dict[str, object]:
-    """Returns the size of a picture that paper may shrink."""
+    """Returns the size of a picture, which may shrink in print."""
     return {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
 
 
@@ -160,7 +165,7 @@ def _node(device: int, x: int, y: int, about: str, **data: int | None) -> Markup
 
 @dataclass(frozen=True)
 class Tile:
-    """A part of an array: what is written on it, and the numbers of the devices that hold it."""
+    """A part of an array: its label and the device numbers that hold it."""
 
     text: str
     devices: Sequence[int]
@@ -168,7 +173,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileGrid:
-    """Parts side by side; a single row or column needs no label, and `aspect` is width to height."""
+    """A grid of tiles; a single row or column needs no label, and `aspect` is width over height."""
 
     title: str
     row_labels: Sequence[str]
@@ -178,7 +183,13 @@ class TileGrid:
 
 
 def tile_picture(title: str, grids: Sequence[TileGrid], *, note: str = "") -> Markup:
-    """Returns an array cut into tiles, the devices that hold each written on it."""
+    """Returns an array cut into tiles, each labeled with the devices that hold it.
+
+    Example:
+        >>> grid = TileGrid("", ["0:4", "4:8"], [""], [[Tile("0", [0])], [Tile("1", [1])]])
+        >>> tile_picture("up", [grid]).count('class="tile"')
+        2
+    """
 
     def tiles(index: int) -> tuple[str, Markup]:
         return grids[index].title, _tiles(grids[index], f"{title} {grids[index].title}".strip())

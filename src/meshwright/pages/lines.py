@@ -1,7 +1,6 @@
-"""Line charts: curves that keep their text size at any width, named where they end; and long curves made shorter.
+"""Line charts over steps, and functions to thin and smooth long curves.
 
-The frame is measured in shares of the width and in pixels of height. Only the curves are stretched, and their strokes
-are not (`vector-effect`).
+Charts stretch to the page's width: x is a share of the width, y is in pixels. Strokes and text keep their size.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from meshwright.pages.figure import NUM_TONES, Frame, in_words, legend, nothing,
 from meshwright.pages.markup import Markup, join, tag
 from meshwright.pages.numbers import Show, finite_range, number
 
-WIDTH = 10_000  # of the coordinates of curves; about a tenth of a pixel each
+WIDTH = 10_000  # x coordinates of curves, about a tenth of a pixel each
 LABEL_PIXELS = 16
 
 
@@ -32,7 +31,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a place of the x axis: a line through the chart with its name, or a tick below."""
+    """An event on the x axis, drawn as a labeled line through the chart or, if not `tall`, as a tick below."""
 
     x: float
     label: str
@@ -54,11 +53,16 @@ def line_chart(
     """Returns curves over the steps of a run.
 
     Args:
-        unit: what the values are, beside the title.
-        low: where the y axis starts, if not at the least value.
-        high: where it ends, if not at the greatest; what lies above is drawn at the edge, marked and counted.
-        marks: what to point out along the x axis.
-        show: how values are written.
+        unit: unit of the values, shown next to the title.
+        low: lower end of the y axis (default: the smallest value).
+        high: upper end of the y axis (default: the largest value); higher values are clipped, marked and counted.
+        marks: events to mark on the x axis.
+        show: formats a value.
+
+    Example:
+        >>> chart = line_chart("Loss", [Series("train", [1, 2, 3], [4.0, 2.5, 2.0])])
+        >>> "train: 4 at step 1, 2 at 3" in chart
+        True
     """
     series = [one for one in series if any(map(math.isfinite, one.ys))]
     frame = _frame(series, marks, height, log=log, low=low, high=high)
@@ -106,7 +110,7 @@ def _frame(
         return None
     bottom = values[0] if low is None else low
     top = values[1] if high is None else high
-    if not top > bottom:  # a flat line runs through the middle
+    if not top > bottom:  # draw a flat line through the middle
         around = 0.5 * abs(top) or 1.0
         bottom, top = (top / 2, top * 2) if log else (bottom - around if low is None else bottom, top + around)
     elif not log:
@@ -127,7 +131,7 @@ def _curve(one: Series, frame: Frame) -> Markup:
         for place, previous in zip(places, before, strict=True)
         if place is not None
     ]
-    # A point between two gaps is no line; it shows as a dot, which is a stroke without length and with round ends.
+    # A point between two gaps is drawn as a dot: a stroke of zero length with round ends.
     dots = [
         f"M{place}h0"
         for place, previous, following in zip(places, before, after, strict=True)
@@ -149,7 +153,7 @@ def _marks(frame: Frame, marks: Sequence[Mark]) -> Markup:
             parts.append(tag("line", title, x1=x, x2=x, y1=frame.height - 9, y2=frame.height, class_="mark short"))
             continue
         parts.append(tag("line", title, x1=x, x2=x, y1=0, y2=frame.height, class_="mark"))
-        if share - named > 0.1:  # names that would overlap are left to the read-out of the line
+        if share - named > 0.1:  # labels that would overlap appear only in the tooltip
             named = share
             side = {"dx": -5, "class_": "mark-label end"} if share > 0.85 else {"dx": 5, "class_": "mark-label"}
             parts.append(tag("text", mark.label, x=x, y=11, **side))
@@ -162,7 +166,7 @@ def _end_labels(series: Sequence[Series], frame: Frame) -> Markup | None:
     lasts = [(next(y for y in reversed(one.ys) if math.isfinite(y)), one) for one in series]
     ends = sorted(((frame.y(y), one) for y, one in lasts if frame.drawable(y)), key=lambda end: end[0])
     places = [y for y, _ in ends]
-    # Labels move apart downwards, then the pile moves up until it is inside the frame.
+    # Move overlapping labels down, then move all up until they fit into the frame.
     for i in range(1, len(places)):
         places[i] = max(places[i], places[i - 1] + LABEL_PIXELS)
     bottom = frame.height - 4.0
@@ -187,9 +191,9 @@ def _line_swatch(one: Series) -> Markup:
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], *, limit: int = 2000) -> tuple[list[float], list[float]]:
-    """Returns at most about `limit` points: of each stretch its ends, its extremes and a gap if it has one.
+    """Returns about `limit` points: the ends, extremes and first gap of each interval.
 
-    A spike of one step in a million survives, and so does a value that is not finite.
+    A one-step spike or a non-finite value in a million steps is kept.
 
     >>> thin(range(12), [0, 0, 9, 0, 0, 0, 0, 0, -5, 0, 0, 0], limit=8)
     ([0, 2, 5, 6, 8, 11], [0, 9, 0, 0, -5, 0])
@@ -208,9 +212,9 @@ def thin(xs: Sequence[float], ys: Sequence[float], *, limit: int = 2000) -> tupl
 
 
 def smooth(ys: Sequence[float], *, window: int) -> list[float]:
-    """Returns the mean of up to `window` values around each; gaps stay gaps and do not count.
+    """Returns the centered mean of up to `window` values; gaps stay gaps and are not counted.
 
-    The same number on both sides, fewer towards the ends, so that a falling curve is not drawn too high or too late.
+    The window is symmetric and shrinks at the ends, so a falling curve is not shifted up or to the right.
 
     >>> smooth([8.0, 4.0, 3.0, float("nan"), 2.0], window=3)
     [8.0, 5.0, 3.5, nan, 2.0]

@@ -1,4 +1,4 @@
-"""HTML and SVG as strings that know they are safe: whatever is not marked as markup is escaped."""
+"""HTML and SVG strings that escape everything except `Markup`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-# What HTML cannot hold or a reader cannot see is written as Python would: control characters, and halves of characters
-# that UTF-8 has no bytes for. Line breaks and tabs stay.
+# Control characters and lone surrogates, which HTML cannot contain, are written as Python escapes.
 _SHOWN = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"} | {
     code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)
 }
 
 
 class Markup(str):
-    """Text that is HTML already; `tag` and `join` make it from pieces."""
+    """A string that is already HTML, as returned by `tag` and `join`."""
 
     __slots__ = ()
 
 
 def text(value: object) -> Markup:
-    """Returns a value as HTML text; markup stays as it is.
+    """Returns a value as escaped HTML; markup is returned unchanged.
 
     >>> text("a < b\\0"), text(Markup("<b>"))
     ('a &lt; b\\\\x00', '<b>')
@@ -30,9 +29,9 @@ def text(value: object) -> Markup:
 
 
 def tag(element: str, *children: object, **attributes: Any) -> Markup:
-    """Returns an element; children that are None are left out, and so are attributes that are None or False.
+    """Returns an element; children of None and attributes of None or False are skipped.
 
-    An underscore at the end of an attribute's name is dropped, and others become dashes.
+    In attribute names, a trailing underscore is dropped and other underscores become dashes.
 
     >>> tag("a", "x & y", href="#top", class_="link", aria_label=None)
     '<a href="#top" class="link">x &amp; y</a>'
@@ -48,12 +47,16 @@ def tag(element: str, *children: object, **attributes: Any) -> Markup:
 
 
 def join(parts: Iterable[object], between: str = "") -> Markup:
-    """Returns the parts that are not None one after the other, escaped where they need it."""
+    """Returns the escaped parts in one string, skipping None.
+
+    >>> join(["1 < 2", None, tag("b", "yes")], ": ")
+    '1 &lt; 2: <b>yes</b>'
+    """
     return Markup(between.join(text(part) for part in parts if part is not None))
 
 
 def data_block(value: Any) -> Markup:
-    """Returns a value for scripts to read, as JSON that no text in it can end early."""
+    """Returns a JSON script element; `<` is escaped so that no text can close the element."""
     shown = json.dumps(_visible(value), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return Markup(f'<script type="application/json">{shown}</script>')
 
@@ -67,5 +70,5 @@ def _visible(value: Any) -> Any:
 
 
 def _attribute(name: str) -> str:
-    # SVG has names with capitals (viewBox), which stay.
+    # SVG attributes such as viewBox keep their capitals.
     return name.rstrip("_").replace("_", "-")

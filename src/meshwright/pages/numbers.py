@@ -1,4 +1,4 @@
-"""Numbers for people, and the round ones that axes show."""
+"""Number formatting and axis ticks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Show = Callable[[float], str]
 
 
 def number(value: float) -> str:
-    """Returns a number with four digits that matter.
+    """Returns a number with four significant digits.
 
     >>> number(2.10449), number(12345.6), number(3e-4), number(0.0), number(float("nan"))
     ('2.104', '12,346', '0.0003', '0', 'nan')
@@ -27,7 +27,7 @@ def number(value: float) -> str:
 
 
 def compact(value: float) -> str:
-    """Returns a large number with a unit.
+    """Returns a number with a k, M, B or T suffix.
 
     >>> compact(41_237), compact(4.9e6), compact(950), compact(2.6e9)
     ('41.2k', '4.9M', '950', '2.6B')
@@ -41,7 +41,7 @@ def compact(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Returns a share in percent.
+    """Returns a share as a percentage.
 
     >>> percent(0.3817), percent(0.0004), percent(1)
     ('38.2%', '0.04%', '100%')
@@ -54,7 +54,7 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a length of time.
+    """Returns a duration with units.
 
     >>> [duration(seconds) for seconds in (0.00031, 0.42, 7.25, 123, 3900, 200_000)]
     ['0.31 ms', '420 ms', '7.25 s', '2 min 3 s', '1 h 5 min', '2 d 7 h']
@@ -76,7 +76,7 @@ def duration(seconds: float) -> str:
 
 
 def ticks(low: float, high: float, *, count: int = 5) -> list[float]:
-    """Returns round numbers between two, about so many.
+    """Returns about `count` round numbers between `low` and `high`.
 
     >>> ticks(0, 1), ticks(3, 297)
     ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [50.0, 100.0, 150.0, 200.0, 250.0])
@@ -87,13 +87,13 @@ def ticks(low: float, high: float, *, count: int = 5) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     found: list[float] = []
     while (first + len(found)) * step <= high + 1e-9 * step:
-        # Counted in whole steps, so that no error grows, and rounded to what the step can say.
+        # Multiply instead of adding, so that rounding errors do not accumulate.
         found.append(round((first + len(found)) * step, max(0, 2 - math.floor(math.log10(step)))))
     return found
 
 
 def whole_ticks(low: float, high: float, *, count: int = 8) -> list[float]:
-    """Returns `ticks` for what is counted: there is nothing between two steps.
+    """Returns only the integer `ticks`, for axes that count steps.
 
     >>> whole_ticks(0.5, 3.5)
     [1.0, 2.0, 3.0]
@@ -107,7 +107,7 @@ def _round_step(wanted: float) -> float:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Returns powers of ten between two numbers above 0; where they are few, also numbers between.
+    """Returns powers of ten between two positive numbers, with 2 and 5 in between if there are few.
 
     >>> log_ticks(0.8, 120), log_ticks(1, 6)
     ([1.0, 10.0, 100.0], [1.0, 2.0, 5.0])
@@ -122,7 +122,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def time_ticks(seconds: float, *, count: int = 6) -> list[float]:
-    """Returns round times from 0 up to a length of time.
+    """Returns round times from 0 to `seconds`.
 
     >>> time_ticks(150), time_ticks(0.03)
     ([0, 30, 60, 90, 120, 150], [0.0, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03])
@@ -137,6 +137,6 @@ def time_ticks(seconds: float, *, count: int = 6) -> list[float]:
 
 
 def finite_range(values: Sequence[float]) -> tuple[float, float] | None:
-    """Returns the least and the greatest of those that are finite, or None where none is."""
+    """Returns the smallest and largest finite value, or None if there is none."""
     finite = [value for value in values if math.isfinite(value)]
     return (min(finite), max(finite)) if finite else None

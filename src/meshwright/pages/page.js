@@ -1,5 +1,5 @@
 "use strict";
-// Read-outs: the pointer or the arrow keys choose a place on one chart, and all charts with the same x axis show it.
+// Readouts: pointer or arrow keys select a position on one chart; all charts with the same x axis show it.
 const charts = [...document.querySelectorAll("figure .plot")].map((plot) => {
   const data = JSON.parse(plot.closest("figure").querySelector('script[type="application/json"]').textContent);
   const places = [...new Set(data.series.flatMap((one) => one.x))].sort((a, b) => a - b);
@@ -67,7 +67,7 @@ for (const chart of charts) {
   });
 }
 
-// Tables sort by the column whose heading is pressed: numbers with their units as numbers, the rest as text.
+// Clicking a heading sorts its table by that column; numbers with units sort as numbers.
 const units = {
   B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40, PiB: 2 ** 50,
   ms: 1e-3, s: 1, min: 60, h: 3600, d: 86400, k: 1e3, M: 1e6, T: 1e12,
@@ -95,7 +95,7 @@ for (const table of document.querySelectorAll("table[data-sortable]")) {
   });
 }
 
-// Commands get a button that copies them; where the browser forbids that, the text is selected instead.
+// Adds a copy button to each command; if the browser denies copying, the text is selected instead.
 for (const block of document.querySelectorAll("[data-copy]")) {
   const button = document.createElement("button");
   button.type = "button";
@@ -115,7 +115,7 @@ for (const block of document.querySelectorAll("[data-copy]")) {
   block.append(button);
 }
 
-// Pointing at a device or a tile, or going there with the arrow keys, lights up the same devices in every picture.
+// Pointing at a device or tile, or moving to it with arrow keys, highlights the same devices in every picture.
 const holders = [...document.querySelectorAll("[data-devices]")].map((node) => [node, node.dataset.devices.split(" ")]);
 const light = (chosen) => {
   for (const [node, devices] of holders) node.classList.toggle("lit", devices.some((device) => chosen.includes(device)));
@@ -128,7 +128,7 @@ for (const [node, devices] of holders) {
 }
 for (const lattice of document.querySelectorAll(".lattice")) {
   const nodes = [...lattice.querySelectorAll(".node")].sort((a, b) => a.dataset.devices - b.dataset.devices);
-  // One stop for the Tab key; from there, arrows.
+  // The Tab key reaches the first node; arrow keys move from there.
   nodes.forEach((node, number) => {
     node.tabIndex = number ? -1 : 0;
     node.addEventListener("keydown", (event) => {

@@ -1,4 +1,4 @@
-"""The page around the pieces: one HTML file that needs nothing else and can ask for nothing else."""
+"""The HTML page: a single file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.pages.markup import Markup, join, tag
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page, with an entry in its contents; `short` is its name there."""
+    """A section of a page; `short` is its name in the table of contents (default: the title)."""
 
     title: str
     body: Markup
@@ -31,9 +31,9 @@ class Section:
 
 
 def make_page(title: str, *, head: Markup, sections: Sequence[Section], foot: object = "") -> str:
-    """Returns the whole page.
+    """Returns the whole page as HTML.
 
-    Its own policy forbids the browser every load from anywhere, and every script but the page's own.
+    Its content security policy blocks all loads, and all scripts except the page's own.
 
     Example:
         >>> html = make_page("A run", head=tag("h1", "A run"), sections=[Section("Loss", tag("p", "1 < 2"))])
@@ -62,7 +62,14 @@ def make_page(title: str, *, head: Markup, sections: Sequence[Section], foot: ob
 
 
 def write_page(html: str, path: str | Path, *, hint: str = "name another file.") -> Path:
-    """Writes a page, so that whoever has it open never sees half of it, and returns where it is."""
+    """Writes a page atomically and returns its path.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_page(make_page("A run", head=tag("h1", "A run"), sections=[]), f"{folder}/report.html").name
+        'report.html'
+    """
     place = Path(path)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Timelines: lanes of spans and marks over a common time, such as a run's events or what overlaps in a step."""
+"""Timelines: lanes of spans and moments, such as the events of a run or the overlap within a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.pages.numbers import Show, duration, time_ticks
 
 NAME_PIXELS, LANE_PIXELS, GAP_PIXELS = 18, 24, 10
 
-# Shapes differ so that kinds can be told apart without colour.
+# Different shapes distinguish kinds without color.
 Shape = Literal["diamond", "circle", "triangle", "square", "cross"]
 _SHAPES: dict[Shape, str] = {
     "diamond": "M0 -7L7 0L0 7L-7 0Z",
@@ -25,7 +25,7 @@ _SHAPES: dict[Shape, str] = {
 
 @dataclass(frozen=True)
 class Span:
-    """Something that takes from `start` to `end`; `tone` says what kind of thing it is."""
+    """An interval; `tone` is the color of its kind."""
 
     start: float
     end: float
@@ -36,7 +36,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Moment:
-    """Something that happens at a point in time."""
+    """An event at a point in time."""
 
     at: float
     label: str
@@ -56,10 +56,15 @@ class Lane:
 def timeline(
     title: str, lanes: Sequence[Lane], *, unit: str = "", keys: Sequence[str] = (), show: Show = duration
 ) -> Markup:
-    """Returns lanes under each other; time starts at the first thing in any of them.
+    """Returns a timeline with one row per lane, starting at the earliest span or moment.
 
     Args:
-        keys: the names of tones, from 0 on, for a legend.
+        keys: names of the tones, starting with tone 0, for a legend.
+
+    Example:
+        >>> chart = timeline("Step", [Lane("compute", [Span(0, 2, "matmul")]), Lane("links", [Span(1, 3, "gather")])])
+        >>> "links: gather from 1 s to 3 s." in chart
+        True
     """
     times = [time for lane in lanes for span in lane.spans for time in (span.start, span.end)]
     times += [moment.at for lane in lanes for moment in lane.moments]
@@ -84,7 +89,7 @@ def _axis(length: float, height: int, show: Show) -> Markup:
         x = f"{100 * at / length:.3f}%"
         parts.append(tag("line", x1=x, x2=x, y1=0, y2=height, class_="grid"))
         odd = " odd" if index % 2 else ""
-        # The first label starts at the edge instead of reaching over it.
+        # Left-aligns the first label, which would otherwise cross the edge.
         parts.append(tag("text", show(at), x=x, y=height + 16, class_=f"tick x{odd}{' first' if index == 0 else ''}"))
     return join(parts)
 
@@ -109,7 +114,7 @@ def _lane(lane: Lane, begin: float, length: float, *, top: int, show: Show) -> M
     for moment in lane.moments:
         title = tag("title", f"{moment.label}, at {show(moment.at - begin)}")
         shape = tag("path", title, d=_SHAPES[moment.shape], class_=f"moment tone-{moment.tone % NUM_TONES}")
-        # A picture of its own at that place: the shape keeps its size however wide the page is.
+        # A nested svg keeps the shape's size when the page stretches.
         place = f"{100 * (moment.at - begin) / length:.3f}%"
         parts.append(tag("svg", shape, x=place, y=top + NAME_PIXELS + LANE_PIXELS // 2, overflow="visible"))
     return join(parts)
