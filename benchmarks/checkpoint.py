@@ -2,7 +2,7 @@
 
 usage: python benchmarks/checkpoint.py [--layers 17] [--rounds 3] [--folder DIR] [--cold] [--json]
 
-The state is that of the 956M decoder, with 17 layers: 1.008B float32 parameters without optimizer state, 3.8 GiB, to fit
+The state is that of the 956M decoder with 17 layers: 1.008B float32 parameters without optimizer state, 3.8 GiB, to fit
 small machines. The sides take turns in one process. Each saves asynchronously and restores its checkpoint:
 
     blocked     until the save call returns: the time a training loop waits

@@ -9,6 +9,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -29,6 +31,18 @@ def run_child(command: Sequence[str], *, keep_pythonpath: bool = True) -> dict[s
         sys.exit(f"error: `{' '.join(map(str, command))}` failed with status {done.returncode}.")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
+
+
+def peak_resident() -> int:
+    """Returns the most memory this process has held, in bytes.
+
+    `meshwright.loop` can do it too, but importing it starts threads whose malloc arenas change the peak.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        return int(re.findall(r"^VmHWM:\s+(\d+)", status.read_text(), re.MULTILINE)[0]) * 1024
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
 
 
 def median(values: Sequence[float]) -> float:

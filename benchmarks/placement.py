@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measure import machine, median, run_child, spread, table, verdict, versions
+from measure import machine, median, peak_resident, run_child, spread, table, verdict, versions
 
 TARGET_RATIO = 1.0
 TARGET_MEMORY = 2.2
@@ -60,7 +60,6 @@ def measure(side: str, mib: int) -> dict[str, Any]:
 
     import meshwright as mw
     from meshwright import P
-    from meshwright.loop.logging.memory_use import peak_resident
 
     mw.simulate_cpu_devices(8)
     mesh = mw.create_mesh("fsdp:4,tp:2")
