@@ -156,7 +156,7 @@ def test_epochs_end_at_the_same_step_on_all_processes(desk):
         with pytest.raises(
             DataError,
             match=r"the data ends after 5 of 7 steps: 40 rows are left from row 0, but 7 steps of 8 rows need 56.\n"
-            r"hint: more epochs",
+            r"hint: use more epochs",
         ):
             batches.require_steps(7)
         assert len(list(batches)) == 5
