@@ -204,9 +204,7 @@ def test_convert_of_truncated_files(cli, run_folder, tmp_path):
     whole = path.read_bytes()
     for size in (0, 4, 100, len(whole) - 7):
         path.write_bytes(whole[:size])
-        with pytest.raises(
-            CheckpointError, match=r"cannot read .*model\.safetensors: (.|\n)*hint: download or copy it again"
-        ):
+        with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors: (.|\n)*hint: fetch it again"):
             cli("convert", tmp_path / "hf", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -259,7 +257,7 @@ def test_convert_to_a_llama_and_back(cli, run_folder, tmp_path):
 
 def test_convert_needs_to_know_the_model(cli, lab, first, tmp_path):
     lab.saved(tmp_path / "run", *first, 1)
-    with pytest.raises(CheckpointError, match="step 1 does not say which model it holds"):
+    with pytest.raises(CheckpointError, match="step 1 does not name its model"):
         cli("convert", tmp_path / "run", tmp_path / "hf")
     with pytest.raises(CheckpointError, match="the parameters do not match the model"):
         cli("convert", tmp_path / "run", tmp_path / "hf", "--model", "decoder-tiny")

@@ -61,9 +61,9 @@ def test_a_ledger_of_drawn_batches(tmp_path):
 
 
 def test_errors():
-    with pytest.raises(DataError, match=r"the job has no make_batch.*\nhint: set Job\(..., make_batch="):
+    with pytest.raises(DataError, match=r"the job has no make_batch.*\nhint: set Job\(make_batch="):
         job_batches(mw.Job(init=None, rules=[]), shardings=shardings("dp:8"), seed=0)
-    with pytest.raises(DataError, match=r"makes batches of 8 rows, not of 16.\nhint: use batch_size=8"):
+    with pytest.raises(DataError, match=r"batches have 8 rows, not 16.\nhint: use 8 rows"):
         take(1, batch_size=16)
     with pytest.raises(DataError, match="row 12 is inside a batch of 8 rows"):
         take(1, start_row=12)

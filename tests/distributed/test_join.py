@@ -163,7 +163,7 @@ def test_joining_after_jax_was_used_is_an_error():
         ),
         ((None, 2, 1), r"it also needs coordinator\."),
         (("127.0.0.1:1", None, None), r"it also needs num_processes and process_id\."),
-        (("127.0.0.1:1", 2, 2), r"process_id 2 is out of range for 2 processes.\nhint: pass an id from 0 to 1"),
+        (("127.0.0.1:1", 2, 2), r"process_id 2 is out of range for 2 processes.\nhint: use 0 to 1"),
         (("127.0.0.1:1", 2, -1), r"process_id -1 is out of range for 2 processes"),
     ],
 )

@@ -28,9 +28,6 @@ Nested = dict[str, Any]
 DATA_FILE_BYTES = 64 * 2**20
 
 
-# --- States as nested dicts ---
-
-
 def check_names(names: Sequence[str]) -> None:
     """Raises if two leaves would be stored under one name.
 
@@ -42,9 +39,7 @@ def check_names(names: Sequence[str]) -> None:
     seen: dict[str, str] = {}
     for name in names:
         if "" in name.split("/"):
-            raise CheckpointError(
-                f"a leaf is named {name!r}, which cannot be stored.", hint="give every key a non-empty name."
-            )
+            raise CheckpointError(f"the leaf name {name!r} cannot be stored.", hint="give every key a non-empty name.")
         other = seen.setdefault(name.replace("/", "."), name)
         if other != name:
             raise CheckpointError(
@@ -106,9 +101,6 @@ def from_stored(tree: Nested, layout: Layout) -> PyTree:
             value = jax.jit(wrap, out_shardings=NamedSharding(layout.mesh, leaf.spec))(value)
         leaves.append(value)
     return layout.structure.unflatten(leaves)
-
-
-# --- Orbax ---
 
 
 def _orbax() -> Any:

@@ -56,12 +56,10 @@ class Manifest:
 
     Args:
         files: file hashes, by path relative to the step's folder.
-        tree: the arrays of the state.
         mesh: axes with sizes, number and kind of devices, number of processes.
         layout: spec of each leaf, as `spec_to_json` writes it.
         rng: implementation of each random key, by leaf name; the arrays hold only its bits.
         facts: the caller's facts, such as the configuration and the position in the data.
-        versions: versions of Python and of the packages that wrote the step.
     """
 
     step: int
@@ -172,15 +170,11 @@ def verify_step(folder: Path | str, *, share: tuple[int, int] = (0, 1)) -> list[
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return [str(error).split("\nhint:")[0]]
-    problems = compare_files(
-        folder, manifest.files, leave_out=(MANIFEST,), own=lambda place: place % share[1] == share[0]
-    )
+    rank, count = share
+    problems = compare_files(folder, manifest.files, leave_out=(MANIFEST,), own=lambda place: place % count == rank)
     if folder.name.isdecimal() and manifest.step != int(folder.name):
         problems.append(f"{MANIFEST}: belongs to step {manifest.step}, but the folder is named {folder.name}")
     return problems
-
-
-# --- The fields of a manifest ---
 
 
 def describe_layout(layout: Layout) -> dict[str, Any]:
@@ -200,8 +194,9 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
 
 
 def stored_leaf(leaf: LeafLayout) -> StoredLeaf:
-    """Returns the manifest entry of a layout's leaf."""
-    return StoredLeaf(leaf.name, tuple(leaf.shape), dtype_name(leaf.dtype), tuple(leaf.stored_shape))
+    """Returns the manifest entry of a layout's leaf; random keys have the dtype `key<threefry2x32>`."""
+    dtype = f"key<{key_impl(leaf.dtype)}>" if is_key(leaf.dtype) else str(leaf.dtype)
+    return StoredLeaf(leaf.name, tuple(leaf.shape), dtype, tuple(leaf.stored_shape))
 
 
 def is_key(dtype: Any) -> bool:
@@ -220,11 +215,6 @@ def key_impl(dtype: Any) -> str:
     # Only a key has this name, not its dtype; tracing makes a key without allocating one.
     jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype))
     return found[0]
-
-
-def dtype_name(dtype: Any) -> str:
-    """Returns the name of a dtype; for random keys, `key<threefry2x32>`."""
-    return f"key<{key_impl(dtype)}>" if is_key(dtype) else str(dtype)
 
 
 PACKAGES = ("meshwright", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "tensorstore", "grain")

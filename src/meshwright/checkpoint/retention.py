@@ -33,9 +33,7 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last < 1:
-            raise CheckpointError(
-                f"`last` must be at least 1; got {self.last}.", hint="keep one checkpoint to resume from."
-            )
+            raise CheckpointError(f"`last` must be at least 1; got {self.last}.", hint="keep at least one.")
         if self.every is not None and self.every < 1:
             raise CheckpointError(f"`every` must be at least 1; got {self.every}.", hint="pass e.g. 1000, or None.")
 

@@ -54,7 +54,6 @@ class Checkpoints:
     `problems`, and its files are removed.
 
     Args:
-        folder: the folder of the steps.
         keep: which steps to keep once a newer one is finished.
         asynchronous: whether to write files in the background while training continues.
         tell: called with ("checkpoint", step, text) when a step is saved, and with ("checkpoint_failed", step, text).
@@ -132,14 +131,12 @@ class Checkpoints:
         return bool(from_first(step in self._known))
 
     def wait(self) -> None:
-        """Waits for the save in progress; `steps()` and `problems` tell how it ended."""
+        """Waits for the save in progress; call it before the program ends. `problems` tells if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def close(self) -> None:
-        """Waits for the save in progress; call it before the program ends."""
-        self.wait()
+    close = wait
 
     def __enter__(self) -> Self:
         return self
@@ -292,10 +289,7 @@ class Checkpoints:
         notes += damaged
         if step is None:
             detail = "".join(f"\n  {note}" for note in notes)
-            raise CheckpointError(
-                f"there is no step to restore in {self.folder}.{detail}",
-                hint="start a new run, or restore a backup.",
-            )
+            raise CheckpointError(f"there is no step to restore in {self.folder}.{detail}", hint="restore a backup.")
         return step, notes
 
     def last_good(self, *, pass_unreadable: bool = True) -> tuple[int | None, list[str]]:

@@ -73,7 +73,15 @@ class Batches(BatchStream):
         first_step: int = 1,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        _require_rows(rows, batch_size)
+        if batch_size < 1:
+            raise DataError(f"batch_size must be at least 1; got {batch_size}.", hint="pass the rows per step.")
+        if not len(rows):
+            raise DataError("the data is empty: it has no rows.", hint="add text, or use shorter rows.")
+        if len(rows) < batch_size:
+            raise DataError(
+                f"the data has {len(rows)} rows, fewer than one batch of {batch_size}.",
+                hint=f"use batch_size={len(rows)} or less, shorter rows, or more text.",
+            )
         seed = operator.index(seed)
         if not 0 <= seed < 1 << 32:
             raise DataError(f"seed must be from 0 to 2**32 - 1; got {seed}.")
@@ -175,18 +183,13 @@ def job_batches(
     """
     make = getattr(job, "make_batch", None)
     if make is None:
-        raise DataError(
-            "the job has no make_batch to draw batches.",
-            hint="set Job(..., make_batch=lambda seed: {...}), or pass data.",
-        )
+        raise DataError("the job has no make_batch to draw batches.", hint="set Job(make_batch=...), or pass data.")
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), make(0))
     sizes = sorted({leaf.shape[0] for leaf in jax.tree.leaves(shapes) if leaf.shape})
     if len(sizes) != 1:
         raise DataError(f"arrays of the job's batches have {sizes} rows.", hint="give all arrays one row per example.")
     if batch_size not in (None, sizes[0]):
-        raise DataError(
-            f"the job makes batches of {sizes[0]} rows, not of {batch_size}.", hint=f"use batch_size={sizes[0]}."
-        )
+        raise DataError(f"the job's batches have {sizes[0]} rows, not {batch_size}.", hint=f"use {sizes[0]} rows.")
     split = shardings(shapes)
     mine = local_rows(shapes, split)
     described = json.dumps([[list(leaf.shape), str(leaf.dtype)] for leaf in jax.tree.leaves(shapes)])
@@ -241,21 +244,6 @@ class _Placer:
         )
 
 
-def _require_rows(rows: RowSource, batch_size: int) -> None:
-    if batch_size < 1:
-        raise DataError(f"batch_size must be at least 1; got {batch_size}.", hint="pass the rows per step.")
-    if not len(rows):
-        raise DataError("the data is empty: it has no rows.", hint="add text, or use shorter rows.")
-    if len(rows) < batch_size:
-        raise DataError(
-            f"the data has {len(rows)} rows, fewer than one batch of {batch_size}.",
-            hint=f"use batch_size={len(rows)} or less, shorter rows, or more text.",
-        )
-
-
-# --- The rows of one process ---
-
-
 def local_rows(shapes: PyTree, shardings: PyTree, *, devices: Iterable[jax.Device] | None = None) -> np.ndarray:
     """Returns the indices of a batch's rows that some devices hold, in order.
 
@@ -302,13 +290,9 @@ def place_rows(rows: PyTree, numbers: np.ndarray, shapes: PyTree, shardings: PyT
         >>> batch.shape, batch.sharding.shard_shape(batch.shape)
         ((6, 3), (3, 3))
     """
-    pairs = iter(_pairs(shapes, shardings))
-
-    def place(leaf: Any) -> jax.Array:
-        shape, sharding = next(pairs)
-        return _place(leaf, numbers, shape.shape, sharding)
-
-    return jax.tree.map(place, rows)
+    leaves, structure = jax.tree.flatten(rows)
+    pairs = zip(leaves, _pairs(shapes, shardings), strict=True)
+    return structure.unflatten([_place(leaf, numbers, shape.shape, sharding) for leaf, (shape, sharding) in pairs])
 
 
 def _place(values: Any, numbers: np.ndarray, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:

@@ -293,9 +293,7 @@ def library_files() -> list[Path]:
         if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
     ]
     if not found:
-        raise DataError(
-            "the standard library of this Python has no sources on disk.", hint="pass a file or folder of text."
-        )
+        raise DataError("this Python has no standard library sources on disk.", hint="pass a file or folder of text.")
     return found
 
 

@@ -83,9 +83,7 @@ def _prepare(documents: Documents, tokenizer: Tokenizer, folder: Path, tell: Tel
                 _build(documents, tokenizer, target, fingerprint, tell)
                 found = _open(target, fingerprint, tell=tell)
     if found is None:
-        raise DataError(
-            f"the token cache in {target} was written but cannot be read back.", hint="check the disk for errors."
-        )
+        raise DataError(f"the token cache in {target} was written but cannot be read back.", hint="check the disk.")
     return found
 
 
@@ -189,9 +187,6 @@ def _lock(path: Path, tell: Tell) -> Iterator[None]:
         yield
 
 
-# --- Writing tokens ---
-
-
 def write_tokens(documents: Documents, tokenizer: Tokenizer, folder: Path, *, tell: Tell) -> dict[str, Any]:
     """Writes `tokens.bin` and `bounds.bin` into a folder and returns their description for `meta.json`.
 
@@ -239,7 +234,6 @@ def write_tokens(documents: Documents, tokenizer: Tokenizer, folder: Path, *, te
 
 
 def _encoded(documents: Documents, tokenizer: Tokenizer) -> Iterator[Iterable[np.ndarray]]:
-    """Yields the ids of each document, in pieces."""
     if tokenizer.in_pieces:
         for document in documents.stream():
             yield _by_piece(document, tokenizer)
@@ -273,8 +267,6 @@ def _checked(text: str | bytes, tokenizer: Tokenizer, where: str) -> str | bytes
 
 
 class _HashedFile:
-    """A file being written, with the hash of its contents."""
-
     def __init__(self, path: Path) -> None:
         self.name = path.name
         self._file = path.open("wb", buffering=1 << 20)

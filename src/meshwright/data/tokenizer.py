@@ -36,9 +36,7 @@ def load_tokenizer(name: str, *, end: str | None = None) -> Tokenizer:
     if not path.is_file():
         near = path.parent.iterdir() if path.parent.is_dir() else ()
         hint = did_you_mean(path.name, ["bytes", *sorted(entry.name for entry in near)])
-        raise DataError(
-            f"there is no tokenizer {name!r}.", hint=hint or 'pass "bytes" or the path of a tokenizer.json.'
-        )
+        raise DataError(f"there is no tokenizer {name!r}.", hint=hint or 'pass "bytes" or a tokenizer.json.')
     return FileTokenizer(path, end=end)
 
 
@@ -127,9 +125,7 @@ class FileTokenizer(Tokenizer):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception
-            raise DataError(
-                f"{path} is not a tokenizer: {error}", hint="pass a tokenizer.json of `tokenizers`."
-            ) from None
+            raise DataError(f"{path} is not a tokenizer: {error}", hint="pass a tokenizer.json.") from None
         # Files may turn on truncation and padding, which would change documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -157,9 +153,8 @@ class FileTokenizer(Tokenizer):
         return [np.asarray(encoding.ids, np.uint32) for encoding in found]
 
     def decode(self, ids: Any) -> str:
-        text: str = self._tokenizer.decode(
-            [token for token in np.asarray(ids).tolist() if token != self.end], skip_special_tokens=False
-        )
+        kept = [token for token in np.asarray(ids).tolist() if token != self.end]
+        text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
         return text
 
 

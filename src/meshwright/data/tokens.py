@@ -66,9 +66,7 @@ class Tokens:
         is cut, and its end goes to validation. With 0, everything is for training.
         """
         if not 0 <= validation < 1:
-            raise DataError(
-                f"validation must be in [0, 1); got {validation}.", hint="pass a share of the data, e.g. 0.05."
-            )
+            raise DataError(f"validation must be in [0, 1); got {validation}.", hint="pass a share, e.g. 0.05.")
         if validation == 0:
             return self, self._part(np.zeros(self.num_documents, bool))
         if self.num_documents == 1:

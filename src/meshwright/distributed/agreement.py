@@ -24,8 +24,6 @@ T = TypeVar("T")
 _TEXT_BYTES = 2048
 _PACKAGE = Path(__file__).parents[1]
 
-# --- Exchanging texts ---
-
 
 def gather_texts(text: str) -> list[str]:
     """Returns the text of every process, by rank, each cut to 2,048 bytes."""
@@ -55,9 +53,6 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-# --- Failing together ---
-
-
 def together(what: str, act: Callable[[], T]) -> T:
     """Returns the result of `act`; if it raises on one process, raises on all. `what` describes it in the error.
 
@@ -79,9 +74,6 @@ def together(what: str, act: Callable[[], T]) -> T:
         if text:
             raise MeshwrightError(f"rank {rank} of {len(texts)} failed while {what}: {text}")
     return result
-
-
-# --- Comparing facts ---
 
 
 def agree(facts: Mapping[str, Any], *, job: Any = None) -> None:

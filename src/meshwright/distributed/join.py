@@ -45,9 +45,7 @@ def join(
             hint="pass all three: --coordinator HOST:PORT --num-processes N --process-id I.",
         )
     if not 0 <= rank < number:
-        raise LaunchError(
-            f"process_id {rank} is out of range for {number} processes.", hint=f"pass an id from 0 to {number - 1}."
-        )
+        raise LaunchError(f"process_id {rank} is out of range for {number} processes.", hint=f"use 0 to {number - 1}.")
     if number == 1:
         return None
     _require_unused()

@@ -224,9 +224,7 @@ def test_processes_that_differ(train, tmp_path):
     write(path, lines)
     problems = check_ledger(tmp_path).problems
     assert "step 4 of start 2, rank 1: different rows than on rank 0" in problems
-    assert any(
-        "step 3 of start 2, rank 1: row" in told and "but rank 0 has another row there" in told for told in problems
-    )
+    assert any("step 3 of start 2, rank 1: row" in told and "but rank 0 has another" in told for told in problems)
 
 
 def test_other_data_than_the_ledger_says(train, tmp_path):

@@ -63,9 +63,7 @@ def export_llama(
     if model is None:
         text = model_text(manifest.facts.get("model"))
         if text is None:
-            raise CheckpointError(
-                f"step {step} does not say which model it holds.", hint="pass it, e.g. --model decoder-1b."
-            )
+            raise CheckpointError(f"step {step} does not name its model.", hint="pass it, e.g. --model decoder-1b.")
         model = decoder_of_text(text)
     return write_llama(target, model, params, **options)
 
@@ -118,10 +116,8 @@ def host_layout(manifest: Manifest, part: str = "params") -> Layout:
 
 
 def _layout(leaves: list[Any], structure: Any) -> Layout:
-    mesh = create_mesh("dp:1", devices=1)
-    return Layout(
-        mesh, [make_leaf(name, shape, dtype, P(), {"dp": 1}) for name, shape, dtype in leaves], structure, None
-    )
+    described = [make_leaf(*leaf, P(), {"dp": 1}) for leaf in leaves]
+    return Layout(create_mesh("dp:1", devices=1), described, structure, None)
 
 
 def _unboxed(tree: Any) -> Any:

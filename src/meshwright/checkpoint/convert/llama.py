@@ -221,9 +221,7 @@ def decoder_of_text(text: str) -> Decoder:
             raise ValueError("unknown fields")
         return Decoder(**values)
     except (SyntaxError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{text[:80]!r} is not a Decoder: {error}.", hint="convert only Decoder models to Llama."
-        ) from None
+        raise CheckpointError(f"{text[:80]!r} is not a Decoder: {error}.", hint="convert Decoders only.") from None
 
 
 # --- Files ---
@@ -252,9 +250,7 @@ def write_llama(
     save_file = _safetensors().numpy.save_file
     folder = Path(folder)
     if max_shard_bytes < 1:
-        raise CheckpointError(
-            f"max_shard_bytes must be at least 1; got {max_shard_bytes}.", hint="pass e.g. 5000000000."
-        )
+        raise CheckpointError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}.", hint="try 5000000000.")
     target = None if dtype is None else as_dtype(dtype)
     if target is not None and not is_float(target):
         raise CheckpointError(f"weights cannot be cast to {target}.", hint="use bfloat16, float16 or float32.")
@@ -310,7 +306,9 @@ def read_llama(folder: Path | str, *, dtype: Any = None, layout: Layout | None =
             # Old files store the rotary frequencies, which follow from the sizes.
             sources |= {name: file for name in file.keys() if not name.endswith("rotary_emb.inv_freq")}  # noqa: SIM118
         if model.tied_embeddings and "lm_head.weight" in sources:
-            _require_tied(sources)
+            head, table = (sources[name].get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+            if not np.array_equal(head, table):
+                raise CheckpointError("config.json ties the embeddings, but lm_head.weight differs from the embedding.")
             del sources["lm_head.weight"]
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in sources.items()}
         _require_same(f"the files in {folder}", shapes, wanted)
@@ -329,9 +327,7 @@ def _opened(path: Path) -> Any:
         path.open("rb").close()  # names the reason; safetensors reports every failure as a missing file
         return package.safe_open(path, framework="np")
     except (OSError, package.SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot read {path}: {error}.", hint="download or copy it again; it may be incomplete."
-        ) from None
+        raise CheckpointError(f"cannot read {path}: {error}.", hint="fetch it again; it may be incomplete.") from None
 
 
 def _read_leaf(sources: Mapping[str, Any], model: Decoder, name: str, dtype: Any) -> Array:
@@ -341,14 +337,6 @@ def _read_leaf(sources: Mapping[str, Any], model: Decoder, name: str, dtype: Any
         value = value.T if PLACES[name].turned else value
         parts.append(value if dtype is None else value.astype(dtype))
     return np.stack(parts) if "{}" in PLACES[name].name else np.ascontiguousarray(parts[0])
-
-
-def _require_tied(sources: Mapping[str, Any]) -> None:
-    head, table = (sources[name].get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
-    if not np.array_equal(head, table):
-        raise CheckpointError(
-            "config.json ties head and embedding, but lm_head.weight differs from the embedding table."
-        )
 
 
 def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
@@ -373,9 +361,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
-    raise CheckpointError(
-        f"{folder} has neither {SINGLE} nor {INDEX}.", hint="pass the folder of a Hugging Face model."
-    )
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}.", hint="pass a Hugging Face model folder.")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

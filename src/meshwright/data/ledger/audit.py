@@ -30,7 +30,7 @@ class LedgerReport:
         num_redone: number of steps that were done again after a kill.
         rows_per_epoch: number of rows in the data; None for a job that draws its batches.
         epochs: number of rows used in each epoch.
-        notes: remarks that are not problems, such as unfinished steps after a kill and rows skipped on purpose.
+        notes: other remarks, such as unfinished steps after a kill and rows skipped on purpose.
     """
 
     num_steps: int
@@ -79,7 +79,6 @@ def check_ledger(
     the batch size may change between starts.
 
     Args:
-        folder: the run's ledger folder.
         rows_per_epoch: number of rows in the data (default: as the ledger says).
         upto_step: the last step to check (default: all). Without it, last steps that a kill kept some processes from
             recording are notes, not problems.
@@ -166,9 +165,7 @@ class _Start:
             entry.problems.append(f"{where}: {len(line['rows'])} rows at {len(places)} positions")
         for place, row in zip(places, line["rows"], strict=False):
             if entry.rows.setdefault(place, row) != row:
-                entry.problems.append(
-                    f"{where}: row {row} at position {place}, but rank {entry.ranks[0]} has another row there"
-                )
+                entry.problems.append(f"{where}: row {row} at position {place}, but rank {entry.ranks[0]} has another")
 
 
 def _read(folder: Path) -> tuple[list[_Start], dict[int, str]]:
@@ -177,9 +174,7 @@ def _read(folder: Path) -> tuple[list[_Start], dict[int, str]]:
         files = ledger_files(folder)
         contents = {numbers: _lines(path) for numbers, path in files.items()}
     except OSError as error:
-        raise DataError(
-            f"cannot read {error.filename}: {error.strerror}.", hint="check the permissions of the run's files."
-        ) from None
+        raise DataError(f"cannot read {error.filename}: {error.strerror}.", hint="check its permissions.") from None
     if not files:
         raise DataError(f"there is no ledger in {str(folder)!r}.", hint="start the run with --ledger.")
     starts: dict[int, _Start] = {}
@@ -216,9 +211,7 @@ def _line(path: Path, number: int, text: bytes) -> dict[str, Any]:
         elif type(line.get("next_row", 0)) is not int:
             raise ValueError("next_row is not an integer")
     except ValueError as error:  # includes decoding and JSON errors
-        raise DataError(
-            f"line {number} of {path} is damaged: {error}.", hint="let no other program write to a ledger."
-        ) from None
+        raise DataError(f"line {number} of {path} is damaged: {error}.", hint="do not edit a ledger.") from None
     return line
 
 

@@ -95,9 +95,7 @@ class Ledger:
     def append(self, step: int, batch: PlacedBatch) -> None:
         """Records the batch of a step."""
         if self._file is None:
-            raise DataError(
-                "the ledger has not begun a start.", hint="pass it to Batches(..., ledger=ledger), or call begin()."
-            )
+            raise DataError("the ledger has not begun a start.", hint="pass it to Batches(..., ledger=ledger).")
         self._write(
             {
                 "step": int(step),
