@@ -292,7 +292,8 @@ def place_rows(rows: PyTree, numbers: np.ndarray, shapes: PyTree, shardings: PyT
     """
     leaves, structure = jax.tree.flatten(rows)
     pairs = zip(leaves, _pairs(shapes, shardings), strict=True)
-    return structure.unflatten([_place(leaf, numbers, shape.shape, sharding) for leaf, (shape, sharding) in pairs])
+    placed = [_place(leaf, numbers, shape.shape, sharding) for leaf, (shape, sharding) in pairs]
+    return jax.tree.unflatten(structure, placed)
 
 
 def _place(values: Any, numbers: np.ndarray, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:

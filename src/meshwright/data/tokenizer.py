@@ -44,7 +44,7 @@ class Tokenizer(abc.ABC):
     """Converts text to token ids and back.
 
     Attributes:
-        vocab_size: number of ids, which are 0 to `vocab_size - 1`.
+        vocab_size: ids are 0 to `vocab_size - 1`.
         end: id of the end-of-document token.
         fingerprint: hash of everything that decides the ids of a text.
         in_pieces: whether encoding a text in pieces gives the same ids.

@@ -116,7 +116,7 @@ def host_layout(manifest: Manifest, part: str = "params") -> Layout:
 
 
 def _layout(leaves: list[Any], structure: Any) -> Layout:
-    described = [make_leaf(*leaf, P(), {"dp": 1}) for leaf in leaves]
+    described = [make_leaf(name, shape, dtype, P(), {"dp": 1}) for name, shape, dtype in leaves]
     return Layout(create_mesh("dp:1", devices=1), described, structure, None)
 
 
