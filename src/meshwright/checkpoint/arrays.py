@@ -1,4 +1,4 @@
-"""A state on disk: nested dicts of plain global arrays, which Orbax alone can read.
+"""A state on disk: nested dicts of plain global arrays, readable with Orbax alone.
 
 This is the only module that calls Orbax.
 """

@@ -32,13 +32,8 @@ def find_place() -> ProcessSlot | None:
     """
     env = os.environ
     if "OMPI_COMM_WORLD_SIZE" in env:
-        place = ProcessSlot(
-            "mpirun",
-            int(env["OMPI_COMM_WORLD_RANK"]),
-            int(env["OMPI_COMM_WORLD_SIZE"]),
-            int(env["OMPI_COMM_WORLD_LOCAL_RANK"]),
-            int(env["OMPI_COMM_WORLD_LOCAL_SIZE"]),
-        )
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        place = ProcessSlot("mpirun", *(int(env[f"OMPI_COMM_WORLD_{name}"]) for name in names))
     # A batch script runs in a job but not in a step; srun starts steps.
     elif "SLURM_STEP_NODELIST" in env and "SLURM_PROCID" in env:
         number, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_STEP_NUM_NODES", "0"))

@@ -45,6 +45,13 @@ def export_llama(
         model: the decoder (default: the checkpoint's fact `model`).
         tell: called with a line of text about each later step that is damaged (default: a warning).
         options: options of `write_llama`.
+
+    Example:
+        >>> import tempfile
+        >>> model, folder = Decoder.named("tiny"), Path(tempfile.mkdtemp())
+        >>> save_params(folder, model.init(jax.random.key(0)), step=5, facts={"model": model_fact(model)})
+        >>> [path.name for path in export_llama(folder, folder / "hf")]
+        ['model.safetensors', 'config.json']
     """
     checkpoints, verified = Checkpoints(folder), step is None
     if step is None:
@@ -69,7 +76,15 @@ def export_llama(
 
 
 def import_llama(source: Path | str, folder: Path | str, *, step: int = 0, dtype: Any = None) -> Decoder:
-    """Makes a checkpoint from the parameters of a Hugging Face Llama, for `restore(layout, part="params")`."""
+    """Makes a checkpoint from the parameters of a Hugging Face Llama, for `restore(layout, part="params")`.
+
+    Example:
+        >>> import tempfile
+        >>> model, folder = Decoder.named("tiny"), Path(tempfile.mkdtemp())
+        >>> _ = write_llama(folder / "hf", model, model.init(jax.random.key(0)))
+        >>> import_llama(folder / "hf", folder / "checkpoints").num_layers, Checkpoints(folder / "checkpoints").steps()
+        (2, [0])
+    """
     found = read_llama(source, dtype=dtype)
     save_params(folder, found.params, step=step, facts={"model": model_fact(found.model), "source": str(source)})
     return found.model
@@ -80,6 +95,18 @@ def import_linen(source: Path | str, folder: Path | str, *, forms: Mapping[str, 
 
     Args:
         forms: a `meshwright.linen.DenseForm` for each path that holds such a layer.
+
+    Example:
+        >>> import tempfile
+        >>> from orbax.checkpoint import v1 as ocp
+        >>> from meshwright.linen import DenseForm
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> ocp.save(folder / "old", {"up": {"module": {"sharded": {"kernel": jax.numpy.ones((4, 8, 2))}}}})
+        >>> params = import_linen(
+        ...     folder / "old", folder / "new", forms={"up": DenseForm(tp_mode="gather", axis_size=4)}
+        ... )
+        >>> params["up"]["kernel"].shape
+        (8, 8)
     """
     from meshwright.linen.global_params import to_global
 
@@ -90,7 +117,15 @@ def import_linen(source: Path | str, folder: Path | str, *, forms: Mapping[str, 
 
 
 def save_params(folder: Path | str, params: PyTree, *, step: int, facts: Mapping[str, Any]) -> None:
-    """Saves only parameters as a finished step, from one device; other steps in the folder are kept."""
+    """Saves only parameters as a finished step, from one device; other steps in the folder are kept.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> save_params(folder, {"w": np.ones(4, "float32")}, step=3, facts={})
+        >>> Checkpoints(folder).steps()
+        [3]
+    """
     checkpoints = Checkpoints(folder, keep=Keep(last=sys.maxsize), asynchronous=False)
     if step in checkpoints.steps():
         raise CheckpointError(f"{folder} already has a step {step}.", hint="pass another folder or --step.")

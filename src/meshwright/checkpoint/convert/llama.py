@@ -70,7 +70,14 @@ class Llama(NamedTuple):
 
 
 def to_llama(model: Decoder, params: PyTree) -> Iterator[tuple[str, Array]]:
-    """Yields a decoder's parameters as named Llama tensors, one at a time, in host memory."""
+    """Yields a decoder's parameters as named Llama tensors, one at a time, in host memory.
+
+    Example:
+        >>> model = Decoder.named("tiny")
+        >>> shapes = {name: tensor.shape for name, tensor in to_llama(model, model.init(jax.random.key(0)))}
+        >>> shapes == llama_shapes(model)
+        True
+    """
     flat = flatten_tree(params, sep="/")
     _require_same("the parameters", {name: np.shape(leaf) for name, leaf in flat.items()}, _shapes(model))
     for name in (name for name in PLACES if name in flat):
@@ -166,7 +173,12 @@ def llama_config(model: Decoder, *, dtype: Any = "float32", max_positions: int =
 
 
 def decoder_of_config(config: Mapping[str, Any]) -> Decoder:
-    """Returns the decoder that a Llama `config.json` describes; raises if it would compute something else."""
+    """Returns the decoder that a Llama `config.json` describes; raises if it would compute something else.
+
+    Example:
+        >>> decoder_of_config(llama_config(Decoder.named("tiny")) | {"hidden_size": 32}).d_model
+        32
+    """
     _require_llama(config)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     try:
@@ -246,6 +258,13 @@ def write_llama(
 
     Returns:
         The files, `config.json` last.
+
+    Example:
+        >>> import tempfile
+        >>> model = Decoder.named("tiny")
+        >>> params = model.init(jax.random.key(0))
+        >>> [path.name for path in write_llama(tempfile.mkdtemp(), model, params, dtype="bfloat16")]
+        ['model.safetensors', 'config.json']
     """
     save_file = _safetensors().numpy.save_file
     folder = Path(folder)
@@ -295,6 +314,13 @@ def read_llama(folder: Path | str, *, dtype: Any = None, layout: Layout | None =
     Args:
         dtype: dtype to cast all weights to (default: no cast).
         layout: layout of the parameters, to place each on its mesh as it is read (default: host memory).
+
+    Example:
+        >>> import tempfile
+        >>> model, folder = Decoder.named("tiny"), tempfile.mkdtemp()
+        >>> _ = write_llama(folder, model, model.init(jax.random.key(0)))
+        >>> read_llama(folder, dtype="bfloat16").params["layers"]["attn"]["q"].shape
+        (2, 64, 64)
     """
     folder = Path(folder)
     model = decoder_of_config(_read_json(folder / CONFIG))
