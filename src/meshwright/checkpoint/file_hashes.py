@@ -152,11 +152,6 @@ def new_folder(folder: Path, *, empty: bool = False) -> Iterator[None]:
     try:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise CheckpointError(f"{folder} is not a folder.", hint=hint) from None
-        except OSError as error:
-            raise CheckpointError(f"cannot create the folder {folder}: {error.strerror}.", hint=hint) from None
-        try:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise CheckpointError(f"cannot write to {folder}: {error.strerror}.", hint=hint) from None

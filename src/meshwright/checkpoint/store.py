@@ -102,7 +102,13 @@ class Checkpoints:
         Args:
             facts: other values that a resumed run needs, as JSON: configuration, position in the data.
         """
-        self._check(state, step, layout)
+        if type(step) is not int or step < 0:
+            raise CheckpointError(f"cannot save step {step!r}.", hint="pass an integer, 0 or more.")
+        if not isinstance(layout.mesh, Mesh):
+            raise CheckpointError("cannot save with the layout of an abstract mesh.", hint="use create_mesh(...).")
+        require_live_state(state)
+        require_same_state(state, layout)
+        arrays.check_names([leaf.name for leaf in layout.leaves])
         kept_facts = plain_facts(facts)
         self.wait()
         # Process 0 decides, because only it knows how the last save ended.
@@ -143,15 +149,6 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check(self, state: PyTree, step: int, layout: Layout) -> None:
-        if type(step) is not int or step < 0:
-            raise CheckpointError(f"cannot save step {step!r}.", hint="pass an integer, 0 or more.")
-        if not isinstance(layout.mesh, Mesh):
-            raise CheckpointError("cannot save with the layout of an abstract mesh.", hint="use create_mesh(...).")
-        require_live_state(state)
-        require_same_state(state, layout)
-        arrays.check_names([leaf.name for leaf in layout.leaves])
 
     def _make_room(self, step: int, layout: Layout) -> str:
         """Makes room for a step; returns the reason not to write it, or an empty string."""

@@ -179,8 +179,20 @@ def decoder_of_config(config: Mapping[str, Any]) -> Decoder:
         >>> decoder_of_config(llama_config(Decoder.named("tiny")) | {"hidden_size": 32}).d_model
         32
     """
-    _require_llama(config)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    wanted = {
+        "model_type": (config.get("model_type"), "llama"),
+        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
+        "attention_bias": (bool(config.get("attention_bias", False)), False),
+        "mlp_bias": (bool(config.get("mlp_bias", False)), False),
+        "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
+    }
+    for name, (found, known) in wanted.items():
+        if found != known:
+            raise CheckpointError(
+                f"config.json has {name} {found!r}; only {known!r} is supported.",
+                hint="convert a Llama model without biases and scaled rotary positions.",
+            )
     try:
         heads = int(config["num_attention_heads"])
         return Decoder(
@@ -197,23 +209,6 @@ def decoder_of_config(config: Mapping[str, Any]) -> Decoder:
         )
     except KeyError as error:
         raise CheckpointError(f"config.json has no {error}.") from None
-
-
-def _require_llama(config: Mapping[str, Any]) -> None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    wanted = {
-        "model_type": (config.get("model_type"), "llama"),
-        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
-        "attention_bias": (bool(config.get("attention_bias", False)), False),
-        "mlp_bias": (bool(config.get("mlp_bias", False)), False),
-        "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
-    }
-    for name, (found, known) in wanted.items():
-        if found != known:
-            raise CheckpointError(
-                f"config.json has {name} {found!r}; only {known!r} is supported.",
-                hint="convert a Llama model without biases and scaled rotary positions.",
-            )
 
 
 def decoder_of_text(text: str) -> Decoder:
