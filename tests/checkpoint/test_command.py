@@ -215,7 +215,7 @@ def test_convert_uses_the_last_good_step(cli, run_folder, lab, tmp_path, capsys)
     code = checkpoint(lambda: convert(str(folder), str(tmp_path / "hf")))
     assert code == 0
     told = capsys.readouterr().err.splitlines()
-    assert told[0].startswith("skipped step 20: it is damaged: state/")
+    assert told[0].startswith("skipped checkpoint 20, which is damaged: state/")
     assert told[1] == "exporting step 10, the last good one"
     with pytest.raises(
         CheckpointError, match=r"cannot restore step 20: (.|\n)*hint: restore step 10, the last good one"
@@ -223,7 +223,8 @@ def test_convert_uses_the_last_good_step(cli, run_folder, lab, tmp_path, capsys)
         cli("convert", folder, tmp_path / "other", "--step", 20)
     lab.flip(lab.largest(folder / "checkpoints" / "10"), 99)
     with pytest.raises(
-        CheckpointError, match=r"there is no good step in (.|\n)*step 20: it is dam(.|\n)*step 10: it is dam"
+        CheckpointError,
+        match=r"there is no good step in (.|\n)*checkpoint 20, which is dam(.|\n)*checkpoint 10, which is dam",
     ):
         cli("convert", folder, tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"hint: restore a backup; no other step is intact"):

@@ -153,5 +153,7 @@ def test_two_processes_write_and_one_or_four_read(lab, tmp_path):
         assert out["restored"] == 4
         assert out["same"]
         assert len(out["notes"]) == 2
-        assert f"skipped step 6: it is damaged: {name.relative_to(tmp_path / '6').as_posix()}" in out["notes"][0]
+        assert (
+            f"skipped checkpoint 6, which is damaged: {name.relative_to(tmp_path / '6').as_posix()}" in out["notes"][0]
+        )
         assert out["notes"][1].endswith("resharded to dp=2 x fsdp=2 x tp=2 in 4 processes")

@@ -101,7 +101,7 @@ def test_damage_names_the_file_and_restores_the_step_before(lab, first, tmp_path
     assert restored.step == 1
     assert restored.facts == {"step": 1}
     assert len(restored.notes) == 1
-    assert restored.notes[0].startswith("skipped step 2: it is damaged: ")
+    assert restored.notes[0].startswith("skipped checkpoint 2, which is damaged: ")
     assert told in restored.notes[0]
     with pytest.raises(CheckpointError, match="cannot restore step 2: ") as caught:
         checkpoints.restore(layout, step=2)
@@ -136,7 +136,7 @@ def test_a_step_without_manifest_is_an_error_by_number_and_skipped_otherwise(lab
     assert str(caught.value).endswith("hint: restore step 1, the last good one (the default if no step is given).")
     restored = checkpoints.restore(layout)
     assert restored.step == 1
-    assert restored.notes == ["skipped step 2: it is unfinished (it has no manifest)"]
+    assert restored.notes == ["skipped checkpoint 2, which is unfinished (it has no manifest)"]
 
 
 def test_a_folder_without_a_good_step_lists_its_steps(lab, first, tmp_path):
@@ -145,7 +145,7 @@ def test_a_folder_without_a_good_step_lists_its_steps(lab, first, tmp_path):
         Checkpoints(tmp_path / "none").restore(layout)
     checkpoints = lab.saved(tmp_path, layout, state, 5)
     lab.flip(lab.largest(tmp_path / "5"))
-    with pytest.raises(CheckpointError, match=r"skipped step 5: it is damaged: state/.*contents changed"):
+    with pytest.raises(CheckpointError, match=r"skipped checkpoint 5, which is damaged: state/.*contents changed"):
         checkpoints.restore(layout)
 
 

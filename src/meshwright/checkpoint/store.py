@@ -282,7 +282,7 @@ class Checkpoints:
     def _last_to_restore(self) -> tuple[int, list[str]]:
         step, damaged = self.last_good(pass_unreadable=False)
         unfinished = [other for other in unfinished_steps(self.folder) if other > (self.latest() or -1)]
-        notes = [f"skipped step {other}: it is unfinished (it has no manifest)" for other in unfinished]
+        notes = [f"skipped checkpoint {other}, which is unfinished (it has no manifest)" for other in unfinished]
         notes += damaged
         if step is None:
             detail = "".join(f"\n  {note}" for note in notes)
@@ -308,8 +308,8 @@ class Checkpoints:
                 )
             if not unreadable:
                 self._bad.add(step)
-            what = "it cannot be read" if unreadable else "it is damaged"
-            notes.append(f"skipped step {step}: {what}: {_in_words(problems)}")
+            what = "cannot be read" if unreadable else "is damaged"
+            notes.append(f"skipped checkpoint {step}, which {what}: {_in_words(problems)}")
         return None, notes
 
     def _require_good(self, step: int) -> None:
