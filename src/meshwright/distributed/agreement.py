@@ -91,7 +91,7 @@ def agree(facts: Mapping[str, Any], *, job: Any = None) -> None:
     own = {
         "number of processes": jax.process_count(),
         "number of devices": jax.local_device_count(),
-        "version of jax": jax.__version__,
+        "jax version": jax.__version__,
         "code": code_fingerprint(sources_of(job)),
     }
     require_agreement({**own, **facts})
