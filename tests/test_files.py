@@ -8,7 +8,7 @@ import pytest
 from meshwright.files import explain_failure, remove_folder, write_atomically
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
+def test_a_file_is_complete_or_unchanged(tmp_path, monkeypatch):
     path = tmp_path / "x"
     write_atomically(path, "old")
     written = []
@@ -24,11 +24,11 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
                 write_atomically(path, b"new")
         assert os.listdir(tmp_path) == ["x"]
         assert path.read_text() == "old"
-    # What is half written has a name that begins with a dot, and goes.
+    # The temporary file has a name that starts with a dot, and is removed.
     assert [names[0].startswith(".x.") for names in written] == [True, True]
 
 
-def test_it_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_path, monkeypatch):
+def test_contents_are_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch):
     done = []
     for name in ("fsync", "replace"):
         plain = getattr(os, name)
@@ -42,7 +42,7 @@ def test_it_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_path, m
     assert done == ["fsync", "replace", "fsync"]
 
 
-def test_many_may_write_one_file_at_once(tmp_path):
+def test_several_writers_of_one_file(tmp_path):
     path = tmp_path / "x"
     texts = [str(number) * 5000 for number in range(8)]
     threads = [threading.Thread(target=write_atomically, args=(path, text)) for text in texts]
@@ -54,19 +54,19 @@ def test_many_may_write_one_file_at_once(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_it_may_be_read_by_others(tmp_path):
+def test_other_users_may_read_the_file(tmp_path):
     (tmp_path / "plain").write_text("x")
     write_atomically(tmp_path / "x", "x")
     assert (tmp_path / "x").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_a_folder_that_another_still_writes_to_is_removed(tmp_path):
+def test_a_folder_is_removed_while_another_thread_writes_to_it(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     writing = threading.Event()
 
     def write():
-        with contextlib.suppress(FileNotFoundError):  # until it is gone
+        with contextlib.suppress(FileNotFoundError):  # until it is removed
             for number in range(100_000):
                 (folder / str(number)).touch()
                 writing.set()
@@ -80,7 +80,7 @@ def test_a_folder_that_another_still_writes_to_is_removed(tmp_path):
     remove_folder(folder)
 
 
-def test_a_full_disk_is_said_to_be_one():
+def test_a_full_disk_is_recognized():
     assert explain_failure(OSError(errno.ENOSPC, "No space left on device")).startswith("the disk is full (")
     assert explain_failure(ValueError("RESOURCE_EXHAUSTED: x\n y")) == "the disk is full (RESOURCE_EXHAUSTED: x y)"
     assert explain_failure(ValueError("a\nb")) == "ValueError: a b"

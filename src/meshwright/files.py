@@ -1,4 +1,4 @@
-"""Files on disk: written whole or not at all, brought to the disk, removed; and why a write failed, in one line."""
+"""Atomic file writes, syncing, folder removal, and one-line explanations of failed writes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Writes a file that is there whole or not at all, also after a power cut; a failure leaves nothing behind.
+    """Writes a file atomically: even after a power cut, it is complete or unchanged.
 
-    Several processes may write the same file at once: one of them wins.
+    A failure leaves no temporary file. Several processes may write the same file at once; one of them wins.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -31,7 +31,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk."""
+    """Flushes a folder's entries to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -40,7 +40,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path, *, seconds: float = 10.0) -> None:
-    """Removes a folder with all in it, though others may still be writing into it for a moment."""
+    """Removes a folder, retrying for `seconds` while another process still writes into it."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -51,12 +51,12 @@ def remove_folder(folder: Path, *, seconds: float = 10.0) -> None:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY) or time.monotonic() > deadline:
                 raise
         time.sleep(0.05)
-        if not folder.exists():  # asked once more: a writer that was late may have made it again
+        if not folder.exists():  # a late writer may have created it again
             return
 
 
 def explain_failure(error: BaseException) -> str:
-    """Returns why a write failed, in one line: a full disk is said to be one."""
+    """Returns the reason for a failed write in one line; recognizes a full disk."""
     text = " ".join(str(error).split())
     full = ("No space left", "RESOURCE_EXHAUSTED", "Disk quota", "File too large", "not enough space")
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(part in text for part in full):

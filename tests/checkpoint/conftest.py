@@ -1,4 +1,4 @@
-"""A small state with all kinds of leaves, and what it takes to save and compare it: the fixture `lab`."""
+"""A small state with all kinds of leaves, and functions to save and compare it: the fixture `lab`."""
 
 import functools
 from types import SimpleNamespace
@@ -40,13 +40,13 @@ def start(mesh="fsdp:4,tp:2", *, seed=0, init=init, rules=RULES, optimizer=ADAM,
 
 @functools.cache
 def first_state(init, optimizer, seed, precision):
-    """Returns a state on one device: compiled once, whatever the mesh that it goes to."""
+    """Returns a state on one device, compiled once for all meshes."""
     job = mw.Job(init=init, rules=RULES)
     return jax.jit(lambda key: make_state(job, optimizer, key, precision=precision))(jax.random.key(seed))
 
 
 def bits(state):
-    """Returns all leaves of a state as bytes on the host."""
+    """Returns all leaves of a state as bytes."""
     leaves = [
         jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         for leaf in jax.tree.leaves(state)
@@ -55,7 +55,7 @@ def bits(state):
 
 
 def saved(folder, layout, state, *steps, **options):
-    """Saves a state as some steps, and returns the open folder."""
+    """Saves a state as several steps, and returns the `Checkpoints`."""
     checkpoints = Checkpoints(folder, **options)
     for step in steps:
         assert checkpoints.save(state, step=step, layout=layout, facts={"step": step})

@@ -1,4 +1,4 @@
-"""kill -9 inside a save, inside the writing of a manifest, inside a removal: nothing finished is lost or wrong."""
+"""kill -9 during a save, while writing a manifest, during a removal: no finished step is lost or wrong."""
 
 import os
 import signal
@@ -65,9 +65,9 @@ for step in range(start, start + 1000):
 
 
 def run_until_killed(folder, point, *, after=None):
-    """Runs a program that saves step after step until it is killed; returns the steps that it said are finished."""
+    """Runs a program that saves step after step until it is killed; returns the steps that it reported as finished."""
     command = [sys.executable, "-c", textwrap.dedent(CHILD), str(folder), point]
-    # Its output goes to a pipe of a few lines: they are all there after its death.
+    # The pipe holds its few lines of output after it dies.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         lines = []
         if after is not None:
@@ -84,11 +84,11 @@ def run_until_killed(folder, point, *, after=None):
 
 
 def check(folder, finished):
-    """Checks that what the killed program left is what it said, and that a new run can go on from it."""
+    """Checks that the killed program left the steps it reported, and that a new run can resume from them."""
     layout = mw.make_layout([("w", mw.P("dp"))], TREE, mw.create_mesh("dp:8"))
     checkpoints = Checkpoints(folder, keep=Keep(last=2))
     there = checkpoints.steps()
-    # One more may have been finished after the last word, and the oldest removed for it.
+    # One more step may have finished after the last line, which removes the oldest.
     wanted = [step for step in (*finished[-2:], checkpoints.latest()) if step > checkpoints.latest() - 2]
     assert set(wanted) <= set(there), "a finished step was lost"
     assert checkpoints.latest() in (finished[-1], finished[-1] + 1)
@@ -111,7 +111,7 @@ def check(folder, finished):
     ("an old step has no manifest", 3, [2, 3]),
     ("an old step is half gone", 3, [2, 3]),
 ])  # fmt: skip
-def test_killed_at_a_certain_point(tmp_path, point, latest, kept):
+def test_killed_at_a_given_point(tmp_path, point, latest, kept):
     finished = run_until_killed(tmp_path, point)
     assert finished == [1, 2]
     assert Checkpoints(tmp_path).steps() == kept
@@ -120,7 +120,7 @@ def test_killed_at_a_certain_point(tmp_path, point, latest, kept):
 
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path):
-    """Four times in one folder, the next run going on where the one before was killed."""
+    """Four times in one folder; each run resumes where the last one was killed."""
     rng = np.random.default_rng(0)
     latest = 0
     for _ in range(4):

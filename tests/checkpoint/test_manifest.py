@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint counts, those of the manifest too."""
+"""Every changed byte of a checkpoint is detected, including those of the manifest."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ def step(lab, first, tmp_path_factory):
     return folder / "3"
 
 
-def test_it_says_what_was_written(step, first):
+def test_a_manifest_describes_the_step(step, first):
     layout, _ = first
     manifest = read_manifest(step)
     assert manifest.step == 3
@@ -42,8 +42,8 @@ def test_it_says_what_was_written(step, first):
     assert list(raw) == ["format", "step", "files", "tree", "mesh", "layout", "rng", "facts", "versions", "sha256"]
 
 
-def test_every_flipped_byte_is_found_and_named(step, lab):
-    """Random bits over all files, each file at least three times; `benchmarks/byte_flips.py` tries many more."""
+def test_every_flipped_bit_is_found_and_its_file_named(step, lab):
+    """Flips random bits in all files, at least three in each; `benchmarks/byte_flips.py` tries many more."""
     rng = np.random.default_rng(0)
     files = sorted(path for path in step.rglob("*") if path.is_file() and path.stat().st_size)
     sizes = np.array([path.stat().st_size for path in files])
@@ -58,10 +58,10 @@ def test_every_flipped_byte_is_found_and_named(step, lab):
     assert verify_step(step) == []
 
 
-def test_every_byte_of_a_manifest_counts(step):
+def test_every_changed_byte_of_a_manifest_is_found(step):
     data = (step / "manifest.json").read_bytes()
     for place in range(0, len(data), 7):
-        for mask in (1, 0x20):  # 0x20 makes capitals of letters, and other spaces of spaces
+        for mask in (1, 0x20):  # 0x20 changes the case of letters
             changed = bytearray(data)
             changed[place] ^= mask
             with pytest.raises(CheckpointError, match=r"the file (is not a manifest|was changed after it was written)"):
@@ -72,16 +72,16 @@ def test_every_byte_of_a_manifest_counts(step):
     assert Manifest.from_json(data, where="the file") == read_manifest(step)
 
 
-def test_a_manifest_of_another_format_is_refused(step, monkeypatch):
+def test_a_manifest_of_another_format_is_rejected(step, monkeypatch):
     manifest = read_manifest(step)
     monkeypatch.setattr(manifests, "FORMAT", 2)
     text = manifest.to_json()
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="the file is of format 2; this release reads format 1"):
+    with pytest.raises(CheckpointError, match="the file has format 2; this release reads format 1"):
         Manifest.from_json(text.encode(), where="the file")
 
 
-def test_facts_come_back_as_they_were(step):
+def test_facts_round_trip(step):
     facts = {"x": 0.1 + 0.2, "name": "größer", "nothing": None, "list": [1, [2.5e-300]], "big": 2**70}
     manifest = dataclasses.replace(read_manifest(step), facts=plain_facts(facts))
     assert Manifest.from_json(manifest.to_json().encode(), where="").facts == facts

@@ -1,4 +1,4 @@
-"""Saving, keeping, falling back: what a folder of checkpoints does whatever happens to it."""
+"""Saving, retention and fallback of a folder of checkpoints, including failures and damage."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from meshwright.checkpoint import Checkpoints, Keep, store, verify_step
 from meshwright.errors import CheckpointError, TrainingError
 
 
-def test_a_state_comes_back_bit_for_bit(lab, first, tmp_path):
+def test_a_state_round_trips_bit_for_bit(lab, first, tmp_path):
     layout, state = first
     checkpoints = lab.saved(tmp_path, layout, state, 7)
     restored = Checkpoints(tmp_path).restore(layout)
@@ -29,7 +29,7 @@ def test_a_state_comes_back_bit_for_bit(lab, first, tmp_path):
     assert checkpoints.latest() == 7
 
 
-def test_what_is_written_is_what_was_there_though_the_next_step_reuses_its_memory(lab, tmp_path):
+def test_a_save_is_correct_although_the_next_step_reuses_the_memory(lab, tmp_path):
     layout, state = lab.start(init=lambda key: lab.init(key, width=4096))
     known = lab.bits(state)
     step = jax.jit(
@@ -51,7 +51,7 @@ def test_steps_are_kept_by_policy(lab, first, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["3", "5", "6"]
 
 
-def test_it_is_readable_with_orbax_alone(lab, first, tmp_path):
+def test_a_step_is_readable_with_orbax_alone(lab, first, tmp_path):
     from orbax.checkpoint import v1 as ocp
 
     layout, state = first
@@ -71,7 +71,7 @@ def test_it_is_readable_with_orbax_alone(lab, first, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["byte", "missing", "extra", "shorter", "manifest", "link"])
-def test_damage_names_the_file_and_the_step_before_is_taken(lab, first, tmp_path, what):
+def test_damage_names_the_file_and_restores_the_step_before(lab, first, tmp_path, what):
     layout, state = first
     checkpoints = lab.saved(tmp_path, layout, state, 1, 2)
     path = lab.largest(tmp_path / "2")
@@ -95,25 +95,25 @@ def test_damage_names_the_file_and_the_step_before_is_taken(lab, first, tmp_path
     else:
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
-        told = f"{name}: a link instead of a file"
+        told = f"{name}: is a link, not a file"
     assert any(told in problem for problem in verify_step(tmp_path / "2"))
     restored = checkpoints.restore(layout)
     assert restored.step == 1
     assert restored.facts == {"step": 1}
     assert len(restored.notes) == 1
-    assert restored.notes[0].startswith("step 2 is damaged and passed over: ")
+    assert restored.notes[0].startswith("skipped checkpoint 2, which is damaged: ")
     assert told in restored.notes[0]
-    with pytest.raises(CheckpointError, match="step 2 cannot be restored: ") as caught:
+    with pytest.raises(CheckpointError, match="cannot restore step 2: ") as caught:
         checkpoints.restore(layout, step=2)
     assert told in str(caught.value)
-    # The same step can be saved again, and is then good.
+    # Saving the same step again repairs it.
     assert checkpoints.save(state, step=2, layout=layout, facts={"again": True})
     checkpoints.wait()
     assert verify_step(tmp_path / "2") == []
     assert checkpoints.restore(layout).facts == {"again": True}
 
 
-def test_damaged_steps_do_not_push_out_good_ones(lab, first, tmp_path):
+def test_damaged_steps_do_not_count_for_retention(lab, first, tmp_path):
     layout, state = first
     lab.saved(tmp_path, layout, state, 1, 2, 3)
     for step in ("2", "3"):
@@ -126,50 +126,50 @@ def test_damaged_steps_do_not_push_out_good_ones(lab, first, tmp_path):
     assert 1 in checkpoints.steps()
 
 
-def test_a_step_without_manifest_is_refused_by_name_and_ignored_otherwise(lab, first, tmp_path):
+def test_a_step_without_manifest_is_an_error_by_number_and_skipped_otherwise(lab, first, tmp_path):
     layout, state = first
     checkpoints = lab.saved(tmp_path, layout, state, 1, 2)
     (tmp_path / "2" / "manifest.json").unlink()
     assert checkpoints.steps() == [1]
     with pytest.raises(CheckpointError, match=r"2 has no manifest.json: it is an unfinished step") as caught:
         checkpoints.restore(layout, step=2)
-    assert str(caught.value).endswith("hint: the last good step is 1, which is taken where no step is named.")
+    assert str(caught.value).endswith("hint: restore step 1, the last good one (the default if no step is given).")
     restored = checkpoints.restore(layout)
     assert restored.step == 1
-    assert restored.notes == ["step 2 has no manifest: it was not finished, and is passed over"]
+    assert restored.notes == ["skipped checkpoint 2, which is unfinished (it has no manifest)"]
 
 
-def test_a_folder_without_a_good_step_says_what_it_has(lab, first, tmp_path):
+def test_a_folder_without_a_good_step_lists_its_steps(lab, first, tmp_path):
     layout, state = first
     with pytest.raises(CheckpointError, match="there is no step to restore in"):
         Checkpoints(tmp_path / "none").restore(layout)
     checkpoints = lab.saved(tmp_path, layout, state, 5)
     lab.flip(lab.largest(tmp_path / "5"))
-    with pytest.raises(CheckpointError, match=r"step 5 is damaged and passed over: state/.*contents changed"):
+    with pytest.raises(CheckpointError, match=r"skipped checkpoint 5, which is damaged: state/.*contents changed"):
         checkpoints.restore(layout)
 
 
-def test_a_manifest_of_another_step_is_found_out(lab, first, tmp_path):
+def test_a_manifest_of_another_step_is_detected(lab, first, tmp_path):
     lab.saved(tmp_path, *first, 1)
     shutil.move(tmp_path / "1", tmp_path / "9")
-    assert verify_step(tmp_path / "9") == ["manifest.json: is of step 1, in a folder named 9"]
+    assert verify_step(tmp_path / "9") == ["manifest.json: belongs to step 1, but the folder is named 9"]
 
 
-# --- Dead saves ---
+# --- Killed saves ---
 
 
-def test_leftovers_of_dead_saves_are_removed_and_nothing_else(lab, first, tmp_path):
+def test_only_the_files_of_killed_saves_are_removed(lab, first, tmp_path):
     layout, state = first
     lab.saved(tmp_path, layout, state, 1, 2, 3)
-    (tmp_path / "2" / "manifest.json").rename(tmp_path / "2" / ".manifest.json.tmp")  # killed in its writing
-    (tmp_path / "3" / "manifest.json").unlink()  # killed in its removal
+    (tmp_path / "2" / "manifest.json").rename(tmp_path / "2" / ".manifest.json.tmp")  # killed while writing it
+    (tmp_path / "3" / "manifest.json").unlink()  # killed while removing the step
     shutil.rmtree(tmp_path / "3" / "state" / "state")
-    (tmp_path / "4" / "state.orbax-checkpoint-tmp").mkdir(parents=True)  # killed in the save
+    (tmp_path / "4" / "state.orbax-checkpoint-tmp").mkdir(parents=True)  # killed while saving
     (tmp_path / "5").mkdir()
     (tmp_path / "6").mkdir()
-    (tmp_path / "6" / "mine.txt").write_text("not ours")
+    (tmp_path / "6" / "mine.txt").write_text("keep me")
     (tmp_path / "notes").mkdir()
-    (tmp_path / "7.txt").write_text("not ours")
+    (tmp_path / "7.txt").write_text("keep me")
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.steps() == [1]
     assert checkpoints.save(state, step=8, layout=layout, facts={})
@@ -177,24 +177,24 @@ def test_leftovers_of_dead_saves_are_removed_and_nothing_else(lab, first, tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["1", "6", "7.txt", "8", "notes"]
 
 
-def test_a_save_of_another_run_that_is_still_writing_is_left_alone(tmp_path):
+def test_a_save_in_progress_of_another_run_is_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     (tmp_path / "4" / "state").mkdir(parents=True)
     assert checkpoints.clean() == []
     assert Checkpoints(tmp_path).clean() == [4]
 
 
-def test_a_folder_that_is_not_ours_is_not_overwritten(lab, first, tmp_path):
+def test_a_foreign_folder_is_not_overwritten(lab, first, tmp_path):
     layout, state = first
     (tmp_path / "3").mkdir()
-    (tmp_path / "3" / "mine.txt").write_text("not ours")
+    (tmp_path / "3" / "mine.txt").write_text("keep me")
     checkpoints = Checkpoints(tmp_path)
     assert not checkpoints.save(state, step=3, layout=layout, facts={})
-    assert f"step 3 was not saved: {tmp_path / '3'} exists, and is not ours" in checkpoints.problems[0]
-    assert (tmp_path / "3" / "mine.txt").read_text() == "not ours"
+    assert f"could not save step 3: {tmp_path / '3'} exists and is not a checkpoint" in checkpoints.problems[0]
+    assert (tmp_path / "3" / "mine.txt").read_text() == "keep me"
 
 
-def test_steps_of_this_run_are_not_written_twice_and_those_of_another_are_replaced(lab, first, tmp_path):
+def test_own_steps_are_not_written_twice_and_those_of_another_run_are_replaced(lab, first, tmp_path):
     layout, state = first
     told = []
     checkpoints = lab.saved(tmp_path, layout, state, 1, 2)
@@ -205,11 +205,11 @@ def test_steps_of_this_run_are_not_written_twice_and_those_of_another_are_replac
     assert again.save(state, step=2, layout=layout, facts={"new": 1})
     again.wait()
     assert again.restore(layout).facts == {"new": 1}
-    assert told[0] == ("checkpoint", 2, "step 2: replaces a checkpoint from before this run")
+    assert told[0] == ("checkpoint", 2, "step 2: replacing the checkpoint of an earlier run")
     assert told[1][:2] == ("checkpoint", 2)
 
 
-def test_steps_of_another_course_are_neither_counted_nor_removed(lab, first, tmp_path):
+def test_later_steps_of_an_abandoned_course_are_neither_counted_nor_removed(lab, first, tmp_path):
     layout, state = first
     lab.saved(tmp_path, layout, state, 10, 20, 30)
     checkpoints = Checkpoints(tmp_path, keep=Keep(last=1))
@@ -222,7 +222,7 @@ def test_steps_of_another_course_are_neither_counted_nor_removed(lab, first, tmp
 # --- Full disks ---
 
 
-def test_a_full_disk_is_told_and_freed_and_the_next_save_works(lab, first, tmp_path):
+def test_a_full_disk_is_reported_and_freed_and_the_next_save_works(lab, first, tmp_path):
     layout, state = lab.start(init=lambda key: lab.init(key, width=8192))
     told = []
     checkpoints = Checkpoints(tmp_path, tell=lambda *what: told.append(what))
@@ -237,20 +237,23 @@ def test_a_full_disk_is_told_and_freed_and_the_next_save_works(lab, first, tmp_p
     assert os.listdir(tmp_path) == []
     kind, step, text = told.pop()
     assert (kind, step, [text]) == ("checkpoint_failed", 1, checkpoints.problems)
-    assert text.startswith("step 1 was not saved: the disk is full (")
-    assert text.endswith(". Training can go on; what it wrote was removed.")
+    assert text.startswith("could not save step 1: the disk is full (")
+    assert text.endswith(". Training continues; its files were removed.")
     assert checkpoints.save(state, step=2, layout=layout, facts={})
     checkpoints.wait()
     assert lab.bits(checkpoints.restore(layout).state) == lab.bits(state)
 
 
-def test_a_disk_that_cannot_hold_the_state_is_told_with_numbers(lab, first, tmp_path, monkeypatch):
+def test_too_little_disk_space_is_reported_with_numbers(lab, first, tmp_path, monkeypatch):
     layout, state = first
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     checkpoints = Checkpoints(tmp_path)
     assert not checkpoints.save(state, step=1, layout=layout, facts={})
-    assert "the disk is full (not enough space: the state takes 12.1 KiB, 1000 B are free)" in checkpoints.problems[0]
+    assert (
+        "the disk is full (not enough space: the state takes 12.1 KiB, but only 1000 B are free)"
+        in checkpoints.problems[0]
+    )
     assert os.listdir(tmp_path) == []
 
 
@@ -264,7 +267,7 @@ def test_a_folder_that_cannot_be_read_does_not_end_the_run(lab, first, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr("os.listdir", refuse)
         assert not checkpoints.save(state, step=2, layout=layout, facts={})
-    assert "step 2 was not saved: CheckpointError: " in checkpoints.problems[0]
+    assert "could not save step 2: CheckpointError: " in checkpoints.problems[0]
     assert "cannot be read: Permission denied" in checkpoints.failures[2]
     assert checkpoints.save(state, step=3, layout=layout, facts={})
     checkpoints.wait()
@@ -284,7 +287,7 @@ def test_a_failure_after_the_arrays_are_written_leaves_nothing(lab, first, tmp_p
         assert checkpoints.save(state, step=2, layout=layout, facts={})
         checkpoints.wait()
     assert os.listdir(tmp_path) == ["1"]
-    assert "step 2 was not saved: the disk is full ([Errno 28] No space left on device)" in checkpoints.problems[0]
+    assert "could not save step 2: the disk is full ([Errno 28] No space left on device)" in checkpoints.problems[0]
     assert checkpoints.save(state, step=2, layout=layout, facts={})
     checkpoints.wait()
     assert checkpoints.steps() == [1, 2]
@@ -299,10 +302,10 @@ def test_a_logger_that_fails_does_not_end_the_run(lab, first, tmp_path):
     assert checkpoints.save(state, step=1, layout=layout, facts={})
     checkpoints.wait()
     assert checkpoints.steps() == [1]
-    assert "step 1: could not tell" in checkpoints.problems[0]
+    assert "step 1: could not report" in checkpoints.problems[0]
 
 
-def test_saving_in_the_foreground_says_how_it_ended(lab, first, tmp_path, monkeypatch):
+def test_a_synchronous_save_returns_whether_it_succeeded(lab, first, tmp_path, monkeypatch):
     layout, state = first
     checkpoints = Checkpoints(tmp_path, asynchronous=False)
     assert checkpoints.save(state, step=1, layout=layout, facts={})
@@ -313,10 +316,10 @@ def test_saving_in_the_foreground_says_how_it_ended(lab, first, tmp_path, monkey
     assert checkpoints.steps() == [1]
 
 
-# --- What cannot be saved ---
+# --- Invalid input ---
 
 
-def test_what_cannot_be_saved_is_refused_at_once(lab, first, tmp_path):
+def test_invalid_states_steps_and_facts_are_errors(lab, first, tmp_path):
     layout, state = first
     checkpoints = Checkpoints(tmp_path)
     with pytest.raises(CheckpointError, match="cannot save step -1"):
@@ -329,10 +332,10 @@ def test_what_cannot_be_saved_is_refused_at_once(lab, first, tmp_path):
 
 
 @pytest.mark.parametrize(("names", "text"), [
-    (("a.b", "a/b"), "`a/b` and `a.b` would be stored in one place, under 'a.b'"),
-    (("a", "a.b"), "`a` is an array, and `a.b` would be stored below it"),
+    (("a.b", "a/b"), "`a/b` and `a.b` would both be stored as 'a.b'"),
+    (("a", "a.b"), "`a` is an array, but `a.b` would be stored below it"),
 ])  # fmt: skip
-def test_names_that_orbax_takes_for_one_are_refused(tmp_path, names, text):
+def test_names_that_orbax_confuses_are_rejected(tmp_path, names, text):
     tree = {}
     for name in names:
         inside = tree
@@ -347,9 +350,9 @@ def test_names_that_orbax_takes_for_one_are_refused(tmp_path, names, text):
 
 
 @pytest.mark.parametrize(("options", "text"), [
-    ({"last": 0}, "keeps no checkpoint to go on from"),
-    ({"every": 0}, "is no number of steps"),
+    ({"last": 0}, "`last` must be at least 1; got 0"),
+    ({"every": 0}, "`every` must be at least 1; got 0"),
 ])  # fmt: skip
-def test_bad_policies(options, text):
+def test_invalid_policies_are_errors(options, text):
     with pytest.raises(CheckpointError, match=text):
         Keep(**options)

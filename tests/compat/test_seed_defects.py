@@ -73,7 +73,8 @@ def test_item_12_no_blank_assertion_errors(act):
 
 def test_item_12_initialize_mesh_starts_the_runtime_once(monkeypatch):
     started = []
-    monkeypatch.setenv("SLURM_NTASKS", "4")
+    for name, value in {"JOB_ID": "7", "STEP_NODELIST": "n[1-4]", "NTASKS": "4", "PROCID": "0", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: bool(started))
     monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: started.append(kwargs))
     config = {f"{role}_axis_{part}": value for role, size in (("data", 2), ("fsdp", -1), ("pipeline", 1), ("model", 2))

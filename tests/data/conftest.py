@@ -1,4 +1,4 @@
-"""Rows that know how often they were read, and shardings of batches: the fixture `desk` of this folder's tests."""
+"""Rows that count their reads, and shardings of batches: the fixture `desk`."""
 
 import threading
 from types import SimpleNamespace
@@ -31,13 +31,13 @@ class CountedRows:
 
 
 def shardings_on(mesh, *axes):
-    """Returns how batches are split: by rows over the axes of a mesh."""
+    """Returns shardings that split the rows of a batch over the axes of a mesh."""
     mesh = mw.create_mesh(mesh) if isinstance(mesh, str) else mesh
     return lambda batch: jax.tree.map(lambda leaf: NamedSharding(mesh, P(axes)), batch)
 
 
 def rows_of(batch):
-    """Returns the numbers of a batch's rows, as the arrays on the devices say."""
+    """Returns the row numbers of a batch, read from its arrays."""
     return np.asarray(batch.arrays["inputs"])[:, 0].tolist()
 
 
@@ -47,7 +47,7 @@ def desk():
         CountedRows=CountedRows,
         shardings_on=shardings_on,
         rows_of=rows_of,
-        # Rows on all devices alone, and on several devices each.
+        # One row per device, and each row on several devices.
         meshes={
             "dp:8": shardings_on("dp:8", "dp"),
             "fsdp:8": shardings_on("fsdp:8", "fsdp"),

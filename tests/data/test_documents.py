@@ -1,4 +1,4 @@
-"""Documents from every kind of file, and what is said about files that are not as they should be."""
+"""Documents from every kind of file, and errors for unreadable ones."""
 
 import json
 
@@ -52,15 +52,16 @@ def test_lines_of_json(tmp_path):
     [
         (
             '{"text": "a"',
-            r"line 2 is not JSON: Expecting ',' delimiter at column 13.\nhint: one whole object on each line",
+            r"line 2 is not JSON: Expecting ',' delimiter at column 13.\nhint: write one complete object per line",
         ),
         ('{"texts": "a"}', r"line 2 has no field 'text'.\nhint: did you mean 'texts'\?"),
-        ('{"id": 1}', r"line 2 has no field 'text'.\nhint: it has 'id'."),
-        ("[1]", "line 2 is not an object but a list"),
-        ('{"text": 3}', "line 2: the field 'text' is not a text but a int"),
+        ('{"id": 1}', r"line 2 has no field 'text'.\nhint: set the text field to one of: 'id'."),
+        ("{}", r"line 2 has no field 'text'.$"),
+        ("[1]", "line 2 is a list, not an object"),
+        ('{"text": 3}', "line 2: field 'text' is a int, not a string"),
     ],
 )
-def test_lines_that_are_not_as_they_should_be(tmp_path, line, message):
+def test_malformed_lines_are_errors(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "fine"}}\n{line}\n')
     with pytest.raises(DataError, match=message):
@@ -84,7 +85,7 @@ def test_array_records(tmp_path, suffix):
     assert list(documents) == [b"one", "zwölf".encode(), b"text"]
     assert [document.text() for document in documents.stream()] == list(documents)
     (tmp_path / f"a.{suffix}").write_bytes(b"nothing of the kind")
-    with pytest.raises(DataError, match=f"a.{suffix} cannot be read as ArrayRecord"):
+    with pytest.raises(DataError, match=f"cannot read .*a.{suffix} as ArrayRecord"):
         len(open_documents(str(tmp_path)))
 
 
@@ -100,7 +101,7 @@ def test_the_standard_library():
 
 def test_no_file_matches(tmp_path):
     (tmp_path / "corpus").mkdir()
-    with pytest.raises(DataError, match="there is no file in the folder"):
+    with pytest.raises(DataError, match=r"the folder .* has no files"):
         open_documents(str(tmp_path / "corpus"))
     (tmp_path / "corpus" / "shakespeare.txt").write_text("x")
     with pytest.raises(DataError, match=r"no file matches .*\nhint: did you mean 'shakespeare.txt'\? \(in the folder"):
@@ -111,15 +112,15 @@ def test_no_file_matches(tmp_path):
         open_documents(str(tmp_path / "corpus" / "*.jsonl"))
 
 
-def test_a_file_that_is_gone(tmp_path):
+def test_a_missing_file_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     documents = open_documents(str(tmp_path / "a.txt"))
     (tmp_path / "a.txt").unlink()
-    with pytest.raises(DataError, match=r"a.txt cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"cannot read .*a.txt: No such file"):
         documents[0]
 
 
-def test_fingerprints_are_of_contents(tmp_path):
+def test_fingerprints_depend_on_contents(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.txt").write_text("two")
     before = open_documents(str(tmp_path)).fingerprint
@@ -142,6 +143,6 @@ def test_fingerprints_are_of_contents(tmp_path):
         ("x" * 300 + "/*.txt", "no file matches|long"),
     ],
 )
-def test_paths_that_no_file_can_have(path, message):
+def test_invalid_paths_are_errors(path, message):
     with pytest.raises(DataError, match=message):
         open_documents(path)

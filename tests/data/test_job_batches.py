@@ -1,4 +1,4 @@
-"""Batches that a job draws itself."""
+"""Batches drawn by a job."""
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ def take(num_batches, *, mesh="dp:8", **options):
         return [np.asarray(next(batches).arrays["x"]) for _ in range(num_batches)], batches.state
 
 
-def test_batches_are_those_of_the_seed_and_their_number():
+def test_batches_depend_on_the_seed_and_their_number():
     first, state = take(4)
     assert state["next_row"] == 32
     assert len({batch.tobytes() for batch in first}) == 4
@@ -61,14 +61,14 @@ def test_a_ledger_of_drawn_batches(tmp_path):
 
 
 def test_errors():
-    with pytest.raises(DataError, match=r"the job cannot make batches to train on.\nhint: Job\(..., make_batch="):
+    with pytest.raises(DataError, match=r"the job has no make_batch.*\nhint: set Job\(make_batch="):
         job_batches(mw.Job(init=None, rules=[]), shardings=shardings("dp:8"), seed=0)
-    with pytest.raises(DataError, match=r"makes batches of 8 rows, not of 16.\nhint: batch_size=8"):
+    with pytest.raises(DataError, match=r"batches have 8 rows, not 16.\nhint: use 8 rows"):
         take(1, batch_size=16)
     with pytest.raises(DataError, match="row 12 is inside a batch of 8 rows"):
         take(1, start_row=12)
-    with pytest.raises(DataError, match="saved with seed 1, this run has seed 2"):
+    with pytest.raises(DataError, match="saved with seed 1, but this run has seed 2"):
         take(1, state=take(1)[1], seed=2)
     ragged = mw.Job(init=None, rules=[], make_batch=lambda seed: {"x": np.zeros(8), "y": np.zeros(4)})
-    with pytest.raises(DataError, match=r"arrays of \[4, 8\] rows"):
+    with pytest.raises(DataError, match=r"batches have \[4, 8\] rows"):
         job_batches(ragged, shardings=shardings("dp:8"), seed=0)

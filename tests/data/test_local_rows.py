@@ -1,4 +1,4 @@
-"""Each process's share of a batch, with processes played by some of the devices."""
+"""The rows of a batch that each process reads, with processes simulated by groups of devices."""
 
 import jax
 import numpy as np
@@ -23,11 +23,11 @@ def split(mesh, *spec):
         ("dp:8", "dp", 2, [range(8), range(8, 16)]),
         ("dp:8", "dp", 8, [range(2 * n, 2 * n + 2) for n in range(8)]),
         ("fsdp:8", "fsdp", 4, [range(4 * n, 4 * n + 4) for n in range(4)]),
-        # Rows that several devices hold, in one process and in two.
+        # Rows that several devices hold, in one process or in two.
         ("dp:2,tp:4", "dp", 2, [range(8), range(8, 16)]),
         ("dp:2,tp:4", "dp", 4, [range(8), range(8), range(8, 16), range(8, 16)]),
         ("dp:2,fsdp:2,tp:2", ("dp", "fsdp"), 2, [range(8), range(8, 16)]),
-        # The axis of rows is the inner one: each process holds some rows of all over the batch.
+        # The inner axis splits the rows, so each process holds rows from all over the batch.
         ("tp:2,dp:4", "dp", 4, [[*range(8)], [*range(8, 16)], [*range(8)], [*range(8, 16)]]),
         ("tp:8", None, 2, [range(16), range(16)]),
     ],
@@ -39,7 +39,7 @@ def test_rows_of_a_process(mesh, axes, num_processes, shares):
         assert local_rows(SHAPES, split(mesh, axes), devices=mine).tolist() == list(share)
 
 
-def test_rows_that_are_not_neighbours():
+def test_rows_that_are_not_contiguous():
     mesh = mw.create_mesh("dp:8")
     share = local_rows(SHAPES, split(mesh, "dp"), devices=[mesh.devices[1], mesh.devices[6]])
     assert share.tolist() == [2, 3, 12, 13]
@@ -55,8 +55,8 @@ def test_arrays_from_rows(spec, assert_placed):
         assert_placed(array, mesh, shardings[name].spec, values[name])
 
 
-def test_arrays_from_some_rows_only(monkeypatch):
-    # The devices of a process that has rows 2, 3, 12 and 13 ask for these, and get them.
+def test_arrays_from_the_rows_of_one_process(monkeypatch):
+    # A process that holds rows 2, 3, 12 and 13 provides them to its devices.
     asked = {}
 
     def from_callback(shape, sharding, part):

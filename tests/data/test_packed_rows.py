@@ -1,4 +1,4 @@
-"""Packing: every token is a target exactly once, apart from the first of each document; boundaries are marked."""
+"""Packing: every token is a target exactly once, except the first of each document; boundaries are marked."""
 
 import jax
 import numpy as np
@@ -15,13 +15,13 @@ from meshwright.train import init_state, language_job, make_eval_step, state_lay
 
 
 def numbered(sizes):
-    """Documents whose tokens are all different: 1, 2, 3 and so on, over all documents."""
+    """Documents whose tokens are all different: 1, 2, 3 and so on."""
     ends = np.cumsum(sizes)
     return [list(range(end - size + 1, end + 1)) for end, size in zip(ends, sizes, strict=True)]
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 40))
-def test_every_token_is_a_target_once_apart_from_first_ones(sizes, num_tokens):
+def test_every_token_but_the_first_of_a_document_is_a_target_once(sizes, num_tokens):
     documents = numbered(sizes)
     if sum(sizes) < 2:
         return
@@ -36,7 +36,7 @@ def test_every_token_is_a_target_once_apart_from_first_ones(sizes, num_tokens):
         }
         counts = row["weights"] == 1
         assert set(row["weights"].tolist()) <= {0.0, 1.0}
-        # A target that counts is the token after its input, in the same document.
+        # A target with weight 1 follows its input in the same document.
         np.testing.assert_array_equal(row["targets"][counts], row["inputs"][counts] + 1)
         targets += row["targets"][counts].tolist()
     assert targets == [token for document in documents for token in document[1:]]
@@ -55,18 +55,18 @@ def test_segments_are_documents(sizes, num_tokens):
         real = row["segment_ids"] > 0
         inputs += row["inputs"][real].tolist()
         numbers = np.array([document_of[token] for token in row["inputs"][real].tolist()])
-        # From 1 on in each row, one more for each document.
+        # Segments count from 1 in each row.
         np.testing.assert_array_equal(row["segment_ids"][real], numbers - numbers[0] + 1)
-        # Padding is at the end of the last row, and is nothing but zeros.
+        # Padding is all zeros, at the end of the last row.
         assert real.all() or place == len(rows) - 1
         assert not (np.diff(real.astype(int)) > 0).any()
         for values in row.values():
             assert not values[~real].any()
-    # All but the very last token, after which there is nothing to predict.
+    # All tokens but the last are inputs.
     assert inputs == list(range(1, sum(sizes)))
 
 
-def test_the_last_row_is_filled_up():
+def test_the_last_row_is_padded():
     rows = Rows(Tokens.of([[5, 6, 0], [7, 8, 9, 0]]), 4)
     assert len(rows) == 2
     assert {name: values.tolist() for name, values in rows[1].items()} == {
@@ -86,25 +86,25 @@ def test_rows_that_end_with_the_stream_need_no_padding():
     assert rows[1]["targets"].tolist() == [4, 5]
 
 
-def test_fingerprints_know_the_length():
+def test_fingerprints_depend_on_the_row_length():
     tokens = Tokens.of([[1, 2, 3, 4, 5]])
     assert len({Rows(tokens, 2).fingerprint, Rows(tokens, 3).fingerprint, tokens.fingerprint}) == 3
 
 
-def test_rows_that_cannot_be():
+def test_invalid_rows_are_errors():
     with pytest.raises(DataError, match="the data is empty: it has 1 tokens"):
         Rows(Tokens.of([[0]]), 4)
     with pytest.raises(DataError, match="the data is empty: it has 0 tokens"):
         Rows(Tokens.of([[1, 2], [3]]).split(0)[1], 4)
-    with pytest.raises(DataError, match="rows of 0 tokens"):
+    with pytest.raises(DataError, match="num_tokens must be at least 1; got 0"):
         Rows(Tokens.of([[1, 2]]), 0)
     with pytest.raises(DataError, match=r"the data has token 64; .* has 64 tokens, 0 to 63.\nhint: .* vocab_size=65"):
         Rows(Tokens.of([[1, 64]]), 4, vocab_size=64)
     assert len(Rows(Tokens.of([[1, 64]]), 4, vocab_size=65)) == 1
 
 
-def test_the_loss_of_packed_rows_is_that_of_documents_alone():
-    """What a model computes on packed rows is what it computes on each document in a row of its own."""
+def test_the_loss_of_packed_rows_equals_that_of_separate_documents():
+    """A model computes the same on packed rows as on one document per row."""
     documents = [[3, 5, 9, 2, 0], [7, 7, 1, 0], [4, 0]]
     packed = [Rows(Tokens.of(documents), 10)[0]]
     alone = [Rows(Tokens.of([document]), 10)[0] for document in documents]

@@ -1,4 +1,4 @@
-"""Two real processes with four devices each: the rows of one process with eight, each reading its half."""
+"""Two real processes with four devices each read the rows of one process with eight, half of them each."""
 
 import json
 import socket
@@ -44,7 +44,7 @@ PROGRAM = textwrap.dedent(
             batch = next(batches)
             held = sorted({int(shard.data[n, 0]) for shard in batch.arrays["inputs"].addressable_shards
                            for n in range(len(shard.data))})
-            # Computed by both together: a number that tells rows and their order.
+            # Both compute this together; it depends on the rows and their order.
             told.append({"reads": len(rows.reads), "held": held, "ids": batch.row_ids.tolist(),
                          "total": float(total(batch.arrays))})
     print(json.dumps(told))
@@ -76,7 +76,7 @@ def test_two_processes(desk, tmp_path, mesh, num_reads):
 
     report = check_ledger(tmp_path, rows_per_epoch=20, upto_step=5).require()
     assert (report.num_rows, report.epochs) == (40, [20, 20])
-    # One process goes on from step 4.
+    # One process resumes from step 4.
     with (
         Ledger(tmp_path) as ledger,
         Batches(

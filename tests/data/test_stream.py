@@ -1,4 +1,4 @@
-"""Reading ahead: batches are there before they are asked for, errors surface, threads end."""
+"""Prefetching: batches are read ahead, errors surface at their batch, threads end."""
 
 import threading
 import time
@@ -28,7 +28,7 @@ def make(desk, rows, **options):
 def test_batches_are_read_ahead(desk, prefetch):
     rows = desk.CountedRows(40)
     with make(desk, rows, prefetch=prefetch) as batches:
-        # As many as were asked for, before anyone asks for the first, and no more.
+        # Exactly `prefetch` batches are read before the first call of next().
         wait_until(lambda: len(rows.reads) == 1 + 4 * prefetch)
         next(batches)
         wait_until(lambda: len(rows.reads) == 1 + 4 * prefetch + 4)
@@ -36,8 +36,8 @@ def test_batches_are_read_ahead(desk, prefetch):
         assert len(rows.reads) == 1 + 4 * prefetch + 4
 
 
-def test_a_slow_reader_works_while_a_step_does(desk):
-    """Batch n + 1 is read while batch n is in use: the reader waits for that, and so does the user, or both hang."""
+def test_reading_overlaps_with_a_step(desk):
+    """Batch n + 1 is read while batch n is in use; otherwise reader and user would wait for each other forever."""
     in_use, read = threading.Event(), threading.Event()
 
     class Slow(desk.CountedRows):
@@ -93,12 +93,12 @@ def test_close_ends_threads(desk):
     assert reading_threads()
     batches.close()
     wait_until(lambda: not reading_threads())
-    with pytest.raises(DataError, match="the batches were closed"):
+    with pytest.raises(DataError, match="this batch stream is closed"):
         next(batches)
     batches.close()
 
 
-def test_close_waits_for_what_is_being_read(desk):
+def test_close_waits_for_reads_in_progress(desk):
     hold, entered = threading.Event(), threading.Event()
 
     class Held(desk.CountedRows):

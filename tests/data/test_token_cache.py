@@ -1,4 +1,4 @@
-"""The token cache: made once, never half, made again when damaged, in memory that does not grow."""
+"""The token cache: built once, never partial, rebuilt when damaged, in constant memory."""
 
 import fcntl
 import json
@@ -47,31 +47,31 @@ def test_tokens_of_documents(texts, tmp_path):
     assert (tokens.num_documents, tokens.num_tokens, tokens.largest, tokens.vocab_size) == (2, 10, ord("t"), 256)
     assert len(told) == 1
     assert "tokenized 2 documents: 10 tokens" in told[0]
-    assert "1 empty documents are left out" in told[0]
+    assert "skipped 1 empty documents" in told[0]
 
 
-def test_a_second_time_nothing_is_made(texts, tmp_path):
+def test_a_cache_is_built_only_once(texts, tmp_path):
     cache = tmp_path / "cache"
     first, told = prepare(texts, cache), []
     second = prepare(texts, cache, told)
     assert (second.fingerprint, ids_of(second), told) == (first.fingerprint, ids_of(first), [])
-    # Also under another name, and by the contents alone.
+    # Only the contents count, not the names.
     texts.rename(tmp_path / "moved")
     assert prepare(tmp_path / "moved", cache, told).fingerprint == first.fingerprint
     assert told == []
 
 
-def test_changed_texts_are_seen_at_once(texts, tmp_path):
+def test_changed_texts_are_noticed_at_once(texts, tmp_path):
     cache = tmp_path / "cache"
     prepare(texts, cache)
     stamp = (texts / "a.txt").stat()
-    # The same size and the same time: a write so shortly after the last that the clock did not move.
+    # Same size and same time: a write so soon after the last that the clock did not advance.
     (texts / "a.txt").write_text("two")
     os.utime(texts / "a.txt", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert ids_of(prepare(texts, cache))[:3] == list(b"two")
 
 
-def test_texts_that_did_not_change_are_not_read_again(texts, tmp_path, monkeypatch):
+def test_unchanged_texts_are_not_read_again(texts, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     for path in texts.iterdir():
         os.utime(path, (time.time() - 60, time.time() - 60))
@@ -83,7 +83,7 @@ def test_texts_that_did_not_change_are_not_read_again(texts, tmp_path, monkeypat
 
 @pytest.mark.parametrize("name", ["tokens.bin", "bounds.bin", "meta.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_cache_is_made_again_and_said(texts, tmp_path, name, damage):
+def test_a_damaged_cache_is_reported_and_rebuilt(texts, tmp_path, name, damage):
     cache = tmp_path / "cache"
     expected = ids_of(prepare(texts, cache))
     (folder,) = made(cache)
@@ -91,21 +91,21 @@ def test_a_damaged_cache_is_made_again_and_said(texts, tmp_path, name, damage):
     if damage == "remove":
         (folder / name).unlink()
     else:
-        # In the middle of meta.json lies a hash, of which any other digit is wrong as well.
+        # Change a digit of a hash in meta.json.
         middle = content.index(b"sha256") + 12 if name == "meta.json" else len(content) // 2
         content[middle] ^= 1
         (folder / name).write_bytes(content if damage == "flip" else content[:middle])
     told = []
     assert ids_of(prepare(texts, cache, told)) == expected
     assert "is damaged" in told[0]
-    assert "it is made again" in told[0]
+    assert "rebuilding it" in told[0]
     assert "tokenized 2 documents" in told[1]
     told.clear()
     prepare(texts, cache, told)
     assert told == []
 
 
-def test_nobody_sees_half_of_a_cache(texts, tmp_path, monkeypatch):
+def test_a_partial_cache_is_never_visible(texts, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
 
     def killed(*_, **__):
@@ -118,7 +118,7 @@ def test_nobody_sees_half_of_a_cache(texts, tmp_path, monkeypatch):
     assert made(cache) == []
 
 
-def test_what_dead_processes_left_is_removed_and_what_others_write_is_not(texts, tmp_path):
+def test_files_of_dead_processes_are_removed_and_those_of_live_ones_kept(texts, tmp_path):
     cache = tmp_path / "cache"
     prepare(texts, cache)
     (folder,) = made(cache)
@@ -169,8 +169,8 @@ def test_a_process_waits_for_another_that_is_tokenizing(texts, tmp_path):
     assert results[0].num_tokens == 10
 
 
-def test_another_process_that_was_first_wins(texts, tmp_path, monkeypatch):
-    # Where locks do not hold: the folder appears while we write ours.
+def test_without_locks_the_first_process_to_finish_wins(texts, tmp_path, monkeypatch):
+    # Without locks, the folder of another process appears during the write.
     from meshwright.data import token_cache
 
     cache, other = tmp_path / "cache", tmp_path / "other"
@@ -207,8 +207,8 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
     assert tokens.read(2**26 - 2, 2**26 + 1)[0].tolist() == [*b"e\n", 0]
 
 
-def test_large_caches_are_known_by_their_sizes(texts, tmp_path, monkeypatch):
-    # What only a hash would notice is too slow to look for in a terabyte.
+def test_large_caches_are_checked_by_size_only(texts, tmp_path, monkeypatch):
+    # Hashing a terabyte at each start would be too slow.
     monkeypatch.setattr("meshwright.data.token_cache.HASHED_BYTES", 3)
     cache, told = tmp_path / "cache", []
     prepare(texts, cache)
@@ -218,7 +218,7 @@ def test_large_caches_are_known_by_their_sizes(texts, tmp_path, monkeypatch):
     assert ids_of(prepare(texts, cache, told))[:3] == list(b"One")
     (folder / "tokens.bin").write_bytes(content[1:])
     assert ids_of(prepare(texts, cache, told))[:3] == list(b"one")
-    assert "tokens.bin has 9 bytes and should have 10" in told[0]
+    assert "tokens.bin has 9 bytes instead of 10" in told[0]
 
 
 def test_pieces_of_a_document_are_one_document(tmp_path, monkeypatch):
@@ -254,12 +254,12 @@ def test_errors_say_where(tmp_path):
         prepare(tmp_path / "a.jsonl", tmp_path / "cache")
 
 
-def test_a_folder_that_cannot_be_written(texts, tmp_path):
+def test_a_folder_that_cannot_be_written_is_an_error(texts, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"the token cache in '.*file/cache' cannot be written: Not a directory"):
+    with pytest.raises(DataError, match=r"cannot write the token cache in '.*file/cache': Not a directory"):
         prepare(texts, tmp_path / "file" / "cache")
 
 
-def test_the_standard_library_is_read_whole(tmp_path):
+def test_the_whole_standard_library_is_tokenized(tmp_path):
     tokens = prepare_tokens(open_documents(), load_tokenizer("bytes"), folder=tmp_path)
     assert tokens.num_documents > 300

@@ -1,4 +1,4 @@
-"""Bytes, and tokenizers from files: same text back, nothing cut, errors that say where."""
+"""The byte tokenizer and tokenizers from files: lossless, without truncation, with errors that name the place."""
 
 import json
 
@@ -38,7 +38,7 @@ def write_tokenizer(path, *, special=("<unk>", "</s>"), truncation=None):
 
 
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
-def test_bytes_give_the_same_text_back(text):
+def test_bytes_round_trip(text):
     tokenizer = load_tokenizer("bytes")
     ids = tokenizer.encode(text)
     assert ids.tolist() == list(text.encode())
@@ -46,23 +46,21 @@ def test_bytes_give_the_same_text_back(text):
     assert tokenizer.decode([*ids, tokenizer.end]) == text
 
 
-def test_bytes_are_taken_as_they_are():
+def test_bytes_in_any_encoding_are_accepted():
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.encode(b"\xff\xfe").tolist() == [255, 254]
     assert tokenizer.decode([255]) == "\ufffd"
 
 
-def test_bytes_refuse_what_they_cannot_hold():
+def test_bytes_reject_text_they_cannot_encode():
     tokenizer = load_tokenizer("bytes")
-    with pytest.raises(
-        DataError, match=r"byte 2 is 0, which ends documents.*\nhint: leave out files that are not text"
-    ):
+    with pytest.raises(DataError, match=r"byte 2 is 0, which ends documents.*\nhint: select only text files"):
         tokenizer.encode(b"ab\0c")
     with pytest.raises(DataError, match="character 1 is half of a surrogate pair"):
         tokenizer.encode("a\ud800")
-    with pytest.raises(DataError, match="ids from 3 to 256 are not all bytes"):
+    with pytest.raises(DataError, match="byte ids must be from 0 to 255; got 3 to 256"):
         tokenizer.decode([3, 256])
-    with pytest.raises(DataError, match="leave out `end`"):
+    with pytest.raises(DataError, match="remove `end`"):
         load_tokenizer("bytes", end="</s>")
 
 
@@ -74,15 +72,15 @@ def test_a_file_of_tokenizers(tmp_path):
     assert tokenizer.decode(np.array([2, 3, 1])) == "a rose"
 
 
-def test_a_file_that_asks_to_cut_texts_does_not_get_its_way(tmp_path):
+def test_truncation_in_a_tokenizer_file_is_ignored(tmp_path):
     cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", truncation=cut))
     assert tokenizer.encode("a rose is a rose").tolist() == [2, 3, 4, 2, 3]
 
 
-def test_the_token_that_ends_a_document(tmp_path):
+def test_the_end_of_document_token(tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json", special=("<unk>", "<stop>"))
-    with pytest.raises(DataError, match=r"no token with a usual name for the end of a document"):
+    with pytest.raises(DataError, match=r"none of the common end-of-document tokens"):
         load_tokenizer(path)
     with pytest.raises(DataError, match=r"no token '<stpo>'.\nhint: did you mean '<stop>'\?"):
         load_tokenizer(path, end="<stpo>")
@@ -90,7 +88,7 @@ def test_the_token_that_ends_a_document(tmp_path):
     assert load_tokenizer(path, end="<stop>").fingerprint != load_tokenizer(path, end="a").fingerprint
 
 
-def test_files_that_are_no_tokenizers(tmp_path):
+def test_invalid_tokenizer_files_are_errors(tmp_path):
     with pytest.raises(DataError, match=r"no tokenizer 'byte'.\nhint: did you mean 'bytes'\?"):
         load_tokenizer("byte")
     (tmp_path / "other.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Streams of tokens, and how they are split for validation."""
+"""Token streams, and their split for validation."""
 
 import numpy as np
 import pytest
@@ -36,19 +36,19 @@ def test_a_split_is_by_whole_documents(sizes, share):
     assert right == sorted(right)
     assert left
     assert right
-    # As much as is asked for, up to one document; or the smallest, where that is already more.
+    # At most the share asked for, or the smallest document if that is already more.
     total = sum(sizes)
     assert validation.num_tokens <= max(share * total, min(sizes))
     assert validation.num_tokens > share * total - 9
 
 
-def test_a_split_is_always_the_same_and_has_fingerprints_of_its_own():
+def test_a_split_is_always_the_same_and_changes_the_fingerprint():
     tokens = Tokens.of([[n] for n in range(50)])
     (train, validation), again = tokens.split(0.2), tokens.split(0.2)
     assert [part.fingerprint for part in again] == [train.fingerprint, validation.fingerprint]
     assert len({tokens.fingerprint, train.fingerprint, validation.fingerprint}) == 3
     assert tokens.split(0.3)[0].fingerprint != train.fingerprint
-    # Written down, since runs that go on must find the same documents kept back.
+    # Hard-coded, since resumed runs must hold back the same documents.
     assert [document[0] for document in documents_of(validation)] == [0, 3, 5, 7, 19, 33, 34, 42, 43, 44]
 
 
@@ -66,16 +66,16 @@ def test_one_document_is_cut():
     assert documents_of(validation) == [(8, 9)]
 
 
-def test_without_validation_all_is_for_training():
+def test_without_validation_everything_is_for_training():
     tokens = Tokens.of([[1, 2], [3]])
     train, validation = tokens.split(0)
     assert train is tokens
     assert (validation.num_tokens, validation.num_documents) == (0, 0)
 
 
-def test_splits_that_make_no_sense():
+def test_invalid_splits_are_errors():
     for share in (-0.1, 1, np.nan):
-        with pytest.raises(DataError, match="is not a share of the data"):
+        with pytest.raises(DataError, match=r"validation must be in \[0, 1\); got"):
             Tokens.of([[1], [2]]).split(share)
     with pytest.raises(DataError, match="1 tokens cannot be split into two parts"):
         Tokens.of([[1]]).split(0.5)

@@ -1,4 +1,4 @@
-"""Two real processes in one run: where one fails both stop and say which; where they could differ, rank 0 decides."""
+"""Two real processes in one run: if one fails, both stop and name it; if they could differ, rank 0 decides."""
 
 import json
 import socket
@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-# What rank 1 sees otherwise is patched in: another machine's file system cannot be had in a test.
+# Patches make rank 1 see a different file system, since a test has only one machine.
 PROGRAM = """
     import json, os, sys
     from pathlib import Path
@@ -49,7 +49,7 @@ PROGRAM = """
         folder.close()
         return [str(folder.path), folder.resumed]
 
-    case("nobody fails", lambda: together("reading", lambda: fails_on(5)))
+    case("no rank fails", lambda: together("reading", lambda: fails_on(5)))
     case("rank 0 fails", lambda: together("reading", lambda: fails_on(0)))
     case("rank 1 fails", lambda: together("reading", lambda: fails_on(1)))
 
@@ -61,7 +61,7 @@ PROGRAM = """
     with on_rank_1(Path, "is_dir", lambda self: False), patch.object(folders.time, "sleep", lambda seconds: None):
         case("folder is missing on rank 1", lambda: open_folder(run=str(where / "b")))
     case("nothing to resume", lambda: open_folder(run=str(where / "c"), resume=True))
-    os.chdir(where / f"home-{rank}")  # where they were started
+    os.chdir(where / f"home-{rank}")  # the folder that each was started in
     case("folder", lambda: open_folder())
     (where / "d").mkdir(exist_ok=True)
     (where / "d" / "config.yaml").touch()
@@ -71,7 +71,7 @@ PROGRAM = """
     with on_rank_1(setup, "device_memory", lambda: 1000):
         case("too little memory on rank 1", lambda: run.train(config(run=str(where / "e")), say=print))
 
-    # Rank 1 would take another mesh, and sees no checkpoint; the loss jumps at step 6.
+    # Rank 1 would choose another mesh and sees no checkpoint; the loss jumps at step 6.
     class Guard(SpikeGuard):
         seen = 0
 
@@ -108,7 +108,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def ranks(text_folder, token_cache, tmp_path_factory):
-    """What each of two processes met."""
+    """The reports of two processes."""
     where = tmp_path_factory.mktemp("together")
     for rank in range(2):
         (where / f"home-{rank}").mkdir()
@@ -138,31 +138,31 @@ def ranks(text_folder, token_cache, tmp_path_factory):
     return where, found
 
 
-def test_where_one_process_fails_all_stop_and_say_which(ranks):
+def test_if_one_process_fails_all_stop_and_name_it(ranks):
     where, (first, second) = ranks
-    assert first["nobody fails"] == second["nobody fails"] == "done"
+    assert first["no rank fails"] == second["no rank fails"] == "done"
     assert first["rank 0 fails"] == second["rank 1 fails"] == "OSError: the disk is gone"
-    other = "MeshwrightError: rank {} of 2 stopped while reading. OSError: the disk is gone"
+    other = "MeshwrightError: rank {} of 2 failed while reading: OSError: the disk is gone"
     assert (second["rank 0 fails"], first["rank 1 fails"]) == (other.format(0), other.format(1))
     assert "no such file" in second["data is missing on rank 1"]
-    assert "rank 1 of 2 stopped while loading the job and its data" in first["data is missing on rank 1"]
+    assert "rank 1 of 2 failed while loading the job and its data" in first["data is missing on rank 1"]
     assert "was made by rank 0, and is not to be seen here" in second["folder is missing on rank 1"]
-    assert "rank 1 of 2 stopped while looking for the run's folder" in first["folder is missing on rank 1"]
+    assert "rank 1 of 2 failed while looking for the run's folder" in first["folder is missing on rank 1"]
     assert "no mesh of 8 devices was found" in second["too little memory on rank 1"]
-    assert "rank 1 of 2 stopped while choosing a mesh" in first["too little memory on rank 1"]
+    assert "rank 1 of 2 failed while choosing a mesh" in first["too little memory on rank 1"]
     assert not (where / "a").exists()
     assert not (where / "e").exists()
     assert "holds no run to resume" in first["nothing to resume"]
     assert "holds no run to resume" in second["nothing to resume"]
 
 
-def test_rank_0_decides_on_the_folder(ranks):
+def test_rank_0_chooses_the_folder(ranks):
     where, (first, second) = ranks
     assert first["folder"] == second["folder"] == [str(where / "home-0" / "runs" / "x-001"), False]
     assert first["to resume"] == second["to resume"] == [str(where / "d"), True]
 
 
-def test_rank_0_decides_on_the_mesh_and_on_going_back(ranks, read_run):
+def test_rank_0_decides_on_the_mesh_and_on_rollbacks(ranks, read_run):
     where, (first, second) = ranks
     assert first["train"] == second["train"]
     assert first["train"][:3] == ["finished", 8, True]

@@ -1,4 +1,4 @@
-"""Real processes become one run, agree or say who differs, end at one step, and say the same text."""
+"""Real processes join one run, agree or name the rank that differs, stop at one step, and sample the same text."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ from meshwright.models import Decoder
 
 SIZES = {"vocab_size": 64, "num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 16}
 
-# A run in small. What differs between ranks comes from the command line.
+# A small run; the command line says how ranks differ.
 PROGRAM = """
     import json, os, signal, sys, time
     import jax
@@ -83,7 +83,7 @@ def start(*args):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """What two processes with two devices each told, and how they ended."""
+    """The reports and exit codes of two processes with two devices each."""
     folder, port, jobs = tmp_path_factory.mktemp("jobs"), free_port(), []
     for rank in range(2):
         (folder / str(rank)).mkdir()
@@ -112,11 +112,11 @@ def test_two_processes_form_one_run(pair):
 
 
 @pytest.mark.parametrize("fact", ["config", "seed", "code"])
-def test_the_rank_that_differs_is_named_on_all(pair, fact):
+def test_the_rank_that_differs_is_named_on_every_rank(pair, fact):
     told, *_ = pair
     for rank, one in enumerate(told):
-        assert f"the processes of this run differ in `{fact}`: rank 1 of 2 has another value" in one[fact]
-        assert f"Here, on rank {rank}, it is " in one[fact]
+        assert f"the processes of this run differ in `{fact}`: rank 1 of 2 does not match the majority" in one[fact]
+        assert f"On this rank ({rank}) it is " in one[fact]
 
 
 def test_all_stop_at_the_same_step(pair):
@@ -125,7 +125,7 @@ def test_all_stop_at_the_same_step(pair):
     assert 20 <= told[0]["stopped_at"] < 1999
 
 
-def test_they_say_what_one_device_says(pair):
+def test_they_sample_the_same_text_as_one_device(pair):
     told, *_ = pair
     model = Decoder(**SIZES)
     wanted = make_sampler(model, window=16)(model.init(jax.random.key(0)), [3, 14, 15], 8).tolist()
@@ -143,39 +143,42 @@ def test_mpirun_needs_no_arguments():
     assert len(told) == 2, text
     assert [one["sees"] for one in told] == [[2, 2, 4]] * 2
     assert all(one["join"].endswith("started by mpirun") and " at 127.0.0.1:" in one["join"] for one in told)
-    # Ctrl-C reached one of them only, which told the other.
+    # Ctrl-C reached only one of them, which stopped the other.
     assert told[0]["stopped_at"] == told[1]["stopped_at"]
     assert process.returncode == 75
 
 
-def test_joining_after_jax_was_used_is_told():
+def test_joining_after_jax_was_used_is_an_error():
     jax.devices()
-    with pytest.raises(LaunchError, match=r"JAX was used before .* started 'cpu' with 8 device.*\nhint: join first"):
+    with pytest.raises(LaunchError, match=r"JAX was used before .* started 'cpu' with 8 local.*\nhint: call join\(\)"):
         join(f"127.0.0.1:{free_port()}", 2, 0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("127.0.0.1:1", 2, None), r"not started by mpirun or srun, and process_id is not given.\nhint: --coordinator"),
-        ((None, 2, 1), r"coordinator is not given"),
-        (("127.0.0.1:1", None, None), r"num_processes and process_id are not given"),
-        (("127.0.0.1:1", 2, 2), r"process 2 of 2 cannot be.\nhint: ids go from 0 to 1"),
-        (("127.0.0.1:1", 2, -1), r"process -1 of 2 cannot be"),
+        (
+            ("127.0.0.1:1", 2, None),
+            r"not started by mpirun or srun, so it also needs process_id.\nhint: pass all three",
+        ),
+        ((None, 2, 1), r"it also needs coordinator\."),
+        (("127.0.0.1:1", None, None), r"it also needs num_processes and process_id\."),
+        (("127.0.0.1:1", 2, 2), r"process_id 2 is out of range for 2 processes.\nhint: use 0 to 1"),
+        (("127.0.0.1:1", 2, -1), r"process_id -1 is out of range for 2 processes"),
     ],
 )
-def test_what_is_missing_to_join_is_told(arguments, text):
+def test_missing_or_wrong_arguments_to_join_are_errors(arguments, text):
     with pytest.raises(LaunchError, match=text):
         join(*arguments)
 
 
-def test_one_process_is_a_run_of_its_own():
+def test_a_single_process_joins_nothing():
     assert join() is None
     assert join("127.0.0.1:1", 1, 0) is None
     agree({"seed": 1})
 
 
-def test_code_is_told_apart_by_names_and_contents(tmp_path):
+def test_the_code_fingerprint_depends_on_names_and_contents(tmp_path):
     one, other = tmp_path / "a" / "job.py", tmp_path / "b" / "job.py"
     for path, text in ((one, "x = 1\n"), (other, "x = 2\n")):
         path.parent.mkdir()
@@ -185,7 +188,7 @@ def test_code_is_told_apart_by_names_and_contents(tmp_path):
     assert code_fingerprint([one]) == code_fingerprint([other]) != code_fingerprint()
 
 
-def test_a_jobs_sources_are_those_of_its_functions(tmp_path):
+def test_the_sources_of_a_job_are_those_of_its_functions(tmp_path):
     path = tmp_path / "job.py"
     path.write_text("def init(key):\n    return {}\n\nclass Loss:\n    def __call__(self, *args): ...\n")
     scope = {}

@@ -1,4 +1,4 @@
-"""Who is here: each process hears the same answer, and who is missing or wrong is named. Threads are the processes."""
+"""The roll call: every process gets the same answer, which names missing and wrong ranks. Threads act as processes."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ def free_port():
 
 
 def roll(calls, timeout=10.0, host="127.0.0.1", **timeouts):
-    """Calls the roll with each `(rank, num_processes)`; returns what each heard: an address, None, an error's text."""
+    """Calls the roll with each `(rank, num_processes)`; returns for each an address, None or an error's text."""
     address, heard = Address(host, free_port()), {}
 
     def run(place, rank, number):
@@ -28,7 +28,7 @@ def roll(calls, timeout=10.0, host="127.0.0.1", **timeouts):
 
     threads = [threading.Thread(target=run, args=(place, *call)) for place, call in enumerate(calls)]
     if any(rank == 0 for rank, _ in calls):
-        # JAX would listen there once rank 0 has heard the answer; who waits for it must not wait long.
+        # Once rank 0 has its answer, JAX would listen there; the other ranks wait for that.
         threads.append(threading.Thread(target=_stand_in_for_jax, args=(address, heard, calls)))
     for thread in threads:
         thread.start()
@@ -48,38 +48,38 @@ def _stand_in_for_jax(address, heard, calls):
 
 
 @pytest.mark.parametrize("number", [2, 5])
-def test_all_are_here(number):
+def test_all_processes_join(number):
     heard, address = roll([(rank, number) for rank in range(number)], host="localhost")
     assert heard == [f"127.0.0.1:{address.port}", *[None] * (number - 1)]
 
 
-def test_the_ranks_that_never_came_are_named_to_all_that_did():
+def test_missing_ranks_are_named_on_every_rank():
     heard, address = roll([(0, 4), (2, 4)], timeout=0.5)
     assert heard[0] == heard[1]
-    assert f"2 of 4 processes never joined at {address} in 0.5 s: rank 1, 3. Here are rank 0 (" in heard[0]
-    assert f"hint: look whether they were started, and whether they reach 127.0.0.1 on port {address.port}." in heard[0]
+    assert f"2 of 4 processes did not join at {address} within 0.5 s: rank 1, 3. Joined: rank 0 (" in heard[0]
+    assert f"hint: check that they were started and can reach 127.0.0.1 on port {address.port}." in heard[0]
 
 
-def test_a_coordinator_that_never_came_is_named():
+def test_a_missing_coordinator_is_named():
     (heard,), address = roll([(1, 2)], timeout=0.5)
-    assert heard.startswith(f"rank 1 of 2, on {socket.gethostname()}, found nobody at {address} in 0.5 s: rank 0 never")
+    assert heard.startswith(f"rank 1 of 2 on {socket.gethostname()} could not reach rank 0 at {address} within 0.5 s.")
 
 
-def test_a_process_that_counts_differently_is_named_to_both():
+def test_a_different_number_of_processes_is_reported_on_both():
     heard, _ = roll([(0, 2), (1, 3)])
     assert heard[0] == heard[1]
-    assert "differ in their number: rank 1 (" in heard[0]
+    assert "the processes disagree on their number: rank 1 (" in heard[0]
     assert "was started as one of 3, rank 0 (" in heard[0]
     assert "as one of 2" in heard[0]
 
 
-def test_two_with_one_rank_are_named_to_all():
+def test_a_duplicate_rank_is_reported_on_all():
     heard, _ = roll([(0, 3), (1, 3), (1, 3)])
     assert heard[0] == heard[1] == heard[2]
-    assert "two processes are rank 1: rank 1 (" in heard[0]
+    assert "two processes have rank 1: rank 1 (" in heard[0]
 
 
-def test_a_port_in_use_is_told():
+def test_a_port_in_use_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=rf"cannot listen at 127.0.0.1:{port}: port {port} is in use"):
@@ -93,16 +93,16 @@ def test_a_port_in_use_is_told():
         ("127.0.0.1", None, ["127.0.0.1"]),
         ("::1", None, ["::1"]),
         ("node7", "10.0.0.7", ["10.0.0.7", "0.0.0.0"]),
-        ("node7", "127.0.1.1", ["0.0.0.0"]),  # what Debian calls itself
+        ("node7", "127.0.1.1", ["0.0.0.0"]),  # Debian's default for its own name
         ("fd00::2", "fd00::2", ["fd00::2", "::"]),
     ],
 )
-def test_it_listens_at_no_more_addresses_than_it_takes(host, leads_to, wanted, monkeypatch):
+def test_it_listens_on_as_few_interfaces_as_possible(host, leads_to, wanted, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (leads_to, 1))])
     assert _own_hosts(Address(host, 1)) == wanted
 
 
-def test_strangers_are_left_out():
+def test_strangers_are_ignored():
     address, heard = Address("127.0.0.1", free_port()), []
     thread = threading.Thread(target=lambda: heard.append(call_roll(address, 2, 0, timeout=10)))
     thread.start()
@@ -121,7 +121,7 @@ def test_strangers_are_left_out():
     assert heard == [f"127.0.0.1:{address.port}"]
 
 
-def test_a_coordinator_that_dies_is_told():
+def test_a_coordinator_that_dies_is_reported():
     server = socket.create_server(("127.0.0.1", 0))
     address = Address("127.0.0.1", server.getsockname()[1])
 
@@ -133,12 +133,12 @@ def test_a_coordinator_that_dies_is_told():
 
     thread = threading.Thread(target=die)
     thread.start()
-    with pytest.raises(LaunchError, match=r"rank 1 of 2, on .*, lost rank 0 at"):
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 on .* lost its connection to rank 0 at"):
         call_roll(address, 2, 1, timeout=2)
     thread.join()
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1234", "host:x", "host:0", "host:70000", "1234"])
-def test_an_address_without_host_or_port_is_refused(text):
-    with pytest.raises(LaunchError, match=r"is no address of a coordinator.\nhint: host:port"):
+def test_an_address_without_host_or_port_is_rejected(text):
+    with pytest.raises(LaunchError, match=r"is not a coordinator address.\nhint: use host:port"):
         Address.parse(text)

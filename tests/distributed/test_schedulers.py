@@ -1,9 +1,9 @@
-"""What mpirun and srun say about a process, read from what they set."""
+"""Detection of mpirun, srun and Slurm from environment variables."""
 
 import pytest
 
 from meshwright.distributed.roll_call import Address
-from meshwright.distributed.schedulers import ProcessSlot, coordinator_of, find_place, local_devices
+from meshwright.distributed.schedulers import ProcessSlot, coordinator_of, find_place, local_devices, on_slurm
 
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -61,12 +61,27 @@ def test_alone(env):
     assert find_place() is None
 
 
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        (SRUN, True),
+        (MPIRUN | {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4"}, True),  # mpirun inside a Slurm job
+        (MPIRUN, False),
+        (SRUN | {"SLURM_NTASKS": "1"}, False),
+        ({name: value for name, value in SRUN.items() if "STEP" not in name}, False),  # a batch script, before any srun
+    ],
+)
+def test_on_slurm_means_several_processes_in_a_slurm_job(env, values, wanted):
+    env(values)
+    assert on_slurm() is wanted
+
+
 def test_processes_that_share_a_machine_take_one_gpu_each(env):
     env(MPIRUN)
     assert local_devices(find_place()) == [1]
     env(MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
     assert local_devices(find_place()) is None
-    env(MPIRUN | {"CUDA_VISIBLE_DEVICES": "5"})  # the scheduler has chosen
+    env(MPIRUN | {"CUDA_VISIBLE_DEVICES": "5"})  # assigned by the scheduler
     assert local_devices(find_place()) is None
     env(MPIRUN | {"CUDA_VISIBLE_DEVICES": "0,1"})
     assert local_devices(find_place()) == [1]

@@ -294,21 +294,31 @@ def test_initialize_mesh_names_what_the_config_lacks():
         mw.initialize_mesh(config)
 
 
+SRUN = {
+    f"SLURM_{name}": value
+    for name, value in {"JOB_ID": "77", "STEP_NODELIST": "n[1-4]", "NTASKS": "4", "PROCID": "0", "LOCALID": "0"}.items()
+}
+
+
 @pytest.mark.parametrize(
-    ("tasks", "running", "asked", "starts"),
+    ("env", "running", "asked", "starts"),
     [
-        ("4", False, True, 1),
-        ("4", True, True, 0),
-        ("4", False, False, 0),
-        ("1", False, True, 0),
-        (None, False, True, 0),
+        (SRUN, False, True, 1),
+        (SRUN, True, True, 0),
+        (SRUN, False, False, 0),
+        (SRUN | {"SLURM_NTASKS": "1"}, False, True, 0),
+        ({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4"}, False, True, 0),  # a batch script, which runs alone
+        ({}, False, True, 0),
     ],
 )
-def test_initialize_mesh_starts_the_runtime_only_where_needed(monkeypatch, tasks, running, asked, starts):
+def test_initialize_mesh_starts_the_runtime_only_if_slurm_started_several_tasks(
+    monkeypatch, env, running, asked, starts
+):
     calls = []
-    monkeypatch.delenv("SLURM_NTASKS", raising=False)
-    if tasks is not None:
-        monkeypatch.setenv("SLURM_NTASKS", tasks)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_"))]:
+        monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: running)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: calls.append(kwargs))
     mw.initialize_mesh(CONFIG, init_distributed_on_slurm=asked)

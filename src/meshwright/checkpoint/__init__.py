@@ -1,4 +1,4 @@
-"""Checkpoints that cannot lie: hashed, verified before they are used, restored onto any mesh."""
+"""Verified checkpoints: hashed when saved, checked before they are restored, onto any mesh."""
 
 from meshwright.checkpoint.manifest import Manifest, read_manifest, verify_step
 from meshwright.checkpoint.restoring import Restored

@@ -1,6 +1,6 @@
-"""A state on the disk: nested dicts of plain global arrays, which Orbax writes and reads, and which it can read alone.
+"""A state on disk: nested dicts of plain global arrays, readable with Orbax alone.
 
-This is the one place that talks to Orbax.
+This is the only module that calls Orbax.
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ from meshwright.types import PyTree
 
 Nested = dict[str, Any]
 
-# Files of this size are hashed side by side. They are also read faster than Orbax's of 2 GiB: a GiB in 1.0 s for 1.3.
+# Files of this size are hashed in parallel, and read faster than Orbax's 2 GiB (1.0 s instead of 1.3 s per GiB).
 DATA_FILE_BYTES = 64 * 2**20
 
 
-# --- A state as nested dicts ---
-
-
 def check_names(names: Sequence[str]) -> None:
-    """Raises where two leaves would be stored in one place.
+    """Raises if two leaves would be stored under one name.
 
-    Orbax joins names by dots, so `a.b` and `a/b` are one to it, and restores one onto the other without a word.
+    Orbax joins names by dots, so it silently restores `a.b` onto `a/b`.
 
     Example:
         >>> check_names(["a/b", "a/c.d"])
@@ -42,11 +39,11 @@ def check_names(names: Sequence[str]) -> None:
     seen: dict[str, str] = {}
     for name in names:
         if "" in name.split("/"):
-            raise CheckpointError(f"a leaf is named {name!r}, which cannot be stored.", hint="give every key a name.")
+            raise CheckpointError(f"the leaf name {name!r} cannot be stored.", hint="give every key a non-empty name.")
         other = seen.setdefault(name.replace("/", "."), name)
         if other != name:
             raise CheckpointError(
-                f"`{other}` and `{name}` would be stored in one place, under {name.replace('/', '.')!r}.",
+                f"`{other}` and `{name}` would both be stored as {name.replace('/', '.')!r}.",
                 hint="rename one of the keys; names must differ in more than dots and slashes.",
             )
     for place, name in seen.items():
@@ -55,13 +52,13 @@ def check_names(names: Sequence[str]) -> None:
             folder = ".".join(parts[:end])
             if folder in seen:
                 raise CheckpointError(
-                    f"`{seen[folder]}` is an array, and `{name}` would be stored below it.",
+                    f"`{seen[folder]}` is an array, but `{name}` would be stored below it.",
                     hint="rename one of the keys.",
                 )
 
 
 def nest(names: Sequence[str], values: Sequence[Any]) -> Nested:
-    """Returns values in nested dicts, by their `/`-joined names.
+    """Returns values as nested dicts, by their `/`-joined names.
 
     Example:
         >>> nest(["a/b", "a/c", "d"], [1, 2, 3])
@@ -78,13 +75,13 @@ def nest(names: Sequence[str], values: Sequence[Any]) -> Nested:
 
 
 def to_stored(state: PyTree, layout: Layout) -> Nested:
-    """Returns a state as nested dicts of plain arrays, random keys as their bits; nothing is moved or copied."""
+    """Returns a state as nested dicts of plain arrays, with random keys as their bits; nothing is copied."""
     values = [jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf for leaf in jax.tree.leaves(state)]
     return nest([leaf.name for leaf in layout.leaves], values)
 
 
 def abstract_stored(layout: Layout) -> Nested:
-    """Returns the shapes of what `to_stored` would give for a state of this layout, placed on its mesh."""
+    """Returns the shapes and shardings that `to_stored` gives for a state of this layout."""
     structs = []
     for leaf in layout.leaves:
         struct = jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype)
@@ -95,7 +92,7 @@ def abstract_stored(layout: Layout) -> Nested:
 
 
 def from_stored(tree: Nested, layout: Layout) -> PyTree:
-    """Returns the state that `to_stored` took apart."""
+    """Returns the state from the output of `to_stored`."""
     leaves = []
     for leaf in layout.leaves:
         value = functools.reduce(operator.getitem, leaf.name.split("/"), tree)
@@ -106,29 +103,25 @@ def from_stored(tree: Nested, layout: Layout) -> PyTree:
     return layout.structure.unflatten(leaves)
 
 
-# --- Orbax ---
-
-
 def _orbax() -> Any:
-    from orbax.checkpoint import v1 as ocp  # takes seconds
+    from orbax.checkpoint import v1 as ocp  # slow: takes seconds
 
     return ocp
 
 
 def load_ahead() -> None:
-    """Imports Orbax in the background, which takes seconds that the first save would wait for."""
+    """Imports Orbax in the background, which takes seconds, so that the first save does not wait for it."""
     threading.Thread(target=_orbax, name="meshwright-orbax", daemon=True).start()
 
 
 def start_writing(folder: Path, tree: Nested) -> Any:
-    """Starts to write a tree of arrays; returns a response once their buffers may be donated."""
+    """Starts writing a tree of arrays; returns a response as soon as their buffers may be donated."""
     ocp = _orbax()
     context = ocp.Context()
-    # Weights hardly compress: zstd makes float32 some 8% smaller and takes several times as long as the disk.
+    # zstd makes float32 weights only about 8% smaller, and takes several times as long as the disk.
     context.array.saving.use_compression = False
     context.array.saving.ocdbt_target_data_file_size = DATA_FILE_BYTES
-    # Copies of an array are cut up so that every process writes a part: a program for each shape, seconds in all. One
-    # process writes everything anyway.
+    # Splitting replicas between processes compiles a program for each shape; one process gains nothing from it.
     context.array.saving.use_replica_parallel = jax.process_count() > 1
     with context:
         return ocp.save_async(folder, tree)
@@ -138,7 +131,7 @@ def finish_writing(response: Any, *, is_alive: Callable[[], bool] | None = None)
     """Waits until all processes have written their arrays.
 
     Args:
-        is_alive: asked every second; where it says no, another process gave up, and waiting for it would take minutes.
+        is_alive: called every second; False means that another process gave up, for which Orbax would wait minutes.
     """
     if is_alive is None:
         response.result()
@@ -149,18 +142,18 @@ def finish_writing(response: Any, *, is_alive: Callable[[], bool] | None = None)
             response.result(timeout=1.0)
             return
         except TimeoutError:
-            if time.monotonic() - asked < 0.9:  # not ours: Orbax itself ran out of time
+            if time.monotonic() - asked < 0.9:  # Orbax's own timeout
                 raise
             if not is_alive():
                 raise CheckpointError("another process of this run could not write its share") from None
 
 
 def read(folder: Path, abstract: Nested, *, repad: bool = False, part: bool = False) -> Nested:
-    """Reads arrays into the shapes, dtypes and shardings given.
+    """Reads arrays with the given shapes, dtypes and shardings.
 
     Args:
-        repad: cuts or zero-fills arrays that were padded for another mesh.
-        part: reads only the leaves asked for, of a tree that has more.
+        repad: cuts or zero-pads arrays that were padded for another mesh.
+        part: reads only the given leaves of a tree that may have more.
     """
     ocp = _orbax()
     context = ocp.Context()
@@ -172,7 +165,7 @@ def read(folder: Path, abstract: Nested, *, repad: bool = False, part: bool = Fa
 
 
 def read_anything(folder: Path) -> Nested:
-    """Reads a tree that somebody else wrote with Orbax, whole and on the host."""
+    """Reads any tree that Orbax wrote into host memory."""
     ocp = _orbax()
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     try:

@@ -1,4 +1,4 @@
-"""Hashes of the files of a step: found, hashed in threads, compared with a manifest; and the folders they go into."""
+"""Hashes of a step's files, computed in threads and compared with a manifest; creation of folders to write into."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ T = TypeVar("T")
 
 
 class FileHash(NamedTuple):
-    """What a file held when it was hashed."""
+    """The size and hash of a file."""
 
     num_bytes: int
     sha256: str
 
 
 def list_files(folder: Path) -> list[str]:
-    """Returns all files below a folder as `/`-joined relative paths, sorted; links count as files and are not followed.
+    """Returns all files below a folder as sorted, `/`-joined relative paths; links count as files and are not followed.
 
-    Raises where a folder cannot be read; one that is not there has no files.
+    A missing folder has no files; a folder that cannot be read raises `OSError`.
 
     Example:
         >>> import tempfile
@@ -39,19 +39,19 @@ def list_files(folder: Path) -> list[str]:
         ['a/x', 'b']
     """
 
-    def told(error: OSError) -> None:
+    def ignore_missing(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
             raise error
 
     found = []
-    for parent, folders, names in os.walk(folder, onerror=told):
+    for parent, folders, names in os.walk(folder, onerror=ignore_missing):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
         found += [Path(parent, name).relative_to(folder).as_posix() for name in (*names, *links)]
     return sorted(found)
 
 
 def hash_file(path: Path, *, sync: bool = False) -> FileHash:
-    """Returns the size and the SHA-256 of a file; with `sync`, only once the file is on the disk.
+    """Returns the size and the SHA-256 of a file; with `sync`, also flushes it to disk.
 
     Example:
         >>> import tempfile
@@ -68,7 +68,7 @@ def hash_file(path: Path, *, sync: bool = False) -> FileHash:
 
 
 def hash_files(folder: Path, names: Iterable[str], *, sync: bool = False) -> dict[str, FileHash]:
-    """Returns the hashes of files below a folder, several at a time."""
+    """Returns the hashes of files below a folder, computed in threads."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     return _in_threads(lambda name: hash_file(folder / name, sync=sync), sizes)
 
@@ -80,11 +80,11 @@ def compare_files(
     leave_out: Sequence[str] = (),
     own: Callable[[int], bool] = lambda place: True,
 ) -> list[str]:
-    """Returns what is wrong with the files below a folder, each problem with the file's name; nothing if all is well.
+    """Returns the differences between the files below a folder and their recorded hashes, one line for each file.
 
     Args:
-        leave_out: files that need not be known.
-        own: which places of the sorted list to hash here; others are only looked for. All by default.
+        leave_out: files to ignore.
+        own: which places of the sorted list to hash; the other files are only checked for their size (default: all).
     """
     try:
         there = [name for name in list_files(folder) if name not in leave_out]
@@ -100,7 +100,7 @@ def compare_files(
         try:
             info = (folder / name).lstat()
             if stat.S_ISLNK(info.st_mode):
-                return f"{name}: a link instead of a file"
+                return f"{name}: is a link, not a file"
             if info.st_size != written.num_bytes:
                 return f"{name}: {info.st_size} bytes instead of {written.num_bytes}"
             found = hash_file(folder / name).sha256 if name in hashed else written.sha256
@@ -115,9 +115,9 @@ def compare_files(
 
 
 def _in_threads(work: Callable[[str], T], sizes: Mapping[str, int]) -> dict[str, T]:
-    """Returns what `work` returns for each file, the large ones first; hashing does not hold the interpreter's lock."""
+    """Applies `work` to each file in threads, largest files first; hashing releases the GIL."""
     order = sorted(sizes, key=lambda name: (-sizes[name], name))
-    # One per core, up to 16, where memory is the limit.
+    # One thread per core, up to 16, beyond which memory bandwidth is the limit.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(min(16, cores), "hash") as pool:
         done = dict(zip(order, pool.map(work, order), strict=True))
@@ -128,38 +128,33 @@ _UNREADABLE = ": cannot be read: "
 
 
 def unreadable(name: str, error: OSError) -> str:
-    """Returns the problem of a file or folder that cannot be read, which says nothing about what is in it."""
+    """Returns the problem text for a file or folder that cannot be read, and may still be intact."""
     return f"{name}{_UNREADABLE}{error.strerror}"
 
 
 def is_unreadable(problem: str) -> bool:
-    """Returns whether a problem is one of `unreadable`."""
+    """Returns whether a problem text comes from `unreadable`."""
     return _UNREADABLE in problem
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, empty: bool = False) -> Iterator[None]:
-    """Makes a folder to write into; where that fails, or what is done in it, nothing new is left behind.
+    """Creates a folder to write into; if that or the body fails, removes what was created.
 
     Args:
-        empty: the folder may be there already only if nothing is in it, and failures leave it so. Otherwise one that
-            is there already stays, with all in it.
+        empty: an existing folder must be empty, and a failure empties it again. Otherwise an existing folder keeps its
+            contents.
     """
     made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
-    hint = "name a new folder, in one that you may write to."
+    hint = "pass a new folder inside a writable one."
     if empty and folder.is_dir() and any(folder.iterdir()):
         raise CheckpointError(f"{folder} is not empty.", hint=hint)
     try:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise CheckpointError(f"{folder} is no folder.", hint=hint) from None
-        except OSError as error:
-            raise CheckpointError(f"the folder {folder} cannot be made: {error.strerror}.", hint=hint) from None
-        try:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            raise CheckpointError(f"nothing can be written to {folder}: {error.strerror}.", hint=hint) from None
+            raise CheckpointError(f"cannot write to {folder}: {error.strerror}.", hint=hint) from None
         yield
     except BaseException:
         with contextlib.suppress(OSError):

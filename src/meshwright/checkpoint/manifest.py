@@ -1,6 +1,6 @@
-"""The manifest of a step: what was written, so that what is read can be held against it.
+"""The manifest of a step: a hashed record of what was written, to verify what is read.
 
-It is written last. A step without one is unfinished, and a step with one is whole or is found out.
+It is written last: a step without a manifest is unfinished, and damage to a step with one is detected.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from meshwright.specs import spec_to_json
 FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state"
-_PLAIN = ("mesh", "layout", "rng", "facts", "versions")  # fields of a manifest that are JSON as they are
+_PLAIN = ("mesh", "layout", "rng", "facts", "versions")  # fields that are already JSON
 
 
 class StoredLeaf(NamedTuple):
-    """One array of a checkpoint; `stored_shape` differs from `shape` where the layout padded it."""
+    """One array of a checkpoint; `stored_shape` differs from `shape` if the layout padded it."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,14 +52,14 @@ class StoredLeaf(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What is known of a finished step.
+    """The record of a finished step.
 
     Args:
-        files: hashes by path relative to the step's folder.
-        mesh: axes and sizes, number of devices and of processes, and their kind.
-        layout: each leaf's spec, as `spec_to_json` writes it.
-        rng: the implementation of each random key, by leaf name; the checkpoint holds its bits as numbers.
-        facts: what the caller said: configuration, state of the data, and so on.
+        files: file hashes, by path relative to the step's folder.
+        mesh: axes with sizes, number and kind of devices, number of processes.
+        layout: spec of each leaf, as `spec_to_json` writes it.
+        rng: implementation of each random key, by leaf name; the arrays hold only its bits.
+        facts: the caller's facts, such as the configuration and the position in the data.
     """
 
     step: int
@@ -84,7 +84,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, *, where: str) -> Manifest:
-        """Reads a manifest, or raises `CheckpointError` if a single byte of it is not as it was written."""
+        """Reads a manifest; raises `CheckpointError` if a single byte of it has changed."""
         try:
             text = data.decode()
             body = json.loads(text)
@@ -92,12 +92,12 @@ class Manifest:
             written = body["format"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{where} is not a manifest: {type(error).__name__}: {error}.") from None
-        # Written again it must give the same bytes: so a changed space or digit shows as well as a changed value.
+        # Comparing the text as well detects changes that leave all values equal, such as a space.
         if found != _hash(body) or _dump(body | {"sha256": found}) != text:
-            raise CheckpointError(f"{where} was changed after it was written: its own sha256 does not fit.")
+            raise CheckpointError(f"{where} was changed after it was written: its sha256 does not match.")
         if written != FORMAT:
             raise CheckpointError(
-                f"{where} is of format {written}; this release reads format {FORMAT}.", hint="update meshwright."
+                f"{where} has format {written}; this release reads format {FORMAT}.", hint="update meshwright."
             )
         return cls(
             step=body["step"],
@@ -108,63 +108,77 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files but the manifest itself."""
+        """Size of all files except the manifest."""
         return sum(item.num_bytes for item in self.files.values())
 
     @property
     def mesh_text(self) -> str:
-        """The mesh in words."""
+        """The mesh as text, such as `fsdp=4 x tp=2`."""
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh["axes"].items()) or "no axes"
         processes = self.mesh["num_processes"]
         return axes + (f" in {processes} processes" if processes > 1 else "")
 
 
 def read_manifest(folder: Path | str) -> Manifest:
-    """Returns the manifest of a step's folder; raises `CheckpointError` where there is none or it was changed."""
+    """Returns the manifest in a step's folder; raises `CheckpointError` if it is missing or was changed.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> empty = dict(files={}, tree=(), mesh={}, layout={}, rng={}, versions={})
+        >>> write_manifest(folder, Manifest(step=3, facts={"seed": 0}, **empty))
+        >>> read_manifest(folder).step, read_manifest(folder).facts
+        (3, {'seed': 0})
+    """
     path = Path(folder) / MANIFEST
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            f"{folder} has no {MANIFEST}: it is an unfinished step, or not one of ours.",
-            hint="restore another step; `meshwright checkpoint ls` shows those that are finished.",
+            f"{folder} has no {MANIFEST}: it is an unfinished step, or not a Meshwright checkpoint.",
+            hint="choose a finished step; `meshwright checkpoint ls` lists them.",
         ) from None
     except OSError as error:
-        raise CheckpointError(unreadable(str(path), error), hint="who may read it?") from error
+        raise CheckpointError(unreadable(str(path), error), hint="check its permissions.") from error
     return Manifest.from_json(data, where=str(path))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest into a step's folder, whole or not at all, which makes the step a finished one."""
+    """Writes the manifest into a step's folder atomically, which marks the step as finished."""
     write_atomically(folder / MANIFEST, manifest.to_json())
 
 
 def verify_step(folder: Path | str, *, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Returns everything that is wrong with a step, each problem with the name of the file; nothing if all is well.
-
-    Every byte of every file is read.
+    """Reads every byte of a step and returns its problems, each with the name of the file; empty if it is intact.
 
     Args:
-        share: `(i, n)` hashes the i-th of n shares of the files, for n processes that each do one.
+        share: `(i, n)` hashes only the i-th of n shares of the files, to split the work between processes.
+
+    Example:
+        >>> import tempfile
+        >>> from meshwright.checkpoint.file_hashes import hash_files
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "x").write_bytes(b"abc")
+        >>> others = dict(tree=(), mesh={}, layout={}, rng={}, facts={}, versions={})
+        >>> write_manifest(folder, Manifest(step=1, files=hash_files(folder, ["x"]), **others))
+        >>> _ = (folder / "x").write_bytes(b"abd")
+        >>> verify_step(folder)
+        ['x: contents changed (sha256 a52d159f262b instead of ba7816bf8f01)']
     """
     folder = Path(folder)
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return [str(error).split("\nhint:")[0]]
-    problems = compare_files(
-        folder, manifest.files, leave_out=(MANIFEST,), own=lambda place: place % share[1] == share[0]
-    )
+    rank, count = share
+    problems = compare_files(folder, manifest.files, leave_out=(MANIFEST,), own=lambda place: place % count == rank)
     if folder.name.isdecimal() and manifest.step != int(folder.name):
-        problems.append(f"{MANIFEST}: is of step {manifest.step}, in a folder named {folder.name}")
+        problems.append(f"{MANIFEST}: belongs to step {manifest.step}, but the folder is named {folder.name}")
     return problems
 
 
-# --- What goes in ---
-
-
 def describe_layout(layout: Layout) -> dict[str, Any]:
-    """Returns the fields of a manifest that a layout decides."""
+    """Returns the manifest fields that depend on the layout."""
     devices = list(layout.mesh.devices.flat)
     return {
         "tree": tuple(stored_leaf(leaf) for leaf in layout.leaves),
@@ -180,8 +194,9 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
 
 
 def stored_leaf(leaf: LeafLayout) -> StoredLeaf:
-    """Returns a leaf of a layout as a manifest notes it."""
-    return StoredLeaf(leaf.name, tuple(leaf.shape), dtype_name(leaf.dtype), tuple(leaf.stored_shape))
+    """Returns the manifest entry of a layout's leaf; random keys have the dtype `key<threefry2x32>`."""
+    dtype = f"key<{key_impl(leaf.dtype)}>" if is_key(leaf.dtype) else str(leaf.dtype)
+    return StoredLeaf(leaf.name, tuple(leaf.shape), dtype, tuple(leaf.stored_shape))
 
 
 def is_key(dtype: Any) -> bool:
@@ -190,43 +205,39 @@ def is_key(dtype: Any) -> bool:
 
 
 def key_impl(dtype: Any) -> str:
-    """Returns the name of a key dtype's generator, as `jax.random.key(impl=...)` takes it.
+    """Returns the generator of a key dtype, as `jax.random.key(impl=...)` takes it.
 
     Example:
         >>> key_impl(jax.random.key(0).dtype)
         'threefry2x32'
     """
     found: list[str] = []
-    # Only keys know the name, not their dtype; tracing makes one out of nothing.
+    # Only a key has this name, not its dtype; tracing makes a key without allocating one.
     jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype))
     return found[0]
 
 
-def dtype_name(dtype: Any) -> str:
-    """Returns a dtype in words; random keys are `key<threefry2x32>`."""
-    return f"key<{key_impl(dtype)}>" if is_key(dtype) else str(dtype)
-
-
 PACKAGES = ("meshwright", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "tensorstore", "grain")
-"""Packages that decide what a run computes, and how it is stored."""
+"""Packages that affect what a run computes and how it is stored."""
 
 
 def current_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Returns the versions of Python and of those packages that are installed."""
+    """Returns the versions of Python and of the installed packages."""
     found = {"python": platform.python_version()}
     for name in packages:
-        with contextlib.suppress(PackageNotFoundError):  # of a source tree that is not installed
+        with contextlib.suppress(PackageNotFoundError):  # a source tree that is not installed
             found[name] = version(name)
     return found
 
 
 def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of facts as JSON keeps them, or raises where it would not keep them."""
+    """Returns a copy of the facts as JSON stores them; raises if they are not JSON."""
     try:
         kept: dict[str, Any] = json.loads(json.dumps(facts))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the facts of a checkpoint must be JSON: {error}.", hint="numbers, text, lists, dicts; no arrays."
+            f"the facts of a checkpoint must be JSON: {error}.",
+            hint="use numbers, strings, lists and dicts, not arrays.",
         ) from None
     return kept
 
@@ -240,7 +251,7 @@ def _hash(body: Mapping[str, Any]) -> str:
 
 
 def model_fact(model: Any) -> dict[str, Any]:
-    """Returns a model as facts hold it under `model`: its class and its fields, of which a later class may have more.
+    """Returns the class and fields of a model, for the fact `model`.
 
     Example:
         >>> from meshwright.models import Decoder
@@ -251,7 +262,7 @@ def model_fact(model: Any) -> dict[str, Any]:
 
 
 def model_text(fact: Any) -> str | None:
-    """Returns a model's fact as text, such as `Decoder(num_layers=2)`, which is all that older checkpoints hold.
+    """Returns a model's fact as text, such as `Decoder(num_layers=2)`; older checkpoints hold only this text.
 
     Example:
         >>> model_text({"class": "Decoder", "fields": {"num_layers": 2}})

@@ -1,4 +1,4 @@
-"""Restoring: verified first, held against the layout that is asked for, then read straight onto its mesh."""
+"""Restoring: a step is verified, checked against the requested layout, and read directly onto its mesh."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _MOST_ROWS = 30
 
 @dataclass(frozen=True)
 class Restored:
-    """What came back from a checkpoint.
+    """A restored state.
 
     Args:
-        facts: what was given to `save`.
-        notes: all that was not as plain as it could be: steps passed over, another mesh, casts.
+        facts: the facts that were passed to `save`.
+        notes: everything unusual, such as skipped steps, another mesh or casts.
     """
 
     state: PyTree
@@ -41,21 +41,21 @@ class Restored:
 
 
 def problems_of(folder: Path) -> list[str]:
-    """Returns what is wrong with a step; several processes read a share of its files each, and all get the answer."""
+    """Returns the problems of a step, on all processes; each of them hashes a share of the files."""
     found = verify_step(folder, share=(jax.process_index(), jax.process_count()))
     lines = [line for text in gather_texts("\n".join(found)) for line in text.split("\n") if line]
     return list(dict.fromkeys(lines))
 
 
 def read_step(folder: Path, layout: Layout, *, cast: bool, part: bool = False) -> Restored:
-    """Reads a verified step onto a layout's mesh; raises where it holds another model or other dtypes.
+    """Reads a verified step onto a layout's mesh; raises if it holds another model or other dtypes.
 
     Args:
         part: the layout may have fewer leaves than the step.
     """
     if not isinstance(layout.mesh, Mesh):
         raise CheckpointError(
-            f"cannot restore: the layout is for {describe_mesh(layout.mesh)}, a machine that is not here.",
+            f"cannot restore onto {describe_mesh(layout.mesh)}, an abstract mesh without devices.",
             hint="make the layout with create_mesh(...) on real devices.",
         )
     manifest = read_manifest(folder)
@@ -65,14 +65,14 @@ def read_step(folder: Path, layout: Layout, *, cast: bool, part: bool = False) -
     notes = [*_dtype_notes(manifest, layout, cast=cast), *_mesh_notes(manifest, layout)]
     repadded = [leaf for leaf in layout.leaves if stored[leaf.name].stored_shape != leaf.stored_shape]
     if repadded:
-        notes.append(f"{count_leaves(len(repadded))} padded anew for this mesh, `{repadded[0].name}` first")
+        notes.append(f"{count_leaves(len(repadded))} repadded for this mesh, starting with `{repadded[0].name}`")
     fewer = len(layout.leaves) < len(manifest.tree)
     tree = arrays.read(folder / STATE, arrays.abstract_stored(layout), repad=bool(repadded), part=fewer)
     return Restored(arrays.from_stored(tree, layout), manifest.step, manifest.facts, notes)
 
 
 def require_same_model(manifest: Manifest, layout: Layout, *, part: bool = False) -> None:
-    """Raises with a table where a checkpoint and a layout differ in names or shapes of leaves."""
+    """Raises with a table if a checkpoint and a layout differ in the names or shapes of leaves."""
     stored = {leaf.name: leaf for leaf in manifest.tree}
     asked = {leaf.name: stored_leaf(leaf) for leaf in layout.leaves}
     rows = [("missing", name, "-", _form(leaf)) for name, leaf in asked.items() if name not in stored]
@@ -84,24 +84,24 @@ def require_same_model(manifest: Manifest, layout: Layout, *, part: bool = False
         return
     counts = ", ".join(
         f"{sum(row[0] == kind for row in rows)} {what}"
-        for kind, what in (("missing", "missing"), ("extra", "extra"), ("shape", "of another shape"))
+        for kind, what in (("missing", "missing"), ("extra", "extra"), ("shape", "with another shape"))
     )
-    table = text_table(("problem", "leaf", "checkpoint", "asked for"), rows[:_MOST_ROWS])
+    table = text_table(("problem", "leaf", "checkpoint", "requested"), rows[:_MOST_ROWS])
     more = f"\n... and {len(rows) - _MOST_ROWS} more" if len(rows) > _MOST_ROWS else ""
     raise CheckpointError(
-        f"step {manifest.step} holds another model or optimizer: {counts}.\n{table}{more}",
+        f"step {manifest.step} holds a different model or optimizer: {counts}.\n{table}{more}",
         hint="make the layout with the checkpoint's model and optimizer; `meshwright checkpoint show` prints its tree.",
     )
 
 
 def part_of(layout: Layout, name: str) -> Layout:
-    """Returns the part of a layout below one name, such as `params`; its leaves keep their whole names."""
+    """Returns the part of a layout below a name such as `params`; its leaves keep their full names."""
     leaves = [leaf for leaf in layout.leaves if leaf.name.startswith(f"{name}/")]
     tree = layout.structure.unflatten(layout.leaves)
     part = tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
     inside, structure = jax.tree.flatten(part, is_leaf=lambda node: isinstance(node, LeafLayout))
     if not leaves or inside != leaves:
-        raise CheckpointError(f"the layout has no part {name!r}.", hint="part='params' of a run's state.")
+        raise CheckpointError(f"the layout has no part {name!r}.", hint="use part='params' for the state of a run.")
     return Layout(layout.mesh, leaves, structure, None)
 
 
@@ -120,10 +120,10 @@ def _dtype_notes(manifest: Manifest, layout: Layout, *, cast: bool) -> list[str]
     if changes and not cast:
         rows = [(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more", *pair)
                 for pair, names in changes.items()]  # fmt: skip
-        table = text_table(("leaf", "checkpoint", "asked for"), rows)
+        table = text_table(("leaf", "checkpoint", "requested"), rows)
         raise CheckpointError(
-            f"step {manifest.step} holds other dtypes than asked for.\n{table}",
-            hint="cast=True (--cast) casts them; precision that is not stored does not come back.",
+            f"the dtypes of step {manifest.step} differ from the requested ones.\n{table}",
+            hint="pass cast=True (--cast) to cast them; this does not restore lost precision.",
         )
     return [f"{count_leaves(len(names))} cast from {old} to {new}" for (old, new), names in changes.items()]
 
@@ -131,13 +131,13 @@ def _dtype_notes(manifest: Manifest, layout: Layout, *, cast: bool) -> list[str]
 def _require_castable(leaf: LeafLayout, old: str) -> None:
     if is_key(leaf.dtype) or old.startswith("key<"):
         raise CheckpointError(
-            f"`{leaf.name}` is {old} in the checkpoint and {stored_leaf(leaf).dtype} here: the bits of one random "
-            "generator mean nothing to another.",
-            hint="use the generator of the checkpoint: jax.random.key(seed, impl=...).",
+            f"`{leaf.name}` is {old} in the checkpoint but {stored_leaf(leaf).dtype} here; keys cannot be converted "
+            "between random generators.",
+            hint="use the checkpoint's generator: jax.random.key(seed, impl=...).",
         )
     if not (is_float(leaf.dtype) and is_float(jnp.dtype(old))):
         raise CheckpointError(
-            f"`{leaf.name}` is {old} in the checkpoint and {leaf.dtype} here; only floats can be cast to floats.",
+            f"`{leaf.name}` is {old} in the checkpoint but {leaf.dtype} here; only floats can be cast to floats.",
             hint="make the layout with the dtype of the checkpoint.",
         )
 
@@ -150,5 +150,5 @@ def _mesh_notes(manifest: Manifest, layout: Layout) -> list[str]:
         return [f"saved on {manifest.mesh_text}, resharded to {here}"]
     moved = [leaf.name for leaf in layout.leaves if manifest.layout[leaf.name] != spec_to_json(leaf.spec)]
     if moved:
-        return [f"{count_leaves(len(moved))} resharded on the same mesh, `{moved[0]}` first"]
+        return [f"{count_leaves(len(moved))} resharded on the same mesh, starting with `{moved[0]}`"]
     return []

@@ -1,4 +1,4 @@
-"""Which steps stay, and how steps are found and removed, such that an interrupted removal never looks like a step."""
+"""Which steps to keep, and how to find and remove steps so that an interrupted removal never looks like a step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from meshwright.errors import CheckpointError
 from meshwright.files import remove_folder, sync_folder
 
 SAVING = ".saving"
-"""A file that exists while a save of several processes is alive; who cannot go on removes it."""
+"""A marker file that exists during a multi-process save; a process that fails removes it."""
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay: the last few, and every n-th step for good.
+    """Which checkpoints to keep: the `last` ones, and every step that is a multiple of `every`.
 
     Example:
         >>> Keep(last=2, every=100).removable([100, 150, 200, 250, 300, 350])
@@ -33,12 +33,12 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last < 1:
-            raise CheckpointError(f"Keep(last={self.last}) keeps no checkpoint to go on from.", hint="last=1 or more.")
+            raise CheckpointError(f"`last` must be at least 1; got {self.last}.", hint="keep at least one.")
         if self.every is not None and self.every < 1:
-            raise CheckpointError(f"Keep(every={self.every}) is no number of steps.", hint="every=1000, or None.")
+            raise CheckpointError(f"`every` must be at least 1; got {self.every}.", hint="pass e.g. 1000, or None.")
 
     def removable(self, steps: Sequence[int]) -> list[int]:
-        """Returns the steps that may go."""
+        """Returns the steps that may be removed."""
         kept = sorted(steps)[-self.last :]
         return [step for step in sorted(steps) if step not in kept and (self.every is None or step % self.every)]
 
@@ -49,24 +49,24 @@ def finished_steps(folder: Path) -> list[int]:
 
 
 def unfinished_steps(folder: Path) -> list[int]:
-    """Returns the steps in a folder that have no manifest and hold nothing but what we write."""
+    """Returns the steps in a folder that have no manifest and contain only files of a save."""
     return [step for step in all_steps(folder) if step_status(folder / str(step)) == "unfinished"]
 
 
 def step_status(place: Path) -> Literal["finished", "unfinished", "unreadable", "foreign"]:
-    """Returns what a folder that is named by a number is, by the names in it: "foreign" where it is not ours."""
+    """Returns the status of a step's folder by the names in it; "foreign" if a save did not write it."""
     try:
         with _reading(place):
             names = os.listdir(place)
             if MANIFEST in names:
                 return "finished" if stat.S_ISREG(os.stat(place / MANIFEST).st_mode) else "unreadable"
-    except FileNotFoundError:  # a link that leads nowhere; or another process has just removed it
+    except FileNotFoundError:  # a broken link, or another process has just removed it
         return "unreadable" if os.path.lexists(place / MANIFEST) else "foreign"
     return "unfinished" if all(name.split(".")[0] in ("", STATE) for name in names) else "foreign"
 
 
 def all_steps(folder: Path) -> list[int]:
-    """Returns the numbers that name folders, in order."""
+    """Returns the folder names that are numbers, in order."""
     if not os.path.isdir(folder):
         return []
     with _reading(folder):
@@ -76,17 +76,17 @@ def all_steps(folder: Path) -> list[int]:
 
 @contextlib.contextmanager
 def _reading(place: Path) -> Iterator[None]:
-    """Raises `CheckpointError` where a folder is there and cannot be read."""
+    """Raises `CheckpointError` if a folder exists but cannot be read."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise CheckpointError(unreadable(str(place), error), hint="who may read it?") from error
+        raise CheckpointError(unreadable(str(place), error), hint="check its permissions.") from error
 
 
 def remove_step(folder: Path, step: int) -> None:
-    """Removes a step: first its manifest, so that from then on it is no step, then the rest."""
+    """Removes a step's manifest first, so that it no longer counts as a step, and then the rest."""
     place = folder / str(step)
     (place / MANIFEST).unlink(missing_ok=True)
     if place.exists():

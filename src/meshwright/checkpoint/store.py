@@ -1,4 +1,4 @@
-"""A folder of checkpoints: saved beside training, kept by policy, verified before anything is restored."""
+"""A folder of checkpoints: saved in the background, removed by policy, and verified before they are restored."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ from meshwright.train.guards import require_live_state, require_same_state
 from meshwright.types import PyTree
 
 Tell = Callable[[str, int, str], Any]
-"""`tell(kind, step, text)`; kinds are "checkpoint" and "checkpoint_failed". It may be called from another thread."""
+"""`tell(kind, step, text)` with kind "checkpoint" or "checkpoint_failed"; may be called from another thread."""
 
 PEER_SECONDS = 600.0
-"""How long the first process waits for the hashes of the others."""
+"""Seconds that process 0 waits for the hashes of the others."""
 
 _KNOWN = "saved before"
 
 
 class Checkpoints:
-    """The checkpoints of a run, one folder per step, on a file system that all processes of the run see.
+    """The checkpoints of a run, one folder per step, on a file system shared by all processes.
 
-    Every process makes the same calls in the same order. A save that fails never raises: it is told, noted in
-    `problems`, and what it wrote is removed.
+    Every process makes the same calls in the same order. A failed save never raises: it is reported to `tell` and
+    `problems`, and its files are removed.
 
     Args:
-        keep: which steps stay once a newer one is finished.
-        asynchronous: whether files are written while training goes on.
-        tell: called with ("checkpoint", step, text) when a step is finished, and with ("checkpoint_failed", ...).
+        keep: which steps to keep once a newer one is finished.
+        asynchronous: whether to write files in the background while training continues.
+        tell: called with ("checkpoint", step, text) when a step is saved, and with ("checkpoint_failed", step, text).
 
     Example:
         >>> import tempfile, optax, meshwright as mw
@@ -81,38 +81,44 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self.keep = keep or Keep()
         self.problems: list[str] = []
-        self.failures: dict[int, str] = {}  # why a step was not saved
+        self.failures: dict[int, str] = {}  # the reason, by step
         self._asynchronous = asynchronous
         self._tell = tell
         self._thread: threading.Thread | None = None
-        # What this object itself saved or restored: the same step again would be the same state.
+        # Steps that this object saved or restored, which need not be written again.
         self._known: set[int] = set()
         self._bad: set[int] = set()
-        # What was unfinished when this object was made, by a save that is dead; later, what its own saves could not do.
+        # Steps left unfinished by earlier processes, and later by this object's own failed saves.
         self._dead = set(unfinished_steps(self.folder))
 
     # --- Saving ---
 
     def save(self, state: PyTree, *, step: int, layout: Layout, facts: Mapping[str, Any]) -> bool:
-        """Starts to save a state; returns once its buffers may be donated, False where nothing was started.
+        """Starts saving a state; returns once its buffers may be donated, or False if nothing was started.
 
-        A save that is still being written is waited for. A step that this object saved or restored before is not
-        written again; one that an earlier run left is replaced.
+        It first waits for a save that is still in progress. A step that this object saved or restored is not written
+        again; one that an earlier run left is replaced.
 
         Args:
-            facts: what else a resumed run needs, as JSON: configuration, position in the data.
+            facts: other values that a resumed run needs, as JSON: configuration, position in the data.
         """
-        self._check(state, step, layout)
+        if type(step) is not int or step < 0:
+            raise CheckpointError(f"cannot save step {step!r}.", hint="pass an integer, 0 or more.")
+        if not isinstance(layout.mesh, Mesh):
+            raise CheckpointError("cannot save with the layout of an abstract mesh.", hint="use create_mesh(...).")
+        require_live_state(state)
+        require_same_state(state, layout)
+        arrays.check_names([leaf.name for leaf in layout.leaves])
         kept_facts = plain_facts(facts)
         self.wait()
-        # The first process decides, because only it knows how the last save ended.
+        # Process 0 decides, because only it knows how the last save ended.
         decision = gather_texts(self._make_room(step, layout) if is_first() else "")[0]
         if decision:
             if decision != _KNOWN:
                 self._give_up(step, decision)
             return False
 
-        # The thread starts first: while Orbax's own threads are busy, starting one takes as long as all the rest.
+        # Start the thread first: while Orbax's threads are busy, starting one takes as long as all the rest.
         responses: SimpleQueue[Any] = SimpleQueue()
         finish = functools.partial(self._finish, step, layout, kept_facts, responses)
         self._thread = threading.Thread(target=finish, name=f"checkpoint {step}")
@@ -131,14 +137,12 @@ class Checkpoints:
         return bool(from_first(step in self._known))
 
     def wait(self) -> None:
-        """Returns once no save is being written any more; how it ended is in `steps()` and `problems`."""
+        """Waits for the save in progress; call it before the program ends. `problems` tells if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def close(self) -> None:
-        """Waits for what is being written; call it before the program ends."""
-        self.wait()
+    close = wait
 
     def __enter__(self) -> Self:
         return self
@@ -146,36 +150,26 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check(self, state: PyTree, step: int, layout: Layout) -> None:
-        if type(step) is not int or step < 0:
-            raise CheckpointError(f"cannot save step {step!r}.", hint="a step is a whole number, 0 or more.")
-        if not isinstance(layout.mesh, Mesh):
-            raise CheckpointError("cannot save with the layout of a machine that is not here.")
-        require_live_state(state)
-        require_same_state(state, layout)
-        arrays.check_names([leaf.name for leaf in layout.leaves])
-
     def _make_room(self, step: int, layout: Layout) -> str:
-        """Makes room for a step; returns why it is not to be written, or nothing."""
+        """Makes room for a step; returns the reason not to write it, or an empty string."""
         if step in self._known:
             return _KNOWN
         place = self.folder / str(step)
         try:
-            # A disk that is busy writing can keep a new folder waiting for seconds, so Orbax makes them in the
-            # background.
             self.clean()
             if (place / MANIFEST).exists():
-                self._say("checkpoint", step, f"step {step}: replaces a checkpoint from before this run")
+                self._say("checkpoint", step, f"step {step}: replacing the checkpoint of an earlier run")
                 remove_step(self.folder, step)
             if place.exists():
-                return f"{place} exists, and is not ours"
+                return f"{place} exists and is not a checkpoint"
             existing = next(parent for parent in place.parents if parent.exists())
             free = shutil.disk_usage(existing).free
             if free < layout.bytes_total:
                 return (
-                    f"the disk is full (not enough space: the state takes {format_bytes(layout.bytes_total)}, "
+                    f"the disk is full (not enough space: the state takes {format_bytes(layout.bytes_total)}, but only "
                     f"{format_bytes(free)} are free)"
                 )
+            # Otherwise Orbax creates the folder in the background, which a busy disk can delay by seconds.
             if jax.process_count() > 1:
                 place.mkdir(parents=True)
                 (place / SAVING).touch()
@@ -184,7 +178,7 @@ class Checkpoints:
         return ""
 
     def _finish(self, step: int, layout: Layout, facts: dict[str, Any], responses: SimpleQueue[Any]) -> None:
-        """The part of a save that runs beside training: waits for the arrays, hashes files, writes the manifest."""
+        """The background part of a save: waits for the arrays, hashes the files, writes the manifest."""
         began = time.monotonic()
         place = self.folder / str(step)
         try:
@@ -206,25 +200,25 @@ class Checkpoints:
             return
         seconds = time.monotonic() - began
         self._say("checkpoint", step, f"saved step {step}: {format_bytes(layout.bytes_total)} in {seconds:.1f} s")
-        # Later steps come from another course of the run: they are not ours to count or to remove.
+        # Later steps belong to a discarded course of the run, and are neither counted nor removed.
         steps = [other for other in self.steps() if other <= step and other not in self._bad]
         for old in self.keep.removable(steps):
             try:
                 remove_step(self.folder, old)
             except OSError as error:
-                self._complain(step, f"step {old} could not be removed: {explain_failure(error)}")
+                self._complain(step, f"could not remove step {old}: {explain_failure(error)}")
 
     def _give_up(self, step: int, why: str) -> None:
         self._dead.add(step)
         self.failures[step] = why
-        freed = "what it wrote was removed"
+        freed = "its files were removed"
         try:
             (self.folder / str(step) / SAVING).unlink(missing_ok=True)
             if is_first() and step in unfinished_steps(self.folder):
                 remove_folder(self.folder / str(step))
         except (OSError, CheckpointError) as error:
-            freed = f"what it wrote will be removed before the next save, since now: {explain_failure(error)}"
-        self._complain(step, f"step {step} was not saved: {why}. Training can go on; {freed}.")
+            freed = f"its files will be removed before the next save ({explain_failure(error)})"
+        self._complain(step, f"could not save step {step}: {why}. Training continues; {freed}.")
 
     def _complain(self, step: int, text: str) -> None:
         self.problems.append(text)
@@ -235,23 +229,23 @@ class Checkpoints:
             return
         try:
             self._tell(kind, step, text)
-        except Exception as error:  # who tells may write to the disk that is full
-            self.problems.append(f"step {step}: could not tell {text!r}: {explain_failure(error)}")
+        except Exception as error:  # it may write to the disk that is full
+            self.problems.append(f"step {step}: could not report {text!r}: {explain_failure(error)}")
 
-    # --- What there is ---
+    # --- Listing and cleaning ---
 
     def steps(self) -> list[int]:
-        """Returns the finished steps in order; nothing is read but names."""
+        """Returns the finished steps in order; reads only file names."""
         return finished_steps(self.folder)
 
     def latest(self) -> int | None:
-        """Returns the last finished step."""
+        """Returns the last finished step, or None."""
         return max(self.steps(), default=None)
 
     def clean(self) -> list[int]:
-        """Removes what saves left behind that were killed before this object was made; every save does so first.
+        """Removes the files of killed or failed saves and returns their steps; every save does so first.
 
-        Only folders that are named by a number, have no manifest and hold nothing but what we write are touched.
+        Only folders that are named by a number, have no manifest and contain only files of a save are removed.
         """
         if not is_first():
             return []
@@ -266,13 +260,13 @@ class Checkpoints:
     def restore(
         self, layout: Layout, *, step: int | None = None, cast: bool = False, part: str | None = None
     ) -> Restored:
-        """Returns a state on a layout's mesh, every byte of it verified before any is used.
+        """Restores a state onto a layout's mesh; verifies every byte before using any.
 
         Args:
-            layout: where to put it: any mesh, any number of processes.
-            step: this step or none. By default the last good one; `notes` says which were passed over, and why.
-            cast: accepts float dtypes other than the stored ones.
-            part: restores only what is below this name, such as `params`, from a checkpoint that may have more.
+            layout: the target, on any mesh and number of processes.
+            step: the step to restore (default: the last good one; `notes` lists the skipped steps with reasons).
+            cast: accepts float dtypes that differ from the stored ones.
+            part: restores only the leaves below this name, such as `params`; the checkpoint may have more.
         """
         self.wait()
         layout = layout if part is None else part_of(layout, part)
@@ -288,22 +282,19 @@ class Checkpoints:
     def _last_to_restore(self) -> tuple[int, list[str]]:
         step, damaged = self.last_good(pass_unreadable=False)
         unfinished = [other for other in unfinished_steps(self.folder) if other > (self.latest() or -1)]
-        notes = [f"step {other} has no manifest: it was not finished, and is passed over" for other in unfinished]
+        notes = [f"skipped checkpoint {other}, which is unfinished (it has no manifest)" for other in unfinished]
         notes += damaged
         if step is None:
             detail = "".join(f"\n  {note}" for note in notes)
-            raise CheckpointError(
-                f"there is no step to restore in {self.folder}.{detail}",
-                hint="start anew, or look for a copy elsewhere.",
-            )
+            raise CheckpointError(f"there is no step to restore in {self.folder}.{detail}", hint="restore a backup.")
         return step, notes
 
     def last_good(self, *, pass_unreadable: bool = True) -> tuple[int | None, list[str]]:
-        """Returns the last step in which every byte is as it was written, and what is wrong with those after it.
+        """Returns the last intact step, and a note on each later one.
 
         Args:
-            pass_unreadable: where False, raises at a step that cannot be read: it may be whole, and what a run then
-                saves must not be written over it.
+            pass_unreadable: whether to skip a step that cannot be read. Otherwise raise, since it may be intact, and a
+                resumed run must not overwrite it.
         """
         notes: list[str] = []
         for step, problems in self._candidates():
@@ -312,13 +303,13 @@ class Checkpoints:
             unreadable = all(map(is_unreadable, problems))
             if unreadable and not pass_unreadable:
                 raise CheckpointError(
-                    f"step {step} cannot be restored: {_in_words(problems)}",
-                    hint="who may read it? To go on from an earlier step, move it elsewhere.",
+                    f"cannot restore step {step}: {_in_words(problems)}",
+                    hint="check its permissions; to resume from an earlier step, move it elsewhere.",
                 )
             if not unreadable:
                 self._bad.add(step)
             what = "cannot be read" if unreadable else "is damaged"
-            notes.append(f"step {step} {what} and passed over: {_in_words(problems)}")
+            notes.append(f"skipped checkpoint {step}, which {what}: {_in_words(problems)}")
         return None, notes
 
     def _require_good(self, step: int) -> None:
@@ -327,16 +318,16 @@ class Checkpoints:
             self._bad.add(step)
             good = next((other for other, wrong in self._candidates(but=step) if not wrong), None)
             raise CheckpointError(
-                f"step {step} cannot be restored: {_in_words(problems)}",
-                hint="no other step is good: look for a copy elsewhere."
+                f"cannot restore step {step}: {_in_words(problems)}",
+                hint="restore a backup; no other step is intact."
                 if good is None
-                else f"the last good step is {good}, which is taken where no step is named.",
+                else f"restore step {good}, the last good one (the default if no step is given).",
             )
 
     def _candidates(self, *, but: int | None = None) -> Iterator[tuple[int, list[str]]]:
-        """Returns the finished steps, the last one first, each with what is wrong with it; all processes go through."""
+        """Returns the finished steps, last first, each with its problems; all processes must iterate over it."""
         steps = sorted((step for step in self.steps() if step != but), reverse=True) if is_first() else []
-        count = from_first(len(steps))  # by then, the first process has finished what it was writing
+        count = from_first(len(steps))  # by then, process 0 has finished its save
 
         def verified(place: int) -> tuple[int, list[str]]:
             step = from_first(steps[place] if steps else -1)
@@ -346,7 +337,7 @@ class Checkpoints:
 
 
 def _hash_together(place: Path) -> dict[str, FileHash]:
-    """Returns the hashes of a step's files, each process hashing its share; only the first one gets all of them."""
+    """Returns the hashes of a step's files; each process hashes a share, and process 0 gets all of them."""
     rank, count = jax.process_index(), jax.process_count()
     names = [f"{STATE}/{name}" for name in list_files(place / STATE)]
     hashes = hash_files(place, names[rank::count], sync=True)
@@ -355,7 +346,7 @@ def _hash_together(place: Path) -> dict[str, FileHash]:
         return hashes
     for peer in range(1, count):
         hashes |= _hashes_of(place, peer)
-    # A file that no process took, because its view of the folder was old, is hashed here.
+    # Hash files that no process took, because its view of the folder was out of date.
     hashes |= hash_files(place, [name for name in names if name not in hashes], sync=True)
     if count > 1:
         for peer in range(1, count):
@@ -372,7 +363,7 @@ def _hashes_of(place: Path, peer: int) -> dict[str, FileHash]:
         if not (place / SAVING).exists():
             raise CheckpointError(f"process {peer} of this run could not write its share")
         if time.monotonic() > deadline:
-            raise CheckpointError(f"process {peer} of this run gave no hashes in {PEER_SECONDS:.0f} s")
+            raise CheckpointError(f"process {peer} of this run sent no hashes within {PEER_SECONDS:.0f} s")
         time.sleep(0.05)
     return {name: FileHash(*item) for name, item in json.loads(note.read_text()).items()}
 

@@ -1,7 +1,8 @@
-"""Data: from text to batches on a mesh. Every process reads only what its devices hold, and no row is lost or repeated.
+"""Data: from text files to batches on a mesh. Each process reads only the rows that its devices hold.
 
-`load_tokenizer` and `open_documents` give `prepare_tokens` what it needs, `Rows` packs the tokens, and `Batches` reads
-them in an order that depends on nothing but a seed. A `Ledger` proves it.
+`prepare_tokens` tokenizes the documents of `open_documents` with a tokenizer of `load_tokenizer`, `Rows` packs the
+tokens, and `Batches` reads the rows in an order that depends only on a seed. A `Ledger` records the rows of each step,
+and `check_ledger` checks that none was lost or repeated.
 """
 
 from meshwright.data.batches import Batches, eval_batches, job_batches, local_rows, place_rows

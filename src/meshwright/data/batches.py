@@ -1,6 +1,4 @@
-"""Batches on a mesh: of rows, shuffled anew in every epoch, or drawn by a job itself; each process reads what its own
-devices hold.
-"""
+"""Batches on a mesh, of shuffled rows or drawn by a job. Each process reads only the rows that its devices hold."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from meshwright.types import PyTree
 
 
 class RowSource(Protocol):
-    """Rows by number: dicts of arrays, alike in shape. `Rows` is one."""
+    """Rows by number: dicts of arrays with equal shapes. `Rows` is one."""
 
     fingerprint: str
 
@@ -33,21 +31,21 @@ class RowSource(Protocol):
 class Batches(BatchStream):
     """Batches of shuffled rows as global arrays on a mesh, read ahead in background threads.
 
-    The order of rows is a function of `seed` and the epoch alone. Epochs follow one another without a gap, so that a
-    batch may hold the end of one and the beginning of the next. With `epochs`, iteration ends when no whole batch is
-    left, on all processes at the same step.
+    The order of rows depends only on `seed` and the epoch. Epochs follow one another without a gap, so a batch may hold
+    the end of one and the beginning of the next. With `epochs`, iteration ends when no full batch is left, on all
+    processes at the same step.
 
     Args:
-        rows: `Rows`, or anything with a length, numbered rows and a `fingerprint`.
-        batch_size: rows of a batch, on all processes together.
-        shardings: from a batch's shapes to how its arrays are split, as `Step.batch_shardings` says.
-        seed: from 0 up to 2**32 - 1.
-        start_row: where to begin in the order of all rows.
-        epochs: how often all rows are seen; without end when left out.
-        prefetch: how many batches are read and put on devices ahead of the one in use; 0 reads when asked.
-        ledger: a `Ledger`, into which every batch that is handed out is written.
-        first_step: the number of the step that the first batch is for, in the ledger.
-        state: of batches before these, from which to go on; instead of `start_row`.
+        rows: `Rows`, or any object with a length, numbered rows and a `fingerprint`.
+        batch_size: rows per global batch, on all processes together.
+        shardings: maps the shapes of a batch to shardings, like `Step.batch_shardings`.
+        seed: seed of the shuffle, from 0 to 2**32 - 1.
+        start_row: position in the order of all rows to start at.
+        epochs: number of passes over the data (default: reshuffle and repeat forever).
+        prefetch: number of batches to read and transfer ahead; 0 reads on demand.
+        ledger: a `Ledger` that records every batch handed out.
+        first_step: step number of the first batch in the ledger.
+        state: the `state` of an earlier stream to resume from, instead of `start_row`.
 
     Example:
         >>> import meshwright as mw
@@ -75,16 +73,24 @@ class Batches(BatchStream):
         first_step: int = 1,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        _require_rows(rows, batch_size)
+        if batch_size < 1:
+            raise DataError(f"batch_size must be at least 1; got {batch_size}.", hint="pass the rows per step.")
+        if not len(rows):
+            raise DataError("the data is empty: it has no rows.", hint="add text, or use shorter rows.")
+        if len(rows) < batch_size:
+            raise DataError(
+                f"the data has {len(rows)} rows, fewer than one batch of {batch_size}.",
+                hint=f"use batch_size={len(rows)} or less, shorter rows, or more text.",
+            )
         seed = operator.index(seed)
         if not 0 <= seed < 1 << 32:
-            raise DataError(f"seed={seed} is not from 0 to 2**32 - 1.")
+            raise DataError(f"seed must be from 0 to 2**32 - 1; got {seed}.")
         if epochs is not None and epochs < 1:
-            raise DataError(f"epochs={epochs} is no data.", hint="1 or more, or None for no end.")
+            raise DataError(f"epochs must be at least 1; got {epochs}.", hint="pass None to repeat forever.")
         if state is not None:
             start_row = start_of(state, seed=seed, fingerprint=rows.fingerprint)
         if start_row < 0:
-            raise DataError(f"start_row={start_row} is before the first row.")
+            raise DataError(f"start_row must be at least 0; got {start_row}.")
         import grain
 
         order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat(epochs)
@@ -111,19 +117,31 @@ class Batches(BatchStream):
 def eval_batches(
     rows: RowSource, batch_size: int, shardings: Shardings, num_batches: int | None = None, *, prefetch: int = 2
 ) -> Iterator[PlacedBatch]:
-    """Gives the first rows in order, the same every time; all of them where `num_batches` is left out.
+    """Yields the first rows in order, the same at every call.
 
-    The last batch may have fewer rows than it has room for. It is filled up with zeros, whose weights do not count.
+    The last batch may have fewer rows; it is padded with zeros, which have weight 0.
+
+    Args:
+        num_batches: number of batches (default: all rows).
+
+    Example:
+        >>> import meshwright as mw
+        >>> from meshwright.data import Rows, Tokens
+        >>> rows = Rows(Tokens.of([[*range(1, 100), 0]]), 9)
+        >>> whole = jax.NamedSharding(mw.create_mesh("dp:8"), mw.P("dp"))
+        >>> batches = eval_batches(rows, 8, lambda batch: jax.tree.map(lambda _: whole, batch))
+        >>> [batch.row_ids.tolist() for batch in batches]
+        [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
     """
     if not len(rows):
-        raise DataError("there are no rows to evaluate on.", hint="a larger share of validation, or shorter rows.")
+        raise DataError("there are no rows to evaluate on.", hint="use a larger validation share or shorter rows.")
     placer = _Placer(rows, batch_size, shardings)
     available = ceil_div(len(rows), batch_size)
     num_batches = available if num_batches is None else min(num_batches, available)
     if len(rows) % batch_size and num_batches == available and "weights" not in placer.example:
         raise DataError(
-            f"{len(rows)} rows do not fill batches of {batch_size}, and rows without `weights` cannot be filled up.",
-            hint=f"num_batches={len(rows) // batch_size}, or rows with weights.",
+            f"{len(rows)} rows do not fill batches of {batch_size}, and rows without `weights` cannot be padded.",
+            hint=f"pass num_batches={len(rows) // batch_size}, or rows with weights.",
         )
 
     def load(first: int) -> PlacedBatch:
@@ -149,23 +167,29 @@ def job_batches(
     first_step: int = 1,
     state: Mapping[str, Any] | None = None,
 ) -> BatchStream:
-    """Returns the batches of a job without text: number n is `job.make_batch` of a seed made from `(seed, n)`.
+    """Returns the batches that a job draws: number n is `job.make_batch` of a seed made from `(seed, n)`.
 
-    Positions are counted in rows here too, but only whole batches can be made, of the size that the job makes.
+    Positions are counted in rows here too, but the job makes only whole batches of its own size. See `Batches` for the
+    other arguments.
+
+    Example:
+        >>> import meshwright as mw
+        >>> draw = lambda seed: {"x": np.random.default_rng(seed).normal(size=(8, 2)).astype("float32")}
+        >>> job = mw.Job(init=lambda key: {}, rules=[], make_batch=draw)
+        >>> split = jax.NamedSharding(mw.create_mesh("dp:8"), mw.P("dp"))
+        >>> with job_batches(job, shardings=lambda batch: {"x": split}, seed=0) as batches:
+        ...     next(batches).arrays["x"].shape, batches.state["next_row"]
+        ((8, 2), 8)
     """
     make = getattr(job, "make_batch", None)
     if make is None:
-        raise DataError(
-            "the job cannot make batches to train on.", hint="Job(..., make_batch=lambda seed: {...}), or name data."
-        )
+        raise DataError("the job has no make_batch to draw batches.", hint="set Job(make_batch=...), or pass data.")
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), make(0))
     sizes = sorted({leaf.shape[0] for leaf in jax.tree.leaves(shapes) if leaf.shape})
     if len(sizes) != 1:
-        raise DataError(f"the job's batches have arrays of {sizes} rows.", hint="all arrays have one row per example.")
+        raise DataError(f"arrays of the job's batches have {sizes} rows.", hint="give all arrays one row per example.")
     if batch_size not in (None, sizes[0]):
-        raise DataError(
-            f"the job makes batches of {sizes[0]} rows, not of {batch_size}.", hint=f"batch_size={sizes[0]}."
-        )
+        raise DataError(f"the job's batches have {sizes[0]} rows, not {batch_size}.", hint=f"use {sizes[0]} rows.")
     split = shardings(shapes)
     mine = local_rows(shapes, split)
     described = json.dumps([[list(leaf.shape), str(leaf.dtype)] for leaf in jax.tree.leaves(shapes)])
@@ -173,7 +197,7 @@ def job_batches(
     if state is not None:
         start_row = start_of(state, seed=seed, fingerprint=fingerprint)
     if start_row % sizes[0]:
-        raise DataError(f"row {start_row} is inside a batch of {sizes[0]} rows, which the job can only make whole.")
+        raise DataError(f"row {start_row} is inside a batch of {sizes[0]} rows; the job makes only whole batches.")
 
     def load(first: int) -> PlacedBatch:
         drawn = np.random.SeedSequence([seed, first // sizes[0]]).generate_state(1)[0]
@@ -194,7 +218,7 @@ def job_batches(
 
 
 class _Placer:
-    """Makes global arrays of the rows that this process's devices need."""
+    """Builds global arrays from the rows that this process's devices hold."""
 
     def __init__(self, rows: RowSource, batch_size: int, shardings: Shardings) -> None:
         self.rows = rows
@@ -207,7 +231,7 @@ class _Placer:
         self.numbers = local_rows(self.shapes, self.shardings)
 
     def batch(self, first: int, positions: np.ndarray, numbers: list[int]) -> PlacedBatch:
-        """Returns a batch of the rows with these numbers; where they are fewer than positions, zeros fill it up."""
+        """Returns a batch of the rows with these numbers, padded with zeros up to the number of positions."""
         empty = jax.tree.map(np.zeros_like, self.example)
         values = [self.rows[number] for number in numbers] + [empty] * (len(positions) - len(numbers))
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *values)
@@ -220,28 +244,13 @@ class _Placer:
         )
 
 
-def _require_rows(rows: RowSource, batch_size: int) -> None:
-    if batch_size < 1:
-        raise DataError(f"batch_size={batch_size} is no batch.", hint="1 or more.")
-    if not len(rows):
-        raise DataError("the data is empty: it has no rows.", hint="add text, or use shorter rows.")
-    if len(rows) < batch_size:
-        raise DataError(
-            f"the data has {len(rows)} rows, fewer than one batch of {batch_size}.",
-            hint=f"batch_size={len(rows)} or less, shorter rows, or more text.",
-        )
-
-
-# --- A process's share of a batch ---
-
-
 def local_rows(shapes: PyTree, shardings: PyTree, *, devices: Iterable[jax.Device] | None = None) -> np.ndarray:
-    """Returns the numbers of those rows of a batch that some devices hold, in order.
+    """Returns the indices of a batch's rows that some devices hold, in order.
 
     Args:
-        shapes: of the whole batch's arrays, rows first; scalars have none.
-        shardings: of each array.
-        devices: those of this process when left out.
+        shapes: shapes of the global batch's arrays, with rows as dim 0; scalars have no rows.
+        shardings: sharding of each array.
+        devices: the devices (default: those of this process).
 
     Example:
         >>> import meshwright as mw
@@ -264,24 +273,34 @@ def local_rows(shapes: PyTree, shardings: PyTree, *, devices: Iterable[jax.Devic
 
 
 def place_rows(rows: PyTree, numbers: np.ndarray, shapes: PyTree, shardings: PyTree) -> PyTree:
-    """Returns a batch as global arrays, from the rows with these numbers, which this process's devices need.
+    """Builds the global arrays of a batch from this process's rows, without communication.
 
-    Nothing is exchanged between processes.
+    Args:
+        rows: arrays with the rows that this process's devices hold.
+        numbers: indices of these rows in the batch, as `local_rows` returns them.
+        shapes: shapes of the global batch's arrays.
+        shardings: sharding of each array.
+
+    Example:
+        >>> import meshwright as mw
+        >>> sharding = jax.NamedSharding(mw.create_mesh("dp:2,tp:4"), mw.P("dp"))
+        >>> shape = jax.ShapeDtypeStruct((6, 3), "int32")
+        >>> rows = np.arange(18, dtype="int32").reshape(6, 3)
+        >>> batch = place_rows(rows, local_rows(shape, sharding), shape, sharding)
+        >>> batch.shape, batch.sharding.shard_shape(batch.shape)
+        ((6, 3), (3, 3))
     """
-    pairs = iter(_pairs(shapes, shardings))
-
-    def place(leaf: Any) -> jax.Array:
-        shape, sharding = next(pairs)
-        return _place(leaf, numbers, shape.shape, sharding)
-
-    return jax.tree.map(place, rows)
+    leaves, structure = jax.tree.flatten(rows)
+    pairs = zip(leaves, _pairs(shapes, shardings), strict=True)
+    placed = [_place(leaf, numbers, shape.shape, sharding) for leaf, (shape, sharding) in pairs]
+    return jax.tree.unflatten(structure, placed)
 
 
 def _place(values: Any, numbers: np.ndarray, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
     def part(index: tuple[slice, ...] | None) -> Any:
         if not index:
             return values
-        # The rows of a device are neighbours in the batch, so they are neighbours among ours.
+        # A device's rows are contiguous in the batch, so they are also contiguous in this process's rows.
         start, stop, _ = index[0].indices(shape[0])
         first = int(np.searchsorted(numbers, start))
         return values[(slice(first, first + stop - start), *index[1:])]

@@ -1,7 +1,7 @@
-"""Documents: the texts that a path leads to, one after the other or by number, whatever kind of file they lie in.
+"""Documents: the texts in files, folders or globs, streamed in order or read by number.
 
-A text file is one document. A line of a `.jsonl` file is one, and so is a record of an `.array_record` file. Files are
-read when asked for, a document or a piece of one at a time.
+A document is a text file, a line of a `.jsonl` file, or a record of an `.array_record` file. Files are read on demand,
+one document or block at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.errors import DataError, did_you_mean
 
 BLOCK = 1 << 22
 RECORD_SUFFIXES = (".array_record", ".arrayrecord")
-# Not the library itself, or not prose-like code: tests, demos, generated tables, what others installed.
+# Folders to skip: tests, demos, generated tables and installed packages.
 _NOT_LIBRARY = (
     *("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"),
     *("ensurepip", "encodings", "pydoc_data"),
@@ -35,12 +35,12 @@ _NOT_LIBRARY = (
 
 
 def open_documents(path: str | None = None, text_field: str = "text") -> Documents:
-    """Returns the documents that a path leads to; without one, the sources of Python's standard library.
+    """Returns the documents at a path, or the sources of Python's standard library without one.
 
     Args:
         path: a file, a folder or a glob. `.jsonl` files hold an object per line, `.array_record` files (also
             `.arrayrecord`) a text per record, and every other file is one document.
-        text_field: the field of a JSONL object that is the text.
+        text_field: the field of a JSONL object that holds the text.
 
     Example:
         >>> import os
@@ -53,7 +53,7 @@ def open_documents(path: str | None = None, text_field: str = "text") -> Documen
 
 @dataclass(frozen=True)
 class Document:
-    """A text, not yet read. `where` is what an error calls it; `pieces` gives bytes of a file, or one whole text."""
+    """A text that is not read yet. `where` names it in errors; `pieces` yields blocks of bytes, or one whole text."""
 
     where: str
     pieces: Callable[[], Iterator[Any]]
@@ -65,7 +65,7 @@ class Document:
 
 
 class Documents(Sequence[str | bytes]):
-    """The documents of some files: `documents[i]` is a text. `stream` gives all of them without holding any."""
+    """The documents of some files: `documents[i]` is a text, and `stream` yields all of them without holding any."""
 
     def __init__(self, files: Sequence[Path], *, text_field: str = "text") -> None:
         self.files = tuple(files)
@@ -88,13 +88,13 @@ class Documents(Sequence[str | bytes]):
         return self._parts[part].document(index - (self._ends[part - 1] if part else 0)).text()
 
     def stream(self) -> Iterator[Document]:
-        """Gives the documents in order, without counting them first."""
+        """Yields the documents in order, without counting them first."""
         for part in self._parts:
             yield from part.stream()
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that is in the files; their names and times do not matter."""
+        """A hash of the contents of the files; their names and times do not matter."""
         total = hashlib.sha256(json.dumps(self.text_field).encode())
         for part in self._parts:
             digest = hashlib.sha256(type(part).__name__.encode())
@@ -104,16 +104,16 @@ class Documents(Sequence[str | bytes]):
         return total.hexdigest()
 
     def stamps(self) -> list[list[Any]]:
-        """Returns name, size and time of each file: while these stay, so does what is in it."""
+        """Returns the name, size and modification time of each file, to detect changes without reading it."""
         found = []
         for file in self.files:
-            with _telling(file):
+            with _read_errors(file):
                 stat = file.stat()
             found.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
         return found
 
 
-# --- What one file holds ---
+# --- The documents of one file ---
 
 
 class _Part(abc.ABC):
@@ -141,7 +141,7 @@ class _Text(_Part):
 
 
 class _Lines(_Part):
-    """Lines of JSON. Lines with nothing in them are no documents."""
+    """Lines of JSON; empty lines are skipped."""
 
     def __init__(self, path: Path, text_field: str) -> None:
         super().__init__(path)
@@ -157,7 +157,7 @@ class _Lines(_Part):
         return starts
 
     def _lines(self, start: int = 0) -> Iterator[bytes]:
-        with _telling(self.path), self.path.open("rb") as file:
+        with _read_errors(self.path), self.path.open("rb") as file:
             file.seek(start)
             yield from file
 
@@ -180,26 +180,24 @@ def _parse(line: bytes, field: str, where: str) -> str:
     try:
         value = json.loads(line.rstrip(b"\r\n"))
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: byte {error.start} is not UTF-8.", hint="JSON is always UTF-8.") from None
+        raise DataError(f"{where}: byte {error.start} is not UTF-8.", hint="convert the file to UTF-8.") from None
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{where} is not JSON: {error.msg} at column {error.colno}.", hint="one whole object on each line."
+            f"{where} is not JSON: {error.msg} at column {error.colno}.", hint="write one complete object per line."
         ) from None
     if not isinstance(value, dict):
-        raise DataError(f"{where} is not an object but a {type(value).__name__}.", hint=f'{{"{field}": "..."}}')
+        raise DataError(f"{where} is a {type(value).__name__}, not an object.", hint=f'write {{"{field}": "..."}}.')
     if field not in value:
         names = list(value)
-        hint = did_you_mean(field, names) or f"it has {', '.join(map(repr, names[:8])) or 'none'}."
-        raise DataError(f"{where} has no field {field!r}.", hint=hint)
+        others = f"set the text field to one of: {', '.join(map(repr, names[:8]))}." if names else None
+        raise DataError(f"{where} has no field {field!r}.", hint=did_you_mean(field, names) or others)
     text = value[field]
     if not isinstance(text, str):
-        raise DataError(f"{where}: the field {field!r} is not a text but a {type(text).__name__}.")
+        raise DataError(f"{where}: field {field!r} is a {type(text).__name__}, not a string.")
     return text
 
 
 class _Records(_Part):
-    """Records of an ArrayRecord file, each a text as bytes."""
-
     @functools.cached_property
     def _source(self) -> Any:
         import grain
@@ -222,7 +220,7 @@ class _Records(_Part):
         try:
             yield
         except (RuntimeError, ValueError, OSError, IndexError) as error:
-            raise DataError(f"{self.path} cannot be read as ArrayRecord: {error}") from error
+            raise DataError(f"cannot read {self.path} as ArrayRecord: {error}") from error
 
 
 def _part(path: Path, text_field: str) -> _Part:
@@ -232,31 +230,31 @@ def _part(path: Path, text_field: str) -> _Part:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    with _telling(path), path.open("rb") as file:
+    with _read_errors(path), path.open("rb") as file:
         while block := file.read(BLOCK):
             yield block
 
 
 @contextlib.contextmanager
-def _telling(path: Path) -> Iterator[None]:
+def _read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+        raise DataError(f"cannot read {path}: {error.strerror}.") from None
 
 
-# --- Which files a path means ---
+# --- The files at a path ---
 
 
 def find_files(path: str | None) -> list[Path]:
-    """Returns the files that a path means, in an order that is the same on every machine.
+    """Returns the files at a path, in the same order on every machine.
 
-    Of a folder, all files in it and below; names that start with a dot and `__pycache__` are left out.
+    A folder stands for all files in it and below, except `__pycache__` and names that start with a dot.
     """
     if path is None:
         return library_files()
     if not path.strip():
-        raise DataError("the path of the data is empty.", hint="a file, folder or glob; is a shell variable not set?")
+        raise DataError("the data path is empty.", hint="pass a file, folder or glob; is a shell variable unset?")
     try:
         return _find(path)
     except (OSError, ValueError) as error:
@@ -264,7 +262,7 @@ def find_files(path: str | None) -> list[Path]:
             raise
         shown = repr(path if len(path) <= 80 else f"{path[:60]}...{path[-15:]}")
         reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{shown} cannot be looked at: {reason}.", hint="name a file, a folder or a glob.") from error
+        raise DataError(f"cannot access {shown}: {reason}.", hint="pass a file, a folder or a glob.") from error
 
 
 def _find(path: str) -> list[Path]:
@@ -274,10 +272,10 @@ def _find(path: str) -> list[Path]:
     if expanded.is_dir():
         found = _files_below(expanded)
         if not found:
-            raise DataError(f"there is no file in the folder {path!r}.")
+            raise DataError(f"the folder {path!r} has no files.")
         return found
     if glob.has_magic(path):
-        # A name of two files on two machines must not depend on how each sorts them.
+        # Sorted, since the order of glob differs between machines.
         found = sorted((Path(name) for name in glob.glob(str(expanded), recursive=True)), key=lambda file: file.parts)
         found = [file for file in found if file.is_file()]
         if found:
@@ -291,13 +289,11 @@ def library_files() -> list[Path]:
     found = [
         file
         for file in _files_below(root, without=_NOT_LIBRARY)
-        # Written when Python is built: paths of that machine.
+        # Generated when Python is built, with paths of that machine.
         if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
     ]
     if not found:
-        raise DataError(
-            "the standard library of this Python has no sources on disk.", hint="name your own text: a file or folder."
-        )
+        raise DataError("this Python has no standard library sources on disk.", hint="pass a file or folder of text.")
     return found
 
 
@@ -312,7 +308,7 @@ def _files_below(root: Path, *, without: tuple[str, ...] = ()) -> list[Path]:
 def _nearest(path: str, expanded: Path) -> str:
     folder = expanded.parent
     while not folder.is_dir():
-        # The folder that is missing is the name that was mistyped.
+        # The outermost missing folder is the mistyped name.
         expanded, folder = folder, folder.parent
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     spelling = None if glob.has_magic(expanded.name) else did_you_mean(expanded.name, names)

@@ -1,8 +1,8 @@
-"""Rows: a stream of documents cut into pieces of equal length, each with what a model should predict.
+"""Rows of equal length, packed from a stream of documents, with the targets of a language model.
 
-Documents follow one another without gaps, and one that does not fit continues in the next row. Row i has the tokens
-`i*S .. i*S+S` of the stream: the last of these is a target here and the first input of the next row, so that every
-token is a target once, apart from the first of each document, which nothing before it can predict.
+Documents follow one another without gaps, and one that does not fit continues in the next row. Row i holds tokens `i*S`
+to `i*S+S` of the stream. The last of these is a target here and the first input of the next row, so every token is a
+target once, except the first of each document, which has no context.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _DTYPES = {"inputs": np.int32, "targets": np.int32, "weights": np.float32, "segm
 
 
 class Rows:
-    """Rows of `num_tokens` tokens: random access, `rows[i]` is a dict of arrays of that length.
+    """Packed rows with random access: `rows[i]` is a dict of arrays of `num_tokens` elements.
 
-    `inputs` and `targets` are token ids. `weights` are 1 where the target counts: inside a document, its `end` token
-    included. `segment_ids` number the documents of a row from 1; 0 is padding, which only the last row can have.
+    `inputs` and `targets` are token ids. `weights` is 1 for a target in the same document as its input, the `end` token
+    included, and 0 otherwise. `segment_ids` numbers the documents of a row from 1; 0 is the padding of the last row.
 
     Args:
-        vocab_size: of the model that will see the rows; ids beyond it are refused.
+        num_tokens: tokens per row.
+        vocab_size: vocabulary size of the model; larger token ids are rejected.
 
     Example:
         >>> tokens = Tokens.of([[5, 6, 7, 0], [8, 9, 0]])
@@ -41,14 +42,14 @@ class Rows:
 
     def __init__(self, tokens: Tokens, num_tokens: int, *, vocab_size: int | None = None) -> None:
         if num_tokens < 1:
-            raise DataError(f"rows of {num_tokens} tokens hold nothing.", hint="num_tokens is 1 or more.")
+            raise DataError(f"num_tokens must be at least 1; got {num_tokens}.", hint="pass the row length, e.g. 1024.")
         if tokens.num_tokens < 2:
             raise DataError(f"the data is empty: it has {tokens.num_tokens} tokens.", hint="add text.")
         if vocab_size is not None and tokens.largest >= vocab_size:
             raise DataError(
                 f"the data has token {tokens.largest}; the model's vocabulary has {vocab_size} tokens, 0 to "
                 f"{vocab_size - 1}.",
-                hint=f"a model with vocab_size={tokens.vocab_size}, or the tokenizer that the model was made for.",
+                hint=f"use a model with vocab_size={tokens.vocab_size}, or the tokenizer that the model was made for.",
             )
         self.tokens = tokens
         self.num_tokens = num_tokens

@@ -1,4 +1,4 @@
-"""Streams of batches: what is next, read ahead in background threads; where a run stands, counted in rows."""
+"""Streams of batches, read ahead in background threads, with positions counted in rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.errors import DataError
 from meshwright.types import PyTree
 
-# From the shapes of a batch to how its arrays are split, as `Step.batch_shardings` says.
+# Maps the shapes of a batch to shardings, like `Step.batch_shardings`.
 Shardings = Callable[[PyTree], PyTree]
 
 
@@ -22,11 +22,11 @@ class PlacedBatch:
     """A batch on the mesh.
 
     Attributes:
-        arrays: global arrays, rows first.
-        first_row: where the batch begins in the order of all rows, which goes on over epochs.
-        num_rows: of the whole batch, on all processes.
-        row_ids: which rows of the data this process read.
-        positions: where in the order of all rows each of these is.
+        arrays: global arrays, with rows as dim 0.
+        first_row: position of the first row in the order of all rows, counted over epochs.
+        num_rows: rows in the global batch, on all processes.
+        row_ids: numbers of the rows that this process read.
+        positions: position of each of these in the order of all rows.
     """
 
     arrays: PyTree
@@ -37,7 +37,7 @@ class PlacedBatch:
 
 
 class Writer(Protocol):
-    """Keeps a record of what was read, as `Ledger` does."""
+    """Records batches, like `Ledger`."""
 
     def begin(self, facts: Mapping[str, Any]) -> None: ...
 
@@ -47,8 +47,8 @@ class Writer(Protocol):
 class BatchStream(Iterator[PlacedBatch]):
     """An iterator over batches that reads ahead.
 
-    A position is a number of rows, not of batches: a run that goes on from `state` may have another batch size, mesh
-    and number of processes. The end of the data is the same for all processes, since it is counted in rows of all.
+    Positions are counted in rows, not batches, so a run that resumes from `state` may change its batch size, mesh and
+    number of processes. All processes reach the end of the data at the same step.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class BatchStream(Iterator[PlacedBatch]):
         import grain
 
         if prefetch < 0:
-            raise DataError(f"prefetch={prefetch} batches cannot be read ahead.", hint="0 or more.")
+            raise DataError(f"prefetch must be at least 0; got {prefetch}.", hint="pass 0 to read on demand.")
         self.batch_size = batch_size
         self.stop_row = stop_row
         self._next_row = start_row
@@ -82,7 +82,7 @@ class BatchStream(Iterator[PlacedBatch]):
         self._reading = 0
         self._idle = threading.Condition()
         length = sys.maxsize // batch_size if self.num_left is None else self.num_left
-        # One element is one batch: threads take whole batches, and hand them out in order.
+        # One element is one batch: each thread loads whole batches, and Grain keeps their order.
         options = grain.ReadOptions(num_threads=min(prefetch, 4), prefetch_buffer_size=prefetch)
         self._batches: Any = iter(grain.MapDataset.range(length).map(self._read).to_iter_dataset(options))
         if ledger is not None:
@@ -92,37 +92,37 @@ class BatchStream(Iterator[PlacedBatch]):
 
     @property
     def state(self) -> dict[str, Any]:
-        """Where the stream stands after the batch that was last handed out; JSON can hold it."""
+        """The position after the last batch handed out, as JSON values."""
         return {"next_row": self._next_row, **self._facts}
 
     @property
     def num_left(self) -> int | None:
-        """How many batches are left; None where the data never ends."""
+        """Number of batches left; None if the data repeats forever."""
         return None if self.stop_row is None else max(self.stop_row - self._next_row, 0) // self.batch_size
 
     def require_steps(self, num_steps: int) -> None:
-        """Raises where the data ends before this many more batches; the same on all processes."""
+        """Raises on every process if the data ends before this many more batches."""
         if self.num_left is not None and num_steps > self.num_left:
             assert self.stop_row is not None
             rows = max(self.stop_row - self._next_row, 0)
             raise DataError(
-                f"the data is used up after {self.num_left} of {num_steps} steps: from row {self._next_row} on there "
-                f"are {rows} rows, and {num_steps} steps of {self.batch_size} rows need "
+                f"the data ends after {self.num_left} of {num_steps} steps: {rows} rows are left from row "
+                f"{self._next_row}, but {num_steps} steps of {self.batch_size} rows need "
                 f"{num_steps * self.batch_size}.",
-                hint="more epochs (None for no end), more data, or fewer steps.",
+                hint="use more epochs (None repeats forever), more data, or fewer steps.",
             )
 
     def __next__(self) -> PlacedBatch:
         if self._error is not None:
             raise self._error
         if self._closing:
-            raise DataError("the batches were closed.", hint="make new ones, from the state of these.")
+            raise DataError("this batch stream is closed.", hint="make a new one from its state.")
         try:
             batch: PlacedBatch = next(self._batches)
         except StopIteration:
             raise
         except BaseException as error:
-            # Were we to go on, the batch that failed would be missing without a trace.
+            # Continuing would silently drop the batch that failed.
             self._error = error
             self.close()
             raise
@@ -134,7 +134,7 @@ class BatchStream(Iterator[PlacedBatch]):
         return batch
 
     def close(self) -> None:
-        """Ends reading; returns when no thread reads any more."""
+        """Stops reading, and waits for the reader threads."""
         with self._idle:
             self._closing = True
         self._batches.close()
@@ -155,7 +155,7 @@ class BatchStream(Iterator[PlacedBatch]):
         try:
             return self._load(self._start_row + int(number) * self.batch_size)
         except StopIteration as error:
-            # It would be taken for the end of the data.
+            # It would look like the end of the data.
             raise DataError("reading rows raised StopIteration.") from error
         finally:
             with self._idle:
@@ -164,17 +164,17 @@ class BatchStream(Iterator[PlacedBatch]):
 
 
 def start_of(state: Mapping[str, Any], *, seed: int, fingerprint: str) -> int:
-    """Returns the row to go on from; raises where a state belongs to other data or another order."""
+    """Returns the row to resume from; raises if the state belongs to other data or another seed."""
     if state["fingerprint"] != fingerprint:
         raise DataError(
-            f"the data is not what it was when the state was saved: fingerprint {fingerprint[:12]} instead of "
-            f"{str(state['fingerprint'])[:12]}. Row {state['next_row']} of it would be another one.",
-            hint="go on with the same texts, tokenizer, row length and validation share, or start a new run.",
+            f"the data changed since the state was saved: fingerprint {fingerprint[:12]} instead of "
+            f"{str(state['fingerprint'])[:12]}, so row {state['next_row']} is a different one.",
+            hint="resume with the same texts, tokenizer, row length and validation share, or start a new run.",
         )
     if state["seed"] != seed:
         raise DataError(
-            f"the state was saved with seed {state['seed']}, this run has seed {seed}: rows would come in another "
-            "order, some twice and some never.",
-            hint=f"seed={state['seed']}.",
+            f"the state was saved with seed {state['seed']}, but this run has seed {seed}: the new order would repeat "
+            "some rows and skip others.",
+            hint=f"use seed {state['seed']}.",
         )
     return int(state["next_row"])

@@ -1,9 +1,9 @@
-"""The token cache: documents are tokenized once, and found again by what is in them.
+"""The token cache: documents are tokenized once, and found again by a hash of texts and tokenizer.
 
-A cache folder holds, for each fingerprint of texts and tokenizer, a folder with three files: `tokens.bin`,
-`bounds.bin` and `meta.json`. It is written under another name and renamed when it is complete, so that nobody ever
-sees half of it. Of several processes that start at once one writes and the others wait for it. That only saves work:
-where locks do not hold, on some network file systems, each writes its own and the first to finish wins.
+A cache folder holds a folder for each hash, with three files: `tokens.bin`, `bounds.bin` and `meta.json`. It is written
+under a temporary name and renamed when complete, so readers never see a partial cache. If several processes start at
+once, one writes and the others wait for its lock. The lock only saves work: on a file system without locks, each writes
+its own copy and the first to finish wins.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from meshwright.files import write_atomically
 Tell = Callable[[str], None]
 
 FORMAT = 1
-# Up to here all bytes are hashed whenever a cache is opened, which takes a second or so; of larger ones only the sizes
-# are looked at.
+# Files up to this size are hashed whenever a cache is opened (about a second); larger ones are only checked for size.
 HASHED_BYTES = 1 << 30
-# A file that was written this shortly before we looked may be written again without a change of its time stamp.
+# A file written this shortly before its time stamp was read may change again and keep that time stamp.
 _RACY_NS = 2_000_000_000
-# A folder that is being written and was not touched for this long belongs to a process that is gone.
+# An unfinished folder that was not touched for this long belongs to a dead process.
 _DEAD_SECONDS = 3600
-# Texts that a tokenizer gets at once, so that it can use all cores.
+# Texts per call of the tokenizer, enough for it to use all cores.
 _GROUP_DOCUMENTS = 1024
 _GROUP_BYTES = 1 << 22
 _TELL_SECONDS = 5.0
@@ -46,27 +45,27 @@ _TELL_SECONDS = 5.0
 def prepare_tokens(
     documents: Documents, tokenizer: Tokenizer, *, folder: str | os.PathLike[str], tell: Tell | None = None
 ) -> Tokens:
-    """Returns the tokens of documents, mapped from a cache that is made when it is not there.
+    """Returns the tokens of documents, memory-mapped from a cache that is built on first use.
 
-    Any number of processes may call this at once with the same folder. Empty documents are left out.
+    Any number of processes may call this at once with the same folder. Empty documents are skipped.
 
     Args:
-        folder: of caches; made if missing.
-        tell: called with a line of text when something takes time or is out of order.
+        folder: the cache folder; created if missing.
+        tell: called with a line of text about progress, and if a cache is damaged.
 
     Example:
         >>> from meshwright.data import load_tokenizer, open_documents
         >>> documents = open_documents(os.__file__)
         >>> tokens = prepare_tokens(documents, load_tokenizer("bytes"), folder=tempfile.mkdtemp())
-        >>> tokens.num_tokens == len(documents[0]) + 1  # the document, and its end
+        >>> tokens.num_tokens == len(documents[0]) + 1  # the document and its end token
         True
     """
     try:
         return _prepare(documents, tokenizer, Path(folder), tell or (lambda line: None))
     except OSError as error:
         raise DataError(
-            f"the token cache in {str(folder)!r} cannot be written: {error.strerror or error}.",
-            hint="name another folder for it.",
+            f"cannot write the token cache in {str(folder)!r}: {error.strerror or error}.",
+            hint="choose another cache folder.",
         ) from error
 
 
@@ -74,7 +73,7 @@ def _prepare(documents: Documents, tokenizer: Tokenizer, folder: Path, tell: Tel
     folder.mkdir(parents=True, exist_ok=True)
     fingerprint = _fingerprint(documents, tokenizer, folder)
     target = folder / fingerprint[:32]
-    # Looked at first without the lock: the usual case, and the only one for a cache that may not be written.
+    # Look without the lock first: this is the usual case, and the only one for a read-only cache.
     found = _open(target, fingerprint, tell=None)
     if found is None:
         with _lock(folder / f"{target.name}.lock", tell):
@@ -84,14 +83,12 @@ def _prepare(documents: Documents, tokenizer: Tokenizer, folder: Path, tell: Tel
                 _build(documents, tokenizer, target, fingerprint, tell)
                 found = _open(target, fingerprint, tell=tell)
     if found is None:
-        raise DataError(
-            f"the token cache in {target} was written and cannot be read back.", hint="is the disk failing?"
-        )
+        raise DataError(f"the token cache in {target} was written but cannot be read back.", hint="check the disk.")
     return found
 
 
 def _fingerprint(documents: Documents, tokenizer: Tokenizer, folder: Path) -> str:
-    """Returns the hash of texts and tokenizer, without reading texts that were read before and did not change."""
+    """Returns a hash of texts and tokenizer; reads only texts that are new or have changed."""
     stamps = documents.stamps()
     key = hashlib.sha256(json.dumps([FORMAT, stamps, documents.text_field]).encode()).hexdigest()[:32]
     note = folder / f"{key}.known"
@@ -104,19 +101,19 @@ def _fingerprint(documents: Documents, tokenizer: Tokenizer, folder: Path) -> st
     if not trusted:
         looked = time.time_ns()
         content = documents.fingerprint
-        with contextlib.suppress(OSError):  # only a shortcut for the next time
+        with contextlib.suppress(OSError):  # it only saves time at the next start
             write_atomically(note, json.dumps({"content": content, "looked": looked}))
     return hashlib.sha256(f"{FORMAT} {content} {tokenizer.fingerprint}".encode()).hexdigest()
 
 
 def _open(target: Path, fingerprint: str, *, tell: Tell | None) -> Tokens | None:
-    """Returns the tokens in a folder, or None where it is not there or not right; says so if it is not right."""
+    """Returns the tokens in a folder, or None if it is missing or damaged; reports damage to `tell`."""
     if not target.is_dir():
         return None
     try:
         meta = json.loads((target / "meta.json").read_text())
         if meta["fingerprint"] != fingerprint or meta["format"] != FORMAT:
-            raise ValueError("meta.json belongs to other data")
+            raise ValueError("meta.json describes other data")
         for name, facts in meta["files"].items():
             _check_file(target / name, facts)
         values = _mapped(target / "tokens.bin", np.dtype(meta["dtype"]))
@@ -124,23 +121,23 @@ def _open(target: Path, fingerprint: str, *, tell: Tell | None) -> Tokens | None
         return Tokens(values, bounds[:-1], bounds, meta["largest"], meta["vocab_size"], fingerprint)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if tell is not None:
-            tell(f"the token cache in {target} is damaged ({error}); it is made again")
+            tell(f"the token cache in {target} is damaged ({error}); rebuilding it")
         return None
 
 
 def _check_file(path: Path, facts: dict[str, Any]) -> None:
     size = path.stat().st_size
     if size != facts["bytes"]:
-        raise ValueError(f"{path.name} has {size:,} bytes and should have {facts['bytes']:,}")
+        raise ValueError(f"{path.name} has {size:,} bytes instead of {facts['bytes']:,}")
     if size <= HASHED_BYTES:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != facts["sha256"]:
-            raise ValueError(f"{path.name} has other bytes than were written")
+            raise ValueError(f"the contents of {path.name} have changed")
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    # A plain view: np.memmap would make every small slice an object that keeps the file.
+    # A plain view: every small slice of an np.memmap would keep the file open.
     return np.memmap(path, dtype, mode="r").view(np.ndarray)
 
 
@@ -155,7 +152,7 @@ def _build(documents: Documents, tokenizer: Tokenizer, target: Path, fingerprint
         except OSError:
             if not target.is_dir():
                 raise
-            # The damaged one that sent us here; or another process was first, where locks do not hold.
+            # Either the damaged cache that is being replaced, or, without locks, another process was faster.
             if _open(target, fingerprint, tell=None) is None:
                 shutil.rmtree(target)
                 making.rename(target)
@@ -164,7 +161,7 @@ def _build(documents: Documents, tokenizer: Tokenizer, target: Path, fingerprint
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Removes what a process that was killed has left. One that still writes, where locks do not hold, is younger."""
+    """Removes the unfinished folders of killed processes; the age protects writers on file systems without locks."""
     for leftover in target.parent.glob(f"{target.name}.making-*"):
         newest = max((path.stat().st_mtime for path in (leftover, *leftover.iterdir())), default=0.0)
         if time.time() - newest > _DEAD_SECONDS:
@@ -173,7 +170,7 @@ def _remove_leftovers(target: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path, tell: Tell) -> Iterator[None]:
-    """Holds a lock that ends with the process, where the file system has such."""
+    """Holds a file lock, which ends with the process, if the file system has locks."""
     try:
         import fcntl
     except ModuleNotFoundError:
@@ -185,18 +182,15 @@ def _lock(path: Path, tell: Tell) -> Iterator[None]:
         except BlockingIOError:
             tell("another process is tokenizing the same data; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # not on this file system: see above
+        except OSError:  # this file system has no locks
             pass
         yield
 
 
-# --- Writing tokens ---
-
-
 def write_tokens(documents: Documents, tokenizer: Tokenizer, folder: Path, *, tell: Tell) -> dict[str, Any]:
-    """Writes `tokens.bin` and `bounds.bin` into a folder and returns what `meta.json` says about them.
+    """Writes `tokens.bin` and `bounds.bin` into a folder and returns their description for `meta.json`.
 
-    The memory that it takes does not grow with the data.
+    The memory it needs does not grow with the data.
     """
     dtype = np.dtype("<u1" if tokenizer.vocab_size <= 1 << 8 else "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     num_tokens = num_documents = num_empty = 0
@@ -226,10 +220,8 @@ def write_tokens(documents: Documents, tokenizer: Tokenizer, folder: Path, *, te
         raise DataError(
             f"the data is empty: {num_empty} documents in {len(documents.files)} files have no text.", hint="add text."
         )
-    left_out = f"; {num_empty:,} empty documents are left out" if num_empty else ""
-    tell(
-        f"tokenized {num_documents:,} documents: {num_tokens:,} tokens in {time.monotonic() - started:.1f} s{left_out}"
-    )
+    skipped = f"; skipped {num_empty:,} empty documents" if num_empty else ""
+    tell(f"tokenized {num_documents:,} documents: {num_tokens:,} tokens in {time.monotonic() - started:.1f} s{skipped}")
     return {
         "dtype": dtype.str,
         "num_tokens": num_tokens,
@@ -242,7 +234,6 @@ def write_tokens(documents: Documents, tokenizer: Tokenizer, folder: Path, *, te
 
 
 def _encoded(documents: Documents, tokenizer: Tokenizer) -> Iterator[Iterable[np.ndarray]]:
-    """Gives for each document its ids, in pieces."""
     if tokenizer.in_pieces:
         for document in documents.stream():
             yield _by_piece(document, tokenizer)
@@ -276,8 +267,6 @@ def _checked(text: str | bytes, tokenizer: Tokenizer, where: str) -> str | bytes
 
 
 class _HashedFile:
-    """A file that is being written, with the hash of what is in it."""
-
     def __init__(self, path: Path) -> None:
         self.name = path.name
         self._file = path.open("wb", buffering=1 << 20)

@@ -1,4 +1,4 @@
-"""Tokenizers: from text to numbers and back. Bytes are built in; others come from `tokenizers` files."""
+"""Tokenizers: from text to token ids and back. `bytes` is built in; others are loaded from `tokenizers` files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 
 from meshwright.errors import DataError, did_you_mean
 
-# What the usual tokenizers call the token that ends a document, in the order in which we look.
+# Common names of the end-of-document token, in the order to try.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
 
 def load_tokenizer(name: str, *, end: str | None = None) -> Tokenizer:
-    """Returns the byte tokenizer, or the one in a JSON file of the `tokenizers` library.
+    """Returns the byte tokenizer, or one from a JSON file of the `tokenizers` library.
 
     Args:
         name: "bytes", or the path of a `tokenizer.json`.
-        end: the token that ends a document, where the file has none with a usual name.
+        end: the end-of-document token, if the file has none with a common name.
 
     Example:
         >>> tokenizer = load_tokenizer("bytes")
@@ -30,26 +30,24 @@ def load_tokenizer(name: str, *, end: str | None = None) -> Tokenizer:
     """
     if name == "bytes":
         if end is not None:
-            raise DataError("the byte tokenizer ends documents with byte 0.", hint="leave out `end`.")
+            raise DataError(f"the byte tokenizer ends documents with byte 0; got end={end!r}.", hint="remove `end`.")
         return ByteTokenizer()
     path = Path(name).expanduser()
     if not path.is_file():
         near = path.parent.iterdir() if path.parent.is_dir() else ()
         hint = did_you_mean(path.name, ["bytes", *sorted(entry.name for entry in near)])
-        raise DataError(
-            f"there is no tokenizer {name!r}.", hint=hint or '"bytes", or the path of a tokenizer.json of `tokenizers`.'
-        )
+        raise DataError(f"there is no tokenizer {name!r}.", hint=hint or 'pass "bytes" or a tokenizer.json.')
     return FileTokenizer(path, end=end)
 
 
 class Tokenizer(abc.ABC):
-    """From text to token ids and back.
+    """Converts text to token ids and back.
 
     Attributes:
-        vocab_size: ids are below this number.
-        end: the id that ends a document.
-        fingerprint: a hash of everything that decides which ids a text gets.
-        in_pieces: whether a text may be encoded piece by piece, with the same result.
+        vocab_size: ids are 0 to `vocab_size - 1`.
+        end: id of the end-of-document token.
+        fingerprint: hash of everything that decides the ids of a text.
+        in_pieces: whether encoding a text in pieces gives the same ids.
     """
 
     vocab_size: int
@@ -59,14 +57,14 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Returns the ids of a text, without the one that ends it."""
+        """Returns the ids of a text, without the end token."""
 
     @abc.abstractmethod
     def decode(self, ids: Any) -> str:
-        """Returns the text of ids; `end` is no part of it."""
+        """Returns the text of ids, without `end`."""
 
     def check(self, text: str | bytes) -> str | bytes:
-        """Returns a text as it is encoded; raises where that is not possible."""
+        """Returns the text in the form that is encoded; raises if it cannot be encoded."""
         return text
 
     def encode_all(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
@@ -75,9 +73,9 @@ class Tokenizer(abc.ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """Each byte is a token, whatever it stands for; text is encoded as UTF-8 first.
+    """One token per byte, in any encoding; strings are encoded as UTF-8.
 
-    Byte 0 ends a document. It does not occur in text, so a text that has it is refused: it is some other kind of file.
+    Byte 0 ends a document. Text does not contain it, so data that does is rejected.
     """
 
     vocab_size = 256
@@ -90,14 +88,14 @@ class ByteTokenizer(Tokenizer):
             data = text.encode() if isinstance(text, str) else text
         except UnicodeEncodeError as error:
             raise DataError(
-                f"character {error.start} is half of a surrogate pair, which UTF-8 cannot hold.",
+                f"character {error.start} is half of a surrogate pair, which UTF-8 cannot encode.",
                 hint="repair the text.",
             ) from None
         place = data.find(0)
         if place >= 0:
             raise DataError(
                 f"byte {place} is 0, which ends documents and does not occur in text.",
-                hint="leave out files that are not text, with a glob such as 'folder/**/*.txt'.",
+                hint="select only text files, e.g. with a glob such as 'folder/**/*.txt'.",
             )
         return data
 
@@ -107,8 +105,8 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Any) -> str:
         ids = np.asarray(ids)
         if ids.size and not 0 <= ids.min() <= ids.max() < 256:
-            raise DataError(f"ids from {ids.min()} to {ids.max()} are not all bytes.")
-        # A model may stop in the middle of a character; what is not UTF-8 shows as U+FFFD.
+            raise DataError(f"byte ids must be from 0 to 255; got {ids.min()} to {ids.max()}.")
+        # A model may stop inside a character, which then shows as U+FFFD.
         data: bytes = ids[ids != self.end].astype(np.uint8).tobytes()
         return data.decode(errors="replace")
 
@@ -116,21 +114,19 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """A tokenizer from a JSON file of the `tokenizers` library."""
 
-    in_pieces = False  # where a piece ends would show in its tokens
+    in_pieces = False  # tokens depend on where a text is cut
 
     def __init__(self, path: Path, *, end: str | None = None) -> None:
         try:
             import tokenizers
         except ModuleNotFoundError:
-            raise DataError(f"{path} needs the tokenizers library.", hint="pip install tokenizers") from None
+            raise DataError(f"{path} needs the tokenizers library.", hint="run `pip install tokenizers`.") from None
         content = path.read_bytes()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception
-            raise DataError(
-                f"{path} is not a tokenizer: {error}", hint="a tokenizer.json as `tokenizers` writes it."
-            ) from None
-        # Files may ask to cut long texts, or to fill up short ones. We want documents as they are.
+            raise DataError(f"{path} is not a tokenizer: {error}", hint="pass a tokenizer.json.") from None
+        # Files may turn on truncation and padding, which would change documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab()
@@ -146,7 +142,7 @@ class FileTokenizer(Tokenizer):
         except UnicodeDecodeError as error:
             raise DataError(
                 f"byte {error.start} ({text[error.start]:#04x}) is not UTF-8: {error.reason}.",
-                hint='convert the text, or use the "bytes" tokenizer, which takes bytes as they are.',
+                hint='convert the text to UTF-8, or use the "bytes" tokenizer, which accepts any bytes.',
             ) from None
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -157,9 +153,8 @@ class FileTokenizer(Tokenizer):
         return [np.asarray(encoding.ids, np.uint32) for encoding in found]
 
     def decode(self, ids: Any) -> str:
-        text: str = self._tokenizer.decode(
-            [token for token in np.asarray(ids).tolist() if token != self.end], skip_special_tokens=False
-        )
+        kept = [token for token in np.asarray(ids).tolist() if token != self.end]
+        text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
         return text
 
 
@@ -172,6 +167,6 @@ def _end_name(path: Path, vocabulary: dict[str, int], end: str | None) -> str:
         if name in vocabulary:
             return name
     raise DataError(
-        f"{path} has no token with a usual name for the end of a document ({', '.join(END_NAMES)}).",
-        hint="name the one to use: load_tokenizer(path, end=...).",
+        f"{path} has none of the common end-of-document tokens ({', '.join(END_NAMES)}).",
+        hint="pass the token to use: load_tokenizer(path, end=...).",
     )

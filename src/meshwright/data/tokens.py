@@ -1,4 +1,4 @@
-"""Tokens: a stream of documents as numbers, usually on disk, of which any part can be read."""
+"""A stream of documents as token ids, usually memory-mapped, with random access."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from meshwright.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Documents as token ids, one after the other. `prepare_tokens` makes them.
+    """Documents as token ids, one after the other; `prepare_tokens` makes them.
 
     Attributes:
-        values: ids of all documents, also of those that are no part of this stream.
-        starts: where in `values` each document begins.
-        bounds: where in the stream each document begins, and, at last, where the stream ends.
-        largest: the largest id.
-        vocab_size: of the tokenizer.
-        fingerprint: a hash of the texts, the tokenizer, and which part of them this is.
+        values: token ids of all documents, including documents outside this stream.
+        starts: offset of each document in `values`.
+        bounds: offset of each document in the stream, followed by the length of the stream.
+        largest: the largest token id.
+        vocab_size: vocabulary size of the tokenizer.
+        fingerprint: hash of the texts, the tokenizer and the selection of documents.
     """
 
     values: np.ndarray
@@ -34,7 +34,7 @@ class Tokens:
 
     @classmethod
     def of(cls, documents: Sequence[Any]) -> Tokens:
-        """Returns tokens of documents that are already lists of ids, each with its last token."""
+        """Makes tokens from documents that are lists of token ids, including the end token."""
         values = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids in documents)])
         bounds = np.cumsum([0, *map(len, documents)])
         if (np.diff(bounds) == 0).any():
@@ -52,7 +52,7 @@ class Tokens:
         return len(self.starts)
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids from one place of the stream to another, and for each the number of its document."""
+        """Returns the token ids from `start` to `stop` in the stream, and the document number of each."""
         places = np.arange(start, stop)
         first = int(np.searchsorted(self.bounds, start, side="right")) - 1
         last = int(np.searchsorted(self.bounds, stop - 1, side="right"))
@@ -60,20 +60,20 @@ class Tokens:
         return self.values[self.starts[documents] + (places - self.bounds[documents])], documents
 
     def split(self, validation: float) -> tuple[Tokens, Tokens]:
-        """Returns two streams, for training and for validation, of which the second has about this share of tokens.
+        """Splits the stream into training and validation, where validation has about this share of the tokens.
 
-        Whole documents go to one or the other, chosen as if at random but always alike; each gets one at least. A
-        single document is cut, and its end is for validation. With 0, all are for training.
+        Whole documents go to one side, in a fixed pseudorandom choice with at least one on each side. A single document
+        is cut, and its end goes to validation. With 0, everything is for training.
         """
         if not 0 <= validation < 1:
-            raise DataError(f"validation={validation} is not a share of the data.", hint="from 0 up to 1: 0.05, say.")
+            raise DataError(f"validation must be in [0, 1); got {validation}.", hint="pass a share, e.g. 0.05.")
         if validation == 0:
             return self, self._part(np.zeros(self.num_documents, bool))
         if self.num_documents == 1:
             return self._cut(validation)
         sizes = np.diff(self.bounds)
         order = np.argsort(_scatter(np.arange(self.num_documents)), kind="stable")
-        # Without documents that are larger than all of validation should be; the smallest, if all are.
+        # Skip documents larger than the whole validation share; if all are, take the smallest.
         wanted = validation * self.num_tokens
         order = order[sizes[order] <= wanted]
         taken = order[: int(np.searchsorted(np.cumsum(sizes[order]), wanted, side="right"))]
@@ -99,7 +99,7 @@ class Tokens:
 
 
 def _scatter(numbers: np.ndarray) -> np.ndarray:
-    """Returns a hash of each number. Written out, since the choice must not change with the version of a library."""
+    """Hashes each number, in explicit arithmetic so that no library version can change the split."""
     h = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         h = (h ^ (h >> np.uint64(shift))) * np.uint64(factor)

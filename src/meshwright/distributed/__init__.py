@@ -1,4 +1,4 @@
-"""Several processes as one run: joining, the roll call, schedulers, and agreement between ranks."""
+"""Multi-process runs: joining, the roll call, schedulers, and agreement between ranks."""
 
 from meshwright.distributed.agreement import agree, fingerprint, require_agreement
 from meshwright.distributed.join import join

@@ -1,7 +1,7 @@
-"""Agreement between the processes of a run: the same facts, the same decision, the same outcome on every rank.
+"""Agreement between the processes of a run: equal facts, one decision and one outcome on every rank.
 
-These are collectives: they belong on the main thread, between steps, in the same order on every process. With one
-process, none of them does anything.
+These functions are collectives: call them on the main thread, between steps, in the same order on every process. With
+one process they return at once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ T = TypeVar("T")
 _TEXT_BYTES = 2048
 _PACKAGE = Path(__file__).parents[1]
 
-# --- Telling each other ---
-
 
 def gather_texts(text: str) -> list[str]:
-    """Returns the text of every process, by rank; long ones are cut."""
+    """Returns the text of every process, by rank, each cut to 2,048 bytes."""
     if jax.process_count() == 1:
         return [text]
     from jax.experimental import multihost_utils
@@ -41,25 +39,22 @@ def gather_texts(text: str) -> list[str]:
 
 
 def as_first(text: str) -> str:
-    """Returns the text that process 0 has."""
+    """Returns the text of process 0."""
     return gather_texts(text)[0]
 
 
 def from_first(number: int) -> int:
-    """Returns the number that process 0 has."""
+    """Returns the number of process 0."""
     return int(as_first(str(int(number))))
 
 
 def is_first() -> bool:
-    """Returns whether this is the process that writes manifests and removes folders."""
+    """Returns whether this is process 0, which writes manifests and removes folders."""
     return jax.process_index() == 0
 
 
-# --- Acting together ---
-
-
 def together(what: str, act: Callable[[], T]) -> T:
-    """Returns what `act` returns; raises on every process where it raises on one.
+    """Returns the result of `act`; if it raises on one process, raises on all. `what` describes it in the error.
 
     Example:
         >>> together("counting", lambda: 3)
@@ -72,24 +67,21 @@ def together(what: str, act: Callable[[], T]) -> T:
         result = act()
     except Exception as error:
         problem = error
-    told = gather_texts("" if problem is None else f"{type(problem).__name__}: {problem}")
+    texts = gather_texts("" if problem is None else f"{type(problem).__name__}: {problem}")
     if problem is not None:
         raise problem
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(texts):
         if text:
-            raise MeshwrightError(f"rank {rank} of {len(told)} stopped while {what}. {text}")
+            raise MeshwrightError(f"rank {rank} of {len(texts)} failed while {what}: {text}")
     return result
 
 
-# --- Meaning the same ---
-
-
 def agree(facts: Mapping[str, Any], *, job: Any = None) -> None:
-    """Raises, on every process, where processes differ in a fact, in their code or versions; names the ranks.
+    """Raises on every process if processes differ in a fact, their code or their versions; names the ranks.
 
     Args:
-        facts: what must be the same everywhere, by name: the configuration, the seed.
-        job: whose source files belong to the code, besides this package's.
+        facts: values that must be equal on all processes, by name, such as the configuration and the seed.
+        job: the job whose source files are compared in addition to this package's.
 
     Example:
         >>> agree({"seed": 0, "config": {"steps": 100}})  # one process agrees with itself
@@ -99,16 +91,19 @@ def agree(facts: Mapping[str, Any], *, job: Any = None) -> None:
     own = {
         "number of processes": jax.process_count(),
         "number of devices": jax.local_device_count(),
-        "version of jax": jax.__version__,
+        "jax version": jax.__version__,
         "code": code_fingerprint(sources_of(job)),
     }
     require_agreement({**own, **facts})
 
 
 def require_agreement(facts: Mapping[str, Any]) -> None:
-    """Raises, on every process, where processes differ in one of these facts; names the fact and the ranks.
+    """Raises on every process if processes differ in one of these facts; names the fact and the ranks.
 
-    Call it at the start of a run, with the configuration, the seed and the shapes of a batch.
+    Call it at the start of a run, with the configuration, the seed and the batch shapes.
+
+    Example:
+        >>> require_agreement({"seed": 0, "batch": (8, 128)})  # with one process there is nothing to compare
     """
     if jax.process_count() == 1:
         return
@@ -121,7 +116,7 @@ def require_agreement(facts: Mapping[str, Any]) -> None:
 
 
 def fingerprint(*things: Any) -> str:
-    """Returns a hash of what must be the same on all processes: configurations, seeds, shapes.
+    """Returns a hash of values that must be equal on all processes: configurations, seeds, array shapes.
 
     Example:
         >>> fingerprint({"seed": 1}) == fingerprint({"seed": 1}), fingerprint({"seed": 1}) == fingerprint({"seed": 2})
@@ -132,21 +127,21 @@ def fingerprint(*things: Any) -> str:
 
 
 def report_disagreement(names: list[str], digests: np.ndarray, own: Mapping[str, str], rank: int) -> None:
-    """Raises for the first fact whose digests `[process, fact, byte]` are not all those of the majority."""
+    """Raises for the first fact whose digests `[process, fact, byte]` differ; names the ranks in the minority."""
     for place, name in enumerate(names):
         rows = [bytes(row) for row in digests[:, place]]
         usual = max(dict.fromkeys(rows), key=rows.count)
         others = [str(index) for index, row in enumerate(rows) if row != usual]
         if others:
             raise MeshwrightError(
-                f"the processes of this run differ in `{name}`: rank {', '.join(others)} of {len(rows)} has another "
-                f"value than the rest. Here, on rank {rank}, it is {own[name]}.",
+                f"the processes of this run differ in `{name}`: rank {', '.join(others)} of {len(rows)} does not match "
+                f"the majority. On this rank ({rank}) it is {own[name]}.",
                 hint="start every process with the same configuration, seed and code.",
             )
 
 
 def code_fingerprint(files: Iterable[Path] = ()) -> str:
-    """Returns a hash of this package's source files, and of others; where they lie does not matter.
+    """Returns a hash of the source files of this package and of `files`, wherever they are installed.
 
     Example:
         >>> code_fingerprint() == code_fingerprint(), code_fingerprint() == code_fingerprint([Path(__file__)])
@@ -161,7 +156,7 @@ def code_fingerprint(files: Iterable[Path] = ()) -> str:
 
 
 def sources_of(job: Any) -> list[Path]:
-    """Returns the files in which a job's functions are written; those of this package are left out."""
+    """Returns the source files of a job's functions, except those of this package."""
     files = []
     for name in ("init", "loss", "make_batch"):
         function = getattr(job, name, None)

@@ -1,4 +1,4 @@
-"""Several processes as one run: they find each other."""
+"""Joining several processes into one run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ def join(
     *,
     timeout: float = 300.0,
 ) -> str | None:
-    """Makes this process a part of a run of several; returns a line about it, or None where it runs alone.
+    """Joins this process to a multi-process run; returns a one-line summary, or None if it runs alone.
 
-    Under mpirun or srun no argument is needed: what these started together is one run. Elsewhere pass all three.
-    Call it first, before anything uses a device; the platform and how many devices to simulate are set before it.
+    Under mpirun or srun no arguments are needed; otherwise pass all three. Call it before anything uses a device, and
+    after choosing the platform and the number of simulated devices.
 
     Args:
-        coordinator: `host:port` of rank 0. An address of this machine only (127.0.0.1) is only listened at there.
-        timeout: how many seconds processes wait for each other. Then each that is there says who is not.
+        coordinator: `host:port` of rank 0. With a loopback address (127.0.0.1), rank 0 listens on that address only.
+        num_processes: number of processes.
+        process_id: rank of this process.
+        timeout: seconds to wait for the other processes before raising an error that names the missing ranks.
 
     Example:
-        >>> join() is None  # neither asked to nor started by mpirun or srun
+        >>> join() is None  # no arguments, and not started by mpirun or srun
         True
     """
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
@@ -39,12 +41,11 @@ def join(
     missing = [name for name, value in given.items() if value is None]
     if number is None or rank is None or (coordinator is None and place is None):
         raise LaunchError(
-            f"this process was not started by mpirun or srun, and {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not given.",
-            hint="--coordinator HOST:PORT --num-processes N --process-id I, all three.",
+            f"this process was not started by mpirun or srun, so it also needs {' and '.join(missing)}.",
+            hint="pass all three: --coordinator HOST:PORT --num-processes N --process-id I.",
         )
     if not 0 <= rank < number:
-        raise LaunchError(f"process {rank} of {number} cannot be.", hint=f"ids go from 0 to {number - 1}.")
+        raise LaunchError(f"process_id {rank} is out of range for {number} processes.", hint=f"use 0 to {number - 1}.")
     if number == 1:
         return None
     _require_unused()
@@ -67,20 +68,19 @@ def _start(
             str(address),
             num_processes=number,
             process_id=rank,
-            # All is known: what JAX would still find out under mpirun is one device for each process, also on machines
-            # with a single process and many.
+            # Under mpirun, JAX's detection gives each process one device, even one that is alone on its machine.
             cluster_detection_method="deactivate",
             local_device_ids=local_devices(place) if place is not None else None,
             initialization_timeout=max(1, round(timeout)),
             coordinator_bind_address=bound,
         )
     except RuntimeError as error:
-        raise LaunchError(f"rank {rank} of {number} cannot join at {address}: {error}") from error
+        raise LaunchError(f"rank {rank} of {number} could not join at {address}: {error}") from error
     if jax.process_count() != number:
         raise LaunchError(
-            f"JAX sees {jax.process_count()} of {number} processes: backend {jax.default_backend()!r} does not know of "
-            "the others, and each would train alone.",
-            hint="JAX_PLATFORMS must name a backend that runs over several processes: cpu, cuda, tpu.",
+            f"JAX sees {jax.process_count()} of {number} processes: backend {jax.default_backend()!r} does not connect "
+            "them, so each would train alone.",
+            hint="set JAX_PLATFORMS to a backend for several processes: cpu, cuda or tpu.",
         )
 
 
@@ -88,18 +88,18 @@ def _already_joined(num_processes: int | None) -> str:
     number = jax.process_count()
     if num_processes is not None and num_processes != number:
         raise LaunchError(
-            f"this process has joined a run of {number} processes before; it cannot join one of {num_processes}.",
-            hint="leave out num_processes, or jax.distributed.initialize.",
+            f"this process has already joined a run of {number} processes; it cannot join one of {num_processes}.",
+            hint="remove num_processes, or the earlier call of jax.distributed.initialize.",
         )
-    return f"rank {jax.process_index()} of {number}, joined before"
+    return f"rank {jax.process_index()} of {number}, already joined"
 
 
 def _require_unused() -> None:
-    from jax._src.xla_bridge import backends_are_initialized  # JAX has no public way to ask without starting one
+    from jax._src.xla_bridge import backends_are_initialized  # no public API asks without starting one
 
     if backends_are_initialized():
         raise LaunchError(
-            f"JAX was used before this process could join a run: it has started {jax.default_backend()!r} with "
-            f"{jax.local_device_count()} device(s) of its own.",
-            hint="join first: before jax.devices(), before any array, and before importing what makes one.",
+            f"JAX was used before join(): it has started {jax.default_backend()!r} with "
+            f"{jax.local_device_count()} local device(s).",
+            hint="call join() before jax.devices(), before creating arrays, and before importing modules that do.",
         )

@@ -1,7 +1,7 @@
-"""Who is here? Asked before JAX's own start, which ends a process without a word on who was missing.
+"""A roll call before `jax.distributed.initialize`, which does not name the missing ranks when it aborts.
 
-Rank 0 listens at the coordinator's address, every other rank reports there, and all hear the same answer: go on, or
-what is wrong. Then the port is free again, for JAX. A report is one line of JSON; nothing else is read there.
+Rank 0 listens at the coordinator address, every other rank reports there, and all receive the same verdict: continue,
+or an error. The port is then free for JAX. A report is one line of JSON; anything else is ignored.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _LONGEST_LINE = 4096
 
 
 class LaunchError(MeshwrightError):
-    """Processes do not become one run."""
+    """The processes could not form one run."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the coordinator, which is rank 0, can be reached."""
+    """The address of the coordinator, which is rank 0."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Returns the address that `host:port` names.
+        """Parses `host:port`.
 
         Example:
             >>> Address.parse("[::1]:1234"), Address.parse("node7:1234").is_local
@@ -41,12 +41,12 @@ class Address:
         """
         host, _, port = text.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise LaunchError(f"{text!r} is no address of a coordinator.", hint='host:port, such as "10.0.0.1:1234".')
+            raise LaunchError(f"{text!r} is not a coordinator address.", hint='use host:port, e.g. "10.0.0.1:1234".')
         return cls(host.removeprefix("[").removesuffix("]"), int(port))
 
     @property
     def is_local(self) -> bool:
-        """Whether only processes of this machine can mean it."""
+        """Whether this is a loopback address."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Report:
-    """What a process says about itself."""
+    """The line that a process sends to rank 0."""
 
     rank: int
     num_processes: int
@@ -67,10 +67,10 @@ class Report:
 
 
 def call_roll(address: Address, num_processes: int, rank: int, *, timeout: float) -> str | None:
-    """Returns once all processes are here; raises `LaunchError` on each of them where one is missing or differs.
+    """Waits until all processes have reported; raises `LaunchError` on all of them if one is missing or inconsistent.
 
-    On rank 0, returns the address to listen at from now on: the coordinator's own, or all of the machine's where that
-    one is not the machine's own, as behind a translated address.
+    On rank 0, returns the address to listen on from now on: the coordinator's, or all interfaces if this machine does
+    not have that address, as behind NAT.
     """
     own = Report(rank, num_processes, socket.gethostname(), os.getpid())
     deadline = time.monotonic() + timeout
@@ -94,17 +94,17 @@ def _ask(address: Address, own: Report, deadline: float, timeout: float) -> str:
                 break
             report = _read_report(line)
             if report is None:
-                line.close()  # not one of us: a port scanner, a browser
+                line.close()  # a stranger, such as a port scanner
                 continue
             lines.append(line)
             problem = _wrong(report, reports)
             reports.append(report)
-        server.close()  # before the answer: who hears it waits for JAX to listen here
+        server.close()  # before the verdict, after which the other ranks wait for JAX to listen here
         verdict = json.dumps({"problem": problem}).encode() + b"\n"
         for line in lines:
-            with contextlib.suppress(OSError):  # it died since; JAX's own start tells of it
+            with contextlib.suppress(OSError):  # it has died, which JAX will report
                 line.sendall(verdict)
-                # Its side closes first, so that no old connection holds the port.
+                # Let the other side close first, so that no old connection holds the port.
                 line.settimeout(1.0)
                 line.recv(1)
     finally:
@@ -119,12 +119,12 @@ def _answer(address: Address, own: Report, deadline: float, timeout: float) -> N
     line = _connect(address, deadline)
     if line is None:
         raise LaunchError(
-            f"rank {own.rank} of {own.num_processes}, on {own.host}, found nobody at {address} in {timeout:g} s: "
-            "rank 0 never started there.",
-            hint=f"start rank 0 on {address.host}; is that its address, and is port {address.port} open?",
+            f"rank {own.rank} of {own.num_processes} on {own.host} could not reach rank 0 at {address} within "
+            f"{timeout:g} s.",
+            hint=f"start rank 0 on {address.host}, and check that port {address.port} is open there.",
         )
     with line:
-        # What is said of missing ranks comes after rank 0's own deadline.
+        # Rank 0 reports missing ranks only after its own deadline.
         line.settimeout(max(0.01, deadline - time.monotonic()) + timeout + 5)
         try:
             line.sendall(json.dumps(vars(own)).encode() + b"\n")
@@ -133,11 +133,11 @@ def _answer(address: Address, own: Report, deadline: float, timeout: float) -> N
             verdict = None
     if not isinstance(verdict, dict) or "problem" not in verdict:
         raise LaunchError(
-            f"rank {own.rank} of {own.num_processes}, on {own.host}, lost rank 0 at {address} while others joined.",
-            hint=f"see what rank 0 said last; is something else listening on port {address.port}?",
+            f"rank {own.rank} of {own.num_processes} on {own.host} lost its connection to rank 0 at {address}.",
+            hint=f"read the last output of rank 0, and check that no other program uses port {address.port}.",
         )
     _raise(verdict["problem"])
-    # JAX tries again only after a second where nobody listens yet.
+    # Wait until JAX listens, since its client retries only once a second.
     again = _connect(address, time.monotonic() + timeout)
     if again is not None:
         again.close()
@@ -152,25 +152,24 @@ def _listen(address: Address) -> tuple[socket.socket, str]:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise LaunchError(
-                    f"rank 0 cannot listen at {address}: port {address.port} is in use, by another run perhaps, or by "
-                    "a second rank 0 of this one.",
-                    hint="choose another port, on every process.",
+                    f"rank 0 cannot listen at {address}: port {address.port} is in use, perhaps by another run or "
+                    "by a second rank 0 of this one.",
+                    hint="pass another port to every process.",
                 ) from None
             if error.errno != errno.EADDRNOTAVAIL:
-                raise LaunchError(f"rank 0 cannot listen at {address}: {error}.", hint="another port?") from error
-    raise LaunchError(f"rank 0 cannot listen at {address}.", hint="is that an address of the machine of rank 0?")
+                raise LaunchError(f"rank 0 cannot listen at {address}: {error}.", hint="try another port.") from error
+    raise LaunchError(f"rank 0 cannot listen at {address}.", hint="pass an address of the machine that runs rank 0.")
 
 
 def _own_hosts(address: Address) -> list[str]:
-    """Returns where to listen, in the order to try: not at more addresses than it takes."""
+    """Returns the hosts to listen on, in the order to try, on as few interfaces as possible."""
     if address.is_local:
         return ["127.0.0.1" if address.host == "localhost" else address.host]
     try:
         found = str(socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
-        found = "127."  # a name that only others know
-    # Many machines know themselves by a local address, at which nobody else reaches them. And an address that is not
-    # the machine's own may still lead to it, translated.
+        found = "127."  # a name that only other machines can resolve
+    # Many machines resolve their own name to a loopback address, and NAT hides the address that others use.
     everywhere = "::" if ":" in found else "0.0.0.0"
     return [everywhere] if Address(found, address.port).is_local else [found, everywhere]
 
@@ -185,7 +184,7 @@ def _connect(address: Address, deadline: float) -> socket.socket | None:
 
 
 def _read_line(line: socket.socket) -> Any:
-    """Returns what the next line says in JSON; raises `OSError` or `ValueError` where it says nothing."""
+    """Parses the next line as JSON; raises `OSError` or `ValueError` if there is none."""
     with line.makefile("rb") as stream:
         return json.loads(stream.readline(_LONGEST_LINE))
 
@@ -200,17 +199,17 @@ def _read_report(line: socket.socket) -> Report | None:
 
 
 def _wrong(report: Report, others: list[Report]) -> list[str] | None:
-    """Returns what is wrong with a report, and a hint."""
+    """Returns the problem with a report and a hint, or None."""
     number = others[0].num_processes
     if report.num_processes != number:
         return [
-            f"the processes of this run differ in their number: {report} was started as one of {report.num_processes}, "
+            f"the processes disagree on their number: {report} was started as one of {report.num_processes}, "
             f"{others[0]} as one of {number}.",
             "start every process with the same num_processes.",
         ]
     for other in others:
         if other.rank == report.rank:
-            return [f"two processes are rank {report.rank}: {other} and {report}.", "every process_id only once."]
+            return [f"two processes have rank {report.rank}: {other} and {report}.", "use every process_id once."]
     return None
 
 
@@ -218,9 +217,9 @@ def _missing(address: Address, reports: list[Report], number: int, timeout: floa
     ranks = [rank for rank in range(number) if rank not in [report.rank for report in reports]]
     shown = ", ".join(map(str, ranks[:20])) + (", ..." if len(ranks) > 20 else "")
     return [
-        f"{len(ranks)} of {number} processes never joined at {address} in {timeout:g} s: rank {shown}. Here are "
+        f"{len(ranks)} of {number} processes did not join at {address} within {timeout:g} s: rank {shown}. Joined: "
         f"{', '.join(map(str, reports[:8]))}{', ...' if len(reports) > 8 else ''}.",
-        f"look whether they were started, and whether they reach {address.host} on port {address.port}.",
+        f"check that they were started and can reach {address.host} on port {address.port}.",
     ]
 
 

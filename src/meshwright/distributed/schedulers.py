@@ -1,4 +1,4 @@
-"""Who started this process: mpirun, srun, or a person; and what they say about it."""
+"""Detection of mpirun, srun and Slurm from the environment variables that they set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.distributed.roll_call import Address, LaunchError
 
 @dataclass(frozen=True)
 class ProcessSlot:
-    """A process's place among those that were started together."""
+    """A process's rank under a launcher; `num_local` counts the processes on this machine (None if unknown)."""
 
     started_by: str
     rank: int
@@ -20,12 +20,11 @@ class ProcessSlot:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether all processes run on this machine."""
         return self.num_local == self.num_processes
 
 
 def find_place() -> ProcessSlot | None:
-    """Returns this process's place under mpirun or srun; None where it was started alone.
+    """Returns this process's slot under mpirun or srun, or None if it was started alone.
 
     Example:
         >>> find_place() is None
@@ -33,14 +32,9 @@ def find_place() -> ProcessSlot | None:
     """
     env = os.environ
     if "OMPI_COMM_WORLD_SIZE" in env:
-        place = ProcessSlot(
-            "mpirun",
-            int(env["OMPI_COMM_WORLD_RANK"]),
-            int(env["OMPI_COMM_WORLD_SIZE"]),
-            int(env["OMPI_COMM_WORLD_LOCAL_RANK"]),
-            int(env["OMPI_COMM_WORLD_LOCAL_SIZE"]),
-        )
-    # A batch script has a job but no step of its own: only what srun started has.
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        place = ProcessSlot("mpirun", *(int(env[f"OMPI_COMM_WORLD_{name}"]) for name in names))
+    # A batch script runs in a job but not in a step; srun starts steps.
     elif "SLURM_STEP_NODELIST" in env and "SLURM_PROCID" in env:
         number, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_STEP_NUM_NODES", "0"))
         place = ProcessSlot(
@@ -51,30 +45,42 @@ def find_place() -> ProcessSlot | None:
     return place if place.num_processes > 1 else None
 
 
+def on_slurm() -> bool:
+    """Returns whether this is one of several processes in a Slurm job, started by srun or by mpirun inside the job.
+
+    A batch script is not: it runs alone, although Slurm sets `SLURM_NTASKS` for it too.
+
+    Example:
+        >>> on_slurm()
+        False
+    """
+    return "SLURM_JOB_ID" in os.environ and find_place() is not None
+
+
 def coordinator_of(place: ProcessSlot) -> Address:
-    """Returns where processes that were started together meet; JAX knows, from the job's number and its first host."""
-    from jax._src.clusters import ClusterEnv  # JAX has no public way to ask without starting
+    """Returns the coordinator address, which JAX derives from the job's id and first host."""
+    from jax._src.clusters import ClusterEnv  # no public API finds it without initializing
 
     found, *_ = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 300)
     if found is None:
         raise LaunchError(
-            f"this is process {place.rank} of {place.num_processes} under {place.started_by}, and JAX does not find "
-            "out where they meet.",
-            hint="pass --coordinator host:port, the same to every process.",
+            f"JAX found no coordinator address for process {place.rank} of {place.num_processes} under "
+            f"{place.started_by}.",
+            hint="pass the same --coordinator HOST:PORT to every process.",
         )
     address = Address.parse(found)
     return Address("127.0.0.1", address.port) if place.on_one_machine else address
 
 
 def local_devices(place: ProcessSlot) -> list[int] | None:
-    """Returns which GPUs of its machine are this process's own; None for all that it sees.
+    """Returns the ids of the GPUs of this machine that this process uses, or None for all visible ones.
 
-    One each where several processes share a machine, unless the scheduler or the user has shared them out already.
+    Processes that share a machine take one GPU each, unless the scheduler or the user has already assigned them.
     """
     if "JAX_LOCAL_DEVICE_IDS" in os.environ:
-        return None  # jax reads it itself
+        return None  # JAX reads it
     alone = place.num_local == 1
-    shared_out = any(
+    assigned = any(
         name in os.environ and "," not in os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     )
-    return None if alone or shared_out else [place.local_rank]
+    return None if alone or assigned else [place.local_rank]

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from meshwright.distributed.schedulers import on_slurm
 from meshwright.errors import MeshError, MeshwrightWarning, PlacementError, did_you_mean
 from meshwright.mesh.string import MeshAxis, MeshSpec, check_counts, parse_mesh
 
@@ -113,7 +114,7 @@ def get_jax_mesh(axis_dims: str, names: Sequence[str]) -> Mesh:
 def initialize_mesh(parallel_config: Any, device_array: Any = None, init_distributed_on_slurm: bool = True) -> Mesh:
     """Builds a mesh from a config with `{data,fsdp,pipeline,model}_axis_{name,size}`, axes in that order.
 
-    Under Slurm with several tasks, JAX's distributed runtime is started first, once.
+    If Slurm started several tasks (see `on_slurm`), this first initializes JAX's distributed runtime, once.
 
     Args:
         parallel_config: an object with these attributes, or a mapping with these keys.
@@ -124,8 +125,7 @@ def initialize_mesh(parallel_config: Any, device_array: Any = None, init_distrib
         name, size = (_config_value(parallel_config, f"{role}_axis_{part}") for part in ("name", "size"))
         axes.append(MeshAxis(name, size))
     spec = MeshSpec(tuple(axes), plain_order=device_array is not None)
-    under_slurm = init_distributed_on_slurm and int(os.environ.get("SLURM_NTASKS", "1")) > 1
-    if under_slurm and not jax.distributed.is_initialized():
+    if init_distributed_on_slurm and on_slurm() and not jax.distributed.is_initialized():
         jax.distributed.initialize()
     devices = None if device_array is None else list(np.asarray(device_array, dtype=object).flat)
     return create_mesh(spec, devices=devices)

@@ -1,4 +1,4 @@
-"""Decoders as Hugging Face Llamas: held against a forward pass of that model, written here from its definition."""
+"""Conversion of decoders to Hugging Face Llama, compared with a forward pass written from its definition."""
 
 import json
 
@@ -27,14 +27,14 @@ TIED = Decoder(**SIZES, tied_embeddings=True)
 
 
 def noisy(model):
-    """Returns parameters of which none is one or zero, so that no mistake hides."""
+    """Returns parameters without ones and zeros, which could hide a mistake."""
     params = model.init(jax.random.key(1))
     keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(params))))
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params)
 
 
 def llama(config, weights, tokens, *, rotate_pairs=False):
-    """Returns logits `[S, V]` of a Llama in float64, by definition: weights `[outputs, inputs]`, halves rotated."""
+    """Returns the logits `[S, V]` of a Llama in float64: weights `[outputs, inputs]`, heads rotated by halves."""
     heads, groups, size = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     w = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
 
@@ -81,7 +81,7 @@ def tensors(folder):
 
 
 @pytest.mark.parametrize("model", [GROUPED, TIED], ids=["grouped", "tied"])
-def test_what_is_written_is_a_llama(model, tmp_path):
+def test_exported_files_are_a_llama(model, tmp_path):
     params = noisy(model)
     write_llama(tmp_path / "hf", model, params)
     config, weights = json.loads((tmp_path / "hf" / "config.json").read_text()), tensors(tmp_path / "hf")
@@ -91,13 +91,13 @@ def test_what_is_written_is_a_llama(model, tmp_path):
     ours = np.asarray(model.apply(params, jnp.asarray(tokens)[None]))[0]
     theirs = llama(config, weights, tokens)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
-    # The other way to rotate gives other logits: the check above would see it.
+    # The other way to rotate gives different logits, so the check above would detect it.
     assert np.abs(llama(config, weights, tokens, rotate_pairs=True) - theirs).max() > 0.05 * np.abs(theirs).max()
 
 
 @pytest.mark.parametrize("model", [GROUPED, TIED], ids=["grouped", "tied"])
 @pytest.mark.parametrize("most", [5 * 10**9, 20_000], ids=["one file", "several files"])
-def test_there_and_back(model, most, tmp_path):
+def test_round_trip(model, most, tmp_path):
     params = noisy(model)
     paths = write_llama(tmp_path / "hf", model, params, max_shard_bytes=most)
     if most == 20_000:
@@ -135,8 +135,8 @@ def test_from_and_to_a_mesh_in_another_dtype(tmp_path, assert_placed):
     assert_placed(placed["layers"]["mlp"]["up"], layout.mesh, layout["layers/mlp/up"].spec, up)
 
 
-def test_a_model_from_the_hub_may_carry_more(tmp_path):
-    """Old files hold rotary angles, some tied models their head as well; older configurations have fewer fields."""
+def test_files_from_the_hub_may_have_more_tensors(tmp_path):
+    """Old files store rotary frequencies, some tied models also their head; old configurations have fewer fields."""
     params = noisy(TIED)
     write_llama(tmp_path, TIED, params)
     weights = tensors(tmp_path)
@@ -151,18 +151,18 @@ def test_a_model_from_the_hub_may_carry_more(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, back.params, params)
     weights["lm_head.weight"] = weights["lm_head.weight"] + 1
     safetensors.numpy.save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lm_head.weight is not the embedding's table"):
+    with pytest.raises(CheckpointError, match=r"lm_head.weight differs from the embedding"):
         read_llama(tmp_path)
 
 
-def test_files_that_do_not_fit_are_refused_with_a_table(tmp_path):
+def test_files_that_do_not_match_are_rejected_with_a_table(tmp_path):
     write_llama(tmp_path, GROUPED, noisy(GROUPED))
     weights = tensors(tmp_path)
     del weights["model.norm.weight"]
     weights["model.layers.0.self_attn.q_proj.bias"] = np.ones(64, np.float32)
     weights["lm_head.weight"] = weights["lm_head.weight"][:40]
     safetensors.numpy.save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="differ in 3 places") as caught:
+    with pytest.raises(CheckpointError, match="do not match the model: 3 differences") as caught:
         read_llama(tmp_path)
     rows = [line.split()[:2] for line in str(caught.value).splitlines()[3:]]
     assert rows == [
@@ -173,26 +173,26 @@ def test_files_that_do_not_fit_are_refused_with_a_table(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "text"), [
-    ({"model_type": "mistral"}, "'mistral' for model_type; a decoder of ours can only be 'llama'"),
-    ({"hidden_act": "gelu"}, "'gelu' for hidden_act"),
-    ({"attention_bias": True}, "True for attention_bias"),
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "'llama3' for the rope type"),
-    ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' for the rope type"),
+    ({"model_type": "mistral"}, "model_type 'mistral'; only 'llama' is supported"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ({"attention_bias": True}, "attention_bias True"),
+    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_type 'llama3'"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
 ])  # fmt: skip
-def test_models_that_would_compute_something_else_are_refused(change, text):
+def test_unsupported_llamas_are_rejected(change, text):
     with pytest.raises(CheckpointError, match=text):
         decoder_of_config(llama_config(GROUPED) | change)
     config = llama_config(GROUPED)
     del config["hidden_size"]
-    with pytest.raises(CheckpointError, match=r"config.json says nothing of 'hidden_size'"):
+    with pytest.raises(CheckpointError, match=r"config.json has no 'hidden_size'"):
         decoder_of_config(config)
 
 
-def test_decoders_that_are_no_llamas_are_refused(tmp_path):
+def test_decoders_without_a_llama_equivalent_are_rejected(tmp_path):
     model = Decoder(**SIZES, qk_norm=True)
-    with pytest.raises(CheckpointError, match="a Llama has nothing like qk_norm=True"):
+    with pytest.raises(CheckpointError, match="Llama has no equivalent of qk_norm=True"):
         write_llama(tmp_path / "hf", model, model.init(jax.random.key(0)))
-    with pytest.raises(CheckpointError, match=r"nothing like logit_soft_cap=30\.0"):
+    with pytest.raises(CheckpointError, match=r"no equivalent of logit_soft_cap=30\.0"):
         llama_config(Decoder(**SIZES, logit_soft_cap=30.0))
     assert not (tmp_path / "hf").exists()
     (tmp_path / "x").write_text("mine")
@@ -200,20 +200,20 @@ def test_decoders_that_are_no_llamas_are_refused(tmp_path):
         write_llama(tmp_path, GROUPED, noisy(GROUPED))
     with pytest.raises(CheckpointError, match="cannot be cast to int8"):
         write_llama(tmp_path / "hf", GROUPED, noisy(GROUPED), dtype="int8")
-    with pytest.raises(CheckpointError, match="the parameters and the model differ in 2 places"):
+    with pytest.raises(CheckpointError, match="the parameters do not match the model: 2 differences"):
         write_llama(tmp_path / "other", TIED, {**TIED.init(jax.random.key(0)), "head": {"a": 1, "b": 2}})
 
 
-def test_an_index_cannot_lead_elsewhere(tmp_path):
+def test_an_index_cannot_name_files_elsewhere(tmp_path):
     write_llama(tmp_path / "hf", GROUPED, noisy(GROUPED), max_shard_bytes=20_000)
     index = json.loads((tmp_path / "hf" / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = "../secret.safetensors"
     (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"names '../secret.safetensors', which is no file beside it"):
+    with pytest.raises(CheckpointError, match=r"names '../secret.safetensors', which is not a file in its folder"):
         read_llama(tmp_path / "hf")
 
 
 @pytest.mark.parametrize("text", ["XLSTM(d_model=3)", "Decoder(1)", "Decoder(x=3)", "Decoder(d_ff=open('x'))", "1 +"])
-def test_facts_that_hold_no_decoder(text):
-    with pytest.raises(CheckpointError, match="is not a decoder of ours"):
+def test_facts_without_a_decoder_are_errors(text):
+    with pytest.raises(CheckpointError, match="is not a Decoder"):
         decoder_of_text(text)

@@ -1,1 +1,1 @@
-"""To and from other formats: Hugging Face's Llama files, trees of seed layers."""
+"""Conversion of checkpoints to and from Hugging Face Llama files, and from trees of tensor-parallel linen layers."""

@@ -1,4 +1,4 @@
-"""Checkpoints made of other people's files, and the other way round: what `meshwright checkpoint convert` does."""
+"""Import and export of checkpoints, as `meshwright checkpoint convert` does."""
 
 from __future__ import annotations
 
@@ -37,22 +37,29 @@ def export_llama(
     tell: Callable[[str], None] | None = None,
     **options: Any,
 ) -> list[Path]:
-    """Writes the parameters of a checkpoint as a Hugging Face folder; the checkpoint is verified first.
+    """Writes the parameters of a checkpoint, after verifying it, as a Hugging Face folder.
 
     Args:
-        folder: holds the steps.
-        step: the last good one by default.
-        model: the decoder; by default what the checkpoint's facts say under `model`.
-        tell: called with a line of text about each later step that is damaged; a warning when left out.
-        options: those of `write_llama`.
+        folder: the folder of the steps.
+        step: the step to export (default: the last good one).
+        model: the decoder (default: the checkpoint's fact `model`).
+        tell: called with a line of text about each later step that is damaged (default: a warning).
+        options: options of `write_llama`.
+
+    Example:
+        >>> import tempfile
+        >>> model, folder = Decoder.named("tiny"), Path(tempfile.mkdtemp())
+        >>> save_params(folder, model.init(jax.random.key(0)), step=5, facts={"model": model_fact(model)})
+        >>> [path.name for path in export_llama(folder, folder / "hf")]
+        ['model.safetensors', 'config.json']
     """
     checkpoints, verified = Checkpoints(folder), step is None
     if step is None:
         step, notes = checkpoints.last_good()
         if step is None:
             detail = "".join(f"\n  {note}" for note in notes)
-            raise CheckpointError(f"there is no good step in {folder}.{detail}", hint="look for a copy elsewhere.")
-        for note in [*notes, f"step {step} is the last good one, and taken"] if notes else []:
+            raise CheckpointError(f"there is no good step in {folder}.{detail}", hint="restore a backup.")
+        for note in [*notes, f"exporting step {step}, the last good one"] if notes else []:
             tell(note) if tell else warnings.warn(note, MeshwrightWarning, stacklevel=2)
     manifest = read_manifest(checkpoints.folder / str(step))
     layout = host_layout(manifest)
@@ -63,25 +70,43 @@ def export_llama(
     if model is None:
         text = model_text(manifest.facts.get("model"))
         if text is None:
-            raise CheckpointError(
-                f"step {step} does not say which model it holds.", hint="name it: --model decoder-1b."
-            )
+            raise CheckpointError(f"step {step} does not name its model.", hint="pass it, e.g. --model decoder-1b.")
         model = decoder_of_text(text)
     return write_llama(target, model, params, **options)
 
 
 def import_llama(source: Path | str, folder: Path | str, *, step: int = 0, dtype: Any = None) -> Decoder:
-    """Makes a checkpoint of the parameters of a Hugging Face Llama; `restore(layout, part="params")` reads it."""
+    """Makes a checkpoint from the parameters of a Hugging Face Llama, for `restore(layout, part="params")`.
+
+    Example:
+        >>> import tempfile
+        >>> model, folder = Decoder.named("tiny"), Path(tempfile.mkdtemp())
+        >>> _ = write_llama(folder / "hf", model, model.init(jax.random.key(0)))
+        >>> import_llama(folder / "hf", folder / "checkpoints").num_layers, Checkpoints(folder / "checkpoints").steps()
+        (2, [0])
+    """
     found = read_llama(source, dtype=dtype)
     save_params(folder, found.params, step=step, facts={"model": model_fact(found.model), "source": str(source)})
     return found.model
 
 
 def import_linen(source: Path | str, folder: Path | str, *, forms: Mapping[str, Any], step: int = 0) -> PyTree:
-    """Makes a checkpoint of a tree that Orbax wrote, its tensor-parallel linen layers as the arrays of one device.
+    """Makes a checkpoint from a tree that Orbax wrote, with its tensor-parallel linen layers as global arrays.
 
     Args:
         forms: a `meshwright.linen.DenseForm` for each path that holds such a layer.
+
+    Example:
+        >>> import tempfile
+        >>> from orbax.checkpoint import v1 as ocp
+        >>> from meshwright.linen import DenseForm
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> ocp.save(folder / "old", {"up": {"module": {"sharded": {"kernel": jax.numpy.ones((4, 8, 2))}}}})
+        >>> params = import_linen(
+        ...     folder / "old", folder / "new", forms={"up": DenseForm(tp_mode="gather", axis_size=4)}
+        ... )
+        >>> params["up"]["kernel"].shape
+        (8, 8)
     """
     from meshwright.linen.global_params import to_global
 
@@ -92,40 +117,46 @@ def import_linen(source: Path | str, folder: Path | str, *, forms: Mapping[str, 
 
 
 def save_params(folder: Path | str, params: PyTree, *, step: int, facts: Mapping[str, Any]) -> None:
-    """Writes parameters alone as a finished step, from one device; other steps of the folder stay."""
+    """Saves only parameters as a finished step, from one device; other steps in the folder are kept.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> save_params(folder, {"w": np.ones(4, "float32")}, step=3, facts={})
+        >>> Checkpoints(folder).steps()
+        [3]
+    """
     checkpoints = Checkpoints(folder, keep=Keep(last=sys.maxsize), asynchronous=False)
     if step in checkpoints.steps():
-        raise CheckpointError(f"{folder} has a step {step} already.", hint="another folder, or --step.")
+        raise CheckpointError(f"{folder} already has a step {step}.", hint="pass another folder or --step.")
     tree = {"params": params}
     leaves = [(leaf.name, np.shape(leaf.value), leaf.value.dtype) for leaf in named_leaves(tree)]
     layout = _layout(leaves, jax.tree.structure(tree))
     with new_folder(Path(folder)):
         checkpoints.save(layout.shard(tree), step=step, layout=layout, facts=facts)
         if step in checkpoints.failures:
-            raise CheckpointError(f"step {step} was not written to {folder}: {checkpoints.failures[step]}.")
+            raise CheckpointError(f"could not write step {step} to {folder}: {checkpoints.failures[step]}.")
     if checkpoints.problems:
         raise CheckpointError(checkpoints.problems[-1])
 
 
 def host_layout(manifest: Manifest, part: str = "params") -> Layout:
-    """Returns a layout of a checkpoint's parameters on one device of this machine."""
+    """Returns a layout of a checkpoint's parameters on one local device."""
     stored = [leaf for leaf in manifest.tree if leaf.name.startswith(f"{part}/")]
     leaves = sorted((leaf.name, leaf.shape, jax.numpy.dtype(leaf.dtype)) for leaf in stored)
     tree = nest([name for name, _, _ in leaves], list(range(len(leaves))))
-    # Dicts flatten in the order of their keys, which is not that of whole names.
+    # Nested dicts flatten in a different order than sorted full names.
     order, structure = jax.tree.flatten(tree)
     return _layout([leaves[place] for place in order], structure)
 
 
 def _layout(leaves: list[Any], structure: Any) -> Layout:
-    mesh = create_mesh("dp:1", devices=1)
-    return Layout(
-        mesh, [make_leaf(name, shape, dtype, P(), {"dp": 1}) for name, shape, dtype in leaves], structure, None
-    )
+    described = [make_leaf(name, shape, dtype, P(), {"dp": 1}) for name, shape, dtype in leaves]
+    return Layout(create_mesh("dp:1", devices=1), described, structure, None)
 
 
 def _unboxed(tree: Any) -> Any:
-    """Returns a tree without the level that Orbax makes of each of flax's boxes."""
+    """Returns a tree without the extra level that Orbax writes for each Flax box."""
     if not isinstance(tree, Mapping):
         return tree
     if set(tree) == {"value"} and not isinstance(tree["value"], Mapping):

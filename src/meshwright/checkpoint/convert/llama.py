@@ -1,7 +1,7 @@
-"""Decoders to and from a Hugging Face Llama: the sizes in `config.json`, the weights in safetensors files.
+"""Conversion between `Decoder` and Hugging Face Llama: sizes in `config.json`, weights in safetensors files.
 
-There, weights are `[outputs, inputs]`, each layer has tensors of its own, and queries and keys are rotated by halves of
-a head, as `models/ops.py` does: so weights are transposed and unstacked, and nothing else changes.
+Llama stores weights as `[outputs, inputs]`, one tensor per layer, and rotates queries and keys by halves of a head like
+`models/ops.py`. So conversion only transposes and unstacks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Array = np.ndarray[Any, Any]
 
 
 class TensorName(NamedTuple):
-    """Where a leaf is in a Llama's files: `{}` is the layer's number, and `turned` says it is transposed there."""
+    """The name of a leaf in Llama's files: `{}` is the layer number, and `turned` means stored transposed."""
 
     name: str
     turned: bool
@@ -60,7 +60,7 @@ PLACES: dict[str, TensorName] = {
 
 
 class Llama(NamedTuple):
-    """What `read_llama` found."""
+    """A model and its parameters, as `read_llama` returns them."""
 
     model: Decoder
     params: PyTree
@@ -70,7 +70,14 @@ class Llama(NamedTuple):
 
 
 def to_llama(model: Decoder, params: PyTree) -> Iterator[tuple[str, Array]]:
-    """Yields a decoder's parameters as a Llama's tensors, by name, one at a time, whole and on the host."""
+    """Yields a decoder's parameters as named Llama tensors, one at a time, in host memory.
+
+    Example:
+        >>> model = Decoder.named("tiny")
+        >>> shapes = {name: tensor.shape for name, tensor in to_llama(model, model.init(jax.random.key(0)))}
+        >>> shapes == llama_shapes(model)
+        True
+    """
     flat = flatten_tree(params, sep="/")
     _require_same("the parameters", {name: np.shape(leaf) for name, leaf in flat.items()}, _shapes(model))
     for name in (name for name in PLACES if name in flat):
@@ -80,7 +87,7 @@ def to_llama(model: Decoder, params: PyTree) -> Iterator[tuple[str, Array]]:
 
 
 def llama_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
-    """Returns the names and shapes of a Llama's tensors of these sizes.
+    """Returns the names and shapes of the Llama tensors for a decoder.
 
     Example:
         >>> llama_shapes(Decoder.named("tiny"))["model.layers.1.mlp.up_proj.weight"]
@@ -95,7 +102,7 @@ def llama_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
 
 
 def _tensors(model: Decoder, name: str) -> list[tuple[int | None, str]]:
-    """Returns the tensors that a leaf is made of, each with its layer; a leaf that no layer has is one."""
+    """Returns the tensors of a leaf with their layer numbers; a leaf outside the layers is one tensor."""
     layers = range(model.num_layers) if "{}" in PLACES[name].name else [None]
     return [(layer, PLACES[name].name.format(layer)) for layer in layers]
 
@@ -114,19 +121,19 @@ def _require_same(what: str, found: Mapping[str, tuple[int, ...]], wanted: Mappi
         if name in found and tuple(found[name]) != tuple(shape)
     ]
     if rows:
-        table = text_table(("problem", "leaf", "there", "in the model"), rows[:30])
-        raise CheckpointError(f"{what} and the model differ in {len(rows)} places.\n{table}")
+        table = text_table(("problem", "leaf", "found", "model"), rows[:30])
+        raise CheckpointError(f"{what} do not match the model: {len(rows)} differences.\n{table}")
 
 
-# --- Sizes ---
+# --- Configurations ---
 
 
 def llama_config(model: Decoder, *, dtype: Any = "float32", max_positions: int = 4096) -> dict[str, Any]:
-    """Returns what `config.json` says of a decoder; raises where a Llama has no word for what it does.
+    """Returns the `config.json` of a decoder; raises if it uses a feature that Llama does not have.
 
     Args:
-        dtype: of the weights beside it.
-        max_positions: the longest text; a decoder of ours has no such number, and the rotary positions none either.
+        dtype: dtype of the weights.
+        max_positions: longest text, in tokens; required by the format, although `Decoder` has no such limit.
 
     Example:
         >>> config = llama_config(Decoder.named("tiny", num_kv_heads=2))
@@ -138,8 +145,8 @@ def llama_config(model: Decoder, *, dtype: Any = "float32", max_positions: int =
     for field in ("qk_norm", "logit_soft_cap", "attention_soft_cap"):
         if getattr(model, field):
             raise CheckpointError(
-                f"a Llama has nothing like {field}={getattr(model, field)}, so its logits would differ.",
-                hint="only decoders without qk_norm and soft caps can be written in this form.",
+                f"Llama has no equivalent of {field}={getattr(model, field)}, so its logits would differ.",
+                hint="export a decoder without qk_norm and soft caps.",
             )
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -166,9 +173,26 @@ def llama_config(model: Decoder, *, dtype: Any = "float32", max_positions: int =
 
 
 def decoder_of_config(config: Mapping[str, Any]) -> Decoder:
-    """Returns the decoder that a Llama's `config.json` describes; raises where ours would compute something else."""
-    _require_llama(config)
+    """Returns the decoder that a Llama `config.json` describes; raises if it would compute something else.
+
+    Example:
+        >>> decoder_of_config(llama_config(Decoder.named("tiny")) | {"hidden_size": 32}).d_model
+        32
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    wanted = {
+        "model_type": (config.get("model_type"), "llama"),
+        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
+        "attention_bias": (bool(config.get("attention_bias", False)), False),
+        "mlp_bias": (bool(config.get("mlp_bias", False)), False),
+        "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
+    }
+    for name, (found, known) in wanted.items():
+        if found != known:
+            raise CheckpointError(
+                f"config.json has {name} {found!r}; only {known!r} is supported.",
+                hint="convert a Llama model without biases and scaled rotary positions.",
+            )
     try:
         heads = int(config["num_attention_heads"])
         return Decoder(
@@ -184,28 +208,11 @@ def decoder_of_config(config: Mapping[str, Any]) -> Decoder:
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         )
     except KeyError as error:
-        raise CheckpointError(f"config.json says nothing of {error}.") from None
-
-
-def _require_llama(config: Mapping[str, Any]) -> None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    wanted = {
-        "model_type": (config.get("model_type"), "llama"),
-        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
-        "attention_bias": (bool(config.get("attention_bias", False)), False),
-        "mlp_bias": (bool(config.get("mlp_bias", False)), False),
-        "the rope type": (rope.get("rope_type", rope.get("type", "default")), "default"),
-    }
-    for name, (found, known) in wanted.items():
-        if found != known:
-            raise CheckpointError(
-                f"config.json has {found!r} for {name}; a decoder of ours can only be {known!r}.",
-                hint="Llama models without biases and without scaled rotary positions can be read.",
-            )
+        raise CheckpointError(f"config.json has no {error}.") from None
 
 
 def decoder_of_text(text: str) -> Decoder:
-    """Returns the decoder whose `repr` a checkpoint's facts hold under `model`; nothing of the text is executed.
+    """Returns the decoder with this `repr`, from a checkpoint's fact `model`; the text is not executed.
 
     Example:
         >>> decoder_of_text(repr(Decoder.named("tiny"))) == Decoder.named("tiny")
@@ -218,12 +225,10 @@ def decoder_of_text(text: str) -> Decoder:
             raise ValueError("not a Decoder")
         values = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
         if call.args or not set(values) <= fields:
-            raise ValueError("not its fields")
+            raise ValueError("unknown fields")
         return Decoder(**values)
     except (SyntaxError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{text[:80]!r} is not a decoder of ours: {error}.", hint="only decoders have a form that Llama knows."
-        ) from None
+        raise CheckpointError(f"{text[:80]!r} is not a Decoder: {error}.", hint="convert Decoders only.") from None
 
 
 # --- Files ---
@@ -238,24 +243,31 @@ def write_llama(
     max_shard_bytes: int = 5 * 10**9,
     max_positions: int = 4096,
 ) -> list[Path]:
-    """Writes a decoder as a Hugging Face folder: `config.json` and one or several safetensors files with an index.
+    """Writes a decoder as a Hugging Face folder: `config.json`, and one or more safetensors files with an index.
 
     Args:
         params: arrays on the host or on any mesh; they are fetched one layer at a time.
-        dtype: casts all weights; kept as they are by default.
-        max_shard_bytes: how large a file may become.
-        max_positions: what `config.json` says is the longest text.
+        dtype: dtype to cast all weights to (default: no cast).
+        max_shard_bytes: maximum size of a file, in bytes.
+        max_positions: longest text in `config.json`, in tokens.
 
     Returns:
         The files, `config.json` last.
+
+    Example:
+        >>> import tempfile
+        >>> model = Decoder.named("tiny")
+        >>> params = model.init(jax.random.key(0))
+        >>> [path.name for path in write_llama(tempfile.mkdtemp(), model, params, dtype="bfloat16")]
+        ['model.safetensors', 'config.json']
     """
     save_file = _safetensors().numpy.save_file
     folder = Path(folder)
     if max_shard_bytes < 1:
-        raise CheckpointError(f"files of {max_shard_bytes} bytes hold nothing.", hint="5000000000, say.")
+        raise CheckpointError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}.", hint="try 5000000000.")
     target = None if dtype is None else as_dtype(dtype)
     if target is not None and not is_float(target):
-        raise CheckpointError(f"weights cannot be cast to {target}.", hint="bfloat16, float16 or float32.")
+        raise CheckpointError(f"weights cannot be cast to {target}.", hint="use bfloat16, float16 or float32.")
     kept = target or jax.tree.leaves(params)[0].dtype
     config = llama_config(model, dtype=kept, max_positions=max_positions)
     sizes = {name: int(np.prod(shape)) * jnp.dtype(kept).itemsize for name, shape in llama_shapes(model).items()}
@@ -265,7 +277,7 @@ def write_llama(
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     paths = [folder / name for name in names]
-    with _telling(folder), new_folder(folder, empty=True):
+    with _write_errors(folder), new_folder(folder, empty=True):
         for name, tensor in to_llama(model, params):
             number = shard_of[name]
             held = waiting.setdefault(number, {})
@@ -284,7 +296,7 @@ def write_llama(
 
 
 @contextlib.contextmanager
-def _telling(folder: Path) -> Iterator[None]:
+def _write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, _safetensors().SafetensorError) as error:
@@ -292,11 +304,18 @@ def _telling(folder: Path) -> Iterator[None]:
 
 
 def read_llama(folder: Path | str, *, dtype: Any = None, layout: Layout | None = None) -> Llama:
-    """Reads a Hugging Face Llama, in one file or several, as a decoder and its parameters.
+    """Reads a Hugging Face Llama, in one or more files, as a decoder and its parameters.
 
     Args:
-        dtype: casts all weights; kept as they are by default.
-        layout: of the parameters; places each of them on its mesh as it is read. On the host by default.
+        dtype: dtype to cast all weights to (default: no cast).
+        layout: layout of the parameters, to place each on its mesh as it is read (default: host memory).
+
+    Example:
+        >>> import tempfile
+        >>> model, folder = Decoder.named("tiny"), tempfile.mkdtemp()
+        >>> _ = write_llama(folder, model, model.init(jax.random.key(0)))
+        >>> read_llama(folder, dtype="bfloat16").params["layers"]["attn"]["q"].shape
+        (2, 64, 64)
     """
     folder = Path(folder)
     model = decoder_of_config(_read_json(folder / CONFIG))
@@ -305,10 +324,12 @@ def read_llama(folder: Path | str, *, dtype: Any = None, layout: Layout | None =
         sources: dict[str, Any] = {}
         for path in _weight_files(folder):
             file = stack.enter_context(_opened(path))
-            # Old files carry the rotary angles, which follow from the sizes.
+            # Old files store the rotary frequencies, which follow from the sizes.
             sources |= {name: file for name in file.keys() if not name.endswith("rotary_emb.inv_freq")}  # noqa: SIM118
         if model.tied_embeddings and "lm_head.weight" in sources:
-            _require_tied(sources)
+            head, table = (sources[name].get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+            if not np.array_equal(head, table):
+                raise CheckpointError("config.json ties the embeddings, but lm_head.weight differs from the embedding.")
             del sources["lm_head.weight"]
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in sources.items()}
         _require_same(f"the files in {folder}", shapes, wanted)
@@ -324,12 +345,10 @@ def read_llama(folder: Path | str, *, dtype: Any = None, layout: Layout | None =
 def _opened(path: Path) -> Any:
     package = _safetensors()
     try:
-        path.open("rb").close()  # which says why not, where safetensors takes each failure for a missing file
+        path.open("rb").close()  # names the reason; safetensors reports every failure as a missing file
         return package.safe_open(path, framework="np")
     except (OSError, package.SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot read {path}: {error}.", hint="was it copied or downloaded whole? Fetch it again."
-        ) from None
+        raise CheckpointError(f"cannot read {path}: {error}.", hint="fetch it again; it may be incomplete.") from None
 
 
 def _read_leaf(sources: Mapping[str, Any], model: Decoder, name: str, dtype: Any) -> Array:
@@ -341,14 +360,8 @@ def _read_leaf(sources: Mapping[str, Any], model: Decoder, name: str, dtype: Any
     return np.stack(parts) if "{}" in PLACES[name].name else np.ascontiguousarray(parts[0])
 
 
-def _require_tied(sources: Mapping[str, Any]) -> None:
-    head, table = (sources[name].get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
-    if not np.array_equal(head, table):
-        raise CheckpointError("config.json ties head and embedding, and lm_head.weight is not the embedding's table.")
-
-
 def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Returns which tensors go into which file: in order, a new file where one would become too large."""
+    """Groups tensors into files, in order; starts a new file when one would exceed `most` bytes."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -365,11 +378,11 @@ def _weight_files(folder: Path) -> list[Path]:
         names = list(dict.fromkeys(_read_json(folder / INDEX)["weight_map"].values()))
         for name in names:
             if Path(name).name != name or not (folder / name).is_file():
-                raise CheckpointError(f"{folder / INDEX} names {name!r}, which is no file beside it.")
+                raise CheckpointError(f"{folder / INDEX} names {name!r}, which is not a file in its folder.")
         return [folder / name for name in names]
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
-    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}.", hint="name a Hugging Face model's folder.")
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}.", hint="pass a Hugging Face model folder.")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -385,5 +398,5 @@ def _safetensors() -> Any:
         import safetensors
         import safetensors.numpy
     except ModuleNotFoundError:
-        raise CheckpointError("this needs safetensors.", hint="pip install safetensors") from None
+        raise CheckpointError("this needs safetensors.", hint="run `pip install safetensors`.") from None
     return safetensors

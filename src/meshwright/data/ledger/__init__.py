@@ -1,1 +1,1 @@
-"""Which rows were used: the journal that a run writes, the audit that reads it, and its report."""
+"""The record of the rows that a run used: `journal` writes it, `audit` checks it."""

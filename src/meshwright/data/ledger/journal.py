@@ -1,9 +1,8 @@
-"""The ledger: a record of every row that a run was trained on, kept by each process beside the run.
+"""The ledger: a record of every row that a run trains on, written by each process.
 
-Each start of a run writes files of its own, one per process, named `start-0001.rank-00000.jsonl`. The first line says
-what the start had before it; every other line is a batch, written before its step is done. Rows are given by their
-number and by their position in the order of all rows, so that it can be told which were read twice because two
-processes hold them.
+Each start of a run writes new files, one per process, named `start-0001.rank-00000.jsonl`. The first line describes the
+start; every other line is a batch, written before its step runs. Rows are given by number and by position in the order
+of all rows, which tells a row that two processes hold from a row that was read twice.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ FILE_NAME = re.compile(r"start-(\d+)\.rank-(\d+)\.jsonl")
 
 
 class Ledger:
-    """Writes down the batches of one process; pass it to `Batches`. `check_ledger` reads what all have written.
+    """Records the batches of one process; pass it to `Batches`. `check_ledger` checks the records of all processes.
 
     Args:
-        folder: of the run's ledger, which all processes share.
-        rank: of this process; JAX's own when left out.
-        num_ranks: how many processes there are; JAX knows when left out.
-        start: which start of the run this is; the next after those in the folder when left out.
-        tell: called with a line of text when the disk is full; a warning when left out.
+        folder: the run's ledger folder, shared by all processes.
+        rank: rank of this process (default: from JAX).
+        num_ranks: number of processes (default: from JAX).
+        start: number of this start of the run (default: the next one in the folder).
+        tell: called with a line of text if the disk is full (default: a warning).
 
     Example:
         >>> import tempfile
@@ -45,7 +44,7 @@ class Ledger:
         ...     ledger.begin({"next_row": 0, "rows_per_epoch": 4})
         ...     ledger.append(1, PlacedBatch(None, 0, 2, np.array([3, 1]), np.array([0, 1])))
         >>> print(check_ledger(folder))
-        fine: 1 step, 1 start; 2 rows, of 4 in an epoch
+        ok: 1 step, 1 start, 2 rows (4 per epoch)
         epoch 0: 2 of 4 rows, each once
     """
 
@@ -69,13 +68,13 @@ class Ledger:
         self._skipped: list[dict[str, Any]] = []
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Opens the files of a new start; all processes call it, and `Batches` does it for you."""
+        """Opens the files of a new start. Every process must call it; `Batches` does."""
         self.close()
         self.folder.mkdir(parents=True, exist_ok=True)
         number = self._start
         if number is None:
             number = 1 + max((start for start, _ in ledger_files(self.folder)), default=0)
-            # What other ranks see of a shared folder may be a little older.
+            # Other ranks may see an older state of the shared folder.
             number = number if self.num_ranks == 1 else from_first(number)
         else:
             self._start = number + 1
@@ -84,19 +83,19 @@ class Ledger:
             self._file = path.open("xb", buffering=0)
         except FileExistsError:
             raise DataError(
-                f"{path} is there already, and what is in a ledger stays.", hint="does another run write to it?"
+                f"{path} already exists; a ledger is never overwritten.", hint="give each run its own folder."
             ) from None
         self._write({**facts, "rank": self.rank, "num_ranks": self.num_ranks, "skipped": self._skipped})
         self._skipped = []
 
     def skip(self, first_row: int, num_rows: int, *, why: str) -> None:
-        """Writes down that rows are passed over on purpose, by the start that comes next."""
+        """Records that rows are skipped on purpose, in the first line of the next start."""
         self._skipped.append({"first_row": int(first_row), "num_rows": int(num_rows), "why": why})
 
     def append(self, step: int, batch: PlacedBatch) -> None:
-        """Writes down the batch of a step."""
+        """Records the batch of a step."""
         if self._file is None:
-            raise DataError("the ledger was not begun.", hint="pass it to Batches(..., ledger=ledger).")
+            raise DataError("the ledger has not begun a start.", hint="pass it to Batches(..., ledger=ledger).")
         self._write(
             {
                 "step": int(step),
@@ -108,7 +107,7 @@ class Ledger:
         )
 
     def close(self) -> None:
-        """Closes the file; a ledger can be begun again."""
+        """Closes the file; `begin` opens the next."""
         if self._file is not None:
             self._flush()
             self._file.close()
@@ -125,9 +124,9 @@ class Ledger:
         self._flush()
 
     def _flush(self) -> None:
-        """Hands everything to the system, so that a kill of this process loses nothing.
+        """Writes everything to the operating system, so that killing this process loses nothing.
 
-        A full disk does not stop a run: what does not fit is kept, and written when there is room.
+        A full disk does not stop a run: the rest is kept in memory and written when there is space.
         """
         assert self._file is not None
         try:
@@ -137,18 +136,18 @@ class Ledger:
         except OSError as error:
             if not self._told:
                 self._told = True
-                told = f"the ledger {self._file.name} cannot be written now: {error.strerror}"
-                self._tell(told) if self._tell else warnings.warn(told, MeshwrightWarning, stacklevel=3)
+                text = f"cannot write the ledger {self._file.name} now: {error.strerror}"
+                self._tell(text) if self._tell else warnings.warn(text, MeshwrightWarning, stacklevel=3)
 
 
 def ledger_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """Returns the files of a ledger by the numbers of start and rank, in order."""
+    """Returns the files of a ledger by start and rank, in order."""
     matches = [(FILE_NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
     return dict(sorted(((int(match[1]), int(match[2])), path) for match, path in matches if match))
 
 
 def _as_ranges(positions: np.ndarray) -> list[list[int]]:
-    """Returns numbers as runs of neighbours: `[[first, count], ...]`."""
+    """Returns numbers as runs of consecutive ones: `[[first, count], ...]`."""
     if not len(positions):
         return []
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
