@@ -174,7 +174,7 @@ def test_verify(verify_cli):
         "verify_job:good", "--mesh", "fsdp:8", "dp:2,fsdp:4", "--view", "global", "--steps", "1"
     )
     assert code == 0
-    assert "2 equal; 1 parameters, 16 rows, 1 step, relative errors up to 1e-05 allowed" in out
+    assert "2 equal; 1 parameters, 16 rows, 1 step, relative tolerance 1e-05" in out
     assert err.splitlines()[0] == "comparing one device"
     assert "comparing dp:2,fsdp:4, global view" in err
 
@@ -183,7 +183,7 @@ def test_verify_says_what_differs(verify_cli):
     arguments = ("verify_job:bad", "--mesh", "fsdp:4", "--view", "local", "--steps", "1")
     code, out, _ = verify_cli(*arguments)
     assert code == 1
-    assert "likely cause: the loss is 4x: summed twice over `fsdp` (4 devices)" in out
+    assert "likely cause: the loss is 4x the single-device value: summed twice over `fsdp` (4 devices)" in out
     code, out, _ = verify_cli(*arguments, "--json")
     assert code == 1
     found = json.loads(out)
