@@ -45,7 +45,7 @@ job = linen_job(
 
 if __name__ == "__main__":
     mw.simulate_cpu_devices(8)
-    # Meshwright gathers parameters along fsdp for any loss, so both views work; over tp, only XLA can split a Linen model.
+    # Parameters are gathered along fsdp for any loss, so both views work; over tp, only XLA can split a Linen model.
     report = verify(job, meshes="fsdp:8")
     print(report)
     report.require()

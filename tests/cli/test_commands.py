@@ -77,7 +77,7 @@ def test_rules_output(cli, arguments, code, text):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["no_such_module:job"], "error: there is no module 'no_such_module' to import.\nhint: "),
+        (["no_such_module:job"], "error: no module named 'no_such_module'.\nhint: "),
         (["cli_job:goood"], "error: module 'cli_job' has no attribute 'goood'.\nhint: did you mean 'good'?"),
         (["cli_job"], "error: 'cli_job' does not name a job.\nhint: "),
         (["cli_job:homeless"], "error: no mesh was given, and the job names none.\nhint: "),

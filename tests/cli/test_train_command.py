@@ -77,9 +77,9 @@ def test_resuming_starts_from_the_options_of_the_run(cli, tmp_path):
         (("--steps", "-3"), "steps is -3"),
         (("--model", "decoder-tinny"), "did you mean 'decoder-tiny'"),
         (("--data", "no/such/*.txt"), "no/such"),
-        (("--job", "no.such.module:job"), "there is no module"),
+        (("--job", "no.such.module:job"), "no module named 'no'"),
         (("--mesh", "dp:3"), "error: dp=3 = 3 of 8 devices."),
-        (("--mesh", "fdsp:8"), "axis 'fdsp' splits nothing of this job"),
+        (("--mesh", "fdsp:8"), "this job does not use mesh axis 'fdsp'"),
         (("--batch-size", "6", "--mesh", "dp:8"), "6 rows cannot be split over 8"),
     ],
 )

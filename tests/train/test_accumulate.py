@@ -315,13 +315,13 @@ def run_bad(loss=loss_fn, params=None, batch=None, check_vma=True, mesh="fsdp:8"
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sync": "onc"}, "no sync mode 'onc'(.|\n)*did you mean 'once'"),
+        ({"sync": "onc"}, "unknown sync mode 'onc'(.|\n)*did you mean 'once'"),
         ({"num_minibatches": 4}, "cannot make 4 minibatches of a batch of 2 rows"),
         ({"specs": {"w": P()}}, r"`w` varies along 'fsdp', but its spec is P\(\)"),
         ({"specs": {"v": P()}}, "params and specs differ in structure"),
         ({"specs": {"w": ("fsdp",)}}, "not a PartitionSpec"),
         ({"gather_axes": ("fdsp",)}, "gather_axes names axis 'fdsp'(.|\n)*did you mean 'fsdp'"),
-        ({"axes": ()}, "the loss differs along 'fsdp', but is summed over no axis only"),
+        ({"axes": ()}, "the loss varies along 'fsdp', but is summed only over no axis"),
         ({"check_vma": False}, "check_vma=False"),
         ({"params": {"w": jnp.ones(8, jnp.int32)}}, "`w` is int32, which has no gradient"),
         (

@@ -199,5 +199,5 @@ def test_state_that_is_no_parameter_is_refused(make, text):
 
 def test_equinox_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "equinox", None)
-    with pytest.raises(mw.JobError, match=r"needs Equinox\.\nhint: pip install equinox"):
+    with pytest.raises(mw.JobError, match=r"needs Equinox, which is not installed\.\nhint: pip install equinox"):
         equinox_job(Equinox, None, SHAPES, RULES)

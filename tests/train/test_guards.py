@@ -68,16 +68,14 @@ def test_a_run_stops_after_several_in_a_row(made):
     state, metrics = step(state, batch(np.nan))
     assert "loss is not finite" in guard.check(metrics | {"bad_leaf": -1}, step=0)
     state, metrics = step(state, batch(np.nan))
-    with pytest.raises(mw.TrainingError, match="2 steps in a row were skipped, the last of them step 1"):
+    with pytest.raises(mw.TrainingError, match="2 steps in a row were skipped, up to step 1"):
         guard.check(metrics, step=1)
 
 
 def test_a_state_that_was_given_away_is_named(made):
     step, state = made[2], fresh(made)
     step(state, batch(1.0))
-    with pytest.raises(
-        mw.TrainingError, match=r"no longer exists: its memory was reused.*\nhint: go on with the state"
-    ):
+    with pytest.raises(mw.TrainingError, match=r"no longer exists: it was donated.*\nhint: use the state"):
         step(state, batch(1.0))
     keeps = make_train_step(job(), made[0], made[1], donate=False)
     state = fresh(made)
@@ -88,7 +86,9 @@ def test_a_state_that_was_given_away_is_named(made):
 def test_a_state_of_another_dtype_or_optimizer_is_refused(made):
     step, state = made[2], fresh(made)
     half = dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.params))
-    with pytest.raises(mw.TrainingError, match=r"`params/a/w` is bfloat16\[8\]; the step was made for float32\[8\]"):
+    with pytest.raises(
+        mw.TrainingError, match=r"`params/a/w` is bfloat16\[8\], but the step's layout has float32\[8\]"
+    ):
         step(half, batch(1.0))
     sgd = state_layout(job(), optax.sgd(0.1), made[1].mesh)
     with pytest.raises(mw.TrainingError, match=r"missing \['opt_state/0/count'"):

@@ -162,7 +162,7 @@ def test_without_documents_every_target_counts():
 
 def test_what_has_no_targets():
     for tokens in (np.zeros((2, 1), int), np.zeros((2, 3)), np.int32(0)):
-        with pytest.raises(PlacementError, match=r"shift_targets got tokens of shape .*\nhint: tokens must be"):
+        with pytest.raises(PlacementError, match=r"needs integers of shape .*; got .*\nhint: pass one token more"):
             shift_targets(tokens)
-    with pytest.raises(PlacementError, match=r"tokens of shape \(2, 3\) have segment_ids of shape \(2, 2\)"):
+    with pytest.raises(PlacementError, match=r"tokens have shape \(2, 3\), but segment_ids \(2, 2\)"):
         shift_targets(np.zeros((2, 3), int), np.zeros((2, 2), int))

@@ -29,7 +29,10 @@ def make(loss, mesh="dp:8", rules=(("w", P()),), **options):
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (lambda p, b, r: errors(p, b).mean(), r"itself and a dict of metrics; this one returned \w*Tracer"),
+        (
+            lambda p, b, r: errors(p, b).mean(),
+            r"must return \(loss, metrics\), with a dict of metrics; this one returned \w*Tracer",
+        ),
         (lambda p, b, r: (errors(p, b).mean(), None), r"this one returned \w*Tracer, NoneType"),
         (lambda p, b, r: (errors(p, b).sum(), 16.0), r"this one returned \w*Tracer, float"),
         (lambda p, b, r: (errors(p, b), {}), r"this one is an array of shape \(\d+,\)"),
@@ -37,7 +40,7 @@ def make(loss, mesh="dp:8", rules=(("w", P()),), **options):
         (lambda p, b, r: ((errors(p, b), errors(p, b)), {}), "this one is a tuple"),
     ],
 )
-def test_what_is_no_loss_is_told(loss, text):
+def test_invalid_results_of_a_loss(loss, text):
     step, state = make(loss)
     with pytest.raises(JobError, match=text):
         step(state, {"x": X})

@@ -63,7 +63,7 @@ def test_zero_splits_statistics_and_gradients_finer(lab, mesh, spec):
 def test_zero_says_what_it_leaves_whole():
     job = mw.Job(init=lambda key: {"w": jnp.zeros((3, 5))}, rules=[("w", P())])
     layout = state_layout(job, optax.adam(1e-3), mw.create_abstract_mesh("dp:8"), zero_axis="dp")
-    assert layout["opt_state/0/mu/w"].reason == "no dim left of P() that dp divides"
+    assert layout["opt_state/0/mu/w"].reason == "dp divides no dim of P()"
     with pytest.raises(mw.MeshError, match="did you mean 'dp'"):
         state_layout(job, optax.adam(1e-3), mw.create_abstract_mesh("dp:8"), zero_axis="pd")
 
@@ -81,7 +81,7 @@ def test_precision_says_what_is_stored_and_what_is_computed_in(lab):
 @pytest.mark.parametrize(("make", "text"), [
     (lambda: Precision.named("mixd"), "did you mean 'mixed'"),
     (lambda: Precision(compute="int8"), "compute=int8 is not a float dtype"),
-    (lambda: Precision(accumulate="bfloat16"), "added up in float32, not in bfloat16"),
+    (lambda: Precision(accumulate="bfloat16"), "accumulate must be float32; got bfloat16"),
 ])  # fmt: skip
 def test_precision_errors(make, text):
     with pytest.raises(mw.MeshwrightError, match=text):

@@ -21,7 +21,7 @@ def test_devices_without_measurements_get_what_was_asked_for():
 def test_what_is_asked_for_wins_and_what_is_refused_is_told(monkeypatch):
     known = {"xla_backend_optimization_level": 1, "xla_no_such_option": True}
     monkeypatch.setitem(step._OPTIONS, "cpu", known)
-    with pytest.warns(mw.MeshwrightWarning, match="this XLA refuses the option xla_no_such_option=True"):
+    with pytest.warns(mw.MeshwrightWarning, match="this XLA version rejects xla_no_such_option=True"):
         found = step.xla_options(mw.create_mesh("dp:8"), {"xla_backend_optimization_level": 2})
     assert found == {"xla_backend_optimization_level": 2}
 

@@ -287,7 +287,7 @@ def test_a_step_that_cannot_be_traced_is_a_failed_case():
     job = make_job(functools.partial(squares, reduce=lambda y: y))
     report = verify(job, meshes=["dp:2,tp:4", "dp:8"], views="local", num_steps=1)
     assert [case.verdict for case in report.cases] == ["failed", "equal"]
-    assert "the loss differs along 'tp', but is summed over 'dp' only" in report.cases[0].message
+    assert "the loss varies along 'tp', but is summed only over 'dp'" in report.cases[0].message
     assert report.cases[0].causes[0].kind == "local view"
     assert "the loss sees shards along `tp`" in str(report)
     assert "every mesh that differs has `tp`, and no mesh that agrees does" in str(report)
