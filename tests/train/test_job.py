@@ -50,7 +50,7 @@ def fails():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a module in it, as the current one; the import state is put back afterwards."""
+    """A folder with a module as the current directory; restores the import state afterwards."""
     (tmp_path / "my_job.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

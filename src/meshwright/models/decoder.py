@@ -25,14 +25,17 @@ from meshwright.types import PRNGKeyArray, PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder(LanguageModel):
-    """A Llama-like decoder; `Decoder.named("7b")` has its usual sizes.
+    """A Llama-like decoder; `Decoder.named("7b")` has its usual sizes. See `LanguageModel` for other fields.
 
     Args:
-        num_kv_heads: heads of keys and values, each shared by several of queries; all by default. Where a tensor axis
-            has more devices than that, neighbours share one: the number must divide the axis, or the axis it.
-        head_dim: features per head; `d_model / num_heads` by default.
-        qk_norm: normalises queries and keys per head.
-        attention_soft_cap: squashes attention logits by `cap * tanh(logits / cap)`.
+        num_heads: number of query heads.
+        d_ff: hidden features of the feed-forward layer.
+        num_kv_heads: number of key/value heads (default: `num_heads`). It must divide the size of the tensor axis or be
+            a multiple of it; if the axis is larger, neighboring devices share a head.
+        head_dim: features per head (default: `d_model / num_heads`).
+        rope_theta: base of the rotary frequencies.
+        qk_norm: whether to normalize queries and keys per head.
+        attention_soft_cap: if given, attention logits become `cap * tanh(logits / cap)`.
 
     Example:
         >>> model = Decoder.named("tiny")
@@ -89,8 +92,8 @@ class Decoder(LanguageModel):
         if self._head_dim % 2:
             from_sizes = f" (d_model {self.d_model} / num_heads {self.num_heads})" if self.head_dim is None else ""
             raise ConfigError(
-                f"a head of Decoder has {self._head_dim} features{from_sizes}; rotary positions turn them in pairs.",
-                hint="an even number of features per head.",
+                f"Decoder heads have {self._head_dim} features{from_sizes}, but rotary positions need an even number.",
+                hint="use an even head_dim.",
             )
         if self.num_kv_heads is not None:
             self._require_division("num_heads", "num_kv_heads")
@@ -106,7 +109,7 @@ class Decoder(LanguageModel):
     def init_layer(self, key: PRNGKeyArray) -> PyTree:
         k_q, k_k, k_v, k_o, k_gate, k_up, k_down = jax.random.split(key, 7)
         queries, keys = self.num_heads * self._head_dim, self._kv_heads * self._head_dim
-        # What layers add up to should not grow with their number.
+        # Keeps the sum of all layers' outputs from growing with their number.
         small = (2 * self.num_layers) ** -0.5
         attn = {
             "q": scaled_normal(k_q, self.d_model, queries),
@@ -147,5 +150,4 @@ class Decoder(LanguageModel):
             implementation=context.run.attention,
             max_segments=context.run.max_segments,
         )
-        y = checkpoint_name(y.reshape(*y.shape[:2], -1), PROJECTION)
-        return context.rows(y, params["o"])
+        return context.rows(checkpoint_name(y.reshape(*y.shape[:2], -1), PROJECTION), params["o"])
