@@ -213,7 +213,7 @@ def test_verify_simulates_devices(tmp_path):
     [
         (["cli_job:good"], "error: verify: the job has no loss.\nhint: "),
         (["verify_job:good", "--mesh", "fsdp:16"], "error: fsdp=16 = 16 but there are only 8 devices."),
-        (["verify_job:good", "--devices", "9"], "error: devices=9 of 8 available."),
+        (["verify_job:good", "--devices", "9"], "error: devices=9, but 8 are available."),
     ],
 )
 def test_verify_errors_go_to_stderr(verify_cli, arguments, text):

@@ -77,7 +77,7 @@ def test_resuming_starts_from_the_options_of_the_run(cli, tmp_path):
         (("--steps", "-3"), "steps is -3"),
         (("--model", "decoder-tinny"), "did you mean 'decoder-tiny'"),
         (("--data", "no/such/*.txt"), "no/such"),
-        (("--job", "no.such.module:job"), "no module named 'no'"),
+        (("--job", "no.such.module:job"), "no module named 'no.such.module'"),
         (("--mesh", "dp:3"), "error: dp=3 = 3 of 8 devices."),
         (("--mesh", "fdsp:8"), "this job does not use mesh axis 'fdsp'"),
         (("--batch-size", "6", "--mesh", "dp:8"), "6 rows cannot be split over 8"),

@@ -473,10 +473,10 @@ def changed(**new):
         (
             tokens(),
             {"state": init_mlstm_state(B, H, key_dim=V, value_dim=K)},
-            r"hint: init_mlstm_state\(2, 4, key_dim=4",
+            r"hint: use init_mlstm_state\(2, 4, key_dim=4",
         ),
-        (tokens(), {"chunk_size": 0}, "chunk_size of mlstm_chunkwise must be a positive integer; got 0"),
-        (tokens(), {"chunk_size": 2.5}, "chunk_size .* got 2.5"),
+        (tokens(), {"chunk_size": 0}, "chunk_size must be a positive integer; got 0"),
+        (tokens(), {"chunk_size": 2.5}, "chunk_size must be a positive integer; got 2.5"),
     ],
 )
 def test_bad_inputs(args, kwargs, message):

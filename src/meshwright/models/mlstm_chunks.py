@@ -89,7 +89,7 @@ def mlstm_chunkwise(
         chunk_size = wide if on_gpu() else _CHUNK_SIZE
     if type(chunk_size) is not int or chunk_size < 1:
         raise PlacementError(
-            f"chunk_size of mlstm_chunkwise must be a positive integer; got {chunk_size!r}.", hint="pass 1 or more."
+            f"mlstm_chunkwise: chunk_size must be a positive integer; got {chunk_size!r}.", hint="pass 1 or more."
         )
     chunks = _cut(t, min(chunk_size, t.q_BSHK.shape[1]))
     # The loop over chunks computes only their states, so that the other matmuls form one large batch.

@@ -71,11 +71,11 @@ def make_gradients(
         >>> import meshwright as mw, optax
         >>> def loss(params, batch, rng):
         ...     return jnp.mean(batch["x"] @ params["w"]), {}
-        >>> job = mw.Job(init=lambda key: {"w": jnp.zeros(2)}, rules=[("w", P("fsdp"))], loss=loss)
-        >>> gradients = make_gradients(job, mw.train.state_layout(job, optax.sgd(0.1), mw.create_mesh("fsdp:2")))
-        >>> result, squares = jax.jit(gradients)({"w": jnp.zeros(2)}, {"x": jnp.array([[1.0, 2.0]] * 4)}, None)
+        >>> job = mw.Job(init=lambda key: {"w": jnp.zeros(8)}, rules=[("w", P("fsdp"))], loss=loss)
+        >>> gradients = make_gradients(job, mw.train.state_layout(job, optax.sgd(0.1), mw.create_mesh("fsdp:8")))
+        >>> result, squares = jax.jit(gradients)({"w": jnp.zeros(8)}, {"x": jnp.full((16, 8), 2.0)}, None)
         >>> result.grads["w"].tolist(), squares.tolist()
-        ([1.0, 2.0], [5.0])
+        ([2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0], [32.0])
     """
     require_loss(job, who="make_gradients")
     if view not in ("global", "local"):
