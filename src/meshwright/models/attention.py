@@ -34,9 +34,7 @@ def attention(
     """Returns causal attention `[B, S, H, K]`; with `segment_ids`, each document of a row attends only to itself.
 
     Args:
-        q: queries, `[B, S, H, K]`.
-        k: keys, `[B, S, G, K]`; each key head serves H / G query heads.
-        v: values, `[B, S, G, K]`.
+        q, k, v: queries `[B, S, H, K]`, keys and values `[B, S, G, K]`; each key head serves H / G query heads.
         segment_ids: integers `[B, S]`, one id per document, each document contiguous. 0 is padding, which attends to
             padding.
         soft_cap: if given, logits become `soft_cap * tanh(logits / soft_cap)`.

@@ -22,18 +22,17 @@ from meshwright.parallel.heads import split_heads
 from meshwright.parallel.tensor import sequence_norm
 from meshwright.types import PRNGKeyArray, PyTree
 
+_LLAMA_3 = {"vocab_size": 128256, "num_kv_heads": 8, "rope_theta": 5e5}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder(LanguageModel):
     """A Llama-like decoder; `Decoder.named("7b")` has its usual sizes. See `LanguageModel` for other fields.
 
     Args:
-        num_heads: number of query heads.
-        d_ff: hidden features of the feed-forward layer.
         num_kv_heads: number of key/value heads (default: `num_heads`). It must divide the size of the tensor axis or be
             a multiple of it; if the axis is larger, neighboring devices share a head.
         head_dim: features per head (default: `d_model / num_heads`).
-        rope_theta: base of the rotary frequencies.
         qk_norm: whether to normalize queries and keys per head.
         attention_soft_cap: if given, attention logits become `cap * tanh(logits / cap)`.
 
@@ -56,26 +55,9 @@ class Decoder(LanguageModel):
         "small": {"vocab_size": 256, "num_layers": 4, "d_model": 128, "num_heads": 8, "d_ff": 384},
         "125m": {"vocab_size": 32768, "num_layers": 12, "d_model": 768, "num_heads": 12, "d_ff": 2048},
         "956m": {"vocab_size": 32768, "num_layers": 16, "d_model": 2048, "num_heads": 16, "d_ff": 5632},
-        "1b": {
-            "vocab_size": 128256,
-            "num_layers": 16,
-            "d_model": 2048,
-            "num_heads": 32,
-            "num_kv_heads": 8,
-            "d_ff": 8192,
-            "rope_theta": 5e5,
-            "tied_embeddings": True,
-        },
+        "1b": _LLAMA_3 | {"num_layers": 16, "d_model": 2048, "num_heads": 32, "d_ff": 8192, "tied_embeddings": True},
         "7b": {"vocab_size": 32000, "num_layers": 32, "d_model": 4096, "num_heads": 32, "d_ff": 11008},
-        "70b": {
-            "vocab_size": 128256,
-            "num_layers": 80,
-            "d_model": 8192,
-            "num_heads": 64,
-            "num_kv_heads": 8,
-            "d_ff": 28672,
-            "rope_theta": 5e5,
-        },
+        "70b": _LLAMA_3 | {"num_layers": 80, "d_model": 8192, "num_heads": 64, "d_ff": 28672},
     }
     LAYER_RULES: ClassVar[tuple[tuple[str, P], ...]] = (
         ("attn/(q|k|v)$", P("fsdp", "tp")),

@@ -35,14 +35,11 @@ class Execution:
         tensor_axis: the axis that splits heads, features and vocabulary, with overlapped matmuls. None leaves them to
             XLA, in the global view.
         data_axes: the axes that split the rows of a batch.
-        pipeline_axis: the axis that splits layers into stages in the local view; in the global view it splits only
-            their storage.
+        pipeline_axis: the axis that splits layers into stages (local view) or only their storage (global view).
         sequence_parallel: whether to split the sequence over `tensor_axis` between blocks.
-        save_gathered: whether to keep the rows gathered for a matmul for its weight gradient, instead of gathering them
-            again. Saves a fifth of the communication along `tensor_axis` for more memory (with `remat="full"`, that of
-            one layer).
-        prefetch: whether to gather the weights of the next layer while a layer computes, if layers are scanned and
-            gathered one by one.
+        save_gathered: whether to keep the rows gathered for a matmul for its weight gradient. Saves a fifth of the
+            communication along `tensor_axis` for more memory (with `remat="full"`, that of one layer).
+        prefetch: whether to gather the next layer's weights while a layer computes, if layers are scanned.
         layers: "scan" compiles one layer, "unroll" compiles all of them, a number that many per loop step. "auto" picks
             the fastest form measured on the backend (benchmarks/RESULTS.md).
         num_microbatches: number of microbatches in a pipeline (default: twice the number of stages).
@@ -103,7 +100,7 @@ def remat_policy(remat: Remat | None, *, by_name: bool = True) -> Callable[..., 
         >>> remat_policy("none") is None, callable(remat_policy("dots"))
         (True, True)
     """
-    if callable(remat):
+    if remat is None or callable(remat):
         return remat
     policies, names, to_host = jax.checkpoint_policies, [PROJECTION, GATHERED_ROWS], ("device", "pinned_host")
     dots, offload = policies.dots_with_no_batch_dims_saveable, policies.offload_dot_with_no_batch_dims(*to_host)
@@ -117,8 +114,6 @@ def remat_policy(remat: Remat | None, *, by_name: bool = True) -> Callable[..., 
         )
     known: dict[Any, Callable[..., Any] | None]
     known = {"none": None, "dots": dots, "full": policies.nothing_saveable, "offload": offload}
-    if remat is None:
-        return None
     if remat not in known:
         hint = did_you_mean(str(remat), known) or f"use one of: {', '.join(known)}, or a jax.checkpoint policy."
         raise MeshwrightError(f"unknown remat policy {remat!r}.", hint=hint)

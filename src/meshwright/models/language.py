@@ -49,13 +49,9 @@ class LanguageModel(abc.ABC):
     """Base class of the models; a subclass defines `init_layer`, `layer` and `LAYER_RULES`.
 
     Args:
-        vocab_size: size of the vocabulary.
-        num_layers: number of layers.
-        d_model: features of the hidden states.
         tied_embeddings: whether the head is the transpose of the embedding table.
         logit_soft_cap: if given, logits become `cap * tanh(logits / cap)`.
         dropout: dropout rate on the outputs added by layers, used if a key is given.
-        norm_eps: epsilon of the norms.
     """
 
     vocab_size: int
@@ -100,15 +96,11 @@ class LanguageModel(abc.ABC):
             if field.type == "int" or (field.type == "int | None" and value is not None):
                 is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
                 if not is_whole or value < 1:
-                    raise ConfigError(
-                        f"{field.name} of {self._kind} must be a positive integer; got {value!r}.",
-                        hint="pass 1 or more.",
-                    )
+                    problem = f"{field.name} of {self._kind} must be a positive integer; got {value!r}."
+                    raise ConfigError(problem, hint="pass 1 or more.")
         if not 0 <= self.dropout < 1:
-            raise ConfigError(
-                f"dropout of {self._kind} must be at least 0 and below 1; got {self.dropout!r}.",
-                hint="pass a rate such as 0.1.",
-            )
+            problem = f"dropout of {self._kind} must be at least 0 and below 1; got {self.dropout!r}."
+            raise ConfigError(problem, hint="pass a rate such as 0.1.")
 
     def _require_division(self, whole: str, parts: str) -> None:
         size, count = getattr(self, whole), getattr(self, parts)
@@ -179,13 +171,10 @@ class LanguageModel(abc.ABC):
         """Returns float32 logits `[B, S, V]`, or the result of `finish`.
 
         Args:
-            params: the parameters, from `init`.
-            tokens: integers `[B, S]`.
             positions: `[B, S]` (default: counted from the start of each document).
             segment_ids: `[B, S]`, the document of each token, counted from 1 in each row; 0 is padding. Documents do
                 not attend to each other.
             rng: the key for dropout (default: no dropout).
-            run: execution options (default: `Execution()`).
             gather: gathers shards of parameters in the local view; see `meshwright.parallel.Gather`.
             remat: activations to recompute in the backward pass: "none", "dots" (all except matmul results), "full"
                 (all except the inputs of layers), "offload" (matmul results move to host memory), or a `jax.checkpoint`

@@ -26,8 +26,6 @@ def rotary_tables(positions: jax.Array, head_dim: int, theta: float = 10000.0) -
 
     Args:
         positions: `[S]`, or `[B, S]` if rows differ, as with packed documents.
-        head_dim: features per head; must be even.
-        theta: base of the frequencies.
 
     Returns:
         Two float32 arrays `[1 or B, S, 1, head_dim / 2]`.
@@ -135,8 +133,6 @@ def unstack(tree: PyTree, num_layers: int, *, kernels: bool | None = None) -> li
     The gradient of plain indexing would pad each layer to a full array and sum them all.
 
     Args:
-        tree: the stacked layers.
-        num_layers: number of layers.
         kernels: whether a Pallas kernel stacks the gradients (default: if possible and faster).
 
     Example:

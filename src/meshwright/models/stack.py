@@ -46,9 +46,7 @@ def run_layers(
     """Returns `h` after all layers: `h = block(layer, h, number)` for each.
 
     Args:
-        block: `block(layer, h, number)` applies one layer.
         layers: the layers' parameters, stacked along the leading dim.
-        h: the input of the first layer.
         first: the number of the first layer.
         form: "scan", "unroll", a number of layers per loop step, or "auto".
         remat: activations to recompute in the backward pass; see `LanguageModel.apply`.
@@ -130,9 +128,7 @@ def run_prefetched(
     """Returns `h` after all layers, `h = block(whole(layer), h, number)` for each, gathered one layer ahead.
 
     Args:
-        block: `block(layer, h, number)` applies one layer.
         layers: shards of the layers' parameters, stacked along the leading dim.
-        h: the input of the first layer.
         numbers: the number of each layer.
         whole: gathers a layer's weights; its gradient is the reduce-scatter.
         unroll: number of layers per loop step; all layers give no loop.

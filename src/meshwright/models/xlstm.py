@@ -28,8 +28,6 @@ class XLSTM(LanguageModel):
     """A language model of mLSTM blocks; `XLSTM.named("7b")` has its usual sizes. See `LanguageModel` for other fields.
 
     Args:
-        num_heads: number of heads.
-        d_ff: hidden features of the feed-forward layer.
         qk_factor: features of queries and keys, as a fraction of `d_model`; values have `d_model`.
         gate_soft_cap: gate pre-activations become `cap * tanh(x / cap)`; None disables it.
         chunk_size: number of tokens per chunk, which does not change the function (default: see `mlstm_chunkwise`).

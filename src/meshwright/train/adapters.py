@@ -35,13 +35,10 @@ def linen_job(
     """Returns a job for a `flax.linen` module whose only variables are parameters.
 
     Args:
-        module: the module.
         loss: `loss(apply, batch, rng)`; `apply(*args, **kwargs)` calls the module with its parameters, and with `rng`
             for dropout. `rng` is None if dropout is off.
         batch: an example batch of arrays or shapes.
-        rules: `(regex, PartitionSpec)` pairs, or `Rules`.
         init_args: arrays or shapes to initialize the module with (default: the arguments of the loss's first call).
-        mesh: the job's usual mesh, as a string.
 
     Example:
         >>> import meshwright as mw
@@ -91,8 +88,6 @@ def nnx_job(
         make_model: `make_model(rngs)` returns the model, given `nnx.Rngs`.
         loss: `loss(model, batch)`. The model is in training mode if dropout has a key, else in evaluation mode.
         batch: an example batch of arrays or shapes.
-        rules: `(regex, PartitionSpec)` pairs, or `Rules`.
-        mesh: the job's usual mesh, as a string.
 
     Example:
         >>> import meshwright as mw
@@ -147,8 +142,6 @@ def equinox_job(
         make_model: `make_model(key)` returns the model.
         loss: `loss(model, batch, key)`. If `key` is None, the model is in inference mode.
         batch: an example batch of arrays or shapes.
-        rules: `(regex, PartitionSpec)` pairs, or `Rules`.
-        mesh: the job's usual mesh, as a string.
 
     Example:
         >>> import equinox as eqx, meshwright as mw

@@ -16,14 +16,15 @@ from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
 
+def is_concrete(leaf: Any) -> bool:
+    """Whether a leaf is a JAX array with data, not a tracer."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
 def require_live_state(state: PyTree, *, donates: bool = True) -> None:
     """Raises if a leaf of the state was donated to an earlier step or deleted."""
     for leaf in named_leaves(state):
-        if (
-            isinstance(leaf.value, jax.Array)
-            and not isinstance(leaf.value, jax.core.Tracer)
-            and leaf.value.is_deleted()
-        ):
+        if is_concrete(leaf.value) and leaf.value.is_deleted():
             how = "donated to the step it was passed to before" if donates else "deleted"
             raise TrainingError(
                 f"`{leaf.name}` of the state no longer exists: it was {how}.",
@@ -57,11 +58,6 @@ def require_same_state(state: PyTree, layout: Layout) -> None:
 @dataclass
 class NonFiniteGuard:
     """Reports skipped steps, names the first non-finite gradient, and raises after `limit` skipped steps in a row.
-
-    Args:
-        leaf_names: the names of the parameters, in the order of the tree.
-        limit: number of skipped steps in a row that stops the run.
-        events: the messages so far.
 
     Example:
         >>> guard = NonFiniteGuard(["embed/table", "head/kernel"], limit=2)

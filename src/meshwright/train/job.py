@@ -168,7 +168,6 @@ def job_errors(job: Any, reference: str) -> Iterator[None]:
     Errors of Meshwright and errors without a line of the job in their traceback pass through unchanged.
 
     Args:
-        job: the job.
         reference: the name of the job in the error.
     """
     try:
@@ -200,8 +199,7 @@ def _import_module(name: str) -> Any:
         own = isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}.")
         if own or name.startswith("."):
             raise JobError(
-                f"no module named {name!r}.",
-                hint="run from the directory that contains it, or install it.",
+                f"no module named {name!r}.", hint="run from the directory that contains it, or install it."
             ) from None
         raise _import_failed(name, error) from error
 

@@ -34,11 +34,8 @@ def language_job(
     targets), `segment_ids` and `positions` (for packed documents).
 
     Args:
-        model: the model.
-        batch_size: number of rows of the example batch.
-        num_tokens: number of tokens per row.
+        batch_size, num_tokens: shape of the example batch.
         run: execution options of the model (default: `Execution()`).
-        mesh: the job's usual mesh, as a string.
         packed: whether the example batch has weights and segment ids.
         loss_options: options of `next_token_loss`: `z_loss`, `label_smoothing`, `chunk_rows`.
 
@@ -132,7 +129,6 @@ def next_token_loss(
     Args:
         x: the model's last hidden states, `[..., rows, D]`.
         head: the output projection, `[D, V]`.
-        targets: the target tokens.
         weights: the weight of each target (default: 1).
         options: options of `meshwright.parallel.linear_cross_entropy`: `axis`, `sequence_parallel`, `batch_axes`,
             `vocab_size`, `z_loss`, `label_smoothing`, `soft_cap`, `chunk_rows`, `logits_dtype`.

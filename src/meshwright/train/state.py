@@ -33,8 +33,6 @@ class RunState:
 
     Args:
         step: number of steps taken, including skipped ones.
-        params: the parameters.
-        opt_state: the optimizer state.
         rng: the run's key; step n draws from `fold_in(rng, n)`.
         skipped: number of steps skipped because the loss or a gradient was not finite.
         skipped_in_a_row: number of steps skipped since the last step that was not.
@@ -76,13 +74,8 @@ def state_layout(
     """Returns the layout of a run's whole state on a mesh; optimizer statistics are split like their parameters.
 
     Args:
-        job: the job, of which `init` and `rules` are used.
-        optimizer: an optax optimizer.
-        mesh: a mesh, which can be abstract.
         zero_axis: an axis over which to split optimizer statistics while parameters stay replicated (ZeRO-1). Gradients
             are then reduce-scattered and updated parameters all-gathered: the same bytes in a fraction of the memory.
-        precision: "float32", "mixed", "bfloat16", or a `Precision`.
-        pad: whether dims may be padded; see `make_layout`.
 
     Example:
         >>> import meshwright as mw, optax

@@ -28,7 +28,7 @@ from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.parallel.rows import count_rows
 from meshwright.specs import round_up
 from meshwright.train.gradients import View, make_gradients, named_shardings
-from meshwright.train.guards import require_live_state, require_same_state
+from meshwright.train.guards import is_concrete, require_live_state, require_same_state
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, gradient_specs
 from meshwright.train.sync import Sync
@@ -69,8 +69,7 @@ def make_train_step(
         remat: activations to recompute in the backward pass: "none", "dots", "full", "offload", or a `jax.checkpoint`
             policy.
         clip: the largest global gradient norm; larger gradients are scaled down (default: no clipping).
-        skip_nonfinite: whether to keep the old state, and count the step as skipped, if the loss or a gradient is not
-            finite.
+        skip_nonfinite: whether to keep the old state and count the step as skipped if loss or gradients are not finite.
         data_axes: the axes that split the batch's rows (default: `dp` and `fsdp`, if in the mesh).
         donate: whether to donate the input state, which then cannot be used again.
         overlap: whether to pass XLA options that hide collectives on the mesh's chips, in the local view; see
@@ -228,8 +227,7 @@ class Step:
     def _is_expected(self, state: RunState) -> bool:
         leaves, structure = jax.tree.flatten(state)
         return structure == self.layout.structure and all(
-            isinstance(leaf, jax.Array)
-            and not isinstance(leaf, jax.core.Tracer)
+            is_concrete(leaf)
             and not leaf.is_deleted()
             and leaf.shape == known.stored_shape
             and leaf.dtype == known.dtype
@@ -244,10 +242,7 @@ class Step:
             self._shardings[shapes] = self.batch_shardings(batch)
         shardings = self._shardings[shapes]
         if all(
-            isinstance(leaf, jax.Array)
-            and not isinstance(leaf, jax.core.Tracer)
-            and leaf.committed
-            and leaf.sharding == sharding
+            is_concrete(leaf) and leaf.committed and leaf.sharding == sharding
             for leaf, sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
         ):
             return batch

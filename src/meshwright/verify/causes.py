@@ -262,9 +262,7 @@ def optimizer(
     """Gradients agree but parameters after the steps do not.
 
     Args:
-        reference: the change of each parameter in the first step on one device.
-        measured: the same on the mesh.
-        blocks: the slices of each parameter that each device holds.
+        reference, measured: the change of each parameter in the first step, on one device and on the mesh.
         after_one_step: whether parameters still agree after the first step.
         allowed: the largest acceptable difference of each parameter.
     """

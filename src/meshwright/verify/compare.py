@@ -92,7 +92,6 @@ def compare(
     An element may differ by `tolerance * scale`. With a tolerance of 0, leaves must be bitwise equal.
 
     Args:
-        what: the name of the comparison, such as "gradients".
         scales: the scale of each leaf (default: its largest magnitude).
         least_scale: the smallest scale, so that leaves which are zero up to rounding can be compared.
 

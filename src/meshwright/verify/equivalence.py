@@ -72,9 +72,7 @@ def verify(
         batch: the batch (default: the job's; see `example_batch`).
         seed: seed of the parameters and of a generated batch.
         precision: precision of the step. With "float32", matmuls use `jax.default_matmul_precision("highest")`.
-        sync: how devices exchange gradients in the local view; see `make_train_step`.
-        remat: the rematerialization policy; see `make_train_step`.
-        data_axes: the mesh axes that split the batch; see `make_train_step`.
+        sync, remat, data_axes: as for `make_train_step`.
         devices: devices to use, or their number (default: all).
         progress: called with one line of text before each case.
 

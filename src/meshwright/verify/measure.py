@@ -62,9 +62,6 @@ class SharedInputs:
     def num_rows(self) -> int:
         return count_rows(self.batch, who="verify")
 
-    def row_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        return tuple(axis for axis in self.data_axes or DATA_AXES if axis in mesh.axis_names)
-
     def place(self, mesh: Mesh, *, quiet: bool = True) -> Placed:
         """Initializes the job's state on a mesh; raises if its rules do not fit."""
         with warnings.catch_warnings():
@@ -103,7 +100,7 @@ class Placed:
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        return self.inputs.row_axes(self.mesh)
+        return tuple(axis for axis in self.inputs.data_axes or DATA_AXES if axis in self.mesh.axis_names)
 
     @property
     def ways(self) -> int:
