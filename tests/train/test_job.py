@@ -76,7 +76,7 @@ def test_load_job(folder, where, attribute):
         ("my_job:", "does not name a job"),
         (":job", "does not name a job"),
         ("my_job:jobb", r"'my_job' has no attribute 'jobb'\.\nhint: did you mean 'job'"),
-        ("my_job:zzzzzz", r"has no attribute 'zzzzzz'\.\nhint: it has: "),
+        ("my_job:zzzzzz", r"has no attribute 'zzzzzz'\.\nhint: use one of: "),
         ("my_absent:job", r"no module named 'my_absent'\.\nhint: run from the directory"),
         ("my_absent.py:job", "file 'my_absent.py' does not exist"),
         ("my_job:empty", r"is a Empty without rules\.\nhint: define init"),

@@ -147,14 +147,11 @@ def _capped(q: Any, k: Any, v: Any, mask: Any, soft_cap: float) -> jax.Array:
 
 
 def _suits_cudnn(q: Any) -> bool:
-    # These limits of cuDNN hold on every GPU generation.
-    fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-    return fits and on_gpu() and _has_cudnn()
-
-
-def _has_cudnn() -> bool:
     from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
 
+    # These limits of cuDNN hold on every GPU generation.
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.shape[-1] % 8 or q.shape[-1] > 128 or not on_gpu():
+        return False
     try:
         check_cudnn_version()
     except RuntimeError:  # compiling for GPUs on a machine without them

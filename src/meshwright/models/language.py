@@ -82,15 +82,7 @@ class LanguageModel(abc.ABC):
     # --- Validation of sizes ---
 
     def __post_init__(self) -> None:
-        """Raises if an integer field is below 1 or the dropout rate is not in [0, 1).
-
-        Example:
-            >>> from meshwright.models import Decoder
-            >>> Decoder.named("tiny", num_layers=0)
-            Traceback (most recent call last):
-            meshwright.errors.ConfigError: num_layers of Decoder must be a positive integer; got 0.
-            hint: pass 1 or more.
-        """
+        """Raises if an integer field is below 1 or the dropout rate is not in [0, 1)."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == "int" or (field.type == "int | None" and value is not None):

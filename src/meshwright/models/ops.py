@@ -80,12 +80,10 @@ def _rotate(x: Any, cos: Any, sin: Any) -> Any:
     return turned.astype(x.dtype).reshape(x.shape)
 
 
-def _rotate_bwd(tables: Any, d_turned: Any) -> tuple[Any, None, None]:
-    cos, sin = tables
-    return _rotate(d_turned, cos, -sin), None, None  # the gradient of a rotation is the rotation back
-
-
-_rotate.defvjp(lambda x, cos, sin: (_rotate(x, cos, sin), (cos, sin)), _rotate_bwd)
+_rotate.defvjp(
+    lambda x, cos, sin: (_rotate(x, cos, sin), (cos, sin)),
+    lambda tables, d_turned: (_rotate(d_turned, tables[0], -tables[1]), None, None),  # rotates back
+)
 
 
 # --- Gated feed-forward ---

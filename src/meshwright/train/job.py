@@ -83,13 +83,7 @@ def execution_of(job: Any) -> Execution | None:
 def known_axes(job: Any) -> tuple[str, ...]:
     """Returns all mesh axes that a job can use: the axes of its batch, its rules and its model.
 
-    A custom loss may use axes by name; it is assumed to use those of the job's `mesh`.
-
-    Example:
-        >>> from meshwright.models import Decoder
-        >>> from meshwright.train import language_job
-        >>> known_axes(language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16))
-        ('dp', 'fsdp', 'pp', 'tp')
+    A custom loss may use axes by name; it is assumed to use the axes of the job's `mesh`.
     """
     found = [*DATA_AXES, *(axis for _, spec in as_rules(job.rules) for axis in spec_axes(spec))]
     execution, mesh = execution_of(job), getattr(job, "mesh", None)
@@ -101,15 +95,7 @@ def known_axes(job: Any) -> tuple[str, ...]:
 
 
 def unused_axes(job: Any, mesh_sizes: Mapping[str, int]) -> list[str]:
-    """Returns the mesh axes of size 2 or more that the job does not use, so that their devices repeat the same work.
-
-    Example:
-        >>> from meshwright.models import Decoder
-        >>> from meshwright.train import language_job
-        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
-        >>> unused_axes(job, {"dp": 2, "fdsp": 4, "spare": 1})
-        ['fdsp']
-    """
+    """Returns the mesh axes of size 2 or more that the job does not use, so that their devices repeat the same work."""
     known = known_axes(job)
     return [axis for axis, size in mesh_sizes.items() if size > 1 and axis not in known]
 
@@ -206,7 +192,7 @@ def _import_module(name: str) -> Any:
 
 def _import_file(path: Path) -> Any:
     if not path.is_file():
-        raise JobError(f"file {str(path)!r} does not exist.")
+        raise JobError(f"file {str(path)!r} does not exist.", hint="check the path.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -240,7 +226,7 @@ def _no_attribute(where: str, module: Any, attribute: str) -> JobError:
     names = [name for name in vars(module) if not name.startswith("_")]
     text = f"module {where!r} has no attribute {attribute!r}."
     if names:
-        return JobError(text, hint=did_you_mean(attribute, names) or f"it has: {', '.join(names[:8])}")
+        return JobError(text, hint=did_you_mean(attribute, names) or f"use one of: {', '.join(names[:8])}.")
     if getattr(module, "__file__", None) is not None:
         return JobError(text, hint="define it; the module has no public names.")
     folders = [Path(folder) for folder in getattr(module, "__path__", ())]

@@ -40,14 +40,10 @@ WHO = "accumulate"
 class LeafSync(NamedTuple):
     """The gathers, scatter and dtype of one parameter."""
 
-    name: str
-    """Used to name its collectives."""
-    gathers: tuple[tuple[int, str], ...]
-    """The dims and axes to gather it along, in this order."""
-    scatter: tuple[int, str] | None
-    """The dim and axis along which its gradient is scattered even though the parameter is whole."""
-    dtype: Any
-    """Its dtype in the loss."""
+    name: str  # used to name its collectives
+    gathers: tuple[tuple[int, str], ...]  # dims and axes to gather it along, in this order
+    scatter: tuple[int, str] | None  # dim and axis along which its gradient is scattered though the parameter is whole
+    dtype: Any  # its dtype in the loss
 
 
 @dataclass(frozen=True)
@@ -55,10 +51,8 @@ class SyncPlan:
     """How one call of `accumulate` prepares its parameters, and along which axes."""
 
     sync: Sync
-    axes: tuple[str, ...]
-    """The axes along which the loss is a partial sum."""
-    row_axes: tuple[str, ...]
-    """The axes that split the rows of the batch, the first one into the largest blocks."""
+    axes: tuple[str, ...]  # along these the loss is a partial sum
+    row_axes: tuple[str, ...]  # these split the rows of the batch, the first one into the largest blocks
     leaves: tuple[LeafSync, ...]
     reduce_dtype: Any
 

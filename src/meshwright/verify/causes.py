@@ -72,14 +72,7 @@ def _reduction(
 
 
 def axes_with_product(number: float, axis_sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Returns the smallest groups of axes (of size 2 or more) whose sizes multiply to `number`.
-
-    Example:
-        >>> axes_with_product(4, {"dp": 2, "fsdp": 2, "tp": 4})
-        [('tp',)]
-        >>> axes_with_product(2, {"dp": 2, "fsdp": 2, "tp": 4})
-        [('dp',), ('fsdp',)]
-    """
+    """Returns the smallest groups of axes (of size 2 or more) whose sizes multiply to `number`."""
     axes = [axis for axis, size in axis_sizes.items() if size > 1]
     for length in range(1, len(axes) + 1):
         groups = [

@@ -78,10 +78,8 @@ class Measured:
 
     loss: Any
     grads: dict[str, Any]
-    first: dict[str, Any]
-    """Parameters after one step."""
-    last: dict[str, Any]
-    """Parameters after all steps."""
+    first: dict[str, Any]  # parameters after one step
+    last: dict[str, Any]  # parameters after all steps
 
 
 @dataclass(frozen=True)
