@@ -184,7 +184,7 @@ class LanguageModel(abc.ABC):
         """
         run = run or Execution()
         if tokens.ndim != 2:
-            raise PlacementError(f"{self._kind} got tokens of shape {tokens.shape}.", hint="use [B, S].")
+            raise PlacementError(f"{self._kind} got tokens of shape {tokens.shape}.", hint="pass [B, S].")
         rng = rng if self.dropout else None
         extras = {"positions": positions, "segment_ids": segment_ids}
         stages = run.stages()

@@ -37,7 +37,7 @@ class Precision:
         for name in ("params", "compute", "reduce", "accumulate"):
             dtype = as_dtype(getattr(self, name))
             if not is_float(dtype):
-                raise MeshwrightError(f"precision: {name}={dtype} is not a float dtype.")
+                raise MeshwrightError(f"precision: {name}={dtype} is not a float dtype.", hint="pass e.g. bfloat16.")
             object.__setattr__(self, name, jnp.dtype(dtype))
         if self.accumulate != jnp.float32:
             raise MeshwrightError(
