@@ -100,7 +100,7 @@ def test_wrong_options_end_in_an_error_and_leave_nothing_behind(cli, args, messa
         (("--run", ""), "--run is empty."),
         (("--run=", "--resume"), "--run is empty."),
         (("--data", "x" * 300), "cannot be looked at: File name too long."),
-        (("--model-options", "num_layers=0"), "num_layers of Decoder is 0."),
+        (("--model-options", "num_layers=0"), "num_layers of Decoder must be a positive integer; got 0."),
         (("--model-options", "num_heads=3"), "d_model of Decoder is 128, which is not a multiple of num_heads (3)."),
         (("--steps", "9" * 23), "hint: a whole number below 2**31."),
         (("--profile", "400:500"), "no such step comes, the run ends at step 300."),
