@@ -136,7 +136,7 @@ def run_prefetched(
     count = int(numbers.shape[0])
     shape_of_pull: list[Any] = []  # set when the forward pass is traced, used by the backward pass
 
-    def neighbour(layers: PyTree, place: Any, by: int, h: Any) -> tuple[PyTree, Any]:
+    def neighbor(layers: PyTree, place: Any, by: int, h: Any) -> tuple[PyTree, Any]:
         """Returns the gathered weights of the previous or next layer, and `h`, on which the gather depends."""
         # Past either end, gather the layer at that end, because all steps run the same program.
         place = tied = jnp.clip(place + by, 0, count - 1)
@@ -155,7 +155,7 @@ def run_prefetched(
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
             h, weights = carry
             place, number = x
-            following, h = neighbour(layers, place, 1, h)
+            following, h = neighbor(layers, place, 1, h)
             if not keeps:
                 return (block(weights, h, number), following), None
             out, pull = jax.vjp(lambda weights, h: block(weights, h, number), weights, h)
@@ -177,7 +177,7 @@ def run_prefetched(
         def step(carry: Any, x: Any) -> tuple[Any, PyTree]:
             dh, weights = carry
             kept, place = x
-            before, dh = neighbour(layers, place, -1, dh)
+            before, dh = neighbor(layers, place, -1, dh)
             d_weights, dh = _with(kept, weights, shape_of_pull[0])(dh)
             layer = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False), layers)
             (d_layer,) = jax.vjp(whole, layer)[1](d_weights)
