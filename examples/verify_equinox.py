@@ -1,4 +1,4 @@
-"""An Equinox model as a job: is its sharded step the same function as on one device?
+"""An Equinox model as a job, whose step on a mesh is compared with the step on one device.
 
 meshwright verify examples/verify_equinox.py:job --mesh fsdp:8
 """
@@ -28,8 +28,8 @@ class Classifier(eqx.Module):
     def __call__(self, x, key):
         h = jax.vmap(self.mlp)(x)
         if key is not None:
-            # One mask for the whole batch, drawn by rows: the same on any mesh. A key per row, from jax.random.split,
-            # would give the first row of every device the same mask.
+            # One mask for the whole batch is the same on any mesh; with jax.random.split, the first row of every device
+            # would get the same mask.
             h = mw.parallel.dropout(h, self.rate, key)
         return jax.vmap(self.head)(h)
 

@@ -1,4 +1,4 @@
-"""A Flax Linen model as a job: is its sharded step the same function as on one device?
+"""A Flax Linen model as a job, whose step on a mesh is compared with the step on one device.
 
 meshwright verify examples/verify_linen.py:job --mesh fsdp:8
 """
@@ -24,7 +24,7 @@ class MLP(nn.Module):
 
 
 def loss(apply, batch, rng):
-    # A pair of sum and count: with a mask, a mean would weigh devices with few valid rows as much as the others.
+    # Return (sum, count): a mean would give devices with few valid rows the same weight as the others.
     errors = (apply(batch["x"], deterministic=rng is None) - batch["y"]) ** 2
     return (errors.mean(axis=-1) * batch["mask"]).sum(), batch["mask"].sum()
 
@@ -45,7 +45,7 @@ job = linen_job(
 
 if __name__ == "__main__":
     mw.simulate_cpu_devices(8)
-    # Along fsdp, parameters are gathered for any loss, so both views work. Over tp, only XLA can split a Linen model.
+    # Parameters are gathered along fsdp for any loss, so both views work; over tp, only XLA can split a Linen model.
     report = verify(job, meshes="fsdp:8")
     print(report)
     report.require()

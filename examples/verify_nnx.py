@@ -1,4 +1,4 @@
-"""A Flax NNX model as a job: is its sharded step the same function as on one device?
+"""A Flax NNX model as a job, whose step on a mesh is compared with the step on one device.
 
 meshwright verify examples/verify_nnx.py:job --mesh fsdp:8
 """

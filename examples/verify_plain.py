@@ -1,4 +1,4 @@
-"""Plain functions as a job, tensor-parallel in both views: is the sharded step the same function as on one device?
+"""Plain functions as a tensor-parallel job, whose step on a mesh is compared with the step on one device.
 
 meshwright verify examples/verify_plain.py:job --mesh "fsdp:4,tp:2"
 """
@@ -23,7 +23,7 @@ def init(key):
 
 
 def loss(params, batch, rng):
-    # These layers communicate over tp themselves in the local view, and leave it to XLA in the global one.
+    # These layers communicate over tp in the local view; in the global view XLA does.
     axis = "tp" if mw.names_in_current_mesh("tp") else None
     h = jax.nn.gelu(column_dense(batch["x"], params["up"], axis=axis, sequence_parallel=False))
     y = row_dense(h, params["down"], axis=axis, sequence_parallel=False)

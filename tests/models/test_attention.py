@@ -20,11 +20,11 @@ def inputs(heads=4, kv_heads=2, rows=3, length=8, dim=8, dtype=jnp.float32):
     shapes = [(rows, length, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
     keys = jax.random.split(jax.random.key(0), 4)
     made = [np.asarray(jax.random.normal(key, shape)) for key, shape in zip(keys, shapes, strict=True)]
-    return [jnp.asarray(array.astype(dtype)) for array in made]  # by numpy: XLA has no float16 on CPUs without F16C
+    return [jnp.asarray(array.astype(dtype)) for array in made]  # NumPy casts; XLA needs F16C for float16
 
 
 def in_float64(q, k, v, segment_ids=None, soft_cap=None):
-    """The same, one number at a time."""
+    """Attention computed one number at a time."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
     for b, t, h in np.ndindex(q.shape[:3]):
@@ -53,7 +53,7 @@ def test_values(heads, kv_heads, segments, soft_cap):
 
 
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
-def test_each_document_is_computed_as_if_it_were_alone(soft_cap):
+def test_each_document_equals_the_document_alone(soft_cap):
     def together(q, k, v):
         return attention(q, k, v, segment_ids=jnp.asarray(SEGMENTS), soft_cap=soft_cap)
 
@@ -77,7 +77,7 @@ def test_each_document_is_computed_as_if_it_were_alone(soft_cap):
 
 
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
-def test_bfloat16_is_as_near_as_it_can_be(soft_cap):
+def test_bfloat16_is_within_its_rounding_error(soft_cap):
     q, k, v, d_out = inputs(dtype=jnp.bfloat16)
 
     def grads(q, k, v, d_out):
@@ -91,7 +91,7 @@ def test_bfloat16_is_as_near_as_it_can_be(soft_cap):
         assert relative_error(actual, expected) < 1e-2
 
 
-def test_rows_with_too_many_pieces_are_nan_and_no_others():
+def test_only_rows_with_too_many_pieces_are_nan():
     q, k, v, _ = inputs()
     out = attention(q, k, v, segment_ids=jnp.asarray(SEGMENTS), max_segments=3)
     assert np.isnan(out[0]).all()  # four pieces, the padding included
@@ -102,12 +102,12 @@ def test_rows_with_too_many_pieces_are_nan_and_no_others():
     )
 
 
-# --- What cuDNN is asked for; what it answers was compared on a GPU (benchmarks/RESULTS.md) ---
+# --- Arguments passed to cuDNN; its results were compared on a GPU (benchmarks/RESULTS.md) ---
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Plays cuDNN: keeps what it is asked for, and answers with a loop over the pieces."""
+    """Replaces cuDNN: records its arguments and computes attention in a loop over the pieces."""
     calls = []
 
     def answer(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, qkv_layout):
@@ -180,8 +180,8 @@ def test_which_implementation_a_gpu_uses(monkeypatch, dtype, dim, length, option
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_an_odd_length_is_padded_for_cudnn_which_is_said_once(monkeypatch, packed):
-    """jax refuses the gradient of cuDNN's attention at odd lengths, with a mask and without."""
+def test_an_odd_length_is_padded_for_cudnn_with_one_warning(monkeypatch, packed):
+    """JAX rejects the gradient of cuDNN attention at odd lengths, with and without a mask."""
     lengths, real = [], jax.nn.dot_product_attention
 
     def answer(q, k, v, *, mask, is_causal, implementation):
@@ -221,7 +221,7 @@ def test_an_odd_length_is_padded_inside_its_last_piece(asked, length):
     assert (np.where(asked[0]["lengths"] > 0, asked[0]["lengths"], 0).sum(axis=1) == length + 1).all()
 
 
-def test_the_mesh_in_force_wins_over_the_default_backend(monkeypatch):
+def test_the_current_mesh_overrides_the_default_backend(monkeypatch):
     chosen = []
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91200)
@@ -272,17 +272,17 @@ def test_rows_and_heads_on_different_devices(soft_cap):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"q": jnp.zeros((3, 8, 4))}, r"q must be \[B, S, H, K\]"),
-        ({"k": jnp.zeros((3, 7, 2, 8))}, r"k and v both \[B, S, G, K\]"),
+        ({"q": jnp.zeros((3, 8, 4))}, r"pass q as \[B, S, H, K\]"),
+        ({"k": jnp.zeros((3, 7, 2, 8))}, r"k and v as \[B, S, G, K\]"),
         ({"q": jnp.zeros((3, 8, 5, 8))}, "5 query heads for 2 key heads"),
         ({"segment_ids": jnp.zeros((3, 7), int)}, r"integers of shape \(3, 8\)"),
         ({"segment_ids": jnp.zeros((3, 8))}, r"integers of shape \(3, 8\)"),
-        ({"max_segments": 0}, "at least one piece"),
+        ({"max_segments": 0}, "max_segments must be at least 1; got 0"),
         ({"implementation": "triton"}, "no implementation 'triton'"),
         ({"implementation": "cudnn", "soft_cap": 3.0}, "no soft cap"),
     ],
 )
-def test_inputs_that_do_not_fit(change, text):
+def test_bad_inputs(change, text):
     q, k, v, _ = inputs()
     with pytest.raises(PlacementError, match=text):
         attention(**{"q": q, "k": k, "v": v, **change})

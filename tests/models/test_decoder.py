@@ -1,4 +1,4 @@
-"""The decoder is one function: in every form of its loop, with anything recomputed, packed or not."""
+"""The decoder computes the same function with every form of its loop, every remat policy, packed or not."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ VARIANTS = {
 def make(**changes):
     model = Decoder(**(TINY | changes))
     params = model.init(jax.random.key(0))
-    # Scales that differ from one, so that using the wrong one shows.
+    # Scales other than 1 reveal the use of a wrong one.
     params = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params)
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 32)
     return model, params, tokens
@@ -37,7 +37,7 @@ def loss_and_grads(model, params, tokens, **options):
 
 
 def reference(model, params, tokens):
-    """A decoder as the papers write it, one row and one layer at a time, in float64."""
+    """A float64 decoder written from the papers, one row and one layer at a time."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
 
     def rms(x, scale):
@@ -84,7 +84,7 @@ def reference(model, params, tokens):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_the_papers(variant):
+def test_logits_follow_the_papers(variant):
     model, params, tokens = make(**VARIANTS[variant])
     logits = jax.jit(model.apply)(params, tokens)
     assert logits.dtype == jnp.float32
@@ -100,7 +100,7 @@ def test_logits_are_those_of_the_papers(variant):
     {"remat": "full", "run": Execution(layers="unroll")},
     {"remat": jax.checkpoint_policies.everything_saveable, "run": Execution(layers=4)},
 ], ids=["unroll", "blocks", "dots", "full", "offload", "full_unroll", "policy"])  # fmt: skip
-def test_no_way_to_run_it_changes_loss_or_gradients(options):
+def test_execution_does_not_change_loss_or_gradients(options):
     model, params, tokens = make()
     loss, grads = loss_and_grads(model, params, tokens)
     other_loss, other_grads = loss_and_grads(model, params, tokens, **options)
@@ -108,7 +108,7 @@ def test_no_way_to_run_it_changes_loss_or_gradients(options):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), other_grads, grads)
 
 
-def test_remat_computes_again():
+def test_remat_recomputes():
     model, params, tokens = make()
 
     def memory(remat):
@@ -118,7 +118,7 @@ def test_remat_computes_again():
     assert memory("full") < memory("dots") < memory("none")
 
 
-def test_documents_that_share_a_row_do_not_see_each_other():
+def test_packed_documents_do_not_see_each_other():
     model, params, tokens = make()
     apply = jax.jit(model.apply)
     alone = [apply(params, tokens[:1, :5]), apply(params, tokens[:1, 5:])]
@@ -128,7 +128,7 @@ def test_documents_that_share_a_row_do_not_see_each_other():
     assert np.abs(packed - apply(params, tokens[:1])).max() > 1e-3  # the boundary matters
 
 
-def test_no_token_sees_those_after_it():
+def test_tokens_do_not_see_later_tokens():
     model, params, tokens = make()
     changed = tokens.at[:, 8:].add(1) % 32
     before, after = (jax.jit(model.apply)(params, t) for t in (tokens, changed))
@@ -144,17 +144,17 @@ def test_dropout_needs_a_key_and_differs_between_layers():
 
 
 @pytest.mark.parametrize(("size", "params"), [("956m", 956), ("1b", 1236), ("7b", 6738), ("70b", 70554)])
-def test_named_sizes_have_the_parameters_they_are_named_for(size, params):
+def test_num_params_of_named_sizes(size, params):
     assert round(Decoder.named(size).num_params / 1e6) == params
 
 
-def test_errors_say_what_fits():
+def test_errors():
     with pytest.raises(mw.MeshwrightError, match=r"no size '7B'.*\n?hint: did you mean '7b'\?"):
         Decoder.named("7B")
     model, params, tokens = make()
     with pytest.raises(mw.LayoutError, match=r"4 layers cannot be run in blocks of 3.\nhint: .*1, 2, 4"):
         model.apply(params, tokens, run=Execution(layers=3))
-    with pytest.raises(mw.MeshwrightError, match=r"no remat policy 'dot'.\nhint: did you mean 'dots'"):
+    with pytest.raises(mw.MeshwrightError, match=r"unknown remat policy 'dot'.\nhint: did you mean 'dots'"):
         model.apply(params, tokens, remat="dot")
     with pytest.raises(mw.PlacementError, match=r"tokens of shape \(12,\)"):
         model.apply(params, tokens[0])

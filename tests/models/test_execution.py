@@ -1,4 +1,4 @@
-"""What a run decides must not change the function: here, whether kernels of ours do a part of it."""
+"""Pallas kernels do not change a model's loss or gradients."""
 
 import functools
 
@@ -61,7 +61,7 @@ def test_kernels_do_not_change_loss_or_gradients(name, monkeypatch):
 
 
 def in_plain_jax(used, kernel, *args, name, outs, **_):
-    """Does what the kernels do: JAX cannot interpret them on several devices."""
+    """Computes the kernels' results, because JAX cannot interpret kernels on several devices."""
     used.append(name)
     if name == "stack":
         return [jnp.stack(args)]
@@ -79,28 +79,28 @@ def in_plain_jax(used, kernel, *args, name, outs, **_):
 
 
 @pytest.mark.parametrize(("text", "names"), [("dp:2", 3), ("dp:2,tp:2", 2)])
-def test_on_meshes_they_take_and_give_what_a_device_has(text, names, monkeypatch):
+def test_kernels_get_local_arrays_on_meshes(text, names, monkeypatch):
     used, mesh = [], mw.create_mesh(text, devices=4 if "tp" in text else 2)
     exact = loss_and_gradients(MODELS["decoder"], mesh, False)
     monkeypatch.setattr(kernels, "chip_family", lambda mesh: "gpu")
     for module in (copy_kernels, gradient_kernels):
         monkeypatch.setattr(module, "call_kernel", functools.partial(in_plain_jax, used))
     assert_same(loss_and_gradients(MODELS["decoder"], mesh, None), exact)
-    # Where the vocabulary is split, a device has a part of each row of logits, and the loss stays with XLA.
+    # With a split vocabulary, each device has a part of each row of logits, so the loss uses XLA.
     assert len(set(used)) == names
 
 
 @pytest.mark.parametrize("wanted", [None, False])
-def test_matmuls_that_hide_transfers_are_told(wanted, monkeypatch):
-    """In each layer two that gather, for attention and the MLP, and two that scatter."""
-    told = []
+def test_overlapped_matmuls_get_the_kernels_option(wanted, monkeypatch):
+    """Each layer has two gathering matmuls, for attention and the MLP, and two scattering ones."""
+    passed = []
     for name in ("fused_column_dense", "row_dense"):
         call = getattr(language, name)
         monkeypatch.setattr(
-            language, name, lambda *args, call=call, **options: told.append(options) or call(*args, **options)
+            language, name, lambda *args, call=call, **options: passed.append(options) or call(*args, **options)
         )
     model, tokens = MODELS["decoder"], jnp.zeros((2, 16), jnp.int32)
     with jax.set_mesh(mw.create_mesh("tp:2", devices=2)):
         params = jax.eval_shape(model.init, jax.random.key(0))
         jax.eval_shape(functools.partial(model.apply, run=Execution(kernels=wanted, layers="unroll")), params, tokens)
-    assert [options["kernels"] for options in told] == [wanted] * 4 * SIZES["num_layers"]
+    assert [options["kernels"] for options in passed] == [wanted] * 4 * SIZES["num_layers"]

@@ -1,4 +1,4 @@
-"""The three forms of the mLSTM against each other and against a loop in float64 written from the equations."""
+"""The three forms of the mLSTM, compared with each other and with a float64 loop written from the equations."""
 
 import functools
 
@@ -47,7 +47,7 @@ def tokens(seed=0, *, length=S):
 def some_state(seed=9):
     rng = np.random.default_rng(seed)
     memory, normaliser = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, H, K, V), (B, H, K)))
-    # Also below 0, where our own stabiliser never is.
+    # Also below 0, although our stabiliser is never negative.
     stabiliser = np.linspace(-1.5, 1.5, B * H, dtype=np.float32).reshape(B, H)
     return MLSTMState(memory, normaliser, stabiliser, np.full(B, -1, np.int32))
 
@@ -99,7 +99,7 @@ def value_and_gradients(form):
 
 
 def assert_close(ours, expected, *, names=NAMES, tolerance=2e-5, floor=1e-2):
-    """Within a fraction of the largest value: one output in a hundred divides by a sum that happens to be near zero."""
+    """Compares relative to the largest value, because one output in a hundred divides by a sum near zero."""
     for name, mine, theirs in zip(names, ours, expected, strict=False):
         mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
         largest = np.abs(theirs).max() + floor
@@ -107,7 +107,7 @@ def assert_close(ours, expected, *, names=NAMES, tolerance=2e-5, floor=1e-2):
 
 
 def slope(args, which, *, step=1e-6, **kwargs):
-    """The derivative of the weighted sum of outputs along a direction in one input, by differences in float64."""
+    """The directional derivative of the weighted sum of outputs in one input, by finite differences in float64."""
     towards = weights(args[which].shape, seed=which)
 
     def moved(by):
@@ -167,7 +167,7 @@ def test_each_document_alone_gives_the_same():
         here = np.flatnonzero(PACKED[row] == document)
         expected = by_equations(*(x[row : row + 1, here] for x in args))
         assert_close([h[row, here]], [expected[0]])
-        # The gradient from a row that holds nothing else.
+        # The gradient from a row with only this document.
         w, *alone = (np.roll(x[row : row + 1], -here[0], axis=1).repeat(B, axis=0) for x in (weights(h.shape), *args))
         only = np.broadcast_to(np.arange(S) < len(here), (B, S)).astype(np.int32)
         expected, _ = value_and_gradients("parallel")(*alone, only, w)
@@ -191,7 +191,7 @@ def test_any_documents_in_any_order(ids, seed):
 
 
 def in_units_of_one(state):
-    """What a state means: the stabiliser is only how it is written."""
+    """Returns memory and normaliser multiplied by exp(stabiliser)."""
     return state.memory * jnp.exp(state.stabiliser)[..., None, None], state.normaliser * jnp.exp(state.stabiliser)[
         ..., None
     ]
@@ -267,7 +267,7 @@ def test_gradients_pass_through_a_carried_state():
     assert_close(ours, value_and_gradients("parallel")(*args, SEGMENTS["one document"])[0])
 
 
-def test_the_first_document_continues_a_state_that_knows_of_none():
+def test_the_first_document_continues_a_state_without_documents():
     args = tokens(16)
 
     @jax.jit
@@ -283,7 +283,7 @@ def test_the_first_document_continues_a_state_that_knows_of_none():
     assert np.abs(in_two[:, 10:] - whole[:, 10:]).max() > 0.1
 
 
-def test_padding_leaves_the_state_alone():
+def test_padding_does_not_change_the_state():
     args = tokens(7)
     padded = np.where(np.arange(S) < 4, np.ones((B, S), np.int32), 0)
     for form in WITH_STATE:
@@ -298,7 +298,7 @@ def test_padding_leaves_the_state_alone():
 
 
 @pytest.mark.parametrize("form", ["parallel", "ragged chunks of 5"])
-def test_bfloat16_is_as_close_as_its_digits(form):
+def test_bfloat16_is_within_its_rounding_error(form):
     args = [jnp.asarray(x, jnp.bfloat16) for x in tokens(8)]
     gradients, h = value_and_gradients(form)(*args, PACKED)
     assert {x.dtype for x in (h, *gradients)} == {jnp.dtype("bfloat16")}
@@ -309,7 +309,7 @@ def test_bfloat16_is_as_close_as_its_digits(form):
         assert error < 0.02
 
 
-def test_gates_and_states_are_float32_whatever_the_inputs():
+def test_gates_and_states_are_float32_for_any_input_dtype():
     args = [jnp.asarray(x, jnp.bfloat16) for x in tokens()]
     for form in WITH_STATE.values():
         h, state = jax.eval_shape(form, *args)
@@ -336,8 +336,8 @@ EXTREMES = {
 @pytest.mark.parametrize("form", ["parallel", "recurrent", "ragged chunks of 5"])
 def test_extreme_gates(form, case):
     q, k, v, i, f = tokens(10)
-    # Rounding grows without bound where a query is nearly orthogonal to what is remembered. Here none is: keys are
-    # positive, and so are all features of a query, or none.
+    # Rounding errors are unbounded for queries nearly orthogonal to the memory. Positive keys, and queries whose
+    # features all have the same sign, avoid that.
     q, k = np.sign(q[..., :1]) * np.abs(q), np.abs(k)
     rng = np.random.default_rng(11)
     i, f = (0.1 * i + rng.choice(np.atleast_1d(levels), i.shape) for levels in EXTREMES[case])
@@ -347,13 +347,13 @@ def test_extreme_gates(form, case):
     for which, gradient in enumerate(gradients):
         assert np.all(np.isfinite(gradient))
         towards, expected = slope(args, which, step=1e-5, segment_ids=PACKED)
-        # Where h hardly depends on an input, large terms cancel: the second tolerance is their rounding.
+        # If h hardly depends on an input, large terms cancel; the second tolerance allows for their rounding.
         tolerance = 1e-4 * np.abs(gradient * towards).sum() + 1e-6 * np.abs(h).sum() + 1e-36
         assert abs(np.sum(gradient * towards) - expected) < tolerance, NAMES[which]
 
 
-def test_a_short_memory_after_much_forgetting_keeps_its_digits():
-    # Of one running sum of these gates, neighbours differ by less than its last digits.
+def test_strong_forgetting_keeps_precision():
+    # In one running sum of these gates, neighbors would differ by less than its last bit.
     args = list(tokens(12, length=256))
     args[3], args[4] = 0.1 * args[3], np.where(np.arange(256)[:, None] % 4, 3.0, -80.0) + 0 * args[4]
     ours = jax.jit(functools.partial(mlstm_chunkwise, chunk_size=256))(*args)
@@ -373,7 +373,7 @@ def test_a_query_of_zeros_reads_zero(form):
 
 
 def split(loss, num_split):
-    """`loss` on slices of its first arguments by rows and heads, the rest whole on every device, added up."""
+    """Sums `loss` over devices that split its first arguments by rows and heads, with the rest replicated."""
     by_rows_and_heads, mesh = P("dp", None, "tp"), mw.create_mesh("dp:2,tp:4")
 
     def everywhere(*args):
@@ -397,7 +397,7 @@ def test_split_over_rows_and_heads_equals_one_device(form, dtype):
     args = [jnp.asarray(x, dtype) for x in tokens(13)]
 
     def loss(q, k, v, i, f, w, segment_ids):
-        run = jax.checkpoint(lambda *args: FORMS[form](*args[:5], segment_ids=args[5]))  # which must change nothing
+        run = jax.checkpoint(lambda *args: FORMS[form](*args[:5], segment_ids=args[5]))  # must not change the result
         return jnp.sum(run(q, k, v, i, f, segment_ids[jax.lax.axis_index("dp")[None]]) * w)
 
     gradients = jax.jit(jax.grad(split(loss, 6), argnums=range(5)))(*args, weights(args[2].shape), PACKED)
@@ -419,13 +419,13 @@ def test_a_state_and_gates_that_are_the_same_on_all_devices(form):
     state = (np.broadcast_to(x, (B, H, *x.shape[2:])) for x in (memory, normaliser, stabiliser))
     reference, expected = state_gradients(form)(*state, q, k, v, *gates)
     expected = [np.asarray(x) for x in (*expected[3:], *expected[:3])]
-    for n, heads in ((3, 2), (4, 2), (5, 1), (6, 1), (7, 1)):  # what all devices share gets the sum over rows and heads
+    for n, heads in ((3, 2), (4, 2), (5, 1), (6, 1), (7, 1)):  # replicated inputs get the sum over rows and heads
         expected[n] = expected[n].sum(axis=(0, heads), keepdims=True)
     np.testing.assert_allclose(value, reference, rtol=1e-5)
     assert_close(gradients, expected, names=(*NAMES, *STATE_NAMES[:3]))
 
 
-def test_memory_grows_with_the_length_and_not_with_its_square():
+def test_memory_grows_linearly_with_the_length():
     def temporary(form, length):
         shapes = [jax.ShapeDtypeStruct((B, length, *x.shape[2:]), x.dtype) for x in tokens()]
         gradient = jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(form(*args))), argnums=range(5)))
@@ -463,20 +463,20 @@ def changed(**new):
     ("args", "kwargs", "message"),
     [
         (changed(k=np.ones((B, S, H, K + 1))), {}, r"got q of shape \(2, 13, 4, 4\), k of \(2, 13, 4, 5\)"),
-        (changed(v=np.ones((B, S, H))), {}, r"hint: q and k must both be \[B, S, H, K\]"),
+        (changed(v=np.ones((B, S, H))), {}, r"hint: pass q and k as \[B, S, H, K\]"),
         ([x[:, :0] for x in tokens()], {}, r"got q of shape \(2, 0, 4, 4\)"),
-        (changed(f=np.ones((B, S, 1))), {}, r"both must be \(2, 13, 4\)"),
-        (changed(k=np.ones((B, S, H, K), np.float16)), {}, "must have one float dtype"),
+        (changed(f=np.ones((B, S, 1))), {}, r"pass both with shape \(2, 13, 4\)"),
+        (changed(k=np.ones((B, S, H, K), np.float16)), {}, "with the same float dtype"),
         (changed(i=np.ones((B, S, H), int)), {}, "gates of int32 and float32"),
         (tokens(), {"segment_ids": np.ones((B, S + 1), int)}, r"integers of shape \(2, 13\)"),
-        (tokens(), {"segment_ids": np.ones((B, S))}, r"segment_ids of shape \(2, 13\) and type float32"),
+        (tokens(), {"segment_ids": np.ones((B, S))}, r"segment_ids of shape \(2, 13\) and dtype float32"),
         (
             tokens(),
             {"state": init_mlstm_state(B, H, key_dim=V, value_dim=K)},
-            r"hint: init_mlstm_state\(2, 4, key_dim=4",
+            r"hint: use init_mlstm_state\(2, 4, key_dim=4",
         ),
-        (tokens(), {"chunk_size": 0}, "got chunk_size=0"),
-        (tokens(), {"chunk_size": 2.5}, "got chunk_size=2.5"),
+        (tokens(), {"chunk_size": 0}, "chunk_size must be a positive integer; got 0"),
+        (tokens(), {"chunk_size": 2.5}, "chunk_size must be a positive integer; got 2.5"),
     ],
 )
 def test_bad_inputs(args, kwargs, message):

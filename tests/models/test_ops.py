@@ -35,7 +35,7 @@ def turned_in_float64(x, positions, theta, sign=1.0):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("per_row", [False, True])
-def test_rotate_turns_pairs_and_its_gradient_turns_back(dtype, per_row):
+def test_rotate_and_its_gradient(dtype, per_row):
     x, d_turned = normal(0, 2, 7, 3, 8, dtype=dtype), normal(1, 2, 7, 3, 8, dtype=dtype)
     positions = jnp.array([[0, 1, 2, 0, 1, 0, 1], [5, 6, 7, 8, 9, 10, 11]]) if per_row else jnp.arange(7)
     cos, sin = rotary_tables(positions, 8, theta=100.0)
@@ -47,7 +47,7 @@ def test_rotate_turns_pairs_and_its_gradient_turns_back(dtype, per_row):
     assert_close(d_x, turned_in_float64(d_turned, positions, 100.0, sign=-1.0), TOLERANCE[dtype])
 
 
-def test_only_distances_between_positions_matter():
+def test_dot_products_depend_only_on_relative_positions():
     q, k = normal(0, 1, 5, 1, 16), normal(1, 1, 5, 1, 16)
 
     def products(shift):
@@ -57,7 +57,7 @@ def test_only_distances_between_positions_matter():
     np.testing.assert_allclose(products(0), products(31), atol=1e-4)
 
 
-def test_large_positions_keep_their_digits():
+def test_large_positions_keep_precision():
     positions = jnp.array([131071])
     cos, _ = rotary_tables(positions, 4, theta=5e5)
     assert_close(cos[0, 0, 0], np.cos(131071.0 / 5e5 ** np.array([0.0, 0.5])), 1e-3)
@@ -67,8 +67,8 @@ def test_large_positions_keep_their_digits():
     ("positions", "head_dim", "x"),
     [((3, 2, 1), 4, ()), ((3,), 5, ()), ((3,), 4, (1, 4, 2, 4)), ((2, 3), 4, (3, 3, 2, 4)), ((3,), 4, (3, 2, 4))],
 )
-def test_shapes_that_do_not_fit_a_rotation(positions, head_dim, x):
-    with pytest.raises(PlacementError, match=r"positions must be|cos and sin \[1 or B"):
+def test_bad_shapes_of_a_rotation(positions, head_dim, x):
+    with pytest.raises(PlacementError, match=r"pass positions as|cos and sin from rotary_tables, \[1 or B"):
         rotate(jnp.zeros(x), *rotary_tables(jnp.zeros(positions), head_dim))
 
 
@@ -102,9 +102,9 @@ def test_swiglu_keeps_only_its_inputs():
 
 
 def test_swiglu_of_different_shapes():
-    with pytest.raises(PlacementError, match="one shape and dtype"):
+    with pytest.raises(PlacementError, match="the same shape and dtype"):
         swiglu(jnp.ones((2, 3)), jnp.ones((2, 4)))
-    with pytest.raises(PlacementError, match="one shape and dtype"):
+    with pytest.raises(PlacementError, match="the same shape and dtype"):
         swiglu(jnp.ones(3), jnp.ones(3, jnp.bfloat16))
 
 
@@ -135,12 +135,12 @@ def test_the_gradient_of_unstack_is_one_stack():
     assert "scatter" not in text
 
 
-def test_unstack_of_other_numbers_of_layers():
+def test_unstack_with_a_wrong_number_of_layers():
     with pytest.raises(PlacementError, match=r"unstack of 3 layers got a leaf of shape \(2,\)"):
         unstack({"a": jnp.ones((3, 1)), "b": jnp.ones(2)}, 3)
 
 
-# --- Inside shard_map, where every value has a type that says along which axes it varies ---
+# --- Inside shard_map ---
 
 
 def test_gradients_inside_shard_map_equal_those_on_one_device():
@@ -149,7 +149,7 @@ def test_gradients_inside_shard_map_equal_those_on_one_device():
     def loss(x, gates, ups):
         tables = rotary_tables(jnp.arange(x.shape[1]), x.shape[-1])
         for gate, up in zip(unstack(gates, 2), unstack(ups, 2), strict=True):
-            # The one varies along both axes, the other along neither.
+            # One varies along both axes, the other along neither.
             x = rotate(x, *tables) + swiglu(x @ gate, jnp.broadcast_to(up, x.shape))
         return jnp.square(x).mean()
 

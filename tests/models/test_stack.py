@@ -1,4 +1,4 @@
-"""Layers gathered one ahead: the same values and gradients as gathered when used, for the gathers of one layer more."""
+"""Prefetched layers have the same values and gradients as layers gathered on use, with one extra gather."""
 
 import functools
 
@@ -52,7 +52,7 @@ def make_step(mesh, *, remat, prefetch, form="scan"):
 
 @functools.cache
 def expected():
-    """Loss and gradients in float64, so that only the error of what is tested counts."""
+    """Loss and gradients in float64, so that the reference adds no rounding error."""
     layers, h = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), inputs())
 
     def loss(layers, h):
@@ -80,4 +80,4 @@ def test_gathers_one_layer_more_and_keeps_no_weights(remat):
     plain = make_step(mw.create_mesh("fsdp:8"), remat=remat, prefetch=False).lower(*inputs()).compile()
     one_layer = 4 * 2 * DIM * HIDDEN
     more = compiled.memory_analysis().temp_size_in_bytes - plain.memory_analysis().temp_size_in_bytes
-    assert more < 3 * one_layer, f"{more} bytes more, where a layer has {one_layer}"
+    assert more < 3 * one_layer, f"prefetch takes {more} more bytes; a layer has {one_layer}"

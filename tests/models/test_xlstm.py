@@ -1,4 +1,4 @@
-"""The xLSTM is one function: written out by hand, in chunks of any size, packed or not."""
+"""The xLSTM matches a recurrent reference with any chunk size, packed or not."""
 
 import functools
 
@@ -15,14 +15,14 @@ SIZES = {"vocab_size": 32, "num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff
 def make(**changes):
     model = XLSTM(**(SIZES | changes))
     params = model.init(jax.random.key(0))
-    # Scales that differ from one, and gates that open, so that using the wrong one shows.
+    # Scales other than 1 and open gates reveal the use of a wrong one.
     params = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params)
     params["layers"]["mlstm"]["i_bias"] += 10.0
     return model, params, jax.random.randint(jax.random.key(1), (2, 12), 0, 32)
 
 
 def reference(model, params, tokens):
-    """The model as the papers write it, with the recurrent form of the cell."""
+    """The model written from the papers, with the recurrent form of the cell."""
 
     def rms(x, scale):
         return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + model.norm_eps) * scale
@@ -51,7 +51,7 @@ def reference(model, params, tokens):
     {"chunk_size": 5, "logit_soft_cap": 5.0},
     {"chunk_size": 64, "gate_soft_cap": None, "qk_factor": 1.0},
 ], ids=str)  # fmt: skip
-def test_loss_and_gradients_are_those_of_the_recurrent_form(changes):
+def test_loss_and_gradients_match_the_recurrent_form(changes):
     model, params, tokens = make(**changes)
 
     def loss(logits):
@@ -62,8 +62,8 @@ def test_loss_and_gradients_are_those_of_the_recurrent_form(changes):
         recurrent = jax.jit(jax.value_and_grad(lambda params: loss(reference(model, params, tokens))))
         exact = recurrent(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params))
         rounded = [recurrent(jax.tree.map(functools.partial(nudge, seed=seed), params)) for seed in range(3)]
-    # Rounding in float32 may change a result as much as rounding the weights does, a few times over (up to 8 measured,
-    # with SSE4.2, AVX2 and AVX-512), and it may leave the last bits of large terms that cancel, as in `i_bias`.
+    # float32 may change a result by a few times the effect of rounding the weights (at most 8 times was measured, with
+    # SSE4.2, AVX2 and AVX-512), plus the last bits of large terms that cancel, as in `i_bias`.
     last_bits = 2**-21 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(exact))
     for (path, a), b, *others in zip(
         jax.tree.leaves_with_path(ours), *(jax.tree.leaves(tree) for tree in (exact, *rounded)), strict=True
@@ -73,12 +73,12 @@ def test_loss_and_gradients_are_those_of_the_recurrent_form(changes):
 
 
 def nudge(leaf, *, seed):
-    """Moves every element by half of its last bit in float32, up or down; returns float64."""
+    """Moves every element up or down by half of its last float32 bit; returns float64."""
     signs = np.random.default_rng(seed).choice([-1, 1], leaf.shape)
     return np.asarray(leaf, np.float64) * (1 + 2.0**-24 * signs)
 
 
-def test_documents_that_share_a_row_do_not_remember_each_other():
+def test_packed_documents_do_not_share_memory():
     model, params, tokens = make(chunk_size=4)
     apply = jax.jit(model.apply)
     alone = jnp.concatenate([apply(params, tokens[:1, :5]), apply(params, tokens[:1, 5:])], 1)
@@ -87,12 +87,12 @@ def test_documents_that_share_a_row_do_not_remember_each_other():
     assert np.abs(packed - apply(params, tokens[:1])).max() > 1e-3  # the boundary matters
 
 
-def test_no_token_sees_those_after_it():
+def test_tokens_do_not_see_later_tokens():
     model, params, tokens = make(chunk_size=4)
     before, after = (jax.jit(model.apply)(params, t) for t in (tokens, tokens.at[:, 7:].add(1) % 32))
     np.testing.assert_allclose(before[:, :7], after[:, :7], atol=1e-6)
     assert np.abs(before[:, 7:] - after[:, 7:]).max() > 1e-3
 
 
-def test_the_7b_model_has_its_parameters():
+def test_num_params_of_the_7b_model():
     assert round(XLSTM.named("7b").num_params / 1e6) == 6865

@@ -1,4 +1,4 @@
-"""A tiny decoder and what it takes to train it: the fixture `lab` of this folder's tests."""
+"""The fixture `lab`: a tiny decoder and functions that train it."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ def decoder_job(run=None, model=Decoder, **changes):
 
 
 def make_batch(seed=0):
-    """Random tokens, of which some do not count."""
+    """Random tokens, some of them with weight 0."""
     rng = np.random.default_rng(seed)
     shape = (NUM_ROWS, NUM_TOKENS)
     batch = {name: rng.integers(0, SIZES["vocab_size"], shape).astype(np.int32) for name in ("inputs", "targets")}
@@ -32,7 +32,7 @@ def one_device():
 
 
 def start(job, mesh, optimizer=None, *, zero_axis=None, precision="float32", **options):
-    """Returns a state on a mesh and the step that takes it on."""
+    """Returns a state on a mesh and a train step."""
     optimizer = optimizer or optax.sgd(0.5)
     mesh = mw.create_mesh(mesh) if isinstance(mesh, str) else mesh
     layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=precision)
@@ -41,7 +41,7 @@ def start(job, mesh, optimizer=None, *, zero_axis=None, precision="float32", **o
 
 
 def train(job, mesh, num_steps=2, optimizer=None, make_batch=make_batch, **options):
-    """Returns the first parameters, those after some steps, and the last metrics, on the host."""
+    """Returns the initial and final parameters and the last metrics, on the host."""
     state, step = start(job, mesh, optimizer, **options)
     first = jax.device_get(state.params)
     for number in range(num_steps):
@@ -50,7 +50,7 @@ def train(job, mesh, num_steps=2, optimizer=None, make_batch=make_batch, **optio
 
 
 def assert_same_change(got, wanted, tolerance=1e-5):
-    """Checks that two runs changed their parameters alike, relative to how much each leaf changed."""
+    """Checks that two runs changed their parameters equally, relative to the change of each leaf."""
     for first, other_first in zip(jax.tree.leaves(got[0]), jax.tree.leaves(wanted[0]), strict=True):
         np.testing.assert_array_equal(first, other_first)
     for name, first, a, b in zip(
@@ -65,7 +65,7 @@ def assert_same_change(got, wanted, tolerance=1e-5):
 
 @pytest.fixture(scope="session")
 def lab():
-    """The functions above, and what two steps on one device gave, computed once."""
+    """The functions above, and the cached result of two steps on one device."""
     known = {}
 
     def reference(**changes):

@@ -1,4 +1,4 @@
-"""Gradients accumulated over minibatches and devices are those of the whole batch on one device."""
+"""Gradients accumulated over minibatches and devices equal those of the whole batch on one device."""
 
 import functools
 
@@ -41,14 +41,14 @@ def make_params(dtype=jnp.float32, width=WIDTH):
 
 
 def make_batch(rows=ROWS):
-    """Three tokens per row, of which some are valid: one in five rows has none, nor has a whole quarter of the rows."""
+    """Three tokens per row, some of them valid; one in five rows, and a whole quarter of the rows, have none."""
     x = jax.random.normal(jax.random.key(1), (rows, 3, WIDTH))
     mask = jax.random.bernoulli(jax.random.key(2), 0.6, (rows, 3)) & (jnp.arange(rows) % 5 > 0)[:, None]
     return {"x": x, "y": jnp.roll(x, 1, 0), "mask": mask & (jnp.arange(rows) >= rows // 4)[:, None], "gain": 0.5}
 
 
 def loss_fn(params, batch, rng, *, tp=None):
-    """A squared error over valid tokens, with one tensor-parallel pair of matmuls where there is an axis for it."""
+    """A squared error over valid tokens, with one tensor-parallel pair of matmuls if there is an axis for it."""
     h = jnp.tanh(batch["x"].astype(params["up"].dtype) @ params["up"] + params["bias"])
     if rng is not None:
         h = jnp.where(jax.random.bernoulli(rng, 0.7, h.shape), h / 0.7, 0)
@@ -108,18 +108,18 @@ def test_any_mesh_sync_and_number_of_minibatches_equals_one_device(mesh, sync, n
     params, batch = make_params(), make_batch()
     step = jax.jit(distributed(mesh, num_minibatches=num_minibatches, sync=sync))
     got, expected = step(params, batch), one_device(params, batch)
-    # A number without a count is weighted by the loss's: where a quarter is masked, it is not NaN, and averages out.
+    # A metric without a count is weighted by the count of the loss, so a masked quarter adds no NaN.
     assert_close(got, expected)
 
 
-def test_minibatches_beside_axes_of_one_device():
-    """Which `local_map` leaves to XLA."""
+def test_minibatches_with_axes_of_size_one():
+    """`local_map` leaves axes of size 1 to XLA."""
     params, batch = make_params(), make_batch()
     step = jax.jit(distributed("dp1 fsdp8 tp1", num_minibatches=2, sync="hybrid"))
     assert_close(step(params, batch), one_device(params, batch))
 
 
-def test_outside_of_shard_map_it_is_the_function_of_one_device():
+def test_outside_of_shard_map():
     params, batch = make_params(), make_batch()
     got = accumulate(loss_fn, params, batch, num_minibatches=4, specs=specs_for(mw.create_mesh("dp:8"))[0])
     assert_close(got, one_device(params, batch))
@@ -139,7 +139,7 @@ def test_dropout_depends_neither_on_the_mesh_nor_on_minibatches(mesh, sync, num_
     assert_close(jax.jit(step)(params, batch), one_device(params, batch, row_key(rng)))
 
 
-def test_a_mean_weighs_minibatches_and_devices_alike():
+def test_a_mean_gives_equal_weights():
     def mean_loss(params, batch, rng):
         return ((batch["x"] * params) ** 2).mean(), {}
 
@@ -154,8 +154,8 @@ def test_a_mean_weighs_minibatches_and_devices_alike():
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 @pytest.mark.parametrize("reduced", ["mean", "pair"])
-def test_a_loss_that_devices_have_averaged_already(reduced, num_minibatches):
-    """Its gradient is that of the average, and not an eighth of it."""
+def test_a_loss_that_is_already_averaged(reduced, num_minibatches):
+    """Its gradient is the gradient of the average, not an eighth of it."""
 
     def loss(params, batch, rng):
         errors = (batch["x"] * params) ** 2
@@ -174,7 +174,7 @@ def test_a_loss_that_devices_have_averaged_already(reduced, num_minibatches):
 
 @pytest.mark.parametrize("sync", ["every", "hybrid", "once"])
 def test_bfloat16_parameters_are_summed_in_float32(sync):
-    """Every device's gradient is 1 + 2**-6 for one weight; in bfloat16 the sum of eight would be 8."""
+    """Each device's gradient of one weight is 1 + 2**-6; in bfloat16 the sum of eight would be 8."""
 
     def loss(params, batch, rng):
         return ((batch["x"] * params["w"].astype(jnp.float32)).sum(), 1), {}
@@ -190,7 +190,7 @@ def test_bfloat16_parameters_are_summed_in_float32(sync):
     np.testing.assert_allclose(got.grads["w"], x.mean(0), rtol=1e-6)
 
 
-def test_no_valid_target_at_all_gives_zeros_not_nan():
+def test_a_batch_without_valid_targets_gives_zeros():
     batch = {**make_batch(), "mask": jnp.zeros((ROWS, 3), bool)}
     got = jax.jit(distributed("fsdp8", num_minibatches=2, sync="once"))(make_params(), batch)
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves((got.loss, got.grads)))
@@ -214,7 +214,7 @@ def test_a_pipeline_whose_loss_is_on_the_last_stage():
             run_layers, params["layers"], batch["x"], axis="pp", num_microbatches=2, combine="sum",
             last=token_loss, last_params=params["gain"], targets=batch,
         )  # fmt: skip
-        count = batch["mask"].sum() * (lax.axis_index("pp") == 1)  # as the loss: on the last stage only
+        count = batch["mask"].sum() * (lax.axis_index("pp") == 1)  # like the loss, only on the last stage
         return (total, count), {}
 
     step = local_map(
@@ -231,7 +231,7 @@ def test_a_pipeline_whose_loss_is_on_the_last_stage():
     assert_close((got.loss, got.grads), jax.value_and_grad(loss)(params))
 
 
-# --- What is exchanged, and what it takes to hold it ---
+# --- Communication and memory ---
 
 
 def compiled_step(mesh, sync, num_minibatches):
@@ -240,7 +240,7 @@ def compiled_step(mesh, sync, num_minibatches):
 
 
 def exchanged(compiled, *kinds):
-    """Bytes of large collectives, loops counted with their trips; sums of vectors, loss and metrics are small."""
+    """Bytes of large collectives, times their loop trips; sums of vectors, loss and metrics are small."""
     found = read_schedule(compiled.as_text()).collectives
     return sum(c.trips * c.bytes_moved for c in found if c.kind in kinds and c.bytes_moved > 8 * WIDTH)
 
@@ -251,7 +251,7 @@ def test_bytes_exchanged_do_not_grow_with_minibatches_when_synced_once(mesh):
     once = [exchanged(compiled_step(mesh, "once", k), *kinds) for k in (1, 2, 8)]
     matrices = 2 * WIDTH * WIDTH * 4
     assert once[0] == once[1] == once[2]
-    # Reduced once, and gathered once; XLA may put the sums of vectors and scalars into the same operation.
+    # One reduction and one gather; XLA may merge the sums of vectors and scalars into the same operation.
     assert once[0] == pytest.approx(matrices * (2 if mesh == "fsdp8" else 1), rel=0.05)
     assert exchanged(compiled_step(mesh, "every", 8), *kinds) == pytest.approx(8 * once[0], rel=0.05)
 
@@ -261,7 +261,9 @@ def test_hybrid_scatters_every_time_and_sums_slices_once():
         compiled = compiled_step("dp2 fsdp4", "hybrid", k)
         matrices = 2 * WIDTH * WIDTH * 4
         assert exchanged(compiled, "reduce-scatter") == k * matrices
-        assert exchanged(compiled, "all-reduce") == pytest.approx(matrices / 4, rel=0.2)  # over dp: slices, not wholes
+        assert exchanged(compiled, "all-reduce") == pytest.approx(
+            matrices / 4, rel=0.2
+        )  # over dp: shards, not whole gradients
 
 
 def temporary_bytes(num_minibatches, *, sync, rows, num_layers=8, width=64):
@@ -285,10 +287,10 @@ def temporary_bytes(num_minibatches, *, sync, rows, num_layers=8, width=64):
 @pytest.mark.parametrize("rows", [64, 512])
 def test_memory_grows_by_at_most_one_float32_accumulator(sync, rows):
     layer = 64 * 64 * 4
-    accumulator = 8 * layer if sync == "once" else layer  # eight layers, whole or in eight slices
+    accumulator = 8 * layer if sync == "once" else layer  # eight layers, whole or split into eight
     growth = temporary_bytes(8, sync=sync, rows=rows) - temporary_bytes(1, sync=sync, rows=rows)
-    # With next to no rows per device (8), nothing but weights counts: then the gradient of the layer that is being
-    # added comes on top, since one batch can let go of weights on its way back, and many minibatches cannot.
+    # With only 8 rows per device, weights dominate: one batch can free weights in its backward pass, many minibatches
+    # cannot, so the gradient of the current layer is extra.
     in_flight = 1.25 * layer if rows == 64 and sync == "once" else 0
     assert growth <= accumulator + in_flight, (growth, accumulator)
 
@@ -315,13 +317,13 @@ def run_bad(loss=loss_fn, params=None, batch=None, check_vma=True, mesh="fsdp:8"
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sync": "onc"}, "no sync mode 'onc'(.|\n)*did you mean 'once'"),
+        ({"sync": "onc"}, "unknown sync mode 'onc'(.|\n)*did you mean 'once'"),
         ({"num_minibatches": 4}, "cannot make 4 minibatches of a batch of 2 rows"),
         ({"specs": {"w": P()}}, r"`w` varies along 'fsdp', but its spec is P\(\)"),
         ({"specs": {"v": P()}}, "params and specs differ in structure"),
         ({"specs": {"w": ("fsdp",)}}, "not a PartitionSpec"),
         ({"gather_axes": ("fdsp",)}, "gather_axes names axis 'fdsp'(.|\n)*did you mean 'fsdp'"),
-        ({"axes": ()}, "the loss differs along 'fsdp', but is summed over no axis only"),
+        ({"axes": ()}, "the loss varies along 'fsdp', but is summed only over no axis"),
         ({"check_vma": False}, "check_vma=False"),
         ({"params": {"w": jnp.ones(8, jnp.int32)}}, "`w` is int32, which has no gradient"),
         (

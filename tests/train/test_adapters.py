@@ -1,4 +1,4 @@
-"""Models of three libraries as jobs: parameters with stable names, dropout by rows, and the same step on any mesh."""
+"""Jobs from models of three libraries: parameter names, dropout by rows, and the same step on any mesh."""
 
 import sys
 
@@ -43,7 +43,7 @@ class Equinox(eqx.Module):
         first, second = jax.random.split(key)
         self.layers = [eqx.nn.Linear(8, 16, key=first), eqx.nn.Linear(16, 8, key=second)]
         self.dropout = eqx.nn.Dropout(0.5)
-        self.activation = lambda x: jnp.tanh(x)  # a new function with every model: no part of the parameters
+        self.activation = lambda x: jnp.tanh(x)  # a new function in every model, not a parameter
 
     def __call__(self, x, key):
         h = self.dropout(self.activation(jax.vmap(self.layers[0])(x)), key=key)
@@ -77,7 +77,7 @@ def batch():
 
 
 @pytest.mark.parametrize("library", JOBS)
-def test_names_are_those_of_the_model(library):
+def test_names_follow_the_model(library):
     job = JOBS[library]()
     params = mw.abstract_init(job.init)
     assert list(mw.flatten_tree(params, sep="/")) == NAMES[library]
@@ -86,7 +86,7 @@ def test_names_are_those_of_the_model(library):
 
 
 @pytest.mark.parametrize("library", JOBS)
-def test_the_function_is_that_of_the_model(library, batch):
+def test_the_loss_equals_the_model_s(library, batch):
     job, key = JOBS[library](), jax.random.key(0)
     params = job.init(key)
     loss, metrics = job.loss(params, batch, None)
@@ -110,7 +110,7 @@ def test_the_function_is_that_of_the_model(library, batch):
 
 
 @pytest.mark.parametrize("library", JOBS)
-def test_a_key_drops_by_rows(library, batch):
+def test_dropout_is_drawn_by_rows(library, batch):
     job = JOBS[library]()
     params, key = job.init(jax.random.key(0)), jax.random.key(1)
     loss = jax.jit(lambda batch, rng: job.loss(params, batch, rng)[0])
@@ -145,7 +145,7 @@ def test_metrics_and_pairs_pass_through(batch):
     assert set(metrics) == {"largest"}
 
 
-def test_linen_modules_are_initialised_as_asked():
+def test_arguments_that_initialize_linen_modules():
     def tied(apply, batch, rng):  # called twice with the same parameters
         return jnp.mean(apply(apply(batch["x"])))
 
@@ -155,7 +155,7 @@ def test_linen_modules_are_initialised_as_asked():
     assert mw.abstract_init(asked.init)["kernel"].shape == (5, 8)
 
 
-def test_linen_boxes_are_opened():
+def test_linen_boxes_are_unboxed():
     kernel_init = linen.with_partitioning(linen.initializers.ones, ("a", "b"))
     job = linen_job(linen.Dense(8, kernel_init=kernel_init), lambda apply, b, rng: apply(b["x"]).mean(), SHAPES, RULES)
     assert type(mw.abstract_init(job.init)["kernel"]) is jax.ShapeDtypeStruct
@@ -192,12 +192,12 @@ class Counter(eqx.Module):
         ),
     ],
 )
-def test_state_that_is_no_parameter_is_refused(make, text):
+def test_state_besides_parameters_is_rejected(make, text):
     with pytest.raises(mw.JobError, match=text):
         make()
 
 
-def test_equinox_is_asked_for(monkeypatch):
+def test_equinox_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "equinox", None)
-    with pytest.raises(mw.JobError, match=r"needs Equinox\.\nhint: pip install equinox"):
+    with pytest.raises(mw.JobError, match=r"needs Equinox, which is not installed\.\nhint: pip install equinox"):
         equinox_job(Equinox, None, SHAPES, RULES)

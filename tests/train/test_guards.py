@@ -1,4 +1,4 @@
-"""Bad inputs 31 to 34: what would go wrong unseen is named."""
+"""Bad inputs 31 to 34: silent failures are reported."""
 
 import dataclasses
 import socket
@@ -23,7 +23,7 @@ def job():
         return {"a": {"w": jnp.ones(8)}, "b": {"w": jnp.ones(8)}}
 
     def loss(params, batch, rng):
-        # The gradient of b is that of a square root at zero where `poison` says so.
+        # With `poison` 0, the gradient of b is that of a square root at zero.
         value = batch["x"] @ params["a"]["w"] + jnp.sqrt(batch["poison"] * jnp.abs(params["b"]["w"].sum()))
         return jnp.mean(value), {}
 
@@ -45,7 +45,7 @@ def fresh(made):
     return init_state(job(), made[0], made[1], jax.random.key(0))
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(made):
+def test_a_non_finite_step_is_skipped_and_counted(made):
     step, state = made[2], fresh(made)
     state, metrics = step(state, batch(1.0))
     before = jax.device_get((state.params, state.opt_state))
@@ -63,21 +63,19 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(made):
     assert not np.array_equal(jax.device_get(state.params["a"]["w"]), before[0]["a"]["w"])
 
 
-def test_a_run_stops_after_several_in_a_row(made):
+def test_a_run_stops_after_several_skipped_steps_in_a_row(made):
     step, state, guard = made[2], fresh(made), NonFiniteGuard.for_layout(made[1], limit=2)
     state, metrics = step(state, batch(np.nan))
     assert "loss is not finite" in guard.check(metrics | {"bad_leaf": -1}, step=0)
     state, metrics = step(state, batch(np.nan))
-    with pytest.raises(mw.TrainingError, match="2 steps in a row were skipped, the last of them step 1"):
+    with pytest.raises(mw.TrainingError, match="2 steps in a row were skipped, up to step 1"):
         guard.check(metrics, step=1)
 
 
-def test_a_state_that_was_given_away_is_named(made):
+def test_a_donated_state_is_rejected(made):
     step, state = made[2], fresh(made)
     step(state, batch(1.0))
-    with pytest.raises(
-        mw.TrainingError, match=r"no longer exists: its memory was reused.*\nhint: go on with the state"
-    ):
+    with pytest.raises(mw.TrainingError, match=r"no longer exists: it was donated.*\nhint: use the state"):
         step(state, batch(1.0))
     keeps = make_train_step(job(), made[0], made[1], donate=False)
     state = fresh(made)
@@ -85,17 +83,17 @@ def test_a_state_that_was_given_away_is_named(made):
     assert float(first["loss"]) == float(again["loss"])
 
 
-def test_a_state_of_another_dtype_or_optimizer_is_refused(made):
+def test_a_state_of_another_dtype_or_optimizer_is_rejected(made):
     step, state = made[2], fresh(made)
     half = dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.params))
-    with pytest.raises(mw.TrainingError, match=r"`params/a/w` is bfloat16\[8\]; the step was made for float32\[8\]"):
+    with pytest.raises(mw.TrainingError, match=r"`params/a/w` is bfloat16\[8\], but .* layout has float32\[8\]"):
         step(half, batch(1.0))
     sgd = state_layout(job(), optax.sgd(0.1), made[1].mesh)
     with pytest.raises(mw.TrainingError, match=r"missing \['opt_state/0/count'"):
         step(init_state(job(), optax.sgd(0.1), sgd, jax.random.key(0)), batch(1.0))
 
 
-def test_processes_that_differ_are_named():
+def test_processes_that_differ():
     facts = [{"seed": 1, "config": {"lr": 0.1}}, {"seed": 1, "config": {"lr": 0.1}}, {"seed": 2, "config": {"lr": 0.1}}]
     names = ["config", "seed"]
     digests = np.array([
@@ -106,7 +104,7 @@ def test_processes_that_differ_are_named():
         report_disagreement(names, digests, {"seed": "1"}, 0)
 
 
-def test_fingerprints_see_shapes_and_not_values():
+def test_fingerprints_depend_on_shapes_not_values():
     one = {"x": np.zeros((2, 3), np.float32)}
     assert fingerprint(one) == fingerprint({"x": jnp.ones((2, 3))})
     assert fingerprint(one) != fingerprint({"x": np.zeros((3, 2), np.float32)})

@@ -1,4 +1,4 @@
-"""The next-token loss of packed documents, accumulated over devices and minibatches, is that of one device."""
+"""The next-token loss of packed documents, accumulated over devices and minibatches, equals one device's."""
 
 import functools
 
@@ -27,7 +27,7 @@ def params():
 
 @functools.cache
 def batch():
-    """Rows of two documents and some padding; the last two rows are nothing but padding."""
+    """Rows of two documents and some padding; the last two rows are all padding."""
     rng = np.random.default_rng(0)
     ends = np.sort(rng.integers(2, ROWS, (BATCH, 2)), axis=-1)
     place = np.arange(ROWS + 1)
@@ -39,7 +39,7 @@ def batch():
 
 def loss_fn(params, batch, rng, *, axis=None, sp=True):
     inputs, targets, weights = shift_targets(batch["tokens"], batch["segments"])
-    # Where there is a document, that is: padding has no embedding.
+    # Padding (-1) has no embedding.
     x = vocab_embed(jnp.maximum(inputs, 0), params["table"], axis=axis, sequence_parallel=sp)
     return next_token_loss(
         jnp.tanh(x), params["head"], targets, weights=weights, axis=axis, sequence_parallel=sp, **OPTIONS
@@ -122,12 +122,12 @@ def test_one_device_with_and_without_minibatches(num_minibatches):
     assert_close(step(params(), batch()), expected())
 
 
-def test_z_loss_is_a_metric_where_it_was_asked_for():
+def test_z_loss_is_a_metric_if_enabled():
     x, targets = jnp.zeros((4, DIM)), jnp.arange(4)
     (total, count), metrics = next_token_loss(x, params()["head"], targets)
     assert set(metrics) == {"cross_entropy", "accuracy"}
     assert metrics["cross_entropy"] == (total, count)
-    assert metrics["accuracy"] == (1, 4)  # of equal logits, the first
+    assert metrics["accuracy"] == (1, 4)  # the first of equal logits
     (total, count), metrics = next_token_loss(x, params()["head"], targets, z_loss=0.5)
     np.testing.assert_allclose(metrics["z_loss"][0], 4 * 0.5 * np.log(VOCAB) ** 2, rtol=1e-6)
     np.testing.assert_allclose(total, metrics["cross_entropy"][0] + metrics["z_loss"][0], rtol=1e-6)
@@ -160,9 +160,9 @@ def test_without_documents_every_target_counts():
     assert weights.dtype == jnp.float32
 
 
-def test_what_has_no_targets():
+def test_bad_tokens_and_segment_ids():
     for tokens in (np.zeros((2, 1), int), np.zeros((2, 3)), np.int32(0)):
-        with pytest.raises(PlacementError, match=r"shift_targets got tokens of shape .*\nhint: tokens must be"):
+        with pytest.raises(PlacementError, match=r"needs integers of shape .*; got .*\nhint: pass one token more"):
             shift_targets(tokens)
-    with pytest.raises(PlacementError, match=r"tokens of shape \(2, 3\) have segment_ids of shape \(2, 2\)"):
+    with pytest.raises(PlacementError, match=r"tokens have shape \(2, 3\), but segment_ids \(2, 2\)"):
         shift_targets(np.zeros((2, 3), int), np.zeros((2, 2), int))

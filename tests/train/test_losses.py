@@ -1,4 +1,4 @@
-"""What a train step takes as a loss, as axes of rows and as a layout, and what it says of anything else."""
+"""Losses, data axes and layouts of a train step, and errors for invalid ones."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,10 @@ def make(loss, mesh="dp:8", rules=(("w", P()),), **options):
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (lambda p, b, r: errors(p, b).mean(), r"itself and a dict of metrics; this one returned \w*Tracer"),
+        (
+            lambda p, b, r: errors(p, b).mean(),
+            r"must return \(loss, metrics\), with a dict of metrics; this one returned \w*Tracer",
+        ),
         (lambda p, b, r: (errors(p, b).mean(), None), r"this one returned \w*Tracer, NoneType"),
         (lambda p, b, r: (errors(p, b).sum(), 16.0), r"this one returned \w*Tracer, float"),
         (lambda p, b, r: (errors(p, b), {}), r"this one is an array of shape \(\d+,\)"),
@@ -37,14 +40,14 @@ def make(loss, mesh="dp:8", rules=(("w", P()),), **options):
         (lambda p, b, r: ((errors(p, b), errors(p, b)), {}), "this one is a tuple"),
     ],
 )
-def test_what_is_no_loss_is_told(loss, text):
+def test_invalid_results_of_a_loss(loss, text):
     step, state = make(loss)
     with pytest.raises(JobError, match=text):
         step(state, {"x": X})
 
 
 @pytest.mark.parametrize("metric", ["number", "pair"])
-def test_a_metric_of_its_own_may_be_called_tokens(metric):
+def test_a_job_may_have_a_metric_named_tokens(metric):
     def loss(params, batch, rng):
         rows = batch["x"].shape[0]
         return errors(params, batch).mean(), {"tokens": jnp.float32(7) if metric == "number" else (7.0 * rows, rows)}
@@ -60,7 +63,7 @@ def test_tokens_of_a_pair_are_counted():
     assert not [name for name in metrics if " " in name]
 
 
-def test_axes_of_rows_are_those_that_were_asked_for():
+def test_data_axes():
     loss = lambda p, b, r: (errors(p, b).mean(), {})  # noqa: E731
     for axes in ("rows", ["rows"], ("rows", "tp")):
         step, state = make(loss, "rows:4,tp:2", data_axes=axes)
@@ -69,7 +72,7 @@ def test_axes_of_rows_are_those_that_were_asked_for():
         make(loss, "rows:4,tp:2", data_axes="row")
 
 
-def test_a_padded_layout_is_no_layout_of_a_state():
+def test_a_padded_layout_is_rejected():
     job = mw.Job(init=lambda key: {"w": jnp.ones(10)}, rules=[("w", P("fsdp"))])
     layout = state_layout(job, optax.sgd(0.1), mw.create_mesh("fsdp:8"), pad=True)
     with pytest.raises(LayoutError, match=r"pads params/w from \(10,\) to \(16,\)"):
@@ -79,12 +82,12 @@ def test_a_padded_layout_is_no_layout_of_a_state():
 @pytest.mark.parametrize(
     ("mesh", "rules", "text"),
     [
-        ("dp:4,pp:2", [(".*", P())], r"2 x 4 layers are here, and it has 4"),
-        ("dp:4,fsdp:2", [("layers/", P("fsdp")), (".*", P())], r"1 x 2 layers are here, and it has 4"),
+        ("dp:4,pp:2", [(".*", P())], r"has 4 layers, but the parameters hold 2 x 4"),
+        ("dp:4,fsdp:2", [("layers/", P("fsdp")), (".*", P())], r"has 4 layers, but the parameters hold 1 x 2"),
     ],
 )
-def test_a_model_whose_layers_are_split_otherwise_is_refused(mesh, rules, text):
-    """It would run the layers that a device has, all of them on every stage or only some."""
+def test_layers_split_over_a_wrong_axis_are_rejected(mesh, rules, text):
+    """Each device would run the layers it holds: all of them on every stage, or only some."""
     model = Decoder(vocab_size=32, num_layers=4, d_model=16, num_heads=2, d_ff=16)
     job = language_job(model, batch_size=16, num_tokens=8)
     job = mw.Job(init=job.init, rules=rules, loss=job.loss, batch=job.batch)

@@ -1,4 +1,4 @@
-"""One seed, one state: bit for bit the same on every mesh, made in place."""
+"""One seed gives the same bits on every mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def bits(tree):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_one_seed_gives_one_state_on_every_mesh(lab, mesh, assert_placed):
-    # A d_model of 24 leaves slices of 3 columns, where the normal distribution's last bit used to differ.
+    # With shards of 3 columns (d_model 24), the last bit of jax.random.normal used to differ.
     job, optimizer = lab.decoder_job(d_model=24, num_heads=8, head_dim=4, d_ff=40), optax.adam(1e-3)
     alone = init_state(job, optimizer, state_layout(job, optimizer, lab.one_device()), jax.random.key(3))
     layout = state_layout(job, optimizer, mw.create_mesh(mesh))
@@ -31,7 +31,7 @@ def test_one_seed_gives_one_state_on_every_mesh(lab, mesh, assert_placed):
     assert_placed(q, layout.mesh, layout["params/layers/attn/q"].spec, np.asarray(q))
 
 
-def test_statistics_are_split_as_their_parameters(lab):
+def test_statistics_are_split_like_their_parameters(lab):
     layout = state_layout(lab.decoder_job(), optax.adam(1e-3), mw.create_abstract_mesh("dp:2,fsdp:2,tp:2"))
     assert (
         layout["opt_state/0/mu/layers/mlp/down"].spec == layout["params/layers/mlp/down"].spec == P(None, "tp", "fsdp")
@@ -60,15 +60,15 @@ def test_zero_splits_statistics_and_gradients_finer(lab, mesh, spec):
     assert of(layout) == of(plain) // ways
 
 
-def test_zero_says_what_it_leaves_whole():
+def test_zero_gives_the_reason_for_a_whole_leaf():
     job = mw.Job(init=lambda key: {"w": jnp.zeros((3, 5))}, rules=[("w", P())])
     layout = state_layout(job, optax.adam(1e-3), mw.create_abstract_mesh("dp:8"), zero_axis="dp")
-    assert layout["opt_state/0/mu/w"].reason == "no dim left of P() that dp divides"
+    assert layout["opt_state/0/mu/w"].reason == "dp divides no dim of P()"
     with pytest.raises(mw.MeshError, match="did you mean 'dp'"):
         state_layout(job, optax.adam(1e-3), mw.create_abstract_mesh("dp:8"), zero_axis="pd")
 
 
-def test_precision_says_what_is_stored_and_what_is_computed_in(lab):
+def test_precision_sets_stored_and_compute_dtypes(lab):
     job, mesh = lab.decoder_job(), mw.create_abstract_mesh("fsdp:8")
     layout = state_layout(job, optax.adam(1e-3), mesh, precision="bfloat16")
     assert layout["params/head/kernel"].dtype == layout["opt_state/0/mu/head/kernel"].dtype == jnp.bfloat16
@@ -81,7 +81,7 @@ def test_precision_says_what_is_stored_and_what_is_computed_in(lab):
 @pytest.mark.parametrize(("make", "text"), [
     (lambda: Precision.named("mixd"), "did you mean 'mixed'"),
     (lambda: Precision(compute="int8"), "compute=int8 is not a float dtype"),
-    (lambda: Precision(accumulate="bfloat16"), "added up in float32, not in bfloat16"),
+    (lambda: Precision(accumulate="bfloat16"), "accumulate must be float32; got bfloat16"),
 ])  # fmt: skip
 def test_precision_errors(make, text):
     with pytest.raises(mw.MeshwrightError, match=text):

@@ -1,4 +1,4 @@
-"""The step on any mesh is the step on one device: parameters, clipping, optimizers, precision, communication."""
+"""The step on any mesh equals the step on one device: parameters, clipping, optimizers, precision, communication."""
 
 import dataclasses
 import importlib
@@ -58,15 +58,15 @@ def test_zero_one_scatters_gradients_instead_of_summing_them(lab):
     assert programs[None].count("reduce-scatter") == programs[None].count("all-gather") == 0
     assert programs["dp"].count("reduce-scatter") > 0
     assert programs["dp"].count("all-gather") > 0
-    # A sum moves twice what a scatter does, and so does a scatter followed by a gather.
+    # An all-reduce moves twice the bytes of a reduce-scatter, like a reduce-scatter followed by an all-gather.
     assert programs["dp"].wire_bytes < 1.05 * programs[None].wire_bytes
 
 
 def two_matrices():
-    """A job of two matmuls, all of whose gradients are sums of positive numbers.
+    """A job of two matmuls whose gradients are sums of positive numbers.
 
-    Nothing cancels in them: a sum of n terms is off by at most n roundings of itself, so even what Adam makes of a
-    small gradient, which is as large as what it makes of a large one, is known to a few parts in a million.
+    Nothing cancels in them, so even Adam's updates, which are as large for small gradients as for large ones, are
+    accurate to a few parts in a million.
     """
 
     def init(key):
@@ -83,7 +83,7 @@ def two_matrices():
 
 
 def positive_batch(seed=0):
-    """Features differ in size, so that slices of a gradient have other norms than the whole."""
+    """Features differ in size, so that the norm of a slice differs from the norm of the whole gradient."""
     x = np.random.default_rng(seed).uniform(0.5, 1.0, (16, 16)) * np.linspace(0.1, 1.0, 16)
     return {"x": x.astype(np.float32)}
 
@@ -106,7 +106,7 @@ def test_any_optimizer_sees_whole_parameters(lab, name):
 
 
 @pytest.mark.parametrize("name", ["adafactor", "lamb", "own_clip"])
-def test_an_optimizer_that_saw_slices_would_be_noticed(name):
+def test_optimizers_would_differ_on_slices(name):
     job, optimizer = two_matrices(), OPTIMIZERS[name]
     params = job.init(jax.random.key(0))
     grads = jax.grad(lambda params: job.loss(params, positive_batch(), None)[0][0])(params)
@@ -117,7 +117,7 @@ def test_an_optimizer_that_saw_slices_would_be_noticed(name):
 
 
 def test_adam_on_a_decoder(lab):
-    """With an epsilon above all gradients, Adam magnifies their rounding no more than SGD does."""
+    """With an epsilon above all gradients, Adam does not amplify their rounding more than SGD."""
     optimizer = optax.adamw(5.0, eps=10.0)
     wanted, got = (lab.train(lab.decoder_job(), m, optimizer=optimizer) for m in (lab.one_device(), "fsdp:4,tp:2"))
     assert float(wanted[2]["grad_norm"]) < 10
@@ -125,7 +125,7 @@ def test_adam_on_a_decoder(lab):
 
 
 @pytest.mark.parametrize("mesh", ["dp:2,fsdp:2,tp:2", "fsdp:8", "pp:2,tp:2,dp:2"])
-def test_clipping_is_by_the_true_norm(lab, mesh):
+def test_clipping_uses_the_global_norm(lab, mesh):
     first, wanted, metrics = lab.train(lab.decoder_job(), lab.one_device(), 1, clip=0.1)
     change = jax.tree.map(lambda a, b: (a - b) / 0.5, first, wanted)
     assert float(metrics["grad_norm"]) > 0.2
@@ -143,7 +143,7 @@ def test_norms_in_the_local_view_count_whole_leaves_once():
     np.testing.assert_allclose(norm, wanted, rtol=1e-6)
 
 
-def test_parameters_travel_in_the_dtype_they_are_computed_in(lab):
+def test_parameters_are_gathered_in_the_compute_dtype(lab):
     _, changed, metrics = lab.train(lab.decoder_job(), "fsdp:8", precision="mixed")
     assert {leaf.dtype for leaf in jax.tree.leaves(changed)} == {np.dtype(np.float32)}
     np.testing.assert_allclose(metrics["loss"], lab.reference()[2]["loss"], rtol=5e-3)
@@ -153,9 +153,9 @@ def test_parameters_travel_in_the_dtype_they_are_computed_in(lab):
     (Precision(compute="bfloat16"), "f32"),
     (Precision(compute="bfloat16", reduce="bfloat16"), "bf16"),
 ], ids=["mixed", "narrow"])  # fmt: skip
-def test_what_travels_has_the_dtype_that_was_asked_for(lab, precision, gradients):
+def test_collectives_use_the_requested_dtype(lab, precision, gradients):
     _, step = lab.start(lab.decoder_job(), "fsdp:8", precision=precision)
-    # Before XLA's CPU compiler, which widens 16-bit collectives.
+    # Reads the program before XLA's CPU compiler, which widens 16-bit collectives.
     text = step.lower(lab.make_batch()).as_text()
     gathered = set(re.findall(r"all_gather.*?: \(tensor<[\dx]*?x([a-z]\w*)>\)", text))
     scattered = set(re.findall(r"reduce_scatter.*?\}\) : \(tensor<[\dx]*?x([a-z]\w*)>\)", text, re.DOTALL))
@@ -176,8 +176,8 @@ def test_evaluation_is_the_loss_without_dropout(lab):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [Decoder, XLSTM])
-def test_twenty_steps_stay_together(lab, model):
-    # A small rate: with a large one, training itself makes more of the last bit with every step.
+def test_twenty_steps_stay_equal(lab, model):
+    # A small learning rate, because with a large one training amplifies the last bit in every step.
     job, optimizer = lab.decoder_job(model=model), optax.sgd(0.02)
     wanted = lab.train(job, lab.one_device(), 20, optimizer, clip=1.0)
     for view in ("global", "local"):
@@ -186,36 +186,36 @@ def test_twenty_steps_stay_together(lab, model):
 
 
 @pytest.mark.parametrize("mesh", ["dp:2,fsdp:2,tp:2", "dp:4,tp:2"])
-def test_what_is_done_for_gpus_does_not_change_the_function(lab, mesh, monkeypatch):
-    # Barriers and unrolled layers, on devices that have no use for them; overlapped matmuls keep their form.
+def test_gpu_specific_code_does_not_change_the_function(lab, mesh, monkeypatch):
+    # Runs the barriers and unrolled layers for GPUs on CPU devices; overlapped matmuls keep their form.
     for module in (language, stack, importlib.import_module("meshwright.train.accumulate")):
         monkeypatch.setattr(module, "chip_family", lambda mesh: "gpu")
     lab.assert_same_change(lab.train(lab.decoder_job(), mesh, num_minibatches=2), lab.reference())
 
 
-def test_what_cannot_be_done_is_said(lab):
+def test_errors(lab):
     job, optimizer, mesh = lab.decoder_job(), optax.sgd(0.5), mw.create_mesh("fsdp:8")
     layout = state_layout(job, optimizer, mesh)
-    with pytest.raises(mw.MeshwrightError, match="sync='once' has no meaning in the global view"):
+    with pytest.raises(mw.MeshwrightError, match="sync='once' works only in the local view"):
         make_train_step(job, optimizer, layout, view="global", sync="once")
-    with pytest.raises(mw.MeshwrightError, match=r"no view 'locl'.\nhint: did you mean 'local'"):
+    with pytest.raises(mw.MeshwrightError, match=r"unknown view 'locl'.\nhint: did you mean 'local'"):
         make_train_step(job, optimizer, layout, view="locl")
     with pytest.raises(mw.JobError, match="the job has no loss"):
         make_train_step(dataclasses.replace(job, loss=None), optimizer, layout)
-    with pytest.raises(mw.MeshwrightError, match="clip=0 is not a norm"):
+    with pytest.raises(mw.MeshwrightError, match="clip must be above 0; got 0"):
         make_train_step(job, optimizer, layout, clip=0)
     step = make_train_step(job, optimizer, layout)
     with pytest.raises(
         mw.PlacementError, match=r"12 rows cannot be split over 8 devices \(fsdp=8\).\nhint: use 8 or 16"
     ):
         step.lower({name: leaf[:12] for name, leaf in lab.make_batch().items()})
-    with pytest.raises(mw.LayoutError, match="not the layout of a run's state"):
+    with pytest.raises(mw.LayoutError, match="not a state layout"):
         make_train_step(job, optimizer, mw.make_layout(job.rules, mw.abstract_init(job.init), mesh))
     with pytest.raises(mw.PlacementError, match="cannot make 4 minibatches of a batch of 2 rows"):
         make_train_step(job, optimizer, layout, num_minibatches=4).lower(lab.make_batch())
 
 
-def test_a_batch_that_is_placed_stays_and_others_are_placed_by_rows():
+def test_placed_batches_stay_and_others_are_split_by_rows():
     def loss(params, batch, rng):
         return jnp.mean(batch["x"] * params["w"]) * batch["scale"], {}
 
@@ -226,27 +226,27 @@ def test_a_batch_that_is_placed_stays_and_others_are_placed_by_rows():
     placed = step.place(batch)
     assert (placed["x"].sharding.spec, placed["scale"].sharding.spec) == (P(("dp", "fsdp")), P())
     assert step.place(placed) is placed
-    whole = jax.device_put(batch, jax.sharding.NamedSharding(mesh, P()))  # on the mesh, and not as the step wants it
+    whole = jax.device_put(batch, jax.sharding.NamedSharding(mesh, P()))  # on the mesh, but replicated
     assert step.place(whole)["x"].sharding == placed["x"].sharding
     np.testing.assert_array_equal(step.place({**batch, "x": batch["x"][:, :2]})["x"], batch["x"][:, :2])
     with pytest.raises(mw.PlacementError, match="a batch of 6 rows cannot be split over 8 devices"):
         step.place({**batch, "x": batch["x"][:6]})
     state = init_state(job, optax.sgd(0.1), step.layout, jax.random.key(0))
-    assert jax.eval_shape(step, state, placed)[1]["loss"].shape == ()  # a step may be traced as part of a program
+    assert jax.eval_shape(step, state, placed)[1]["loss"].shape == ()  # a step can be traced inside a program
 
 
-def test_a_loss_that_splits_without_reducing_is_refused():
+def test_a_loss_without_a_reduction_is_rejected():
     def loss(params, batch, rng):
         return jnp.mean(batch["x"] @ params["w"]), {}
 
     job = mw.Job(init=lambda key: {"w": jnp.zeros((4, 8))}, rules=[("w", P(None, "tp"))], loss=loss)
     layout = state_layout(job, optax.sgd(0.1), mw.create_mesh("tp:8"))
-    with pytest.raises(mw.PlacementError, match="the loss differs along 'tp'"):
+    with pytest.raises(mw.PlacementError, match="the loss varies along 'tp'"):
         make_train_step(job, optax.sgd(0.1), layout).lower({"x": np.ones((8, 4), np.float32)})
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_a_loss_that_knows_no_remat_is_recomputed_as_a_whole(remat):
+def test_a_loss_without_remat_is_recomputed_as_a_whole(remat):
     def loss(params, batch, rng):
         h = batch["x"]
         for number in range(4):
@@ -266,17 +266,17 @@ def test_a_loss_that_knows_no_remat_is_recomputed_as_a_whole(remat):
 @pytest.mark.parametrize(
     "run", [Execution(sequence_parallel=False), Execution(save_gathered=True), Execution(tensor_axis=None)], ids=str
 )
-def test_choices_of_a_run_do_not_change_the_function(lab, run):
+def test_execution_options_do_not_change_the_function(lab, run):
     options = {"view": "global"} if run.tensor_axis is None else {}
     lab.assert_same_change(lab.train(lab.decoder_job(run=run), "dp:2,fsdp:2,tp:2", **options), lab.reference())
 
 
-def test_gradients_of_what_is_gathered_are_not_rounded_after_their_sum(lab):
+def test_gradients_of_gathered_parameters_are_not_rounded_after_their_sum(lab):
     job, optimizer = lab.decoder_job(), optax.sgd(0.5)
     layout = state_layout(job, optimizer, mw.create_mesh("fsdp:8"))
     state = init_state(job, optimizer, layout, jax.random.key(0))
     gradients = make_gradients(job, layout, precision="mixed")
-    # 256 targets that count: divided by a power of two, a sum in bfloat16 would still be one.
+    # 256 valid targets: a bfloat16 sum stays a bfloat16 number when divided by a power of two, so rounding would show.
     batch = lab.make_batch() | {"weights": np.ones((16, 16), np.float32)}
     with jax.set_mesh(layout.mesh):
         grads = jax.jit(lambda params: gradients(params, batch, None)[0].grads)(state.params)

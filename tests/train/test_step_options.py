@@ -1,4 +1,4 @@
-"""Options for XLA: those that measured well, where the compiler knows them, and never over what was asked for."""
+"""XLA options of a step: defaults by device that the compiler accepts, overridden by the user's."""
 
 import warnings
 
@@ -12,21 +12,21 @@ from meshwright.parallel.overlap.forms import OPTIONS
 from meshwright.train import step
 
 
-def test_devices_without_measurements_get_what_was_asked_for():
+def test_devices_without_defaults():
     mesh = mw.create_mesh("dp:8")
     assert step.xla_options(mesh, None) is None
     assert step.xla_options(mesh, {"xla_dump_to": "x"}) == {"xla_dump_to": "x"}
 
 
-def test_what_is_asked_for_wins_and_what_is_refused_is_told(monkeypatch):
+def test_user_options_win_and_rejected_defaults_warn(monkeypatch):
     known = {"xla_backend_optimization_level": 1, "xla_no_such_option": True}
     monkeypatch.setitem(step._OPTIONS, "cpu", known)
-    with pytest.warns(mw.MeshwrightWarning, match="this XLA refuses the option xla_no_such_option=True"):
+    with pytest.warns(mw.MeshwrightWarning, match="this XLA version rejects xla_no_such_option=True"):
         found = step.xla_options(mw.create_mesh("dp:8"), {"xla_backend_optimization_level": 2})
     assert found == {"xla_backend_optimization_level": 2}
 
 
-def test_what_hides_collectives_is_asked_for_where_there_are_any(monkeypatch):
+def test_overlap_options_need_several_devices(monkeypatch):
     monkeypatch.setitem(OPTIONS, "cpu", {"xla_backend_optimization_level": 1})
     mesh = mw.create_mesh("dp:8")
     assert step.xla_options(mesh, None, overlap=True) == {"xla_backend_optimization_level": 1}
@@ -38,7 +38,7 @@ def test_what_hides_collectives_is_asked_for_where_there_are_any(monkeypatch):
 
 
 @pytest.mark.parametrize(("view", "overlap", "asked"), [("local", True, 1), ("local", False, 0), ("global", True, 0)])
-def test_a_step_asks_for_it_in_the_local_view(monkeypatch, view, overlap, asked):
+def test_overlap_options_are_for_the_local_view(monkeypatch, view, overlap, asked):
     seen = []
     monkeypatch.setattr(
         "meshwright.train.step.overlap_options", lambda mesh: seen.append(mesh) or {"xla_no_such_option": True}
@@ -47,13 +47,13 @@ def test_a_step_asks_for_it_in_the_local_view(monkeypatch, view, overlap, asked)
         init=lambda key: {"w": jnp.zeros(8)}, rules=[("w", P("fsdp"))], loss=lambda p, b, r: (p["w"].sum(), {})
     )
     layout = mw.train.state_layout(job, optax.sgd(0.1), mw.create_mesh("fsdp:8"))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mw.train.make_train_step(job, optax.sgd(0.1), layout, view=view, overlap=overlap)
         mw.train.make_eval_step(job, layout, view=view)
-    assert (len(seen), sum("xla_no_such_option" in str(one.message) for one in told)) == (asked, asked)
+    assert (len(seen), sum("xla_no_such_option" in str(one.message) for one in caught)) == (asked, asked)
 
 
-def test_a_model_must_say_what_a_layer_is():
+def test_a_model_must_define_a_layer():
     with pytest.raises(TypeError, match="abstract"):
         mw.models.LanguageModel(vocab_size=8, num_layers=1, d_model=8)

@@ -1,4 +1,4 @@
-"""Each cause on arrays made for it, and on some that look like it and are not."""
+"""Each cause on arrays that show it, and on similar arrays that do not."""
 
 import math
 import re
@@ -41,13 +41,13 @@ def test_the_worst_element_of_the_worst_leaf(leaf):
     assert (found.num_leaves, found.num_different, found.different) == (2, 1, ("b",))
     assert (found.worst.path, found.worst.index) == ("b", (3, 5))
     assert found.worst.error == pytest.approx(1 / np.abs(leaf).max(), rel=1e-5)
-    assert "`b`[3][5]: one device has" in str(found.first)
+    assert re.fullmatch(r"`b`\[3\]\[5\]: \S+ on one device, \S+ on the mesh", str(found.first))
 
 
 @pytest.mark.parametrize(
     ("expected", "got", "least", "ok"),
     [
-        (np.zeros(4), np.full(4, 1e-9), 1e-2, True),  # rounding of what should be zero
+        (np.zeros(4), np.full(4, 1e-9), 1e-2, True),  # zero up to rounding
         (np.zeros(4), np.full(4, 1e-3), 1e-2, False),
         (np.zeros(4), np.zeros(4), 0.0, True),
         (np.zeros(4), np.full(4, 1e-30), 0.0, False),
@@ -58,11 +58,11 @@ def test_the_worst_element_of_the_worst_leaf(leaf):
         (np.zeros((0, 3)), np.zeros((0, 3)), 0.0, True),
     ],
 )
-def test_elements_that_need_care(expected, got, least, ok):
+def test_zeros_and_non_finite_elements(expected, got, least, ok):
     assert compare("x", {"x": expected}, {"x": got}, tolerance=1e-5, least_scale=least).ok is ok
 
 
-def test_a_tolerance_of_zero_means_bits(leaf):
+def test_a_tolerance_of_zero_requires_equal_bits(leaf):
     assert compare("x", {"x": leaf}, {"x": leaf.copy()}, tolerance=0.0).ok
     assert not compare("x", {"x": leaf}, {"x": np.nextafter(leaf, np.inf)}, tolerance=0.0).ok
     assert not compare("x", {"x": np.float32(0.0)}, {"x": np.float32(-0.0)}, tolerance=0.0).ok
@@ -70,9 +70,9 @@ def test_a_tolerance_of_zero_means_bits(leaf):
 
 @pytest.mark.parametrize(
     ("measured", "text"),
-    [({"b": np.ones(2)}, "has other leaves than one device: a, b"), ({"a": np.ones(3)}, r"\(3,\)")],
+    [({"b": np.ones(2)}, "the mesh and one device have different leaves: a, b"), ({"a": np.ones(3)}, r"\(3,\)")],
 )
-def test_other_trees(measured, text):
+def test_different_trees(measured, text):
     with pytest.raises(TreeError, match=text):
         compare("gradients", {"a": np.ones(2)}, measured, tolerance=1e-5)
 
@@ -94,12 +94,12 @@ def test_ratios(leaf):
 @pytest.mark.parametrize(
     ("ratio", "text"),
     [
-        (4.0, r"is 4x: summed twice over `tp` \(4 devices\)"),
-        (2.0, r"is 2x: summed twice over `dp` \(2 devices\)"),
-        (8.0, r"is 8x: summed twice over `dp` x `tp` \(8 devices\)"),
-        (0.25, r"is 1/4 of what it should be: not summed over `tp` \(4 devices\), or a mean where a sum belongs"),
-        (16.0, r"is 16x, the square of 4: something that is squared later: summed twice over `tp`"),
-        (1 / 64, "is 1/64 of what it should be, the square of 8"),
+        (4.0, r"is 4x the single-device value: summed twice over `tp` \(4 devices\), or a mean became a sum"),
+        (2.0, r"is 2x the single-device value: summed twice over `dp` \(2 devices\)"),
+        (8.0, r"is 8x the single-device value: summed twice over `dp` x `tp` \(8 devices\)"),
+        (0.25, r"is 1/4 of the single-device value: not summed over `tp` \(4 devices\), or a sum became a mean"),
+        (16.0, r"is 16x the single-device value \(4 squared, so the error is squared later\): summed twice over `tp`"),
+        (1 / 64, r"is 1/64 of the single-device value \(8 squared"),
     ],
 )
 def test_a_ratio_names_its_axes(ratio, text):
@@ -109,11 +109,11 @@ def test_a_ratio_names_its_axes(ratio, text):
 
 
 @pytest.mark.parametrize("ratio", [None, constant(1.0), constant(3.0), constant(-4.0), Ratio(4.0, 3.0, 5.0, 10)])
-def test_ratios_that_say_nothing(ratio):
+def test_ratios_without_a_cause(ratio):
     assert causes.reduction(ratio, SIZES, what="the loss") is None
 
 
-def test_axes_of_one_size_are_all_named():
+def test_axes_of_equal_size_are_all_named():
     cause = causes.reduction(constant(2.0), {"dp": 2, "tp": 2}, what="the loss")
     assert "over `dp` or `tp` (2 devices)" in cause.text
 
@@ -133,16 +133,17 @@ def test_copies_that_differ():
     assert causes.copies_along(made(lambda dp, tp: tp + dp), allowed=1e-6) == ("dp",)
     assert causes.copies_along(made(lambda dp, tp: tp + dp), allowed=2.0) == ()
     assert causes.copies("the loss", ()) is None
-    assert "no reduction over `dp`" in causes.copies("the loss", ("dp",)).text
+    assert "along `dp`, but the copies differ" in causes.copies("the loss", ("dp",)).text
 
 
 def test_one_block_of_rows(leaf):
     by_device = [leaf, leaf[::-1], 2 + leaf]
     cause = causes.one_block_of_rows(leaf[::-1] / 3, by_device, ["dp", "fsdp"], what="the gradient", tolerance=1e-5)
-    assert "of the rows of device 1 of 3 alone, times 0.3333: no reduction over `dp` x `fsdp`" in cause.text
+    expected = "covers only the rows of device 1 of 3 (times 0.3333): a reduction over `dp` x `fsdp` is missing"
+    assert expected in cause.text
     whole = sum(by_device) / 3
     assert causes.one_block_of_rows(whole, by_device, ["dp"], what="the gradient", tolerance=1e-5) is None
-    # All devices' rows have the same gradient, so that nothing can be said; and numbers are multiples of each other.
+    # If the rows of all devices have the same gradient, or the value is a scalar, a match means nothing.
     assert causes.one_block_of_rows(leaf / 2, [leaf, leaf], ["dp"], what="the gradient", tolerance=1e-5) is None
     losses = [np.float32(1.5), np.float32(2.5)]
     assert causes.one_block_of_rows(np.float32(2.0), losses, ["dp"], what="the loss", tolerance=1e-5) is None
@@ -154,13 +155,13 @@ def test_mean_of_means():
         return causes.mean_of_means(measured, reference, blocks, tolerance=1e-5, blocks="2 devices")
 
     assert "(sum, count) pair" in cause(2.0, 1.5, [1.0, 3.0]).fix
-    assert cause(2.0, 2.0, [1.0, 3.0]) is None  # nothing is wrong
-    assert cause(1.7, 1.5, [1.0, 3.0]) is None  # something else is
+    assert cause(2.0, 2.0, [1.0, 3.0]) is None  # the losses agree
+    assert cause(1.7, 1.5, [1.0, 3.0]) is None  # they differ for another reason
     assert cause(math.nan, 1.5, [1.0, 3.0]) is None
     assert cause(2.0, 1.5, []) is None
 
 
-# --- Parts of a leaf ---
+# --- Shards of a leaf ---
 
 
 def test_one_part(leaf):
@@ -169,50 +170,48 @@ def test_one_part(leaf):
     held = blocks(P(None, "tp"), leaf.shape)
     cause = causes.one_part(leaf, wrong, held, allowed=1e-5, what="`w`")
     devices = mw.create_mesh("dp:2,tp:4").devices[:, 3]
-    assert (
-        f"differs only in [0:8, 12:16], which is 1 of its 4 parts: what {devices[0]}, {devices[1]} cont" in cause.text
-    )
+    assert f"differs only in [0:8, 12:16], 1 of its 4 shards (on {devices[0]}, {devices[1]})." in cause.text
     assert causes.one_part(leaf, leaf, held, allowed=1e-5, what="`w`") is None
     assert causes.one_part(leaf, -leaf, held, allowed=1e-5, what="`w`") is None
     assert causes.one_part(leaf, wrong, blocks(P(), leaf.shape), allowed=1e-5, what="`w`") is None
 
 
-def test_an_optimizer_that_looks_at_slices(leaf):
+def test_an_optimizer_that_sees_shards(leaf):
     held = {"w": blocks(P(None, "tp"), leaf.shape)}
     by_slice = leaf.copy()
-    for part in range(4):  # each slice divided by its own norm, as layerwise scaling on slices would
+    for part in range(4):  # divide each slice by its own norm, as layerwise scaling on slices would
         piece = slice(4 * part, 4 * part + 4)
         by_slice[:, piece] = leaf[:, piece] / np.linalg.norm(leaf[:, piece])
     whole = leaf / np.linalg.norm(leaf)
     options = {"after_one_step": False, "allowed": {"w": 1e-6}}
     cause = causes.optimizer({"w": whole}, {"w": by_slice}, held, **options)
-    assert "each device's part of `w` is updated with a factor of its own" in cause.text
+    assert "the update of each shard of `w` is off by a different factor" in cause.text
     other = causes.optimizer({"w": whole}, {"w": whole + 1}, held, **options)
-    assert "the optimizer looks at slices, or at more than gradients" in other.text
+    assert "the optimizer sees shards, or uses more than gradients" in other.text
     later = causes.optimizer({"w": whole}, {"w": whole}, held, after_one_step=True, allowed={"w": 1e-6})
-    assert "rounding grows" in later.text
+    assert "rounding errors grow" in later.text
 
 
-# --- The rest ---
+# --- Other causes ---
 
 
 def test_not_finite():
     cause = causes.not_finite(np.ones(4), np.array([1, np.nan, np.inf, 1]), what="the loss")
-    assert "2 of 4 elements" in cause.text
+    assert "2 of 4 elements of the loss are finite on one device but not on the mesh" in cause.text
     assert causes.not_finite(np.full(2, np.nan), np.full(2, np.nan), what="the loss") is None
 
 
 def test_initial_parameters():
-    assert "looks at the mesh" in causes.initial(repeatable=True).text
-    assert "something besides its key" in causes.initial(repeatable=False).text
+    assert "reads the mesh or a device index" in causes.initial(repeatable=True).text
+    assert "uses more than its key" in causes.initial(repeatable=False).text
 
 
 @pytest.mark.parametrize(
     ("agrees", "text"),
     [
-        ({"tp": False}, "what is done over `tp` is not right"),
-        ({"dp": True, "tp": False}, "differs with `tp` alone as well, and agrees with `dp` alone"),
-        ({"dp": True, "tp": True}, "needs several axes"),
+        ({"tp": False}, "the error is in the computation over `tp`"),
+        ({"dp": True, "tp": False}, "it also differs with `tp` alone, and agrees with `dp` alone"),
+        ({"dp": True, "tp": True}, "the error needs several axes"),
     ],
 )
 def test_axes_alone(agrees, text):

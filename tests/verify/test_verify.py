@@ -1,4 +1,4 @@
-"""Jobs that are right on every mesh, and jobs that are broken on purpose, whose cause must be named."""
+"""Correct jobs must be equal on every mesh; the cause of each broken job must be named."""
 
 import functools
 import json
@@ -31,7 +31,7 @@ def init(key):
 def some_batch(rows=16):
     generator = np.random.default_rng(0)
     x, y = (generator.standard_normal((rows, size)).astype(np.float32) for size in (8, 4))
-    # The last of every four rows counts, so that no device has nothing that does.
+    # The last of every four rows counts, so that every device has a valid row.
     mask = ((generator.random(rows) < 0.5) | (np.arange(rows) % 4 == 3)).astype(np.float32)
     return {"x": x, "y": y, "mask": mask}
 
@@ -61,10 +61,10 @@ def one_case(job, mesh, view, **options):
     return case
 
 
-# --- Jobs that are right ---
+# --- Correct jobs ---
 
 
-def test_a_job_that_is_right():
+def test_a_correct_job():
     def loss(params, batch, rng):
         h = model(params, batch["x"])
         if rng is not None:
@@ -83,10 +83,8 @@ def test_a_job_that_is_right():
         assert 0 < case["gradients"].error < 1e-6
         assert case["parameters"].num_leaves == 3
         assert not case.causes
-    assert (
-        "4 equal; 3 parameters, 16 rows, 3 steps, relative errors up to 1e-05 allowed, 0.0001 after the steps"
-        in str(report)
-    )
+    summary = "4 equal; 3 parameters, 16 rows, 3 steps, relative tolerance 1e-05 (0.0001 after the last step)"
+    assert summary in str(report)
 
 
 def decoder_job():
@@ -111,7 +109,7 @@ def test_a_decoder_on_each_axis():
     assert len(report.cases) == 6
 
 
-def test_an_optimizer_that_looks_at_whole_parameters():
+def test_an_optimizer_that_uses_whole_parameters():
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=4)
     verify(make_job(), meshes="fsdp:4,tp:2", views="global", optimizer=optimizer, tolerance=1e-4).require()
 
@@ -128,7 +126,7 @@ def test_each_case_is_traced_once_and_the_reference_shared():
     assert len(traces) == 1 + len(report.cases)
 
 
-# --- Jobs that are broken ---
+# --- Broken jobs ---
 
 
 def sum_twice(y):
@@ -199,19 +197,19 @@ def nothing_counts_on_some_devices(params, batch, rng):
 BROKEN = {
     "psum twice": (
         functools.partial(linear, reduce=sum_twice), "dp:2,tp:4", "local", 1,
-        "reduction", "the loss is 4x: summed twice over `tp` (4 devices)",
+        "reduction", "the loss is 4x the single-device value: summed twice over `tp` (4 devices)",
     ),
     "pmean for psum": (
         functools.partial(linear, reduce=mean_over_tp), "dp:2,tp:4", "local", 1,
-        "reduction", "the loss is 1/4 of what it should be: not summed over `tp` (4 devices), or a mean",
+        "reduction", "the loss is 1/4 of the single-device value: not summed over `tp` (4 devices)",
     ),
     "psum twice, then squared": (
         functools.partial(squares, reduce=sum_twice), "dp:2,tp:4", "local", 1,
-        "axis", "it differs with `tp` alone as well, and agrees with `dp` alone",
+        "axis", "it also differs with `tp` alone, and agrees with `dp` alone",
     ),
     "psum in the backward pass": (
         functools.partial(squares, reduce=sum_both_ways), "dp:2,tp:4", "local", 1,
-        "reduction", "the gradient of `down` is 4x: summed twice over `tp` (4 devices)",
+        "reduction", "the gradient of `down` is 4x the single-device value: summed twice over `tp` (4 devices)",
     ),
     "dropout by device": (
         dropout_by_device, "dp:8", "local", 1,
@@ -219,33 +217,33 @@ BROKEN = {
     ),
     "mean over a device's mask": (
         mean_over_mask, "dp:4", "local", 1,
-        "mean of means", "the average of the losses of 4 devices, which weigh the same",
+        "mean of means", "the loss is an unweighted mean over 4 devices",
     ),
     "mean over a minibatch's mask": (
         mean_over_mask, "dp:2", "global", 2,
-        "mean of means", "the average of the losses of 2 minibatches, which weigh the same",
+        "mean of means", "the loss is an unweighted mean over 2 minibatches",
     ),
     "nothing counts on some devices": (
         nothing_counts_on_some_devices, "dp:8", "local", 1,
-        "not finite", "the loss has 1 of 1 elements that are not finite",
+        "not finite", "1 of 1 elements of the loss are finite on one device but not on the mesh",
     ),
     "gradients of some rows": (
         gradient_of_the_first_rows, "dp:4,tp:2", "local", 1,
-        "rows", "the gradient of `bias` is that of the rows of device 0 of 4 alone, times 0.25: no reduction over `dp`",
+        "rows", "the gradient of `bias` covers only the rows of device 0 of 4 (times 0.25): a reduction over `dp`",
     ),
     "gradients of some slices": (
         no_gradient_of_the_last_slice, "dp:2,tp:4", "local", 1,
-        "one part", "the gradient of `up` differs only in [0:8, 12:16], which is 1 of its 4 parts",
+        "one part", "the gradient of `up` differs only in [0:8, 12:16], 1 of its 4 shards",
     ),
     "copies that differ": (
         unsummed_copies, "dp:8", "global", 1,
-        "copies", "the loss should be the same on all devices along `dp`, but each holds its own",
+        "copies", "the loss should be identical on all devices along `dp`, but the copies differ",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_job_is_told_why(name):
+def test_the_cause_of_a_broken_job_is_named(name):
     loss, mesh, view, num_minibatches, kind, text = BROKEN[name]
     case = one_case(make_job(loss), mesh, view, num_minibatches=num_minibatches)
     assert case.verdict == "different"
@@ -262,9 +260,9 @@ def test_an_init_that_is_not_a_function_of_its_key():
 
     case = one_case(make_job(init=by_chance), "fsdp:4,tp:2", "global")
     assert case.verdict == "different"
-    assert "init gives other parameters each time it is compiled" in case.causes[0].text
+    assert "init returns different parameters each time it is compiled" in case.causes[0].text
     assert case["initial parameters"].different == ("bias",)
-    # The rest starts from the same parameters, and says nothing of init.
+    # The step starts from the same parameters on both sides.
     assert case["gradients"].ok
     assert case["parameters"].ok
 
@@ -272,34 +270,34 @@ def test_an_init_that_is_not_a_function_of_its_key():
 def test_an_init_that_depends_on_the_mesh(monkeypatch):
     place, meshes = SharedInputs.place, []
 
-    def place_and_tell(inputs, mesh, **options):
+    def place_and_record(inputs, mesh, **options):
         meshes.append(mesh)
         return place(inputs, mesh, **options)
 
-    monkeypatch.setattr(SharedInputs, "place", place_and_tell)
+    monkeypatch.setattr(SharedInputs, "place", place_and_record)
 
     def by_mesh(key):
         return init(key) | {"bias": jnp.full(4, float(meshes[-1].size))}
 
     case = one_case(make_job(init=by_mesh), "fsdp:4,tp:2", "global")
-    assert "init gives other parameters on this mesh" in case.causes[0].text
+    assert "init returns different parameters on this mesh" in case.causes[0].text
 
 
 def test_a_step_that_cannot_be_traced_is_a_failed_case():
     job = make_job(functools.partial(squares, reduce=lambda y: y))
     report = verify(job, meshes=["dp:2,tp:4", "dp:8"], views="local", num_steps=1)
     assert [case.verdict for case in report.cases] == ["failed", "equal"]
-    assert "the loss differs along 'tp', but is summed over 'dp' only" in report.cases[0].message
+    assert "the loss varies along 'tp', but is summed only over 'dp'" in report.cases[0].message
     assert report.cases[0].causes[0].kind == "local view"
-    assert "the loss sees slices along `tp`" in str(report)
-    assert "every mesh that differs has `tp`, and no mesh that agrees" in str(report)
+    assert "the loss sees shards along `tp`" in str(report)
+    assert "every mesh that differs has `tp`, and no mesh that agrees does" in str(report)
     with pytest.raises(
-        mw.MeshwrightError, match=r"(?s)is not the one of a single device.*FAILED.*hint: if each device"
+        mw.MeshwrightError, match=r"(?s)differs from the single-device step.*FAILED.*hint: if each device"
     ):
         report.require()
 
 
-# --- Which meshes ---
+# --- Meshes ---
 
 
 def test_meshes_that_a_job_does_not_fit_are_skipped_or_fail():
@@ -373,7 +371,7 @@ def test_a_job_that_draws_its_batches(name):
     assert drawn == (3 if name == "make_batch" else jax.random.key(3))
 
 
-# --- What cannot be compared ---
+# --- Errors ---
 
 
 @pytest.mark.parametrize(
@@ -381,8 +379,8 @@ def test_a_job_that_draws_its_batches(name):
     [
         ({}, {"tolerance": 0.0}, "tolerance=0.0"),
         ({}, {"num_steps": 0}, "num_steps=0"),
-        ({}, {"devices": 1}, "one device only"),
-        ({}, {"devices": 99}, "devices=99 of 8 available"),
+        ({}, {"devices": 1}, "at least 2 devices, but there is only one"),
+        ({}, {"devices": 99}, "devices=99, but 8 are available"),
         ({}, {"meshes": "dp:3,tp:4"}, "dp=3 x tp=4 = 12"),
         ({"loss": None}, {}, "verify: the job has no loss"),
     ],
@@ -402,7 +400,7 @@ def test_a_step_that_fails_on_one_device_raises():
 
 
 def test_a_reference_that_is_not_finite():
-    with pytest.raises(mw.MeshwrightError, match="on one device the loss is not finite"):
+    with pytest.raises(mw.MeshwrightError, match="the loss is not finite on one device"):
         verify(make_job(lambda params, batch, rng: (jnp.nan * params["up"].sum(), {})))
 
 

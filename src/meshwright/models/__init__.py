@@ -1,4 +1,4 @@
-"""Models as pure functions over trees of parameters, with their rules beside them."""
+"""Language models as pure functions of parameter trees, with their sharding rules."""
 
 from meshwright.models.attention import attention
 from meshwright.models.decoder import Decoder

@@ -1,4 +1,4 @@
-"""Causal attention over rows of one or of several documents, by the fastest implementation that the devices have.
+"""Causal attention over packed or unpacked rows, with cuDNN or XLA.
 
 Shapes: B rows, S positions, H query heads, G key and value heads (H a multiple of G), K features per head. A row's
 *pieces* are its runs of equal segment ids: documents, and the padding between or after them.
@@ -31,18 +31,18 @@ def attention(
     max_segments: int | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Returns causal attention `[B, S, H, K]`; with `segment_ids`, each document of a row attends to itself only.
+    """Returns causal attention `[B, S, H, K]`; with `segment_ids`, each document of a row attends only to itself.
 
     Args:
-        q: `[B, S, H, K]`; `k` and `v` are `[B, S, G, K]`, each of whose heads serves H / G query heads.
-        segment_ids: `[B, S]` of whole numbers, one number per document, each document in one piece. 0 is padding, which
-            attends to padding.
-        soft_cap: bounds logits smoothly, to `soft_cap * tanh(logits / soft_cap)`.
-        max_segments: the most pieces, documents or padding, that a row may have; a row with more becomes NaN. It lets
-            cuDNN skip other documents instead of reading a mask: 2.7 times as fast at 2048 tokens and four documents,
+        q, k, v: queries `[B, S, H, K]`, keys and values `[B, S, G, K]`; each key head serves H / G query heads.
+        segment_ids: integers `[B, S]`, one id per document, each document contiguous. 0 is padding, which attends to
+            padding.
+        soft_cap: if given, logits become `soft_cap * tanh(logits / soft_cap)`.
+        max_segments: the largest number of pieces (documents or padding) in a row; rows with more become NaN. With it,
+            cuDNN skips other documents instead of reading a mask: 2.7 times as fast at 2048 tokens and four documents,
             4.1 times at 8192. The backward pass keeps `B * max_segments * H * S` float32 numbers.
-        implementation: by default cuDNN for GPUs, if it is installed, for 16-bit floats without a soft cap; else XLA.
-            cuDNN gets an odd number of positions padded to an even one, which a warning reports once.
+        implementation: "cudnn" or "xla" (default: cuDNN if installed, on GPUs, for 16-bit floats without a soft cap;
+            else XLA). For cuDNN, an odd number of positions is padded to an even one, with one warning.
 
     Example:
         >>> q = k = v = jnp.ones((1, 4, 2, 8))
@@ -54,10 +54,10 @@ def attention(
     if implementation not in (None, "xla", "cudnn"):
         raise PlacementError(f"attention has no implementation {implementation!r}.", hint="use xla, cudnn or None.")
     if implementation == "cudnn" and soft_cap is not None:
-        raise PlacementError("cuDNN's attention has no soft cap.", hint='use implementation="xla", or leave it out.')
+        raise PlacementError("cuDNN attention has no soft cap.", hint='use implementation="xla", or leave it out.')
     pieces = _pieces(segment_ids) if segment_ids is not None else None
     if pieces is not None and max_segments is not None:
-        # Added to q, where it fuses with the rotation before it; on the output it would be one more pass.
+        # Adding NaN to q fuses with the rotation before it; on the output it would be one more pass over memory.
         too_many = pieces[:, -1] >= max_segments
         q = q + jnp.where(too_many, jnp.nan, 0.0).astype(q.dtype)[:, None, None, None]
     q, k, v = pcast_alike(q, k, v)
@@ -71,7 +71,7 @@ def attention(
 
 
 def _pieces(segment_ids: Any) -> Any:
-    """Returns for each position how many pieces end before it."""
+    """Returns the index of each position's piece in its row."""
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     return jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))).astype(jnp.int32), axis=1)
 
@@ -83,7 +83,7 @@ def _mask(pieces: Any) -> Any:
 def _by_cudnn(q: Any, k: Any, v: Any, pieces: Any, max_segments: int | None) -> jax.Array:
     length = q.shape[1]
     if length % 2:
-        # The extra position joins the last piece. It comes after all others, so none of them attends to it.
+        # The extra position joins the last piece; as the last position, no other attends to it.
         _warn_of_padding(length)
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
         pieces = None if pieces is None else jnp.pad(pieces, ((0, 0), (0, 1)), mode="edge")
@@ -94,24 +94,24 @@ def _by_cudnn(q: Any, k: Any, v: Any, pieces: Any, max_segments: int | None) -> 
     return attended[:, :length] if length % 2 else attended
 
 
-@functools.cache  # once for each length
+@functools.cache  # warn once per length
 def _warn_of_padding(length: int) -> None:
     warnings.warn(
-        f"attention pads {length} positions to {length + 1}: cuDNN's gradient needs an even number in JAX.\n"
-        "hint: use an even number of tokens per row, which saves copies of queries, keys and values.",
+        f"attention pads {length} positions to {length + 1}: the gradient of cuDNN attention needs an even number.\n"
+        "hint: use an even number of tokens per row, to avoid copies of queries, keys and values.",
         MeshwrightWarning,
         stacklevel=4,
     )
 
 
 def _packed(q: Any, k: Any, v: Any, pieces: Any, max_segments: int) -> jax.Array:
-    """Returns what cuDNN makes of pieces that are given by their offsets and lengths."""
+    """Returns cuDNN attention over pieces given by their offsets and lengths."""
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     if jax.__version_info__ < (0, 11) and q.shape[2] != k.shape[2]:
-        # Before 0.11, jax computes the offsets of keys with the number of query heads.
+        # Before 0.11, JAX computes key offsets with the number of query heads.
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    # One piece is never packed, so there are places for two at least.
+    # JAX treats a single piece as unpacked, so reserve at least two.
     numbers = jnp.arange(max(max_segments, 2), dtype=jnp.int32)
     lengths = (pieces[:, :, None] == numbers).sum(axis=1, dtype=jnp.int32)
     ends = jnp.cumsum(lengths, axis=1)
@@ -147,17 +147,14 @@ def _capped(q: Any, k: Any, v: Any, mask: Any, soft_cap: float) -> jax.Array:
 
 
 def _suits_cudnn(q: Any) -> bool:
-    # Its limits on every generation of GPUs.
-    fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-    return fits and on_gpu() and _has_cudnn()
-
-
-def _has_cudnn() -> bool:
     from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
 
+    # These limits of cuDNN hold on every GPU generation.
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.shape[-1] % 8 or q.shape[-1] > 128 or not on_gpu():
+        return False
     try:
         check_cudnn_version()
-    except RuntimeError:  # compiling for GPUs on a machine without
+    except RuntimeError:  # compiling for GPUs on a machine without them
         return False
     return True
 
@@ -172,23 +169,23 @@ def _check(q: Any, k: Any, v: Any, segment_ids: Any, max_segments: int | None) -
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (*q.shape[:2], q.shape[3]) != (*k.shape[:2], k.shape[3]):
         raise PlacementError(
             f"attention got q of shape {q.shape}, k of {k.shape} and v of {v.shape}.",
-            hint="q must be [B, S, H, K], and k and v both [B, S, G, K].",
+            hint="pass q as [B, S, H, K], and k and v as [B, S, G, K].",
         )
     if q.shape[2] % k.shape[2]:
         raise PlacementError(
             f"attention got {q.shape[2]} query heads for {k.shape[2]} key heads.",
-            hint="each key head serves the same number of query heads, so the one must divide the other.",
+            hint="use a number of query heads that is a multiple of the number of key heads.",
         )
     check_segment_ids(segment_ids, q, who="attention")
     if max_segments is not None and max_segments < 1:
-        raise PlacementError(f"attention got max_segments={max_segments}.", hint="a row has at least one piece.")
+        raise PlacementError(f"max_segments must be at least 1; got {max_segments}.", hint="pass None for no limit.")
 
 
 def check_segment_ids(segment_ids: Any, q: Any, *, who: str) -> None:
-    """Raises unless segment ids, where there are any, are whole numbers, one for each position of `q`."""
+    """Raises unless `segment_ids` is None or has one integer per position of `q`."""
     if segment_ids is None or (segment_ids.shape == q.shape[:2] and jnp.issubdtype(segment_ids.dtype, jnp.integer)):
         return
     raise PlacementError(
-        f"{who} got segment_ids of shape {segment_ids.shape} and type {segment_ids.dtype}.",
-        hint=f"for q of shape {q.shape} they must be integers of shape {q.shape[:2]}.",
+        f"{who} got segment_ids of shape {segment_ids.shape} and dtype {segment_ids.dtype} for q of shape {q.shape}.",
+        hint=f"pass integers of shape {q.shape[:2]}.",
     )

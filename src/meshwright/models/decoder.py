@@ -22,17 +22,19 @@ from meshwright.parallel.heads import split_heads
 from meshwright.parallel.tensor import sequence_norm
 from meshwright.types import PRNGKeyArray, PyTree
 
+_LLAMA_3 = {"vocab_size": 128256, "num_kv_heads": 8, "rope_theta": 5e5}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder(LanguageModel):
-    """A Llama-like decoder; `Decoder.named("7b")` has its usual sizes.
+    """A Llama-like decoder; `Decoder.named("7b")` has its usual sizes. See `LanguageModel` for other fields.
 
     Args:
-        num_kv_heads: heads of keys and values, each shared by several of queries; all by default. Where a tensor axis
-            has more devices than that, neighbours share one: the number must divide the axis, or the axis it.
-        head_dim: features per head; `d_model / num_heads` by default.
-        qk_norm: normalises queries and keys per head.
-        attention_soft_cap: squashes attention logits by `cap * tanh(logits / cap)`.
+        num_kv_heads: number of key/value heads (default: `num_heads`). It must divide the size of the tensor axis or be
+            a multiple of it; if the axis is larger, neighboring devices share a head.
+        head_dim: features per head (default: `d_model / num_heads`).
+        qk_norm: whether to normalize queries and keys per head.
+        attention_soft_cap: if given, attention logits become `cap * tanh(logits / cap)`.
 
     Example:
         >>> model = Decoder.named("tiny")
@@ -53,26 +55,9 @@ class Decoder(LanguageModel):
         "small": {"vocab_size": 256, "num_layers": 4, "d_model": 128, "num_heads": 8, "d_ff": 384},
         "125m": {"vocab_size": 32768, "num_layers": 12, "d_model": 768, "num_heads": 12, "d_ff": 2048},
         "956m": {"vocab_size": 32768, "num_layers": 16, "d_model": 2048, "num_heads": 16, "d_ff": 5632},
-        "1b": {
-            "vocab_size": 128256,
-            "num_layers": 16,
-            "d_model": 2048,
-            "num_heads": 32,
-            "num_kv_heads": 8,
-            "d_ff": 8192,
-            "rope_theta": 5e5,
-            "tied_embeddings": True,
-        },
+        "1b": _LLAMA_3 | {"num_layers": 16, "d_model": 2048, "num_heads": 32, "d_ff": 8192, "tied_embeddings": True},
         "7b": {"vocab_size": 32000, "num_layers": 32, "d_model": 4096, "num_heads": 32, "d_ff": 11008},
-        "70b": {
-            "vocab_size": 128256,
-            "num_layers": 80,
-            "d_model": 8192,
-            "num_heads": 64,
-            "num_kv_heads": 8,
-            "d_ff": 28672,
-            "rope_theta": 5e5,
-        },
+        "70b": _LLAMA_3 | {"num_layers": 80, "d_model": 8192, "num_heads": 64, "d_ff": 28672},
     }
     LAYER_RULES: ClassVar[tuple[tuple[str, P], ...]] = (
         ("attn/(q|k|v)$", P("fsdp", "tp")),
@@ -89,8 +74,8 @@ class Decoder(LanguageModel):
         if self._head_dim % 2:
             from_sizes = f" (d_model {self.d_model} / num_heads {self.num_heads})" if self.head_dim is None else ""
             raise ConfigError(
-                f"a head of Decoder has {self._head_dim} features{from_sizes}; rotary positions turn them in pairs.",
-                hint="an even number of features per head.",
+                f"Decoder heads have {self._head_dim} features{from_sizes}, but rotary positions need an even number.",
+                hint="use an even head_dim.",
             )
         if self.num_kv_heads is not None:
             self._require_division("num_heads", "num_kv_heads")
@@ -106,7 +91,7 @@ class Decoder(LanguageModel):
     def init_layer(self, key: PRNGKeyArray) -> PyTree:
         k_q, k_k, k_v, k_o, k_gate, k_up, k_down = jax.random.split(key, 7)
         queries, keys = self.num_heads * self._head_dim, self._kv_heads * self._head_dim
-        # What layers add up to should not grow with their number.
+        # Keeps the sum of all layers' outputs from growing with their number.
         small = (2 * self.num_layers) ** -0.5
         attn = {
             "q": scaled_normal(k_q, self.d_model, queries),
@@ -147,5 +132,4 @@ class Decoder(LanguageModel):
             implementation=context.run.attention,
             max_segments=context.run.max_segments,
         )
-        y = checkpoint_name(y.reshape(*y.shape[:2], -1), PROJECTION)
-        return context.rows(y, params["o"])
+        return context.rows(checkpoint_name(y.reshape(*y.shape[:2], -1), PROJECTION), params["o"])

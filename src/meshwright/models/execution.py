@@ -1,6 +1,6 @@
-"""How a model runs, apart from what it computes: which mesh axes it uses, how it loops over layers, what it recomputes.
+"""Execution options of a model: mesh axes, loops over layers, kernels and rematerialization.
 
-Nothing here changes the function. One `Execution` serves every mesh: axes that a mesh lacks are not used.
+These options do not change the function. One `Execution` works on every mesh; axes that a mesh lacks are ignored.
 """
 
 from __future__ import annotations
@@ -21,35 +21,34 @@ Layers = Literal["auto", "scan", "unroll"] | int
 Remat = Literal["none", "dots", "full", "offload"] | Callable[..., Any]
 
 DATA_AXES = ("dp", "fsdp")
-"""The axes that split the rows of a batch, unless others are named."""
+"""Default axes that split the rows of a batch."""
 
 PROJECTION = "projection"
-"""The name (`jax.ad_checkpoint.checkpoint_name`) of what `remat="dots"` keeps in our models: results of matmuls."""
+"""The `checkpoint_name` of matmul results, which `remat="dots"` keeps."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a model of ours runs on a mesh.
+    """Execution options of a `LanguageModel` on a mesh.
 
     Args:
-        tensor_axis: splits heads, features and vocabulary, with matmuls that hide their transfer. None leaves them to
+        tensor_axis: the axis that splits heads, features and vocabulary, with overlapped matmuls. None leaves them to
             XLA, in the global view.
-        data_axes: split the rows of a batch.
-        pipeline_axis: splits layers into stages, in the local view. In the global view it splits their storage only.
-        sequence_parallel: between blocks, splits the sequence over `tensor_axis` as well.
-        save_gathered: keeps the rows gathered for a matmul for its weight's gradient, instead of gathering them again:
-            a fifth less communication along `tensor_axis`, for more memory; with `remat="full"`, for that of one layer.
-        prefetch: where layers are scanned and gathered one by one, gathers each while the one before it computes.
-        layers: "scan" compiles one layer, "unroll" all of them, a number that many at a time. "auto" is what measured
-            best on the backend (benchmarks/RESULTS.md).
-        num_microbatches: how many parts a batch passes the pipeline in; by default twice the stages.
-        attention: the implementation of attention, "xla" or "cudnn"; by default what suits the backend.
-        max_segments: how many documents a row holds at most; lets packed rows take the fast path on GPUs.
-        kernels: whether kernels of ours do what XLA needs more passes over memory for: gradients of norms, of stacked
-            layers and of the loss's softmax, cuts of weights whose products are scattered in parts, and matmuls of
-            gathered rows on Hopper GPUs. By default they do on GPUs, where a program sees arrays as one device has
-            them; False leaves all of it to XLA; True asks for them, on one CPU device too, where they are interpreted
-            and slow, and is an error where they cannot run.
+        data_axes: the axes that split the rows of a batch.
+        pipeline_axis: the axis that splits layers into stages (local view) or only their storage (global view).
+        sequence_parallel: whether to split the sequence over `tensor_axis` between blocks.
+        save_gathered: whether to keep the rows gathered for a matmul for its weight gradient. Saves a fifth of the
+            communication along `tensor_axis` for more memory (with `remat="full"`, that of one layer).
+        prefetch: whether to gather the next layer's weights while a layer computes, if layers are scanned.
+        layers: "scan" compiles one layer, "unroll" compiles all of them, a number that many per loop step. "auto" picks
+            the fastest form measured on the backend (benchmarks/RESULTS.md).
+        num_microbatches: number of microbatches in a pipeline (default: twice the number of stages).
+        attention: implementation of attention, "xla" or "cudnn" (default: chosen by `meshwright.models.attention`).
+        max_segments: the largest number of documents in a row; allows the fast path for packed rows on GPUs.
+        kernels: whether to use Pallas kernels to save passes over memory: gradients of norms, stacked layers and the
+            loss's softmax, slices of weights whose products are scattered in parts, and matmuls of gathered rows on
+            Hopper GPUs. The default uses them on GPUs if the program sees local arrays. False leaves all to XLA. True
+            requires them, also on one CPU device (interpreted and slow), and raises if they cannot run.
     """
 
     tensor_axis: str | None = "tp"
@@ -65,21 +64,21 @@ class Execution:
     kernels: bool | None = None
 
     def tensor(self) -> str | None:
-        """Returns the tensor axis, if the mesh in force has it."""
+        """Returns the tensor axis if the current mesh has it."""
         return _here(self.tensor_axis)
 
     def stages(self) -> str | None:
-        """Returns the axis of the pipeline, if layers are split over it here."""
+        """Returns the pipeline axis if layers are split over it in the local view."""
         axis = _here(self.pipeline_axis)
         return axis if axis is not None and is_manual(axis) else None
 
     def rows(self) -> tuple[str, ...]:
-        """Returns those axes of the mesh in force that split rows."""
+        """Returns the data axes that the current mesh has."""
         return tuple(axis for axis in self.data_axes if _here(axis) is not None)
 
 
 def on_gpu() -> bool:
-    """Returns whether programs are for GPUs: those of the mesh in force, or of the default backend without a mesh."""
+    """Whether programs run on GPUs: those of the current mesh or, without a mesh, of the default backend."""
     mesh = current_mesh()
     return chip_family(mesh) == "gpu" if mesh is not None else jax.default_backend() == "gpu"
 
@@ -90,16 +89,18 @@ def _here(axis: str | None) -> str | None:
 
 
 def remat_policy(remat: Remat | None, *, by_name: bool = True) -> Callable[..., Any] | None:
-    """Returns the `jax.checkpoint` policy of a name, which says what is kept; None where everything is.
+    """Returns the `jax.checkpoint` policy with this name, or None if everything is saved.
 
-    `by_name`: results of matmuls are known by the name that our models give them. A matmul cut into the pieces of a
-    ring would otherwise be kept piece by piece and whole.
+    Args:
+        remat: "none", "dots", "full", "offload", or a policy.
+        by_name: whether to recognize matmul results by the name that `LanguageModel` gives them, instead of by their
+            primitive, which would save an overlapped matmul both in pieces and whole.
 
     Example:
         >>> remat_policy("none") is None, callable(remat_policy("dots"))
         (True, True)
     """
-    if callable(remat):
+    if remat is None or callable(remat):
         return remat
     policies, names, to_host = jax.checkpoint_policies, [PROJECTION, GATHERED_ROWS], ("device", "pinned_host")
     dots, offload = policies.dots_with_no_batch_dims_saveable, policies.offload_dot_with_no_batch_dims(*to_host)
@@ -113,9 +114,7 @@ def remat_policy(remat: Remat | None, *, by_name: bool = True) -> Callable[..., 
         )
     known: dict[Any, Callable[..., Any] | None]
     known = {"none": None, "dots": dots, "full": policies.nothing_saveable, "offload": offload}
-    if remat is None:
-        return None
     if remat not in known:
         hint = did_you_mean(str(remat), known) or f"use one of: {', '.join(known)}, or a jax.checkpoint policy."
-        raise MeshwrightError(f"there is no remat policy {remat!r}.", hint=hint)
+        raise MeshwrightError(f"unknown remat policy {remat!r}.", hint=hint)
     return known[remat]

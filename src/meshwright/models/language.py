@@ -1,8 +1,8 @@
-"""What all language models of ours share: embedding, a stack of layers, a norm, a head; on one device or on any mesh.
+"""Base class of the language models: embedding, a stack of layers, a norm and a head, on any mesh.
 
-A model is a frozen dataclass of sizes with pure functions: `init(key)` makes a plain tree of parameters, `apply(params,
-tokens)` uses it. Parameters do not depend on the mesh. Layers are stacked: each leaf under `layers` has them as its
-leading dim.
+A model is a frozen dataclass of sizes with pure functions: `init(key)` returns a plain tree of parameters, and
+`apply(params, tokens)` uses it. Parameters do not depend on the mesh. Layers are stacked along the leading dim of each
+leaf under `layers`.
 
 Shapes: B rows of a batch, S tokens, D features, V vocabulary.
 """
@@ -41,17 +41,17 @@ from meshwright.specs import round_up, spec_axes
 from meshwright.types import PRNGKeyArray, PyTree
 
 Finish = Callable[[Any, Any, PyTree], PyTree]
-"""`finish(h, head, targets)`: what becomes of the last hidden states, `[B, S, D]`; the head is `[D, V]`."""
+"""`finish(h, head, targets)` computes the result from the last hidden states `[B, S, D]` and the head `[D, V]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModel(abc.ABC):
-    """Base of the models; a subclass says what a layer is.
+    """Base class of the models; a subclass defines `init_layer`, `layer` and `LAYER_RULES`.
 
     Args:
-        tied_embeddings: the head is the transpose of the embedding table.
-        logit_soft_cap: squashes logits to this range by `cap * tanh(logits / cap)`.
-        dropout: the rate at which what a layer adds is dropped, where a key is given.
+        tied_embeddings: whether the head is the transpose of the embedding table.
+        logit_soft_cap: if given, logits become `cap * tanh(logits / cap)`.
+        dropout: dropout rate on the outputs added by layers, used if a key is given.
     """
 
     vocab_size: int
@@ -67,7 +67,7 @@ class LanguageModel(abc.ABC):
 
     @classmethod
     def named(cls, size: str, **changes: Any) -> Self:
-        """Returns the model of a named size, with some fields changed.
+        """Returns the model with a named size, with some fields replaced.
 
         Example:
             >>> from meshwright.models import Decoder
@@ -79,36 +79,29 @@ class LanguageModel(abc.ABC):
             raise MeshwrightError(f"{cls.__name__} has no size {size!r}.", hint=hint)
         return cls(**(cls.SIZES[size] | changes))
 
-    # --- Sizes, checked when a model is made: a wrong one would only be met deep in a program ---
+    # --- Validation of sizes ---
 
     def __post_init__(self) -> None:
-        """Raises where a field of whole numbers has one below 1, or where a rate is none.
-
-        Example:
-            >>> from meshwright.models import Decoder
-            >>> Decoder.named("tiny", num_layers=0)
-            Traceback (most recent call last):
-            meshwright.errors.ConfigError: num_layers of Decoder is 0.
-            hint: a whole number from 1 on.
-        """
+        """Raises if an integer field is below 1 or the dropout rate is not in [0, 1)."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == "int" or (field.type == "int | None" and value is not None):
                 is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
                 if not is_whole or value < 1:
-                    raise ConfigError(f"{field.name} of {self._kind} is {value!r}.", hint="a whole number from 1 on.")
+                    problem = f"{field.name} of {self._kind} must be a positive integer; got {value!r}."
+                    raise ConfigError(problem, hint="pass 1 or more.")
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout of {self._kind} is {self.dropout!r}.", hint="a rate, 0 up to below 1.")
+            problem = f"dropout of {self._kind} must be at least 0 and below 1; got {self.dropout!r}."
+            raise ConfigError(problem, hint="pass a rate such as 0.1.")
 
     def _require_division(self, whole: str, parts: str) -> None:
-        """Raises where one size does not divide another."""
         size, count = getattr(self, whole), getattr(self, parts)
         if size % count:
             below, above = size // count * count, round_up(size, count)
             near = f"{below} or {above}" if below else f"{above}"
             raise ConfigError(
-                f"{whole} of {self._kind} is {size}, which its {parts} of {count} does not divide.",
-                hint=f"{whole} of {near}, or another {parts}.",
+                f"{whole} of {self._kind} is {size}, which is not a multiple of {parts} ({count}).",
+                hint=f"use {whole}={near}, or a different {parts}.",
             )
 
     @property
@@ -119,7 +112,7 @@ class LanguageModel(abc.ABC):
 
     @property
     def rules(self) -> Rules:
-        """How parameters are split over the axes dp, fsdp, tp and pp, as far as a mesh has them."""
+        """Rules that split parameters over the axes fsdp, tp and pp, if the mesh has them."""
         layers = [(f"layers/{name}", P("pp", *spec)) for name, spec in self.LAYER_RULES]
         ends = [("embed/table", P("tp", "fsdp")), ("final_norm", P())]
         ends += [] if self.tied_embeddings else [("head/kernel", P("fsdp", "tp"))]
@@ -139,7 +132,7 @@ class LanguageModel(abc.ABC):
 
     @property
     def num_params(self) -> int:
-        """How many parameters there are; nothing is computed."""
+        """Number of parameters, without computing them."""
         shapes = jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
         return sum(int(leaf.size) for leaf in jax.tree.leaves(shapes))
 
@@ -167,20 +160,20 @@ class LanguageModel(abc.ABC):
         finish: Finish | None = None,
         targets: PyTree = None,
     ) -> Any:
-        """Returns logits `[B, S, V]` in float32, or what `finish` makes of the last hidden states.
+        """Returns float32 logits `[B, S, V]`, or the result of `finish`.
 
         Args:
-            positions: `[B, S]`; by default they count from each document's start.
-            segment_ids: `[B, S]`: which document a token belongs to, from 1 on in each row; 0 is padding. Documents do
-                not see each other.
-            rng: a key for dropout; without it there is none.
-            gather: makes slices of parameters whole in the local view; see `meshwright.parallel.Gather`.
-            remat: what is computed again in the backward pass: "none", "dots" (all but results of matmuls), "full" (all
-                but the inputs of layers), "offload" (results of matmuls wait in the host's memory), or a policy of
-                `jax.checkpoint`.
-            finish: `finish(h, head, targets)`. In a pipeline it runs on the last stage for each microbatch, and its
-                results are summed.
-            targets: what `finish` gets beside the hidden states: arrays with the rows of `tokens`.
+            positions: `[B, S]` (default: counted from the start of each document).
+            segment_ids: `[B, S]`, the document of each token, counted from 1 in each row; 0 is padding. Documents do
+                not attend to each other.
+            rng: the key for dropout (default: no dropout).
+            gather: gathers shards of parameters in the local view; see `meshwright.parallel.Gather`.
+            remat: activations to recompute in the backward pass: "none", "dots" (all except matmul results), "full"
+                (all except the inputs of layers), "offload" (matmul results move to host memory), or a `jax.checkpoint`
+                policy.
+            finish: `finish(h, head, targets)`, called instead of computing logits. In a pipeline it runs on the last
+                stage for each microbatch, and its results are summed.
+            targets: arrays with the rows of `tokens`, passed to `finish`.
 
         Example:
             >>> from meshwright.models import Decoder
@@ -191,7 +184,7 @@ class LanguageModel(abc.ABC):
         """
         run = run or Execution()
         if tokens.ndim != 2:
-            raise PlacementError(f"{self._kind} got tokens of shape {tokens.shape}.", hint="use [B, S].")
+            raise PlacementError(f"{self._kind} got tokens of shape {tokens.shape}.", hint="pass [B, S].")
         rng = rng if self.dropout else None
         extras = {"positions": positions, "segment_ids": segment_ids}
         stages = run.stages()
@@ -200,8 +193,7 @@ class LanguageModel(abc.ABC):
             ends["head"] = params["head"]
 
         def enter(params: PyTree, tokens: Any) -> Any:
-            # Whole along features, as our gather makes it: XLA would look up slices of features, and has no good way
-            # from there to rows.
+            # Replicate features, because XLA would look up slices of features and reshard them to rows inefficiently.
             table = _constrained(_whole(params, gather, "embed")["table"], P(run.tensor_axis))
             embedded = vocab_embed(tokens, table, axis=run.tensor(), sequence_parallel=run.sequence_parallel)
             return _rows_split(embedded, run)
@@ -240,17 +232,17 @@ class LanguageModel(abc.ABC):
             logits, cap = logits.astype(jnp.float32), self.logit_soft_cap
             return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-        # A stage's layers come with the number of the first of them, which dropout draws by.
         count = int(jax.tree.leaves(params["layers"])[0].shape[0])
         num_stages = 1 if stages is None else jax.lax.axis_size(stages)
         if count * num_stages != self.num_layers:
             raise LayoutError(
-                f"{self._kind}: {num_stages} x {count} layers are here, and it has {self.num_layers}.",
-                hint="the rules must split the stack of layers over the pipeline's axis, and over no other.",
+                f"{self._kind} has {self.num_layers} layers, but the parameters hold {num_stages} x {count}.",
+                hint="split the stacked layers over the pipeline axis only.",
             )
         if stages is None:
             h = stage((params["layers"], jnp.zeros(1, jnp.int32)), enter(params["embed"], tokens), extras, rng=rng)
             return last(ends, h, targets)
+        # Dropout draws by layer number, so each stage gets the number of its first layer.
         first_number = jnp.full(1, count * axis_index(stages), jnp.int32)
         return pipeline(
             stage,
@@ -269,13 +261,13 @@ class LanguageModel(abc.ABC):
         )
 
     def prepare(self, positions: Any) -> Any:
-        """Returns what all layers share, computed once: tables of angles, say."""
+        """Returns values that all layers share, such as rotary tables, computed once."""
         return None
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a layer needs besides its parameters: the run, and dense layers and norms that use it."""
+    """Inputs of a layer besides its parameters, with dense layers and norms for the current mesh."""
 
     run: Execution
     segment_ids: Any
@@ -288,11 +280,11 @@ class Context:
         return sequence_norm(h, scale, axis=self.run.tensor(), eps=self.norm_eps)
 
     def residual_norm(self, h: Any, scale: Any) -> tuple[Any, Any]:
-        """Returns `h` to go on with, and its norm: their gradients are added where the norm's is computed."""
+        """Returns `h` for the residual stream, and its norm; one pass computes the sum of both gradients."""
         return residual_norm(h, scale, axis=self.run.tensor(), eps=self.norm_eps, kernels=self.run.kernels)
 
     def columns(self, h: Any, *weights: Any) -> tuple[Any, ...]:
-        """Returns `h @ w` for each weight, features split; they share one gather of `h`."""
+        """Returns `h @ w` for each weight, with features split; all share one gather of `h`."""
         run, axis = self.run, self.run.tensor()
         gathers = run.sequence_parallel and axis is not None
         options: Any = {"save_gathered": run.save_gathered, "kernels": run.kernels} if gathers else {}
@@ -300,13 +292,13 @@ class Context:
         return tuple(checkpoint_name(y, PROJECTION) for y in ys)
 
     def rows(self, y: Any, weight: Any) -> Any:
-        """Returns `y @ w` where features are split, with the sequence split again."""
+        """Returns `y @ w` for split features, with the sequence split again."""
         run, axis = self.run, self.run.tensor()
         options: Any = {"kernels": run.kernels} if run.sequence_parallel else {}
         h = row_dense(y, weight, axis=axis, sequence_parallel=run.sequence_parallel, **options)
         arrives = run.sequence_parallel and ways_along(axis, who="rows") > 1
         if chip_family(current_mesh()) == "gpu" and not arrives:
-            # What is added to it next stays out of the matmul: XLA would copy that first, to let cuBLAS add to it.
+            # Keep the residual addition out of the matmul: XLA would copy the residual so that cuBLAS can add to it.
             h = lax.optimization_barrier(h)
         return checkpoint_name(h, PROJECTION)
 
@@ -317,7 +309,7 @@ class Context:
         return self.rows(swiglu(gate, up), params["down"])
 
     def drop(self, h: Any, site: int) -> Any:
-        """Returns `h` with dropout, where there is a key; `site` tells the places within a layer apart."""
+        """Applies dropout if there is a key; `site` distinguishes calls within a layer."""
         if self.key is None:
             return h
         axis = self.run.tensor()
@@ -326,12 +318,12 @@ class Context:
 
 
 def scaled_normal(key: PRNGKeyArray, fan_in: int, *rest: int, scale: float = 1.0) -> Any:
-    """Returns a weight `[fan_in, ...]` whose products keep the variance of what they multiply, times `scale**2`."""
+    """Returns a weight `[fan_in, ...]` whose product has the variance of its input, times `scale**2`."""
     return jax.random.normal(key, (fan_in, *rest)) * (scale / fan_in**0.5)
 
 
 def init_mlp(k_gate: Any, k_up: Any, k_down: Any, *, d_model: int, d_ff: int, scale: float) -> PyTree:
-    """Returns the weights of `Context.feed_forward`; what it adds is scaled."""
+    """Returns the weights of `Context.feed_forward`, with its output scaled by `scale`."""
     return {
         "gate": scaled_normal(k_gate, d_model, d_ff),
         "up": scaled_normal(k_up, d_model, d_ff),
@@ -344,7 +336,7 @@ def _whole(params: PyTree, gather: Gather | None, name: str) -> PyTree:
 
 
 def _rows_split(h: Any, run: Execution) -> Any:
-    """Tells XLA, where it decides, to keep activations split by rows and, between blocks, by the sequence."""
+    """In the global view, keeps activations split by rows and, between blocks, by the sequence."""
     return _constrained(h, P(run.data_axes, run.tensor_axis if run.sequence_parallel else None))
 
 

@@ -31,13 +31,13 @@ from meshwright.errors import PlacementError
 from meshwright.mesh.axes import pcast_varying, varying_axes
 from meshwright.models.attention import check_segment_ids
 
-_ANY_DOCUMENT = -1  # of a state that has not seen segment_ids: whatever comes first continues it
+_ANY_DOCUMENT = -1  # in a state that has not seen segment_ids, so that any document continues it
 
 
 class MLSTMState(NamedTuple):
-    """What an mLSTM remembers of the tokens so far: `memory * exp(stabiliser)` and `normaliser * exp(stabiliser)`.
+    """The state of an mLSTM: `memory * exp(stabiliser)` and `normaliser * exp(stabiliser)`.
 
-    Only these products mean something, so as an output the stabiliser has no gradient of its own; as an input it has.
+    Only these products matter, so the stabiliser has a gradient as an input but not as an output.
     """
 
     memory: Array
@@ -47,11 +47,11 @@ class MLSTMState(NamedTuple):
     stabiliser: Array
     """`[B, H]`, float32."""
     segment: Array
-    """`[B]`, int32: the document of the last token that was not padding; -1 where `segment_ids` were never given."""
+    """`[B]`, int32: the document of the last token that was not padding; -1 if `segment_ids` were never given."""
 
 
 def init_mlstm_state(batch_size: int, num_heads: int, *, key_dim: int, value_dim: int) -> MLSTMState:
-    """Returns the state before the first token, which is all zeros.
+    """Returns the initial state, with a memory of zeros.
 
     Example:
         >>> state = init_mlstm_state(2, 4, key_dim=8, value_dim=16)
@@ -76,9 +76,9 @@ def mlstm_recurrent(
     state: MLSTMState | None = None,
     segment_ids: Array | None = None,
 ) -> tuple[Array, MLSTMState]:
-    """Returns the outputs `[B, S, H, V]` and the state after them, token by token: the form for generation.
+    """Returns the outputs `[B, S, H, V]` and the final state, computed token by token, for generation.
 
-    Computes in float32. Its gradient keeps the memory of every token; train with `mlstm_chunkwise`.
+    Computes in float32. Its gradient keeps the memory of every token, so train with `mlstm_chunkwise`.
 
     Args:
         q, k, v, i, f, state, segment_ids: as for `mlstm_chunkwise`.
@@ -104,7 +104,7 @@ def mlstm_recurrent(
         k_BHK = k_BHK.astype(wide) * jnp.exp(i_BH - m_BH)[..., None]
         c_BHKV = keep_BH[..., None, None] * c_BHKV + k_BHK[..., None] * v_BHV.astype(wide)[..., None, :]
         n_BHK = keep_BH[..., None] * n_BHK + k_BHK
-        # Sums of products rather than matmuls: one token reads the whole memory once, whatever computes it.
+        # Plain sums of products suffice, because one token reads the whole memory once either way.
         q_BHK = q_BHK.astype(wide) * t.scale
         h_BHV = normalise(jnp.sum(q_BHK[..., None] * c_BHKV, axis=-2), jnp.sum(q_BHK * n_BHK, axis=-1), m_BH)
         return (c_BHKV, n_BHK, m_BH), h_BHV.astype(v_BHV.dtype)
@@ -115,7 +115,7 @@ def mlstm_recurrent(
 
 
 def mlstm_parallel(q: Array, k: Array, v: Array, i: Array, f: Array, *, segment_ids: Array | None = None) -> Array:
-    """Returns the outputs `[B, S, H, V]` from all pairs of tokens at once: the reference, which needs S x S memory.
+    """Returns the outputs `[B, S, H, V]` from all pairs of tokens at once; a reference that needs S x S memory.
 
     Args:
         q, k, v, i, f, segment_ids: as for `mlstm_chunkwise`.
@@ -129,7 +129,7 @@ def mlstm_parallel(q: Array, k: Array, v: Array, i: Array, f: Array, *, segment_
     logf_BHS, i_BHS = jnp.moveaxis(t.logf_BSH, 1, 2), jnp.moveaxis(t.i_BSH, 1, 2)
     num_tokens = logf_BHS.shape[-1]
     after_TS = jnp.tril(jnp.ones((num_tokens, num_tokens), bool), k=-1)
-    # Each pair's forget gates are summed on their own: a difference of two long sums would lose the short ones.
+    # Sum the forget gates of each pair separately: a difference of two long sums would lose precision.
     decay_BHTS = jnp.cumsum(jnp.where(after_TS, logf_BHS[..., None], 0.0), axis=-2)
     log_BHTS = jnp.where(jnp.tril(jnp.ones_like(after_TS)), decay_BHTS + i_BHS[..., None, :], -jnp.inf)
     if t.begins_BS is not None:
@@ -143,18 +143,18 @@ def mlstm_parallel(q: Array, k: Array, v: Array, i: Array, f: Array, *, segment_
     return h_BSHV
 
 
-# --- Operations with gradients of their own ---
+# --- Operations with custom gradients ---
 
 
 def normalise(sum_V: Any, size: Any, m: Any) -> Any:
     """Returns `sum / max(|size|, exp(-m))`."""
-    # For gates past 87 exp(-m) would become 0, and a query of zeros 0 / 0.
+    # For gates above 87, exp(-m) would underflow to 0, and a query of zeros would give 0 / 0.
     return _divide(sum_V, jnp.maximum(jnp.abs(size), jnp.exp(-jnp.minimum(m, 80.0))))
 
 
 @jax.custom_vjp
 def _divide(a_V: Any, b: Any) -> Any:
-    """Divides rows by numbers as small as exp(-80), whose squares, which the usual gradient takes, are 0."""
+    """Divides rows by numbers as small as exp(-80); the usual gradient squares them, which underflows to 0."""
     return a_V / b[..., None]
 
 
@@ -174,7 +174,7 @@ _divide.defvjp(_divide_fwd, _divide_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def _dot(dims: str, a: Any, b: Any, wide: Any) -> Any:
-    """Multiplies in the dtype of `a` and `b`, backwards too, where JAX would multiply in that of the result."""
+    """Multiplies in the dtype of `a` and `b`, also in the backward pass, where JAX would use the result's dtype."""
     return einsum(dims, a, b, wide)
 
 
@@ -201,24 +201,23 @@ def einsum(dims: str, a: Any, b: Any, wide: Any) -> Any:
 
     if a.dtype == wide:
         return narrow(a, b)
-    # XLA's CPU compiler (jax 0.10 to 0.12) refuses some layouts of 16-bit operands with a 32-bit result. Widened first,
-    # they have the same products.
+    # XLA's CPU compiler (jax 0.10 to 0.12) rejects some layouts of 16-bit operands with a 32-bit result.
     return lax.platform_dependent(a, b, cpu=widened, default=narrow)
 
 
-# --- Inputs, checked and in the form that all three share ---
+# --- Checked inputs, in the form that all three cells share ---
 
 
 class CellInputs(NamedTuple):
-    """The inputs of a cell, and where it starts from."""
+    """The inputs of a cell and its initial state."""
 
     q_BSHK: Any
     k_BSHK: Any
     v_BSHV: Any
     i_BSH: Any  # -inf for padding
     logf_BSH: Any  # 0 for padding
-    begins_BS: Any  # whether a token is the first of its document; None where there are no documents
-    real_BS: Any  # whether a token is not padding; likewise
+    begins_BS: Any  # whether a token is the first of its document; None without documents
+    real_BS: Any  # whether a token is not padding; None without documents
     start: Any  # C, n, m before the first token
     last_segment_B: Any
 
@@ -227,7 +226,7 @@ class CellInputs(NamedTuple):
         return 1.0 / math.sqrt(self.q_BSHK.shape[-1])
 
     def dot(self, dims: str, a: Any, b: Any) -> Any:
-        """Multiplies in the inputs' dtype, and accumulates and returns in that of the gates."""
+        """Multiplies in the inputs' dtype, and accumulates and returns in the gates' dtype."""
         kind = self.q_BSHK.dtype
         return _dot(dims, a.astype(kind), b.astype(kind), self.i_BSH.dtype)
 
@@ -240,7 +239,7 @@ class CellInputs(NamedTuple):
 
 
 def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_ids: Any, *, who: str) -> CellInputs:
-    """Checks the inputs of a cell and returns them in the form that all three share; `who` is named in errors."""
+    """Checks the inputs of a cell and returns them in the shared form; errors name `who`."""
     q, k, v, i, f = (jnp.asarray(x) for x in (q, k, v, i, f))
     _check(q, k, v, i, f, who=who)
     if state is None:
@@ -248,14 +247,14 @@ def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_i
     _check_state(state, q, v, who=who)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check_segment_ids(segment_ids, q, who=who)
-    # What a loop carries, and what has a gradient of its own, must vary over the devices as its result does.
+    # Loop carries and inputs of custom gradients must vary along the same axes as their results.
     inputs = (q, k, v, i, f, state, segment_ids)
     axes = sorted(frozenset[str]().union(*(varying_axes(x) for x in jax.tree.leaves(inputs))))
     q, k, v, i, f, state, segment_ids = pcast_varying(inputs, axes)
 
     wide = jnp.promote_types(jnp.result_type(q, i, f), jnp.float32)
     c_BHKV, n_BHK, m_BH, segment_B = state
-    # What m says moves into C and n, where its gradient is right for all that follows; then it is a number like any.
+    # Move m into C and n, which carry its gradient; the m that remains needs none.
     m_BH = m_BH.astype(wide)
     start_m_BH = lax.stop_gradient(jnp.maximum(m_BH, 0.0))
     moved_BH = jnp.exp(m_BH - start_m_BH)
@@ -266,7 +265,7 @@ def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_i
         return CellInputs(q, k, v, i_BSH, logf_BSH, None, None, start, segment_B)
     real_BS = segment_ids != 0
     segment_ids = segment_ids.astype(segment_B.dtype)
-    # For every token the document of the last one that was not padding: padding may also lie within a document.
+    # The document of the last token that was not padding, because padding may lie within a document.
     known_BS = jnp.concatenate([segment_B[:, None], segment_ids], axis=1)
     known_BS = lax.associative_scan(lambda before, now: jnp.where(now != 0, now, before), known_BS, axis=1)
     before_BS = known_BS[:, :-1]
@@ -280,17 +279,17 @@ def _check(q: Any, k: Any, v: Any, i: Any, f: Any, *, who: str) -> None:
     if q.ndim != 4 or v.ndim != 4 or q.shape != k.shape or q.shape[:3] != v.shape[:3] or 0 in q.shape:
         raise PlacementError(
             f"{who} got q of shape {q.shape}, k of {k.shape} and v of {v.shape}.",
-            hint="q and k must both be [B, S, H, K], and v [B, S, H, V].",
+            hint="pass q and k as [B, S, H, K], and v as [B, S, H, V].",
         )
     if i.shape != q.shape[:3] or f.shape != q.shape[:3]:
         raise PlacementError(
-            f"{who} got gates of shapes {i.shape} and {f.shape}.",
-            hint=f"for q of shape {q.shape} both must be {q.shape[:3]}: one number per token and head.",
+            f"{who} got gates of shapes {i.shape} and {f.shape} for q of shape {q.shape}.",
+            hint=f"pass both with shape {q.shape[:3]}: one number per token and head.",
         )
     if len({q.dtype, k.dtype, v.dtype}) > 1 or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (q, i, f)):
         raise PlacementError(
             f"{who} got q of {q.dtype}, k of {k.dtype}, v of {v.dtype}, and gates of {i.dtype} and {f.dtype}.",
-            hint="q, k and v must have one float dtype, in which they are multiplied; gates may have another.",
+            hint="pass q, k and v with the same float dtype; gates may have another.",
         )
 
 
@@ -301,5 +300,5 @@ def _check_state(state: Any, q: Any, v: Any, *, who: str) -> None:
     if shapes != wanted:
         raise PlacementError(
             f"{who} got a state of shapes {shapes} for q of {q.shape} and v of {v.shape}.",
-            hint=f"init_mlstm_state({rows}, {heads}, key_dim={key_dim}, value_dim={value_dim}) fits.",
+            hint=f"use init_mlstm_state({rows}, {heads}, key_dim={key_dim}, value_dim={value_dim}).",
         )

@@ -1,4 +1,4 @@
-"""The mLSTM cell for training: pairs of tokens are compared within chunks, and states follow time between them.
+"""The chunkwise mLSTM cell for training: parallel within chunks, recurrent between them.
 
 See `meshwright.models.mlstm` for the function, its other forms, and the letters in names.
 """
@@ -16,8 +16,8 @@ from meshwright.models.execution import on_gpu
 from meshwright.models.mlstm import CellInputs, MLSTMState, einsum, normalise, prepare_tokens
 from meshwright.specs import ceil_div
 
-# Measured with benchmarks/mlstm_h200.py: a GPU wants few, large matmuls, and twice the key size was within 3% of the
-# fastest for keys of 128 and 256. Elsewhere nothing larger than 64 was measured.
+# On an H200, twice the key size was within 3% of the fastest for keys of 128 and 256 (benchmarks/mlstm_h200.py); on
+# other chips, nothing larger than 64 was measured.
 _CHUNK_SIZE, _MIN_GPU_CHUNK, _MAX_GPU_CHUNK = 64, 128, 512
 
 
@@ -58,21 +58,22 @@ def mlstm_chunkwise(
     segment_ids: Array | None = None,
     return_state: bool = False,
 ) -> Array | tuple[Array, MLSTMState]:
-    """Returns the outputs `[B, S, H, V]` of an mLSTM, and on request the state after them: the form for training.
+    """Returns the outputs `[B, S, H, V]` of an mLSTM and optionally the final state, for training.
 
-    Gates and states are float32; matmuls take the dtype of `q`, `k` and `v` and accumulate in float32. The gradient
-    keeps one memory of K x V per chunk and head; inside `jax.checkpoint` these are computed again too.
+    Gates and states are float32; matmuls use the dtype of `q`, `k` and `v` and accumulate in float32. The gradient
+    keeps one K x V memory per chunk and head, which `jax.checkpoint` recomputes.
 
     Args:
         q, k: `[B, S, H, K]`; `v` is `[B, S, H, V]`.
-        i, f: `[B, S, H]`, what enters the exponential input gate and the sigmoid forget gate.
-        chunk_size: tokens compared with each other; any number gives the same result. With larger ones fewer memories
-            are kept and matmuls are larger; past about K, comparing pairs costs more than that saves. By default 2 K
-            on GPUs, between 128 and 512, about half the time of 64 on an H200; 64 elsewhere.
-        state: where to continue, from an earlier call of any form.
-        segment_ids: `[B, S]` of whole numbers, one per document, each document in one piece. A document starts from the
-            empty state, but for one that continues the document of `state`. 0 is padding, which leaves the state alone
-            and whose outputs are 0.
+        i, f: `[B, S, H]`, the pre-activations of the exponential input gate and the sigmoid forget gate.
+        chunk_size: number of tokens per chunk; does not change the result. Larger chunks keep fewer memories and use
+            larger matmuls, but above about K the pairs within a chunk cost more than that saves. The default is 2 K on
+            GPUs, between 128 and 512 (about half the time of 64 on an H200), and 64 on other devices.
+        state: the state to continue from, returned by any form.
+        segment_ids: integers `[B, S]`, one id per document, each document contiguous. A document starts from the empty
+            state unless it continues the document of `state`. 0 is padding, which does not change the state and has
+            outputs of 0.
+        return_state: whether to return the state after the last token as well.
 
     Example:
         >>> q = k = v = jnp.ones((1, 100, 2, 4))
@@ -87,10 +88,11 @@ def mlstm_chunkwise(
         wide = min(max(2 * t.q_BSHK.shape[-1], _MIN_GPU_CHUNK), _MAX_GPU_CHUNK)
         chunk_size = wide if on_gpu() else _CHUNK_SIZE
     if type(chunk_size) is not int or chunk_size < 1:
-        raise PlacementError(f"mlstm_chunkwise got chunk_size={chunk_size!r}.", hint="a whole number from 1 on.")
+        raise PlacementError(
+            f"mlstm_chunkwise: chunk_size must be a positive integer; got {chunk_size!r}.", hint="pass 1 or more."
+        )
     chunks = _cut(t, min(chunk_size, t.q_BSHK.shape[1]))
-    # First the states between chunks, one after another, then all chunks at once: the loop holds one matmul and one
-    # pass over the memory, and the matmuls of the chunks are one large batch.
+    # The loop over chunks computes only their states, so that the other matmuls form one large batch.
     carry, states = _states(t, chunks)
     h_NBHLV = _outputs(t, chunks, states)
     h_BNLHV = h_NBHLV.transpose(1, 0, 3, 2, 4)
@@ -109,16 +111,15 @@ class _Chunks(NamedTuple):
     i_NBHL: Any
     coarse_NBHL: Any
     fine_NBHL: Any
-    document_NB1L: Any  # which document of its row a token belongs to; None where there are no documents
-    before_NB1: Any  # the same of the last token before the chunk
+    document_NB1L: Any  # index of each token's document in its row; None without documents
+    before_NB1: Any  # the document of the last token before the chunk
 
 
 def _cut(t: CellInputs, length: int) -> _Chunks:
-    """Cuts time into chunks, heads before positions, and sums each chunk's forget gates up to every position.
+    """Splits the inputs into chunks, heads before positions, with the cumulative sums of each chunk's log forget gates.
 
-    These sums are kept as a coarse part, of eighths, which float32 adds and subtracts without any rounding, and a fine
-    part, which stays small. Of gates that forget much, one sum would be so large that the difference of two neighbours,
-    which is what counts, had lost its digits.
+    Each sum has a coarse part, in eighths, which float32 adds without rounding, and a small fine part. With strong
+    forgetting, one running sum grows so large that differences between neighbors lose precision.
     """
     num_chunks = ceil_div(t.q_BSHK.shape[1], length)
     missing = num_chunks * length - t.q_BSHK.shape[1]
@@ -127,13 +128,13 @@ def _cut(t: CellInputs, length: int) -> _Chunks:
         x = jnp.pad(x_BSH, [(0, 0), (0, missing)] + [(0, 0)] * (x_BSH.ndim - 2), constant_values=fill)
         return jnp.moveaxis(x.reshape(x.shape[0], num_chunks, length, *x.shape[2:]), (1, 3), (0, 2))
 
-    # Positions past the end write nothing (-inf) and forget nothing (0): the state passes through them unchanged.
+    # Positions past the end write nothing (-inf) and forget nothing (0), so they do not change the state.
     logf_NBHL = cut(t.logf_BSH)
     eighths_NBHL = lax.stop_gradient(jnp.round(logf_NBHL * 8.0) / 8.0)
     document_NB1L = before_NB1 = None
     if t.begins_BS is not None:
         document_BS1 = jnp.cumsum(t.begins_BS, axis=1)[..., None]
-        document_NB1L = lax.cummax(cut(document_BS1), axis=3)  # what lies past the end is of the last document
+        document_NB1L = lax.cummax(cut(document_BS1), axis=3)  # positions past the end join the last document
         before_NB1 = jnp.concatenate([jnp.zeros_like(document_NB1L[:1, ..., -1]), document_NB1L[:-1, ..., -1]])
     return _Chunks(
         q_NBHLK=cut(t.q_BSHK),
@@ -148,7 +149,7 @@ def _cut(t: CellInputs, length: int) -> _Chunks:
 
 
 def _states(t: CellInputs, chunks: _Chunks) -> Any:
-    """Returns the state after the last chunk, and stacked, those that the chunks start from."""
+    """Returns the state after the last chunk, and the stacked initial states of the chunks."""
     coarse, fine, document = chunks.coarse_NBHL, chunks.fine_NBHL, chunks.document_NB1L
     through_NBH = coarse[..., -1] + fine[..., -1]
     to_end_NBHL = (coarse[..., -1:] - coarse) + (fine[..., -1:] - fine) + chunks.i_NBHL
@@ -159,9 +160,9 @@ def _states(t: CellInputs, chunks: _Chunks) -> Any:
 
 
 def _outputs(t: CellInputs, chunks: _Chunks, states: Any) -> Any:
-    """Returns what every token reads: from its own chunk, pair by pair, and from the state its chunk starts from."""
+    """Returns each token's output, from the pairs in its chunk and from the chunk's initial state."""
 
-    # What has L x L values per chunk is computed again in the backward pass, so that all that is kept grows with S.
+    # Recompute L x L arrays in the backward pass, so that memory grows linearly with S.
     @jax.checkpoint
     def outputs(chunks: _Chunks, states: Any) -> Any:
         q, k, v, i, coarse, fine, document, before = chunks
@@ -186,10 +187,10 @@ def _outputs(t: CellInputs, chunks: _Chunks, states: Any) -> Any:
 
 @jax.custom_vjp
 def _remember(through_NBH: Any, to_end_NBHL: Any, k_NBHLK: Any, v_NBHLV: Any, start: Any) -> Any:
-    """Returns the state after the last chunk, and stacked, those that the chunks start from.
+    """Returns the state after the last chunk, and the stacked initial states of the chunks.
 
-    The stack of memories, K x V per chunk, is the largest array of all. It has the dtype of the keys, in which matmuls
-    read it, and the gradient keeps that one copy; the usual gradient would keep another, in float32.
+    The stack of memories, K x V per chunk, is the largest array. It has the dtype of the keys, in which matmuls read
+    it, and the custom gradient keeps only that copy; the usual gradient would keep another one in float32.
     """
 
     def chunk(carry: Any, x: Any) -> tuple[Any, Any]:

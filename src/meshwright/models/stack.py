@@ -1,13 +1,12 @@
-"""Layers that are stacked along a leading dim, run one after the other: in a loop, written out, or in blocks.
+"""Running stacked layers in a loop, unrolled, or in blocks, with optional FSDP prefetch.
 
-Where layers are gathered (FSDP), their weights can be gathered one layer ahead, so that the gather hides behind the
-layer before it. In a plain loop, a layer's first matmul waits for its own weights. Here a step of the loop gathers the
-next layer's while it computes its own, forwards and backwards. Autodiff cannot write the backward loop: it would keep
-what the forward loop carries, the gathered weights of all layers. So the backward loop is written out below. What a
-layer keeps for it is decided by `jax.checkpoint`, as always; weights are left out of that and gathered again.
+With FSDP, a plain loop waits for each layer's weights before its first matmul. With prefetch, each loop step gathers
+the next layer's weights while the current layer computes, in the forward and the backward pass. The backward loop is
+custom, because autodiff would keep the carry of the forward loop: the gathered weights of all layers. `jax.checkpoint`
+decides which residuals a layer keeps; weights are excluded and gathered again.
 
-Along the way, the last layer's weights wait for the backward pass, which begins with them. One layer more than needed
-is gathered in all: the backward loop's last step gathers the first layer's again, since every step is the same program.
+The last layer's weights are kept for the backward pass, which starts with them. The last step of the backward loop
+gathers the first layer once more than needed, because all steps run the same program.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from meshwright.models.ops import unstack
 from meshwright.parallel.fsdp import Gather
 from meshwright.types import PyTree
 
-# Measured (benchmarks/RESULTS.md): on GPUs a scan's slices of stacked weights and residuals cost about a tenth. Where
-# layers are gathered one by one, they are slices already, and unrolled programs take minutes to compile.
+# On GPUs, slicing stacked weights and residuals in a scan costs about 10% (benchmarks/RESULTS.md).
 _BEST_FORM: dict[str, Layers] = {"gpu": "unroll"}
 
 
@@ -48,16 +46,17 @@ def run_layers(
     """Returns `h` after all layers: `h = block(layer, h, number)` for each.
 
     Args:
-        layers: the layers' parameters, stacked along their leading dim.
+        layers: the layers' parameters, stacked along the leading dim.
         first: the number of the first layer.
-        form: "scan", "unroll", a number of layers per step of the loop, or "auto".
-        remat: what the backward pass computes again; see `Execution`.
-        gather: makes a layer's slices whole, just before they are used. They are gathered again for the backward pass.
-        prefetch: gathers each layer's while the one before it computes.
-        kernels: whether a kernel of ours puts the layers' gradients together; see `Execution`.
+        form: "scan", "unroll", a number of layers per loop step, or "auto".
+        remat: activations to recompute in the backward pass; see `LanguageModel.apply`.
+        gather: gathers a layer's weights just before use, and again for the backward pass.
+        prefetch: whether to gather each layer's weights while the previous layer computes.
+        kernels: whether a Pallas kernel stacks the layers' gradients; see `Execution`.
     """
     count = int(jax.tree.leaves(layers)[0].shape[0])
     if form == "auto":
+        # Layers gathered one by one are slices already, and unrolled programs with FSDP take minutes to compile.
         form = "scan" if gather is not None else _BEST_FORM.get(chip_family(current_mesh()), "scan")
     size = _block_size(form, count)
     numbers = first + jnp.arange(count)
@@ -74,7 +73,7 @@ def run_layers(
     if policy is None and whole is not None:
         policy = _all_but_gathered
     if policy is not None:
-        # Only a loop keeps XLA from merging what is computed again with what was there before.
+        # Without a loop, XLA would merge the recomputation with the original computation.
         run = jax.checkpoint(run, policy=policy, prevent_cse=size == count)
     if size == count:
         for number, layer in enumerate(unstack(layers, count, kernels=kernels)):
@@ -96,7 +95,7 @@ def run_layers(
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    # Kept, the gathered weights of all layers would be the whole model on every device.
+    # Saving the gathered weights of all layers would hold the whole model on every device.
     return "all_gather" not in str(primitive.name)
 
 
@@ -114,7 +113,7 @@ def _block_size(form: Layers, count: int) -> int:
     return form
 
 
-# --- Gathered one layer ahead ---
+# --- FSDP prefetch ---
 
 
 def run_prefetched(
@@ -126,27 +125,27 @@ def run_prefetched(
     whole: Callable[[PyTree], PyTree],
     unroll: int = 1,
 ) -> Any:
-    """Returns `h` after all layers: `h = block(whole(layer), h, number)` for each, gathered one layer ahead.
+    """Returns `h` after all layers, `h = block(whole(layer), h, number)` for each, gathered one layer ahead.
 
     Args:
-        layers: slices of the layers' parameters, stacked along their leading dim.
-        numbers: a number for each layer.
-        whole: makes a layer's slices whole; its gradient is the reduce-scatter.
-        unroll: how many layers are written out in each step of the loop; all of them make no loop.
+        layers: shards of the layers' parameters, stacked along the leading dim.
+        numbers: the number of each layer.
+        whole: gathers a layer's weights; its gradient is the reduce-scatter.
+        unroll: number of layers per loop step; all layers give no loop.
     """
     count = int(numbers.shape[0])
-    shape_of_pull: list[Any] = []  # set by the forward pass, for the backward pass of the same program
+    shape_of_pull: list[Any] = []  # set when the forward pass is traced, used by the backward pass
 
-    def neighbour(layers: PyTree, place: Any, by: int, h: Any) -> tuple[PyTree, Any]:
-        """Returns the whole weights of the layer before or after, and `h`, which the gather waits for."""
-        # Beyond the ends there is none to gather; the one at the end is taken, since every step is the same program.
+    def neighbor(layers: PyTree, place: Any, by: int, h: Any) -> tuple[PyTree, Any]:
+        """Returns the gathered weights of the previous or next layer, and `h`, on which the gather depends."""
+        # Past either end, gather the layer at that end, because all steps run the same program.
         place = tied = jnp.clip(place + by, 0, count - 1)
         if unroll > 1:
-            # Written out, all layers are in one program, and nothing else keeps XLA from gathering them all at once.
+            # Without a loop, only this barrier keeps XLA from gathering all layers at once.
             h, tied = lax.optimization_barrier((h, place))
 
         def take(leaf: Any) -> Any:
-            # Tied to `h`, an index differs wherever `h` does, and so would what does not: it is not gathered anyway.
+            # The tied index varies like `h`; leaves that vary along fewer axes are not gathered and need no tie.
             index = tied if varying_axes(tied) <= varying_axes(leaf) else place
             return lax.dynamic_index_in_dim(leaf, index, keepdims=False)
 
@@ -156,7 +155,7 @@ def run_prefetched(
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
             h, weights = carry
             place, number = x
-            following, h = neighbour(layers, place, 1, h)
+            following, h = neighbor(layers, place, 1, h)
             if not keeps:
                 return (block(weights, h, number), following), None
             out, pull = jax.vjp(lambda weights, h: block(weights, h, number), weights, h)
@@ -178,7 +177,7 @@ def run_prefetched(
         def step(carry: Any, x: Any) -> tuple[Any, PyTree]:
             dh, weights = carry
             kept, place = x
-            before, dh = neighbour(layers, place, -1, dh)
+            before, dh = neighbor(layers, place, -1, dh)
             d_weights, dh = _with(kept, weights, shape_of_pull[0])(dh)
             layer = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False), layers)
             (d_layer,) = jax.vjp(whole, layer)[1](d_weights)
@@ -193,7 +192,7 @@ def run_prefetched(
 
 
 def _without(pull: PyTree, weights: PyTree) -> tuple[list[Any], Any]:
-    """Returns what a pull-back keeps apart from the weights, and how to put it together again."""
+    """Returns the residuals of a VJP function without the weights, and the structure to rebuild it."""
     leaves, structure = jax.tree.flatten(pull)
     places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(weights))}
     sources = [places.get(id(leaf)) for leaf in leaves]

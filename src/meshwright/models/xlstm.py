@@ -1,6 +1,6 @@
-"""A language model of mLSTM blocks (arXiv 2405.04517, in the form of arXiv 2503.13427), with a gated feed-forward.
+"""xLSTM: a language model of mLSTM blocks (arXiv 2405.04517, 2503.13427) with gated feed-forward layers.
 
-Shapes: B rows of a batch, S tokens, D features, H heads, K features of a head's keys, V of its values, F hidden ones.
+Shapes: B rows, S tokens, D features, H heads, K key features per head, V value features per head, F hidden features.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from meshwright.types import PRNGKeyArray, PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class XLSTM(LanguageModel):
-    """A language model of mLSTM blocks; `XLSTM.named("7b")` has its usual sizes.
+    """A language model of mLSTM blocks; `XLSTM.named("7b")` has its usual sizes. See `LanguageModel` for other fields.
 
     Args:
-        qk_factor: features of queries and keys, as a share of `d_model`; values have all of it.
-        gate_soft_cap: squashes what enters the gates by `cap * tanh(x / cap)`; None leaves it alone.
-        chunk_size: how many tokens are compared with each other at a time. It does not change the function. By default
-            the number that suits the chip: see `mlstm_chunkwise`.
+        qk_factor: features of queries and keys, as a fraction of `d_model`; values have `d_model`.
+        gate_soft_cap: gate pre-activations become `cap * tanh(x / cap)`; None disables it.
+        chunk_size: number of tokens per chunk, which does not change the function (default: see `mlstm_chunkwise`).
 
     Example:
         >>> model = XLSTM.named("tiny")
@@ -74,8 +73,8 @@ class XLSTM(LanguageModel):
         self._require_division("d_model", "num_heads")
         if not (0 < self.qk_factor < math.inf and self._key_dim):
             raise ConfigError(
-                f"qk_factor of XLSTM is {self.qk_factor!r}: no feature is left for the keys of {self.num_heads} heads.",
-                hint="a share of d_model, such as 0.5.",
+                f"qk_factor of XLSTM is {self.qk_factor!r}, which leaves no key features for {self.num_heads} heads.",
+                hint="pass a fraction of d_model, such as 0.5.",
             )
 
     @property
@@ -90,7 +89,7 @@ class XLSTM(LanguageModel):
             "k": scaled_normal(k_k, self.d_model, keys),
             "v": scaled_normal(k_v, self.d_model, self.d_model),
             "o_gate": scaled_normal(k_o, self.d_model, self.d_model),
-            # Gates start almost independent of the input: remembering, heads over different spans, and writing little.
+            # Gates start almost independent of the input: heads forget slowly, at different rates, and write little.
             "i_gate": scaled_normal(k_i, self.d_model, self.num_heads, scale=0.1),
             "f_gate": scaled_normal(k_f, self.d_model, self.num_heads, scale=0.1),
             "i_bias": jnp.full(self.num_heads, -10.0),
@@ -126,14 +125,14 @@ class XLSTM(LanguageModel):
         return context.rows(checkpoint_name(y.astype(x.dtype), PROJECTION), params["out"])
 
     def _gate(self, x: Any, bias: Any) -> Any:
-        # In float32: an exponential follows.
+        # float32, because the cell exponentiates it.
         x = x.astype(jnp.float32) + bias.astype(jnp.float32)
         cap = self.gate_soft_cap
         return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def _head_norm(y: Any, scale: Any, eps: float) -> Any:
-    """Returns `[B, S, H, V]` with each head divided by its root mean square, as `[B, S, H * V]` in float32, scaled."""
+    """Applies RMSNorm to each head of `[B, S, H, V]`; returns `[B, S, H * V]` in float32."""
     wide = y.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + eps)
     return wide.reshape(*y.shape[:2], -1) * scale.astype(jnp.float32)

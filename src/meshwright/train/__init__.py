@@ -1,4 +1,4 @@
-"""Training: the state of a run, and the step that takes it on, on any number of devices."""
+"""Training on any mesh: jobs, the state of a run, and the train step."""
 
 from meshwright.distributed.agreement import fingerprint, require_agreement
 from meshwright.lazy import make_callable

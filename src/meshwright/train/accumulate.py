@@ -1,12 +1,11 @@
-"""Gradients of a batch that is computed in minibatches: those of the whole batch, for any number of minibatches.
+"""Gradient accumulation over minibatches; the result is the gradient of the whole batch.
 
-Minibatches are equal in rows, not in what counts: masks and padding make their losses averages over different numbers
-of targets. So each is weighted by the denominator of its own loss. Sums are kept in float32 whatever the parameters
-are, and random draws belong to rows (`meshwright.parallel.row_key`), so that dropout does not change with the number of
-minibatches either.
+Minibatches have equal numbers of rows but, with masks and padding, different numbers of valid targets. So each one is
+weighted by the count of its loss. Sums are in float32 for any parameter dtype, and random numbers belong to rows
+(`meshwright.parallel.row_key`), so dropout does not depend on the number of minibatches.
 
-A metric is a `(sum, count)` pair, whose two numbers are added up, or any other number or array, whose average is taken
-with the weights of the parts. A part of no weight (nothing but masked targets) adds nothing, even if it holds NaN.
+A metric is a `(sum, count)` pair, whose entries are summed, or any other number or array, which is averaged with the
+weights of the minibatches. A minibatch with weight 0 (all targets masked) adds nothing, even if it contains NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from meshwright.types import Metrics, PRNGKeyArray, PyTree
 
 
 class Accumulated(NamedTuple):
-    """What `accumulate` returns: the mean loss, its gradients in float32, placed as the parameters, and metrics."""
+    """The result of `accumulate`: the mean loss, float32 gradients sharded like the parameters, and metrics."""
 
     loss: Any
     grads: PyTree
@@ -55,33 +54,33 @@ def accumulate(
 ) -> Accumulated:
     """Returns loss and gradients of a batch whose rows are split over devices and minibatches, in the local view.
 
-    The result is that of one device with the whole batch: the sum of all losses over the number of valid targets on
-    all devices. Outside of `shard_map` it is just that.
+    The result is the same as on one device with the whole batch: the sum of all losses divided by the number of valid
+    targets on all devices. Also works outside `shard_map`, on one device.
 
     Args:
         loss_fn: `loss_fn(params, minibatch, rng) -> (loss, metrics)`. The loss is a `(sum, count)` pair over the
-            minibatch's valid targets; terms that belong to no target are multiplied by the count. A loss that is one
-            number is taken for a mean, and all minibatches and devices weigh the same.
-        params: this device's slices. `loss_fn` gets them whole along `gather_axes`.
+            minibatch's valid targets; multiply terms that are not per target by the count. A scalar loss is treated as
+            a mean, with equal weights for all minibatches and devices.
+        params: this device's shards. `loss_fn` gets them gathered along `gather_axes`.
+        batch: this device's rows.
         rng: a key that is the same on all devices; `loss_fn` gets a `row_key` of it.
-        specs: a PartitionSpec for each parameter, as they were given to `local_map`; replicated where None.
-        sync: how often gradients are exchanged, and parameters gathered. `"every"`: with each minibatch. `"hybrid"`:
-            along the axes that parameters are split over with each minibatch, along the others once. `"once"`: once per
-            batch; needs memory for whole parameters and whole float32 gradients.
-        gather_axes: the axes that parameters are gathered along; `("fsdp",)` by default. With `()`, the loss gathers
-            its parameters itself, layer by layer for instance, and `"once"` cannot spare it that.
-        axes: the axes along which the loss is a partial sum; by default those that the batch is split over. Add the
-            axis of a pipeline whose loss is on the last stage only; sum and count must both be zero elsewhere, since
-            both are summed along these axes.
-        row_axes: those of them that split the batch's rows, in the order of the batch's spec.
-        grad_specs: finer specs for the gradients than for the parameters: with one more axis in a leaf's spec, its
-            gradient is summed and scattered along that axis, for half the bytes of a sum (ZeRO-1).
-        dtypes: the dtypes that `loss_fn` gets parameters in, leaf by leaf; their own by default. They are gathered in
-            these.
-        reduce_dtype: the dtype in which gradients travel between devices; float32 by default.
-        row_blocks: in the global view, over how many devices rows are split. Minibatches then take a slice out of each
-            device's rows.
-        with_gradients: False computes the loss and metrics alone; gradients are None.
+        num_minibatches: number of minibatches, computed one after the other.
+        specs: the PartitionSpec of each parameter, as passed to `local_map` (default: replicated).
+        sync: how often devices reduce gradients and gather parameters. `"every"`: for each minibatch. `"hybrid"`: for
+            each minibatch along the axes that split parameters, once along the others. `"once"`: once per batch, which
+            needs memory for whole parameters and whole float32 gradients.
+        gather_axes: the axes to gather parameters along (default: `("fsdp",)`). With `()`, the loss gathers its
+            parameters (layer by layer, for instance), even with `sync="once"`.
+        axes: the axes along which the loss is a partial sum (default: those that split the batch). Add the pipeline
+            axis if only the last stage computes the loss; its sum and count must be zero on the other stages.
+        row_axes: the axes that split the batch's rows, in the order of the batch's spec.
+        grad_specs: specs of the gradients (default: `specs`). A leaf's spec may have one more axis; its gradient is
+            then reduce-scattered along that axis, which sends half the bytes of an all-reduce (ZeRO-1).
+        dtypes: the dtype of each parameter in `loss_fn` and in its all-gather (default: its own).
+        reduce_dtype: the dtype in which devices exchange gradients (default: float32).
+        row_blocks: number of devices that rows are split over in the global view. Each minibatch then takes a slice of
+            each device's rows.
+        with_gradients: whether to compute gradients; if False, they are None.
 
     Example:
         >>> import meshwright as mw
@@ -118,8 +117,8 @@ def accumulate(
     block = parts.num_rows // row_blocks
     blocks = {"block": block, "stride": block * num_minibatches} if row_blocks > 1 else {}
 
-    # The reduction is the transpose of the preparation: what is marked or gathered before the loop is summed or
-    # scattered once, after it. In float32, whatever the parameters are.
+    # Gradients are reduced by the transpose of this preparation: marks and gathers before the loop become one sum or
+    # scatter after it, in float32.
     masters = jax.tree.map(wide, params)
     prepared, pull = jax.vjp(lambda own: plan.before(own, masters), plan.own(masters))
     if sync == "once":
@@ -127,7 +126,7 @@ def accumulate(
 
     def step(index: Any, slices: Any) -> Any:
         key = None if rng is None else row_key(rng, first_row + index * block, **blocks)
-        # Tied to the loop, or XLA would move the gather out of it and hold whole parameters throughout.
+        # Without this dependency, XLA would hoist the gather out of the loop and keep whole parameters in memory.
         held = prepared if sync == "once" or num_minibatches == 1 else after(index, prepared)
 
         whole, pull_inside = jax.vjp(lambda held: plan.inside(held, masters), held)
@@ -136,13 +135,12 @@ def accumulate(
             loss, metrics = loss_fn(params, parts.join(slices), key)
             total, count = loss if is_pair(loss) else (loss, jnp.float32(1))
             plan.check_loss(total)
-            # No sum over devices here, and no division: one scaling at the end serves all minibatches and devices. What
-            # is summed there is what is differentiated, also where the loss is the same on all devices already.
+            # The sum over devices and the division come once, after the loop; pcast_varying makes gradients match that
+            # sum even if the loss is already equal on all devices.
             return pcast_varying(jnp.asarray(total).astype(jnp.float32), plan.axes), (jnp.asarray(count), metrics)
 
         if with_gradients:
-            # In the dtypes that the loss computes in, and widened after that: gradients of layers are put together and
-            # written once, in half the bytes.
+            # Widening after the gradients are stacked writes them once, in half the bytes.
             (total, (count, metrics)), grads = jax.value_and_grad(local_sum, has_aux=True)(plan.narrow(whole))
             grads = written_once(grads)
             (grads,) = pull_inside(jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, whole))
@@ -165,23 +163,23 @@ def accumulate(
     return Accumulated(over(total, count), grads, average(metrics, count))
 
 
-# --- Sums over parts of a batch that become averages over the whole ---
+# --- Weighted sums over minibatches and devices ---
 
 
 def is_pair(node: Any) -> bool:
-    """Returns whether this is a `(sum, count)` pair: a tuple of two scalars."""
+    """Whether this is a `(sum, count)` pair: a tuple of two scalars."""
     is_tuple = type(node) is tuple and len(node) == 2
     return is_tuple and all(isinstance(item, (int, float)) or getattr(item, "ndim", None) == 0 for item in node)
 
 
 def denominator(metrics: Any, key: str) -> Any:
-    """Returns the count of the pair `metrics[key]`; 1 where there is none, which makes all parts weigh the same."""
+    """Returns the count of the pair `metrics[key]`, or 1 (equal weights) if there is no such pair."""
     pair: Any = metrics.get(key) if isinstance(metrics, Mapping) else None
     return jnp.asarray(pair[1]) if is_pair(pair) else jnp.float32(1)
 
 
 def weigh(metrics: PyTree, weight: Any) -> PyTree:
-    """Returns metrics in the form in which those of several parts are added: sums, of weighted values or of pairs."""
+    """Returns metrics as summands: weighted values, and pairs without the NaN of empty ones."""
 
     def summand(node: Any) -> Any:
         if is_pair(node):
@@ -193,19 +191,19 @@ def weigh(metrics: PyTree, weight: Any) -> PyTree:
 
 
 def times(value: Any, weight: Any) -> Any:
-    """Returns `value * weight` in float32 or wider, and zero where the weight is zero, even of NaN."""
+    """Returns `value * weight` in float32 or wider, and zero if the weight is zero, even for NaN."""
     value = jnp.asarray(value)
     product = value.astype(jnp.promote_types(value.dtype, jnp.float32)) * weight
     return jnp.where(weight > 0, product, jnp.zeros_like(product))
 
 
 def over(value: Any, total: Any) -> Any:
-    """Returns `value / total`, and zero where the total is zero."""
+    """Returns `value / total`, or zero if the total is zero."""
     return jnp.where(total > 0, value / jnp.where(total > 0, total, 1), jnp.zeros_like(value))
 
 
 def average(sums: PyTree, total: Any) -> PyTree:
-    """Returns what `weigh` made, added up, as metrics again: pairs stay pairs, the rest is divided by the total."""
+    """Turns sums of `weigh` results into metrics: pairs stay pairs, other values are divided by the total weight."""
     return jax.tree.map(lambda node: node if is_pair(node) else over(node, total), sums, is_leaf=is_pair)
 
 
@@ -215,13 +213,13 @@ def add(first: PyTree, second: PyTree) -> PyTree:
 
 
 def after(done: PyTree, tree: PyTree) -> PyTree:
-    """Returns a tree that cannot be used before `done` is computed; XLA keeps this order.
+    """Returns `tree` with a dependency on `done`, so that XLA computes `done` first.
 
-    Only those of `done` are waited for that vary no further than the leaf in question, whose type would change.
+    A leaf waits only for entries of `done` that vary along no more axes than the leaf, because its type would change.
     """
 
     def wait(leaf: Any) -> Any:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # random keys cannot be tied to anything
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # optimization_barrier does not take random keys
             return leaf
         known = [item for item in jax.tree.leaves(done) if varying_axes(item) <= varying_axes(leaf)]
         return lax.optimization_barrier((leaf, *known))[0]
@@ -230,17 +228,17 @@ def after(done: PyTree, tree: PyTree) -> PyTree:
 
 
 def written_once(tree: PyTree) -> PyTree:
-    """Returns a tree whose leaves are in memory before anything uses them, where that pays: on GPUs.
+    """Returns a tree whose leaves are written to memory before use, on GPUs.
 
-    Layers' gradients are put together to stacked leaves. Fused into an optimizer's update, which then becomes one
-    kernel for each of its results, that costs more than it saves (benchmarks/RESULTS.md).
+    Otherwise XLA fuses the stacking of layer gradients into the optimizer update, which is slower
+    (benchmarks/RESULTS.md).
     """
-    # Leaf by leaf: what passes a barrier together varies along the same axes after it.
+    # One barrier per leaf, because the outputs of one barrier vary along the same axes.
     return jax.tree.map(lax.optimization_barrier, tree) if chip_family(current_mesh()) == "gpu" else tree
 
 
 def zeros_for(function: Callable[..., PyTree], *args: Any) -> PyTree:
-    """Returns zeros of the shapes, dtypes and varying axes that `function(*args)` would have; runs nothing."""
+    """Returns zeros with the shapes, dtypes and varying axes of `function(*args)`, without running it."""
     shapes = jax.eval_shape(function, *args)
     return jax.tree.map(
         lambda leaf: pcast_varying(jnp.zeros(leaf.shape, leaf.dtype), sorted(varying_axes(leaf))), shapes
@@ -248,7 +246,7 @@ def zeros_for(function: Callable[..., PyTree], *args: Any) -> PyTree:
 
 
 def wide(value: Any) -> Any:
-    """Returns a value in the dtype it is summed in: float32 at least, integers as they are, booleans counted.
+    """Returns a value in the dtype of its sum: at least float32 for floats, int32 for booleans.
 
     A sum of ones in bfloat16 stops growing at 256.
     """

@@ -1,8 +1,8 @@
-"""Models of other libraries as jobs: their variables, states and modules become plain trees of parameters.
+"""Jobs from Flax Linen, Flax NNX and Equinox models.
 
-Parameters are nested dicts whose paths are those of the model: rules read like the model, and a checkpoint can be read
-without its library. A loss returns a mean, or better a `(sum, count)` pair, which is right with masks, minibatches and
-any mesh; and after it a dict of metrics, if there are any.
+Parameters become nested dicts with the paths of the model, so rules use these paths, and a checkpoint can be read
+without the library. A loss returns a mean or, for correct weights with masks and minibatches, a `(sum, count)` pair,
+optionally followed by a dict of metrics.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def linen_job(
     init_args: tuple[Any, ...] | None = None,
     mesh: str | None = None,
 ) -> Job:
-    """Makes a job of a `flax.linen` module whose only variables are its parameters.
+    """Returns a job for a `flax.linen` module whose only variables are parameters.
 
     Args:
-        loss: `loss(apply, batch, rng)`, where `apply(*args, **kwargs)` calls the module with its parameters, and with
-            `rng` for dropout. `rng` is None where nothing is to be dropped.
-        batch: an example batch, of arrays or shapes.
-        init_args: arrays or shapes to initialise the module with; by default those that the loss first calls it with.
+        loss: `loss(apply, batch, rng)`; `apply(*args, **kwargs)` calls the module with its parameters, and with `rng`
+            for dropout. `rng` is None if dropout is off.
+        batch: an example batch of arrays or shapes.
+        init_args: arrays or shapes to initialize the module with (default: the arguments of the loss's first call).
 
     Example:
         >>> import meshwright as mw
@@ -80,19 +80,14 @@ def linen_job(
 
 
 def nnx_job(
-    make_model: Callable[[Any], Any],
-    loss: Callable[..., Any],
-    batch: PyTree,
-    rules: Any,
-    *,
-    mesh: str | None = None,
+    make_model: Callable[[Any], Any], loss: Callable[..., Any], batch: PyTree, rules: Any, *, mesh: str | None = None
 ) -> Job:
-    """Makes a job of a `flax.nnx` model whose only state is its parameters and random streams.
+    """Returns a job for a `flax.nnx` model whose only state is parameters and random streams.
 
     Args:
-        make_model: `make_model(rngs)`, with `nnx.Rngs`, makes the model.
-        loss: `loss(model, batch)`. The model is in training mode where dropout has a key, in evaluation mode if not.
-        batch: an example batch, of arrays or shapes.
+        make_model: `make_model(rngs)` returns the model, given `nnx.Rngs`.
+        loss: `loss(model, batch)`. The model is in training mode if dropout has a key, else in evaluation mode.
+        batch: an example batch of arrays or shapes.
 
     Example:
         >>> import meshwright as mw
@@ -107,13 +102,13 @@ def nnx_job(
         >>> jax.tree.map(jnp.shape, job.init(jax.random.key(0)))
         {'bias': (4,), 'kernel': (16, 4)}
     """
-    from flax import nnx  # as slow to import as the rest of Flax
+    from flax import nnx  # slow to import
 
     model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
     parts: Any = nnx.split(model, nnx.Param, nnx.RngState, ...)
     graph, params, streams, others = parts
     _refuse_others(model, (type(variable).__name__ for _, variable in nnx.to_flat_state(others)))
-    # The last step into a variable is to its value, which is no name.
+    # Treat variables as leaves, so that names do not end in the entry for their value.
     names = _Names.of(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
     def init(key: PRNGKeyArray) -> PyTree:
@@ -121,7 +116,7 @@ def nnx_job(
 
     def job_loss(params: PyTree, batch: PyTree, rng: PRNGKeyArray | None) -> Any:
         key = jax.random.key(0) if rng is None else rng
-        # Every stream starts anew with each batch, from a key of its own.
+        # Every random stream restarts with each batch, each from a different key.
         fresh = [
             jax.random.fold_in(key, place) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else _zeros(leaf)
             for place, leaf in enumerate(jax.tree.leaves(streams))
@@ -141,12 +136,12 @@ def equinox_job(
     *,
     mesh: str | None = None,
 ) -> Job:
-    """Makes a job of an Equinox model: its arrays of floats are the parameters, the rest stays as it was made.
+    """Returns a job for an Equinox model, whose float arrays are the parameters.
 
     Args:
-        make_model: `make_model(key)` makes the model.
-        loss: `loss(model, batch, key)`. Without a key, the model is in inference mode.
-        batch: an example batch, of arrays or shapes.
+        make_model: `make_model(key)` returns the model.
+        loss: `loss(model, batch, key)`. If `key` is None, the model is in inference mode.
+        batch: an example batch of arrays or shapes.
 
     Example:
         >>> import equinox as eqx, meshwright as mw
@@ -163,7 +158,7 @@ def equinox_job(
     try:
         import equinox as eqx
     except ModuleNotFoundError:
-        raise JobError("equinox_job needs Equinox.", hint="pip install equinox") from None
+        raise JobError("equinox_job needs Equinox, which is not installed.", hint="pip install equinox") from None
     model = eqx.filter_eval_shape(make_model, jax.eval_shape(lambda: jax.random.key(0)))
     params, static = eqx.partition(model, lambda leaf: _is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact))
     buffers = [leaf for leaf in jax.tree.leaves(static) if _is_array(leaf)]
@@ -181,7 +176,7 @@ def equinox_job(
 
 
 class _Names(NamedTuple):
-    """The paths of a tree's leaves, by which it becomes nested dicts and a tree again."""
+    """The paths of a tree's leaves, to convert it to nested dicts and back."""
 
     paths: tuple[tuple[str, ...], ...]
     structure: Any
@@ -199,7 +194,7 @@ class _Names(NamedTuple):
 
 
 def _job(init: Callable[..., Any], loss: Callable[..., Any], batch: PyTree, rules: Any, mesh: str | None) -> Job:
-    """Returns a job of functions of nested dicts; a loss that returns no metrics gets none."""
+    """Returns a job whose loss always returns a dict of metrics."""
 
     def with_metrics(params: PyTree, batch: PyTree, rng: PRNGKeyArray | None) -> tuple[Any, Mapping[str, Any]]:
         result = loss(params, batch, rng)
@@ -214,7 +209,7 @@ def _refuse_others(model: Any, others: Iterable[str]) -> None:
     if found:
         raise JobError(
             f"{type(model).__name__} holds more than parameters: {', '.join(found)}.",
-            hint="a step changes parameters only; use layers without running statistics or buffers.",
+            hint="use layers without running statistics or buffers; a step updates only parameters.",
         )
 
 

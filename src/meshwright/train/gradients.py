@@ -1,4 +1,4 @@
-"""Loss and gradients of a job on a mesh, in one of the two views, as a function of whole arrays."""
+"""Loss and gradients of a job on a mesh, in the local or global view."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ View = Literal["global", "local"]
 
 GATHER_AXES = ("fsdp",)
 PIPELINE_AXES = ("pp",)
-_COUNTED = "tokens of the loss"  # a name that no metric of a job has
+_COUNTED = "tokens of the loss"  # unlikely to be the name of a job's metric
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """`gradients(params, batch, rng) -> (Accumulated, squares)`, for use inside a program.
+    """`gradients(params, batch, rng) -> (Accumulated, squares)`, for use inside `jax.jit`.
 
-    `squares` holds the sum of squares of every leaf's gradient. Rows of a batch are split over `row_axes`.
+    `squares` is an array with the sum of squares of each leaf's gradient. `row_axes` split the rows of a batch.
     """
 
     compute: Callable[[PyTree, PyTree, Any], tuple[Accumulated, Any]]
@@ -63,27 +63,40 @@ def make_gradients(
     data_axes: str | Sequence[str] | None = None,
     with_gradients: bool = True,
 ) -> Gradients:
-    """Returns a job's loss and gradients as a function of whole parameters and a whole batch; see `make_train_step`."""
+    """Returns a function that computes a job's loss and gradients from global arrays, for use inside `jax.jit`.
+
+    The arguments are those of `make_train_step`. With `with_gradients=False`, gradients are None.
+
+    Example:
+        >>> import meshwright as mw, optax
+        >>> def loss(params, batch, rng):
+        ...     return jnp.mean(batch["x"] @ params["w"]), {}
+        >>> job = mw.Job(init=lambda key: {"w": jnp.zeros(8)}, rules=[("w", P("fsdp"))], loss=loss)
+        >>> gradients = make_gradients(job, mw.train.state_layout(job, optax.sgd(0.1), mw.create_mesh("fsdp:8")))
+        >>> result, squares = jax.jit(gradients)({"w": jnp.zeros(8)}, {"x": jnp.full((16, 8), 2.0)}, None)
+        >>> result.grads["w"].tolist(), squares.tolist()
+        ([2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0], [32.0])
+    """
     require_loss(job, who="make_gradients")
     if view not in ("global", "local"):
         hint = did_you_mean(str(view), ("global", "local")) or "use 'global' or 'local'."
-        raise MeshwrightError(f"there is no view {view!r}.", hint=hint)
+        raise MeshwrightError(f"unknown view {view!r}.", hint=hint)
     if view == "global" and sync is not None:
         raise MeshwrightError(
-            f"sync={sync!r} has no meaning in the global view, where XLA decides when gradients are exchanged.",
-            hint="leave it out, or use view='local'.",
+            f"sync={sync!r} works only in the local view; in the global view, XLA decides when to reduce gradients.",
+            hint="leave out sync, or pass view='local'.",
         )
     mesh, params = layout.mesh, params_layout(layout)
     precision, specs = Precision.named(precision), gradient_specs(layout)
     row_axes = _row_axes(data_axes, mesh)
     gather_axes = tuple(axis for axis in GATHER_AXES if axis in mesh.axis_names and mesh.shape[axis] > 1)
     takes = inspect.signature(job.loss).parameters
-    # With everything gathered once, before the minibatches, there is nothing left to gather by layer.
+    # With sync="once", parameters are gathered before the minibatches, so layers have nothing to gather.
     by_layer = view == "local" and sync != "once" and bool(gather_axes) and "gather" in takes
     gather, dtypes = None, precision.compute_dtypes(params.abstract)
     if by_layer:
         gather = Gather(params.specs, gather_axes, dtypes, grad_scatter_dtype=precision.reduce)
-        # What is gathered is cast on the way, so that its gradient comes back as it was summed.
+        # The gather casts parameters, so that their gradients keep the dtype of the reduction.
         dtypes = params.structure.unflatten(
             [
                 leaf.dtype if set(gather_axes) & set(spec_axes(leaf.spec)) else dtype
@@ -130,14 +143,13 @@ def make_gradients(
     return Gradients(in_global_view if view == "global" else in_local_view, row_axes)
 
 
-# --- Norms of trees that are split over devices: those of whole leaves, not of a device's slices ---
+# --- Norms of sharded trees ---
 
 
 def leaf_square_sums(tree: PyTree) -> Any:
-    """Returns the sum of squares of every leaf, `[num_leaves]` in float32; in the local view, that of whole leaves.
+    """Returns the sum of squares of every leaf, `[num_leaves]` in float32, of whole leaves also in the local view.
 
-    Leaves that are split alike are summed over devices together: one exchange of a few numbers for each way of
-    splitting. A leaf whose slices are equal on some axis is counted once along it.
+    Leaves split over the same axes share one psum. A leaf is counted once along axes that it is replicated over.
     """
     leaves = jax.tree.leaves(tree)
     sums = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves]
@@ -154,7 +166,7 @@ def leaf_square_sums(tree: PyTree) -> Any:
 
 
 def global_norm(tree: PyTree) -> Any:
-    """Returns the root of the sum of all squares in a tree, in both views; optax's counts slices in the local one.
+    """Returns the global norm of a tree in both views; `optax.global_norm` sees only shards in the local view.
 
     Example:
         >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}))
@@ -164,12 +176,12 @@ def global_norm(tree: PyTree) -> Any:
 
 
 def named_shardings(mesh: AnyMesh, specs: PyTree) -> PyTree:
-    """Returns a tree of specs as shardings on a mesh."""
+    """Converts a tree of specs to shardings on a mesh."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
 
 
 def _row_axes(asked: str | Sequence[str] | None, mesh: AnyMesh) -> tuple[str, ...]:
-    """Returns the axes that split the batch's rows: those asked for, or those of the usual ones that the mesh has."""
+    """Returns the axes that split the batch's rows (default: the usual data axes that the mesh has)."""
     if asked is None:
         return tuple(axis for axis in DATA_AXES if axis in mesh.axis_names)
     axes = (asked,) if isinstance(asked, str) else tuple(asked)
@@ -187,7 +199,7 @@ def _loss_function(job: Any, takes: Container[str], gather: Gather | None, remat
         def call(params: PyTree, batch: PyTree, rng: Any) -> Any:
             return job.loss(params, batch, rng, **options)
 
-        # A loss that knows nothing of remat is computed again as a whole.
+        # A loss without a `remat` argument is recomputed as a whole.
         value, metrics = _checked(
             call(params, batch, rng)
             if policy is None or "remat" in takes
@@ -201,26 +213,26 @@ def _loss_function(job: Any, takes: Container[str], gather: Gather | None, remat
 
 
 def _checked(found: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Returns what a job's loss returned, if it is a loss and its metrics."""
+    """Returns the result of a job's loss; raises if it is not a loss and a dict of metrics."""
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
         kinds = ", ".join(type(part).__name__ for part in (found if isinstance(found, tuple) else (found,)))
         raise JobError(
-            f"a loss returns two things, itself and a dict of metrics; this one returned {kinds}.",
-            hint="return loss, {} where there are no metrics.",
+            f"a loss must return (loss, metrics), with a dict of metrics; this one returned {kinds}.",
+            hint="return (loss, {}) if there are no metrics.",
         )
     value: Any = found[0]
     is_array = hasattr(value, "dtype")
     if not is_pair(value) and (not is_array or np.ndim(value)) and not isinstance(value, (int, float)):
-        told = f"an array of shape {np.shape(value)}" if is_array else f"a {type(value).__name__}"
+        kind = f"an array of shape {np.shape(value)}" if is_array else f"a {type(value).__name__}"
         raise JobError(
-            f"a loss is one number, or a sum and a count of what was summed; this one is {told}.",
-            hint="return loss.mean(), or (loss.sum(), count) where rows differ in how much of them counts.",
+            f"a loss must be a scalar or a (sum, count) pair; this one is {kind}.",
+            hint="return loss.mean(), or (loss.sum(), count) if rows have different numbers of valid targets.",
         )
     return value, found[1]
 
 
 def _values(metrics: PyTree) -> Metrics:
-    """Returns metrics as single numbers: averages of pairs, and the number of tokens as it is."""
+    """Returns metrics with each pair replaced by its mean, and the number of tokens."""
     counted = metrics.get(_COUNTED)
     plain = jax.tree.map(lambda node: over(node[0], node[1]) if is_pair(node) else node, metrics, is_leaf=is_pair)
     return plain if counted is None else {**{k: v for k, v in plain.items() if k != _COUNTED}, "tokens": counted[0]}

@@ -1,4 +1,4 @@
-"""What stops a run before it goes wrong unseen: values that are not finite, lost states, processes that differ."""
+"""Checks of the state before a step, and a guard that stops a run after repeated non-finite steps."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
 
+def is_concrete(leaf: Any) -> bool:
+    """Whether a leaf is a JAX array with data, not a tracer."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
 def require_live_state(state: PyTree, *, donates: bool = True) -> None:
-    """Raises where a state was given to a step before, which took its memory."""
+    """Raises if a leaf of the state was donated to an earlier step or deleted."""
     for leaf in named_leaves(state):
-        if (
-            isinstance(leaf.value, jax.Array)
-            and not isinstance(leaf.value, jax.core.Tracer)
-            and leaf.value.is_deleted()
-        ):
-            how = "its memory was reused by the step that it was passed to before" if donates else "it was deleted"
+        if is_concrete(leaf.value) and leaf.value.is_deleted():
+            how = "donated to the step it was passed to before" if donates else "deleted"
             raise TrainingError(
-                f"`{leaf.name}` of the state no longer exists: {how}.",
-                hint="go on with the state that the step returned, or make the step with donate=False.",
+                f"`{leaf.name}` of the state no longer exists: it was {how}.",
+                hint="use the state returned by the step, or make the step with donate=False.",
             )
 
 
 def require_same_state(state: PyTree, layout: Layout) -> None:
-    """Raises where a state's leaves differ in name, shape or dtype from those that a layout was made for."""
+    """Raises if the leaves of a state and a layout differ in name, shape or dtype."""
     leaves = named_leaves(state)
     names = [leaf.name for leaf in leaves]
     if names != [leaf.name for leaf in layout.leaves]:
@@ -40,7 +41,7 @@ def require_same_state(state: PyTree, layout: Layout) -> None:
         missing = [leaf.name for leaf in layout.leaves if leaf.name not in set(names)]
         extra = [name for name in names if name not in known]
         raise TrainingError(
-            f"the state is not the one this step was made for: missing {missing[:3] or 'nothing'}, extra "
+            f"the state does not match the step's layout: missing {missing[:3] or 'nothing'}, extra "
             f"{extra[:3] or 'nothing'}.",
             hint="make the layout, the state and the step with the same job and the same optimizer.",
         )
@@ -48,16 +49,15 @@ def require_same_state(state: PyTree, layout: Layout) -> None:
         value = leaf.value
         if value.dtype != known_leaf.dtype or np.shape(value) != known_leaf.stored_shape:
             raise TrainingError(
-                f"`{leaf.name}` is {value.dtype}{list(np.shape(value))}; the step was made for "
+                f"`{leaf.name}` is {value.dtype}{list(np.shape(value))}, but the step's layout has "
                 f"{known_leaf.dtype}{list(known_leaf.stored_shape)}.",
-                hint="parameters and the optimizer's statistics keep their dtypes; precision='mixed' casts what a loss "
-                "computes in.",
+                hint="do not cast the state; precision='mixed' casts parameters for the loss.",
             )
 
 
 @dataclass
 class NonFiniteGuard:
-    """Watches a run's metrics for skipped steps, names what was not finite, and stops after too many in a row.
+    """Reports skipped steps, names the first non-finite gradient, and raises after `limit` skipped steps in a row.
 
     Example:
         >>> guard = NonFiniteGuard(["embed/table", "head/kernel"], limit=2)
@@ -76,19 +76,19 @@ class NonFiniteGuard:
         return cls([leaf.name for leaf in params_layout(layout).leaves], limit)
 
     def check(self, metrics: Mapping[str, Any], *, step: int, batch_id: Any = None) -> str | None:
-        """Returns what to tell about a step, None if it was fine; raises `TrainingError` at the limit."""
+        """Returns a message if the step was skipped, else None; raises `TrainingError` at the limit."""
         in_a_row = int(metrics["skipped_in_a_row"])
         if in_a_row == 0:
             return None
         bad = int(metrics["bad_leaf"])
         what = f"the gradient of `{self.leaf_names[bad]}` is not finite" if bad >= 0 else "the loss is not finite"
         where = f"step {step}" + (f" (batch {batch_id})" if batch_id is not None else "")
-        told = f"{where} was skipped: {what}"
-        self.events.append(told)
+        message = f"{where} was skipped: {what}"
+        self.events.append(message)
         if in_a_row >= self.limit:
             raise TrainingError(
-                f"{in_a_row} steps in a row were skipped, the last of them step {step}; parameters are those before "
-                f"them.\n{told}",
-                hint="lower the learning rate, clip gradients, or look at these batches.",
+                f"{in_a_row} steps in a row were skipped, up to step {step}; parameters did not change in these steps."
+                f"\n{message}",
+                hint="lower the learning rate, clip gradients, or inspect these batches.",
             )
-        return told
+        return message

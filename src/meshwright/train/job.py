@@ -1,4 +1,4 @@
-"""A job: what the commands work on. `module:attribute` on the command line leads to one."""
+"""Jobs, the input of the commands, and loading them from `module:attribute` references."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from meshwright.types import PyTree
 
 @dataclass(frozen=True)
 class Job:
-    """A model and its rules, as plain functions.
+    """A model, its sharding rules and its loss, as plain functions.
+
+    Any object with these attributes is a job; only `init` and `rules` are required.
 
     Args:
-        init: from a random key to the parameters (or to a whole train state).
+        init: `init(key) -> params` (or a whole train state).
         rules: `(regex, PartitionSpec)` pairs, or `Rules`.
         loss: `loss(params, batch, rng) -> (loss, metrics)`.
-        batch: an example batch, of arrays or `jax.ShapeDtypeStruct`.
-        mesh: the mesh it is usually run on, as a string.
-        make_batch: from a seed to a batch of the example's shapes, for comparing steps (`meshwright verify`).
-        vocab_size: how many tokens the model knows. Text with others is refused: JAX would look them up as the last.
-        model: the language model that the loss trains, if it is one of `meshwright.models`: plans then know its layers.
-        execution: the options that this model runs with.
-
-    Any object with these attributes is a job; only `init` and `rules` are always needed.
+        batch: an example batch of arrays or `jax.ShapeDtypeStruct`.
+        mesh: the job's usual mesh, as a string.
+        make_batch: `make_batch(seed) -> batch` with the example's shapes, used by `meshwright verify`.
+        vocab_size: size of the model's vocabulary. Data with larger tokens is rejected, because JAX clamps them.
+        model: the model that the loss trains, if it is a `meshwright.models.LanguageModel`, for plans by layer.
+        execution: the execution options of that model.
     """
 
     init: Callable[[Any], PyTree]
@@ -58,33 +58,32 @@ class Job:
 
 
 def abstract_init(init: Callable[[Any], PyTree]) -> PyTree:
-    """Returns the shapes and dtypes that `init` would give, without computing or allocating anything."""
+    """Returns the shapes and dtypes of `init(key)` without computing or allocating anything.
+
+    Example:
+        >>> abstract_init(lambda key: {"w": jax.random.normal(key, (2, 3))})
+        {'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
+    """
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.eval_shape(init, key)
 
 
 def model_of(job: Any) -> LanguageModel | None:
-    """Returns the language model of a job; None if it has another one, whose layers we know nothing of."""
+    """Returns the job's `LanguageModel`, or None."""
     model = getattr(job, "model", None)
     return model if isinstance(model, LanguageModel) else None
 
 
 def execution_of(job: Any) -> Execution | None:
-    """Returns the options that the language model of a job runs with."""
+    """Returns the execution options of the job's language model, or None."""
     execution = getattr(job, "execution", None)
     return execution if isinstance(execution, Execution) else None
 
 
 def known_axes(job: Any) -> tuple[str, ...]:
-    """Returns all mesh axes that a job can use: those of its batch, its rules and its model.
+    """Returns all mesh axes that a job can use: the axes of its batch, its rules and its model.
 
-    A loss of a user's own can use axes by name; it is taken to use those of the job's `mesh`.
-
-    Example:
-        >>> from meshwright.models import Decoder
-        >>> from meshwright.train import language_job
-        >>> known_axes(language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16))
-        ('dp', 'fsdp', 'pp', 'tp')
+    A custom loss may use axes by name; it is assumed to use the axes of the job's `mesh`.
     """
     found = [*DATA_AXES, *(axis for _, spec in as_rules(job.rules) for axis in spec_axes(spec))]
     execution, mesh = execution_of(job), getattr(job, "mesh", None)
@@ -96,45 +95,41 @@ def known_axes(job: Any) -> tuple[str, ...]:
 
 
 def unused_axes(job: Any, mesh_sizes: Mapping[str, int]) -> list[str]:
-    """Returns the axes of a mesh, of more than one device, that split nothing of a job.
-
-    Their devices would all compute the same.
-
-    Example:
-        >>> from meshwright.models import Decoder
-        >>> from meshwright.train import language_job
-        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
-        >>> unused_axes(job, {"dp": 2, "fdsp": 4, "spare": 1})
-        ['fdsp']
-    """
+    """Returns the mesh axes of size 2 or more that the job does not use, so that their devices repeat the same work."""
     known = known_axes(job)
     return [axis for axis, size in mesh_sizes.items() if size > 1 and axis not in known]
 
 
 def check_axes(job: Any, mesh_sizes: Mapping[str, int]) -> None:
-    """Raises where an axis of a mesh splits nothing of a job."""
+    """Raises if the job does not use an axis of the mesh."""
     unused, known = unused_axes(job, mesh_sizes), known_axes(job)
     if not unused:
         return
-    names = f"its axes are {', '.join(known)}"
+    names = f"use {', '.join(known)}"
     if execution_of(job) is None:
-        names += "; if its loss uses another one, name that in the job's own mesh"
+        names += "; if its loss uses another axis, add that axis to the job's mesh"
     close = did_you_mean(unused[0], known)
-    which = f"axis {unused[0]!r} splits" if len(unused) == 1 else f"axes {', '.join(map(repr, unused))} split"
-    raise MeshError(f"{which} nothing of this job.", hint=f"{close} {names}." if close else f"{names}.")
+    axes = f"{'axis' if len(unused) == 1 else 'axes'} {', '.join(map(repr, unused))}"
+    raise MeshError(f"this job does not use mesh {axes}.", hint=f"{close} {names}." if close else f"{names}.")
 
 
 def load_job(reference: str) -> Any:
-    """Imports the job that `package.module:attribute` or `path/to/file.py:attribute` names.
+    """Imports the job named by `package.module:attribute` or `path/to/file.py:attribute`.
 
-    The attribute may also be a function without arguments that returns the job. What goes wrong in the job's own code
-    is a `JobError` that says in which line.
+    The attribute may also be a function without arguments that returns the job. An error in the job's code raises a
+    `JobError` with its file and line.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "my_job.py"
+        >>> _ = path.write_text("import meshwright as mw\\njob = mw.Job(init=lambda key: {}, rules=[], mesh='dp:8')")
+        >>> load_job(f"{path}:job").mesh
+        'dp:8'
     """
     where, _, attribute = reference.rpartition(":")
     if not where or not attribute:
         raise JobError(
-            f"{reference!r} does not name a job.",
-            hint="write module:attribute, for example my_pkg.train:job.",
+            f"{reference!r} does not name a job.", hint="write module:attribute, for example my_pkg.train:job."
         )
     module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     try:
@@ -147,26 +142,26 @@ def load_job(reference: str) -> Any:
     if missing:
         raise JobError(
             f"{reference!r} is a {type(job).__name__} without {' and '.join(missing)}.",
-            hint="a job needs init(key) -> params and rules; meshwright.Job holds both.",
+            hint="define init(key) -> params and rules, for example with meshwright.Job.",
         )
     return job
 
 
 @contextlib.contextmanager
 def job_errors(job: Any, reference: str) -> Iterator[None]:
-    """Makes what a job's own functions raise a `JobError` that says which and where, for commands.
+    """Turns errors raised by a job's functions into a `JobError` with the function, file and line.
 
-    Errors of ours, and those in which no line of the job has a part, stay as they are.
+    Errors of Meshwright and errors without a line of the job in their traceback pass through unchanged.
 
     Args:
-        reference: what the job is called in the error.
+        reference: the name of the job in the error.
     """
     try:
         yield
     except MeshwrightError:
         raise
     except Exception as error:
-        frames = _own_frames(error, skip=2)  # this one, and that of the `with`
+        frames = _own_frames(error, skip=2)  # skip this frame and that of the `with` statement
         which = _function_of(job, error)
         if which is None and not frames:
             raise
@@ -175,13 +170,13 @@ def job_errors(job: Any, reference: str) -> Iterator[None]:
         )
         raise JobError(
             f"{f'`{which}` of ' if which else ''}the job {reference!r} failed.\n{_located(error, frames)}"
-            + (f"\nwhere, in its own code, the last call last:{trace}" if frames else ""),
-            hint="correct the job; `init` is called as init(key), `loss` as loss(params, batch, rng).",
+            + (f"\ntraceback in the job's code (most recent call last):{trace}" if frames else ""),
+            hint="fix the job; `init` is called as init(key), `loss` as loss(params, batch, rng).",
         ) from error
 
 
 def _import_module(name: str) -> Any:
-    # Like `python -m`: what lies in the current folder can be named.
+    # Like `python -m`, search the current directory.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -190,15 +185,14 @@ def _import_module(name: str) -> Any:
         own = isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}.")
         if own or name.startswith("."):
             raise JobError(
-                f"there is no module {name!r} to import.",
-                hint="run from the folder that holds it, or install it.",
+                f"no module named {name!r}.", hint="run from the directory that contains it, or install it."
             ) from None
         raise _import_failed(name, error) from error
 
 
 def _import_file(path: Path) -> Any:
     if not path.is_file():
-        raise JobError(f"there is no file {str(path)!r}.")
+        raise JobError(f"file {str(path)!r} does not exist.", hint="check the path.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -208,7 +202,7 @@ def _import_file(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        # What is half done must not be found by others.
+        # Remove the partly initialized module.
         if before is None:
             del sys.modules[path.stem]
         else:
@@ -219,59 +213,57 @@ def _import_file(path: Path) -> Any:
 
 def _import_failed(what: str, error: BaseException) -> JobError:
     if isinstance(error, ModuleNotFoundError):
-        hint: str | None = "install it, or run from the folder that holds it."
+        hint: str | None = "install it, or run from the directory that contains it."
     elif isinstance(error, SystemExit):
-        hint = "a job's module must not end the program; put that under `if __name__ == '__main__':`."
+        hint = "move the code that exits under `if __name__ == '__main__':`."
     else:
-        hint = (
-            getattr(error, "hint", None) or f"`python {what if what.endswith('.py') else f'-m {what}'}` shows the same."
-        )
-    return JobError(f"the job's module {what!r} cannot be imported.\n{_located(error, _own_frames(error))}", hint=hint)
+        command = f"python {what}" if what.endswith(".py") else f"python -m {what}"
+        hint = getattr(error, "hint", None) or f"run `{command}` to reproduce it."
+    return JobError(f"cannot import the job's module {what!r}.\n{_located(error, _own_frames(error))}", hint=hint)
 
 
 def _no_attribute(where: str, module: Any, attribute: str) -> JobError:
     names = [name for name in vars(module) if not name.startswith("_")]
     text = f"module {where!r} has no attribute {attribute!r}."
     if names:
-        return JobError(text, hint=did_you_mean(attribute, names) or f"it has: {', '.join(names[:8])}")
+        return JobError(text, hint=did_you_mean(attribute, names) or f"use one of: {', '.join(names[:8])}.")
     if getattr(module, "__file__", None) is not None:
-        return JobError(text, hint="it has no public names at all.")
+        return JobError(text, hint="define it; the module has no public names.")
     folders = [Path(folder) for folder in getattr(module, "__path__", ())]
     inside = sorted({path.stem for folder in folders for path in folder.glob("*.py") if path.stem.isidentifier()})
     choices = ", ".join(f"{where}.{name}:{attribute}" for name in inside[:8])
     return JobError(
-        f"{where!r} is a folder, and no module.",
-        hint=f"name a module in it: {choices}." if inside else "there is no Python file in it.",
+        f"{where!r} is a folder, not a module.",
+        hint=f"name a module in it: {choices}." if inside else "name a Python file; this folder has none.",
     )
 
 
 def _call(reference: str, make: Callable[[], Any]) -> Any:
     try:
         parameters = list(inspect.signature(make).parameters.values())
-    except (TypeError, ValueError):  # some that are written in C have no signature
+    except (TypeError, ValueError):  # some C functions have no signature
         parameters = []
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [item.name for item in parameters if item.default is item.empty and item.kind not in variable]
     if needed:
         raise JobError(
-            f"{reference!r} is no job, and a function that needs arguments: {', '.join(needed)}.",
+            f"{reference!r} is a function with required arguments: {', '.join(needed)}.",
             hint="name a meshwright.Job, or a function without arguments that returns one.",
         )
     try:
         return make()
     except (Exception, SystemExit) as error:
         raise JobError(
-            f"{reference!r} is a function, which failed when it was called for the job.\n"
-            f"{_located(error, _own_frames(error))}",
-            hint=getattr(error, "hint", None) or "it must return a meshwright.Job when called without arguments.",
+            f"the function {reference!r} failed to make the job.\n{_located(error, _own_frames(error))}",
+            hint=getattr(error, "hint", None) or "return a meshwright.Job when called without arguments.",
         ) from error
 
 
-# --- Where an error comes from ---
+# --- Locating errors ---
 
 
 def _located(error: BaseException, frames: list[traceback.FrameSummary]) -> str:
-    """Returns an error in words after the file and line that it comes from: `job.py:12: NameError: ...`."""
+    """Returns an error with its file and line: `job.py:12: NameError: ...`."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_place(error.filename, error.lineno)}: {type(error).__name__}: {error.msg}"
     text = str(error).split("\nhint:")[0] if isinstance(error, MeshwrightError) else str(error)
@@ -285,19 +277,18 @@ def _place(filename: str, line: int | None) -> str:
 
 
 def _own_frames(error: BaseException, *, skip: int = 0) -> list[traceback.FrameSummary]:
-    """Returns the frames of an error that are neither ours nor of installed packages, the innermost last.
+    """Returns the frames of an error outside of Meshwright and installed packages, innermost last.
 
-    A job may be installed itself: where there are none, those of packages other than JAX and this one are returned.
+    If there are none, the job may be installed: returns the frames in packages other than JAX and Meshwright.
     """
     trace = traceback.extract_tb(error.__traceback__)[skip:]
     known = {name: sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    ours = str(Path(__file__).parents[1])
     packages = [known["purelib"], known["platlib"]]
-    never = [ours, *(os.path.join(place, name) for place in packages for name in ("jax", "jaxlib", "meshwright"))]
+    never = [str(Path(__file__).parents[1])]
+    never += [os.path.join(place, name) for place in packages for name in ("jax", "jaxlib", "meshwright")]
     outside = [frame for frame in trace if os.path.isabs(frame.filename) and not _is_below(frame.filename, never)]
     own = [frame for frame in outside if not _is_below(frame.filename, list(known.values()))]
-    in_packages = [frame for frame in outside if _is_below(frame.filename, packages)]
-    return own or in_packages
+    return own or [frame for frame in outside if _is_below(frame.filename, packages)]
 
 
 def _is_below(path: str, folders: list[str]) -> bool:
@@ -310,14 +301,14 @@ def _function_of(job: Any, error: BaseException) -> str | None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code in codes:
             return codes[frame.f_code]
-    # A call with arguments that it does not take never gets to its first line.
+    # A call with wrong arguments raises before the function has a frame.
     called = str(error).partition("()")[0] if isinstance(error, TypeError) else ""
     return next((name for code, name in codes.items() if code is not None and code.co_qualname == called), None)
 
 
 def _code(function: Any) -> CodeType | None:
-    """Returns the code of a function, also of one that is bound, wrapped, partly given its arguments, or an object."""
-    while isinstance(function, (functools.partial, MethodType)):  # also a partial that is bound, as in Python 3.14
+    """Returns the code object of a function, method, partial, wrapper or callable object."""
+    while isinstance(function, (functools.partial, MethodType)):  # in Python 3.14, also a bound partial
         function = function.func if isinstance(function, functools.partial) else function.__func__
     function = inspect.unwrap(function) if callable(function) else None
     if function is not None and not hasattr(function, "__code__"):

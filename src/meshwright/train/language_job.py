@@ -1,4 +1,4 @@
-"""Language models as jobs: a model, and the next-token loss in the form that `accumulate` wants, sums and counts."""
+"""Jobs for language models, and the next-token loss as sums and counts."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def language_job(
 ) -> Job:
     """Returns a job that trains a language model to predict the next token.
 
-    A batch is a dict of `inputs` and `targets`, `[rows, tokens]` of whole numbers, and optionally `weights` (which
-    targets count), `segment_ids` and `positions` (for packed documents).
+    A batch is a dict of `inputs` and `targets`, integers of shape `[rows, tokens]`, and optionally `weights` (of the
+    targets), `segment_ids` and `positions` (for packed documents).
 
     Args:
-        batch_size, num_tokens: the shape of the job's example batch.
-        run: how the model runs; `Execution()` by default.
-        packed: the example batch has weights and segment ids.
-        loss_options: of `next_token_loss`: `z_loss`, `label_smoothing`, `chunk_rows`.
+        batch_size, num_tokens: shape of the example batch.
+        run: execution options of the model (default: `Execution()`).
+        packed: whether the example batch has weights and segment ids.
+        loss_options: options of `next_token_loss`: `z_loss`, `label_smoothing`, `chunk_rows`.
 
     Example:
         >>> from meshwright.models import Decoder
@@ -48,10 +48,8 @@ def language_job(
     shape = (batch_size, num_tokens)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets")}
     if packed:
-        batch |= {
-            "weights": jax.ShapeDtypeStruct(shape, jnp.float32),
-            "segment_ids": jax.ShapeDtypeStruct(shape, jnp.int32),
-        }
+        batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        batch["segment_ids"] = jax.ShapeDtypeStruct(shape, jnp.int32)
     execution = run or Execution()
     return Job(
         init=model.init,
@@ -67,7 +65,7 @@ def language_job(
 
 
 def _random_batch(shapes: dict[str, Any], vocab_size: int, seed: int) -> dict[str, Any]:
-    """Returns random tokens of these shapes; of packed ones, documents of random lengths, and some do not count."""
+    """Returns random tokens; if packed, also documents of random lengths and weights of 0 or 1."""
     rng = np.random.default_rng(seed)
     shape = shapes["inputs"].shape
     batch = {name: rng.integers(0, vocab_size, shape).astype(np.int32) for name in ("inputs", "targets")}
@@ -123,16 +121,17 @@ def next_token_loss(
     weights: jax.Array | None = None,
     **options: Unpack[LossOptions],
 ) -> tuple[tuple[Any, Any], Metrics]:
-    """Returns what a `loss_fn` of `accumulate` returns: the summed loss with its count, and metrics as such pairs.
+    """Returns the next-token loss as `((sum, count), metrics)`, the form that `accumulate` expects of a `loss_fn`.
 
-    `"cross_entropy"` is the plain one, whatever is added to what is trained on; `"accuracy"` the share of targets that
-    had the largest logit; `"z_loss"` is there where it was asked for.
+    The metrics are `(sum, count)` pairs: `"cross_entropy"` (without label smoothing or z-loss), `"accuracy"` (fraction
+    of targets with the largest logit) and, if enabled, `"z_loss"`.
 
     Args:
-        x: `[..., rows, D]`, the model's last hidden states.
-        head: `[D, V]`; see `meshwright.parallel.linear_cross_entropy`, also for the other arguments.
-        options: its options: `axis`, `sequence_parallel`, `batch_axes`, `vocab_size`, `z_loss`, `label_smoothing`,
-            `soft_cap`, `chunk_rows`, `logits_dtype`.
+        x: the model's last hidden states, `[..., rows, D]`.
+        head: the output projection, `[D, V]`.
+        weights: the weight of each target (default: 1).
+        options: options of `meshwright.parallel.linear_cross_entropy`: `axis`, `sequence_parallel`, `batch_axes`,
+            `vocab_size`, `z_loss`, `label_smoothing`, `soft_cap`, `chunk_rows`, `logits_dtype`.
 
     Example:
         >>> import meshwright as mw
@@ -156,12 +155,12 @@ def next_token_loss(
 
 
 def shift_targets(tokens: jax.Array, segment_ids: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns inputs, targets and weights for predicting each token from those before it.
+    """Returns inputs, targets and weights for next-token prediction.
 
     Args:
-        tokens: `[..., S + 1]`; inputs and targets are `[..., S]` of them.
-        segment_ids: which document each token belongs to, where rows are packed with several; 0 is padding. Targets in
-            another document than their input, and padding, get weight 0, all others 1.
+        tokens: integers of shape `[..., S + 1]`; inputs and targets have shape `[..., S]`.
+        segment_ids: the document of each token in packed rows, 0 for padding. The weight of a target is 0 if it is
+            padding or belongs to another document than its input, and 1 otherwise.
 
     Example:
         >>> inputs, targets, weights = shift_targets(jnp.array([5, 6, 7, 8, 0]), jnp.array([1, 1, 2, 2, 0]))
@@ -171,8 +170,8 @@ def shift_targets(tokens: jax.Array, segment_ids: jax.Array | None = None) -> tu
     tokens = jnp.asarray(tokens)
     if tokens.ndim < 1 or tokens.shape[-1] < 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise PlacementError(
-            f"shift_targets got tokens of shape {tokens.shape} and type {tokens.dtype}.",
-            hint="tokens must be [..., S + 1] of integers: one more than there are targets.",
+            f"shift_targets needs integers of shape [..., S + 1]; got {tokens.dtype} of shape {tokens.shape}.",
+            hint="pass one token more than there are targets.",
         )
     inputs, targets = tokens[..., :-1], tokens[..., 1:]
     if segment_ids is None:
@@ -180,8 +179,8 @@ def shift_targets(tokens: jax.Array, segment_ids: jax.Array | None = None) -> tu
     segment_ids = jnp.asarray(segment_ids)
     if segment_ids.shape != tokens.shape:
         raise PlacementError(
-            f"shift_targets: tokens of shape {tokens.shape} have segment_ids of shape {segment_ids.shape}.",
-            hint="give one for each token, the last one included.",
+            f"shift_targets: tokens have shape {tokens.shape}, but segment_ids {segment_ids.shape}.",
+            hint="pass one segment id per token, including the last token.",
         )
     documents = segment_ids[..., 1:]
     weights = (documents == segment_ids[..., :-1]) & (documents != 0)

@@ -1,4 +1,4 @@
-"""Which dtype is used for what in a step: parameters, computing, exchanging gradients."""
+"""The dtypes of a step: parameters, computation, and gradient reduction."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Precision:
     """The dtypes of a step. `Precision.named("mixed")` keeps float32 parameters and computes in bfloat16.
 
     Args:
-        params: what parameters and the optimizer's statistics of them are stored in.
-        compute: what the loss gets parameters in. They are gathered in it too.
-        reduce: what gradients travel between devices in.
-        accumulate: what gradients of minibatches are added up in: float32, since a sum in fewer bits stops growing.
-        keep: parameters whose path this expression is found in are not cast for computing.
+        params: dtype of the stored parameters and of their optimizer state.
+        compute: dtype of parameters in the loss, and in all-gathers.
+        reduce: dtype in which devices reduce gradients.
+        accumulate: dtype in which gradients of minibatches are summed; must be float32.
+        keep: regex; parameters with a match in their path are not cast to `compute`.
     """
 
     params: Any = "float32"
@@ -37,17 +37,17 @@ class Precision:
         for name in ("params", "compute", "reduce", "accumulate"):
             dtype = as_dtype(getattr(self, name))
             if not is_float(dtype):
-                raise MeshwrightError(f"precision: {name}={dtype} is not a float dtype.")
+                raise MeshwrightError(f"precision: {name}={dtype} is not a float dtype.", hint="pass e.g. bfloat16.")
             object.__setattr__(self, name, jnp.dtype(dtype))
         if self.accumulate != jnp.float32:
             raise MeshwrightError(
-                f"precision: gradients are added up in float32, not in {self.accumulate}.",
-                hint="a sum of ones in bfloat16 stops at 256.",
+                f"precision: accumulate must be float32; got {self.accumulate}.",
+                hint="leave it at float32; a sum of ones in bfloat16 stops growing at 256.",
             )
 
     @classmethod
     def named(cls, name: str | Precision) -> Precision:
-        """Returns "float32" (all of it), "mixed" (computes in bfloat16), or "bfloat16" (parameters as well).
+        """Returns "float32", "mixed" (bfloat16 compute), or "bfloat16" (bfloat16 compute and parameters).
 
         Example:
             >>> Precision.named("mixed").compute.name
@@ -62,15 +62,15 @@ class Precision:
             return name
         if name not in known:
             hint = did_you_mean(name, known) or f"use one of: {', '.join(known)}, or a Precision."
-            raise MeshwrightError(f"there is no precision {name!r}.", hint=hint)
+            raise MeshwrightError(f"unknown precision {name!r}.", hint=hint)
         return known[name]
 
     def stored(self, params: PyTree) -> PyTree:
-        """Returns parameters as they are stored."""
+        """Casts parameters to the dtype in which they are stored."""
         return jax.tree.map(lambda leaf: leaf.astype(self.params) if is_float(leaf.dtype) else leaf, params)
 
     def compute_dtypes(self, params: PyTree) -> PyTree:
-        """Returns, leaf by leaf, the dtype that a loss gets parameters in."""
+        """Returns the dtype of each parameter in the loss."""
         keep = re.compile(self.keep) if self.keep else None
         dtypes = [
             leaf.value.dtype

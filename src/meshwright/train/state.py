@@ -1,7 +1,7 @@
-"""The state of a run: made in place on a mesh, bit for bit the same on every one.
+"""The state of a run, initialized in place on a mesh and bitwise equal on every mesh.
 
-layout = state_layout(job, optimizer, mesh)           # decides; allocates nothing
-state = init_state(job, optimizer, layout, key)       # one program, each device makes its slices
+layout = state_layout(job, optimizer, mesh)           # decides the sharding; allocates nothing
+state = init_state(job, optimizer, layout, key)       # one program; each device creates its shards
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from meshwright.types import PRNGKeyArray, PyTree
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RunState:
-    """All that a run carries from step to step.
+    """The state that a run carries from step to step.
 
     Args:
-        step: how many steps were taken, skipped ones included.
+        step: number of steps taken, including skipped ones.
         rng: the run's key; step n draws from `fold_in(rng, n)`.
-        skipped: how many steps were skipped because something was not finite.
-        skipped_in_a_row: those of them since the last step that was not.
+        skipped: number of steps skipped because the loss or a gradient was not finite.
+        skipped_in_a_row: number of steps skipped since the last step that was not.
     """
 
     step: Any
@@ -47,7 +47,15 @@ class RunState:
 
 
 def make_state(job: Any, optimizer: Any, key: PRNGKeyArray, *, precision: Precision | str = "float32") -> RunState:
-    """Returns the first state of a run, wherever the caller's program puts it; `init_state` puts it on a mesh."""
+    """Returns the initial state of a run, without a sharding; `init_state` creates it on a mesh.
+
+    Example:
+        >>> import meshwright as mw, optax
+        >>> job = mw.Job(init=lambda key: {"w": jax.random.normal(key, (4, 2))}, rules=[("w", P())])
+        >>> state = make_state(job, optax.adam(1e-3), jax.random.key(0), precision="bfloat16")
+        >>> int(state.step), state.params["w"].dtype.name, state.opt_state[0].mu["w"].shape
+        (0, 'bfloat16', (4, 2))
+    """
     init_key, run_key = jax.random.split(key)
     params = Precision.named(precision).stored(job.init(init_key))
     zero = jnp.zeros((), jnp.int32)
@@ -63,12 +71,11 @@ def state_layout(
     precision: Precision | str = "float32",
     pad: PadPolicy = False,
 ) -> Layout:
-    """Decides how a run's whole state is split over a mesh: the optimizer's statistics as their parameters.
+    """Returns the layout of a run's whole state on a mesh; optimizer statistics are split like their parameters.
 
     Args:
-        job: `init` and `rules` are used.
-        zero_axis: splits statistics along this axis too, over which parameters are replicated (ZeRO-1). Gradients are
-            then scattered along it and updated parameters gathered: the same bytes as before, a fraction of the memory.
+        zero_axis: an axis over which to split optimizer statistics while parameters stay replicated (ZeRO-1). Gradients
+            are then reduce-scattered and updated parameters all-gathered: the same bytes in a fraction of the memory.
 
     Example:
         >>> import meshwright as mw, optax
@@ -93,7 +100,7 @@ def state_layout(
 def init_state(
     job: Any, optimizer: Any, layout: Layout, key: PRNGKeyArray, *, precision: Precision | str = "float32"
 ) -> RunState:
-    """Makes the first state of a run in place: one seed gives one state, bit for bit, on every mesh.
+    """Creates the initial state of a run in place; the same key gives the same bits on every mesh.
 
     Example:
         >>> import meshwright as mw, optax
@@ -106,12 +113,12 @@ def init_state(
     padded = [leaf for leaf in layout.leaves if leaf.stored_shape != leaf.shape]
     if padded:
         raise LayoutError(
-            f"init_state: the layout pads {padded[0].name} from {padded[0].shape} to {padded[0].stored_shape}, and a "
-            "state that is trained has the shapes that its loss takes.",
-            hint="make the layout without pad=, with rules or sizes that divide.",
+            f"init_state: the layout pads {padded[0].name} from {padded[0].shape} to {padded[0].stored_shape}, but the "
+            "loss needs unpadded parameters.",
+            hint="make the layout without pad=, with rules or sizes that divide evenly.",
         )
     platform = getattr(layout.mesh.devices.flat[0], "platform", "cpu")
-    # Optimized, the normal distribution's last bit can depend on a slice's shape (CPU, jax 0.12).
+    # With optimizations, the last bit of jax.random.normal can depend on the shard's shape (CPU, jax 0.12).
     options = {"xla_backend_optimization_level": 0} if platform == "cpu" else None
     make = functools.partial(make_state, job, optimizer, precision=precision)
     state: RunState = jax.jit(make, out_shardings=layout.shardings, compiler_options=options)(key)
@@ -119,11 +126,11 @@ def init_state(
 
 
 def params_layout(layout: Layout) -> Layout:
-    """Returns the part of a state's layout that belongs to its parameters."""
+    """Returns the parameters' part of a state layout."""
     parts = layout.structure.unflatten(layout.leaves)
     if not isinstance(parts, RunState):
         raise LayoutError(
-            "this is not the layout of a run's state.", hint="meshwright.train.state_layout(job, optimizer, mesh)."
+            "the layout is not a state layout.", hint="use meshwright.train.state_layout(job, optimizer, mesh)."
         )
     leaves, structure = jax.tree.flatten(parts.params, is_leaf=lambda node: isinstance(node, LeafLayout))
     named = [leaf._replace(name=leaf.name.removeprefix("params/")) for leaf in leaves]
@@ -131,7 +138,7 @@ def params_layout(layout: Layout) -> Layout:
 
 
 def gradient_specs(layout: Layout) -> PyTree:
-    """Returns how gradients leave a step: as parameters, or finer where the optimizer's statistics of them are."""
+    """Returns the specs of the gradients: those of the parameters, or of their optimizer statistics if finer."""
     params = params_layout(layout)
     finest = {leaf.name: leaf.spec for leaf in params.leaves}
     for leaf, subject in zip(layout.leaves, find_subjects(layout.abstract), strict=True):
@@ -146,7 +153,7 @@ def _finer(leaf: LeafLayout, axis: str, mesh: AnyMesh) -> LeafLayout:
         return leaf
     sizes, entries = dict(mesh.shape), [*leaf.spec, *[None] * (len(leaf.shape) - len(leaf.spec))]
     local = shard_shape(leaf.spec, leaf.stored_shape, sizes)
-    # Dims that are still whole first: their slices stay contiguous.
+    # Prefer dims that are not split yet, so that slices stay contiguous.
     for dim in sorted(range(len(entries)), key=lambda dim: bool(dim_axes(entries[dim]))):
         if local[dim] % sizes[axis] == 0:
             entries[dim] = (*dim_axes(entries[dim]), axis)
@@ -155,15 +162,15 @@ def _finer(leaf: LeafLayout, axis: str, mesh: AnyMesh) -> LeafLayout:
                 leaf.name, leaf.shape, leaf.dtype, spec, sizes, rule=leaf.rule, pattern=leaf.pattern,
                 reason=f"ZeRO-1 over {axis}", stored_shape=leaf.stored_shape,
             )  # fmt: skip
-    return leaf._replace(reason=f"no dim left of {format_spec(leaf.spec)} that {axis} divides")
+    return leaf._replace(reason=f"{axis} divides no dim of {format_spec(leaf.spec)}")
 
 
 def require_loss(job: Any, *, who: str) -> None:
-    """Raises where a job cannot be trained."""
+    """Raises if a job has no loss."""
     if getattr(job, "loss", None) is None:
-        raise JobError(f"{who}: the job has no loss.", hint="Job(init=..., rules=..., loss=loss, batch=...).")
+        raise JobError(f"{who}: the job has no loss.", hint="pass one: Job(init=..., rules=..., loss=loss, batch=...).")
 
 
 def abstract_params(job: Any, precision: Precision | str = "float32") -> PyTree:
-    """Returns the shapes and dtypes of a job's parameters as they are stored."""
+    """Returns the shapes and stored dtypes of a job's parameters."""
     return jax.eval_shape(Precision.named(precision).stored, abstract_init(job.init))

@@ -1,8 +1,8 @@
-"""The train step: loss, gradients, clipping, update, in one compiled program; the same function on every mesh.
+"""The train step: loss, gradients, clipping and optimizer update in one compiled program, for any mesh.
 
-Gradients are computed in the global view, where XLA communicates, or in the local view, where our layers do. What comes
-after them (norm, clipping, the optimizer, the check for values that are not finite) is always written for whole arrays,
-so that any optimizer is right: one that looks at a norm or a mean of a parameter sees all of it, not a slice.
+Gradients are computed in the global view (XLA inserts the collectives) or in the local view (Meshwright layers do). The
+norm, clipping, the optimizer and the check for non-finite values always work on global arrays, so an optimizer that
+uses the norm or mean of a parameter sees the whole parameter, not a shard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.parallel.rows import count_rows
 from meshwright.specs import round_up
 from meshwright.train.gradients import View, make_gradients, named_shardings
-from meshwright.train.guards import require_live_state, require_same_state
+from meshwright.train.guards import is_concrete, require_live_state, require_same_state
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, gradient_specs
 from meshwright.train.sync import Sync
@@ -55,27 +55,29 @@ def make_train_step(
     """Returns `step(state, batch) -> (state, metrics)`, compiled for the mesh of a layout.
 
     Args:
-        job: `loss(params, batch, rng) -> (loss, metrics)`. The loss is a `(sum, count)` pair over targets that count,
-            or a mean. A loss that takes `gather=` makes its parameters whole itself, layer by layer; one that takes
-            `remat=` decides itself what is computed again. Others get them whole, and are recomputed as a whole.
+        job: a job whose `loss(params, batch, rng) -> (loss, metrics)` returns a `(sum, count)` pair over valid targets,
+            or a mean. If the loss takes `gather=`, it gathers its parameters layer by layer; otherwise it gets them
+            gathered. If it takes `remat=`, it applies the policy; otherwise the policy applies to the whole loss.
         optimizer: any optax optimizer.
-        layout: of the whole state, from `state_layout`.
-        view: who communicates. "local": our layers, with parameters gathered along `fsdp`; what a loss splits over
-            other axes it must reduce itself. "global": XLA, for any loss that works on one device.
-        num_minibatches: parts in which a batch is computed, one after the other.
-        sync: in the local view, how often devices exchange gradients; see `accumulate`. "hybrid" by default.
+        layout: the layout of the whole state, from `state_layout`.
+        view: "local": Meshwright layers insert the collectives, and parameters are gathered along `fsdp`; the loss must
+            communicate over any other axis that splits its parameters. "global": XLA inserts the collectives, for any
+            loss that works on one device.
+        num_minibatches: number of minibatches, computed one after the other (default: 1).
+        sync: how often devices exchange gradients in the local view (default: "hybrid"); see `accumulate`.
         precision: "float32", "mixed", "bfloat16", or a `Precision`.
-        remat: what the backward pass computes again: "none", "dots", "full", "offload", or a `jax.checkpoint` policy.
-        clip: the largest norm of all gradients together; they are scaled down to it.
-        skip_nonfinite: leaves the state as it was, and counts, where loss or gradients are not finite.
-        data_axes: the axes that split the batch's rows; by default those of `dp` and `fsdp` that the mesh has.
-        donate: reuses the memory of the state that is passed in, which cannot be used again.
-        overlap: in the local view, asks the compiler for what hides whole collectives on the mesh's chips; see
+        remat: activations to recompute in the backward pass: "none", "dots", "full", "offload", or a `jax.checkpoint`
+            policy.
+        clip: the largest global gradient norm; larger gradients are scaled down (default: no clipping).
+        skip_nonfinite: whether to keep the old state and count the step as skipped if loss or gradients are not finite.
+        data_axes: the axes that split the batch's rows (default: `dp` and `fsdp`, if in the mesh).
+        donate: whether to donate the input state, which then cannot be used again.
+        overlap: whether to pass XLA options that hide collectives on the mesh's chips, in the local view; see
             `meshwright.parallel.overlap_options`.
-        compiler_options: options for XLA, by name, beside those that measured well on the mesh's devices.
+        compiler_options: additional XLA options by name, which override the defaults for the mesh's devices.
 
-    Metrics are the job's, and `loss`, `grad_norm`, `tokens` (what counts), `skipped` (in all), and `bad_leaf`: the
-    number of the first parameter whose gradient is not finite, or -1.
+    The metrics are the job's, plus `loss`, `grad_norm`, `tokens` (the count of the loss), `skipped` (total),
+    `skipped_in_a_row`, and `bad_leaf`: the index of the first parameter with a non-finite gradient, or -1.
 
     Example:
         >>> import meshwright as mw, optax
@@ -100,7 +102,7 @@ def make_train_step(
         data_axes=data_axes,
     )
     if clip is not None and not clip > 0:
-        raise MeshwrightError(f"clip={clip} is not a norm.", hint="a number above 0, or None.")
+        raise MeshwrightError(f"clip must be above 0; got {clip}.", hint="pass a norm such as 1.0, or None.")
     fine = named_shardings(layout.mesh, gradient_specs(layout))
 
     def step(state: RunState, batch: PyTree) -> tuple[RunState, Metrics]:
@@ -109,7 +111,7 @@ def make_train_step(
         norm = jnp.sqrt(squares.sum())
         if clip is not None:
             grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
-        # Where statistics are split finer than parameters, each device updates what it has statistics of.
+        # With ZeRO-1, each device updates the shard of the parameter whose statistics it holds.
         mine = jax.lax.with_sharding_constraint(state.params, fine)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, mine)
         updates, opt_state = optimizer.update(grads, state.opt_state, mine)
@@ -129,14 +131,14 @@ def make_train_step(
             skipped_in_a_row=(state.skipped_in_a_row + bad) * bad,
         )
         finite = jnp.isfinite(squares)
-        told = {
+        return state, {
+            **metrics,
             "loss": loss,
             "grad_norm": norm,
             "skipped": state.skipped,
             "skipped_in_a_row": state.skipped_in_a_row,
             "bad_leaf": jnp.where(finite.all(), -1, jnp.argmin(finite)),
         }
-        return state, {**metrics, **told}
 
     options = xla_options(layout.mesh, compiler_options, overlap=overlap and view == "local")
     return Step(step, layout, gradients.row_axes, updates=True, donate=donate, compiler_options=options)
@@ -152,7 +154,7 @@ def make_eval_step(
     data_axes: str | Sequence[str] | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Step:
-    """Returns `evaluate(state, batch) -> metrics`: the loss without gradients, and without dropout (`rng` is None).
+    """Returns `evaluate(state, batch) -> metrics`: the loss without gradients or dropout (`rng` is None).
 
     Example:
         >>> import meshwright as mw, optax
@@ -185,7 +187,7 @@ def make_eval_step(
 
 
 class Step:
-    """A compiled step: called with a state and a batch, whose rows it splits over the mesh."""
+    """A compiled step, called with a state and a batch, whose rows are split over the mesh."""
 
     def __init__(
         self,
@@ -217,7 +219,7 @@ class Step:
         )
 
     def __call__(self, state: RunState, batch: PyTree) -> Any:
-        if not self._is_expected(state):  # then find out what is wrong with it; names take a while to make
+        if not self._is_expected(state):  # the checks below give better errors, but naming leaves is slow
             require_live_state(state, donates=self.donates)
             require_same_state(state, self.layout)
         return self._jit(state, self.place(batch))
@@ -225,8 +227,7 @@ class Step:
     def _is_expected(self, state: RunState) -> bool:
         leaves, structure = jax.tree.flatten(state)
         return structure == self.layout.structure and all(
-            isinstance(leaf, jax.Array)
-            and not isinstance(leaf, jax.core.Tracer)
+            is_concrete(leaf)
             and not leaf.is_deleted()
             and leaf.shape == known.stored_shape
             and leaf.dtype == known.dtype
@@ -234,24 +235,21 @@ class Step:
         )
 
     def place(self, batch: PyTree) -> PyTree:
-        """Returns a batch on the mesh, rows split over the axes that split data; one that is there stays as it is."""
+        """Returns the batch on the mesh, with rows split over the data axes; does not copy a batch already there."""
         leaves, structure = jax.tree.flatten(batch)
         shapes = (structure, *(np.shape(leaf) for leaf in leaves))
         if shapes not in self._shardings:
             self._shardings[shapes] = self.batch_shardings(batch)
         shardings = self._shardings[shapes]
         if all(
-            isinstance(leaf, jax.Array)
-            and not isinstance(leaf, jax.core.Tracer)
-            and leaf.committed
-            and leaf.sharding == sharding
+            is_concrete(leaf) and leaf.committed and leaf.sharding == sharding
             for leaf, sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
         ):
             return batch
         return jax.device_put(batch, shardings)
 
     def batch_shardings(self, batch: PyTree) -> PyTree:
-        """Returns how each array of a batch is split: by rows, scalars not at all."""
+        """Returns the sharding of each array of a batch: arrays are split by rows, scalars are replicated."""
         ways = math.prod(self.layout.mesh.shape[axis] for axis in self.row_axes)
         rows = count_rows(batch, who="step")
         if rows % ways:
@@ -265,7 +263,7 @@ class Step:
         return jax.tree.map(lambda leaf: NamedSharding(mesh, P(self.row_axes) if np.ndim(leaf) else P()), batch)
 
     def lower(self, batch: PyTree) -> Any:
-        """Returns the program, lowered for a batch of these shapes; nothing is allocated, and no device needed."""
+        """Returns the program lowered for a batch of these shapes; needs no device and allocates nothing."""
         shapes = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding),
             batch,
@@ -274,19 +272,19 @@ class Step:
         return self._jit.lower(self.layout.abstract, shapes)
 
 
-# --- Options for XLA that measured well, by kind of device (benchmarks/RESULTS.md) ---
+# --- Default XLA options by device family, as measured in benchmarks/RESULTS.md ---
 
-# On an H200, a step of a 956M decoder: cuBLAS's matmuls are faster than XLA's own by 3%. The fusion of slices with
-# matmuls comes before autotuning and keeps it away from every matmul whose weight is one of stacked layers: 1.5%.
+# Step time of a 956M decoder on one H200: cuBLAS matmuls save 3% over Triton's; disabling the fusion of slices, which
+# keeps autotuning from matmuls with stacked weights, saves 1.5%.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "gpu": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False},
 }
 
 
 def xla_options(mesh: AnyMesh, wanted: dict[str, Any] | None, *, overlap: bool = False) -> dict[str, Any] | None:
-    """Returns the options for a step on this mesh: what measured well on its devices, overruled by what is wanted.
+    """Returns the XLA options for a step on this mesh: defaults for its devices, overridden by `wanted`.
 
-    With `overlap`, also what hides whole collectives there (`overlap_options`).
+    With `overlap`, the defaults include `overlap_options`.
     """
     chip = chip_family(mesh) if isinstance(mesh, Mesh) else ""
     known = _OPTIONS.get(chip, {}) | (overlap_options(mesh) if overlap and mesh.size > 1 else {})
@@ -300,16 +298,16 @@ def xla_options(mesh: AnyMesh, wanted: dict[str, Any] | None, *, overlap: bool =
 
 @functools.lru_cache(maxsize=64)
 def _is_known(options: tuple[tuple[str, Any], ...], mesh: AnyMesh) -> bool:
-    """Says whether the compiler takes options; of a single one that it refuses, it warns."""
+    """Whether the compiler accepts these options; warns if it rejects a single one."""
     argument = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     try:
         jax.jit(lambda x: x, compiler_options=dict(options)).lower(argument).compile()
-    except Exception as error:  # XLA's error for an unknown option has no type of its own
+    except Exception as error:  # XLA has no specific error type for an unknown option
         if len(options) == 1:
             name, value = options[0]
             warnings.warn(
-                f"this XLA refuses the option {name}={value}, which makes steps faster on this device: {error}\n"
-                "hint: steps are right without it; a newer meshwright may know its new name.",
+                f"this XLA version rejects {name}={value}, an option that makes steps faster on this device: {error}\n"
+                "hint: results are correct without it; a newer Meshwright may know its new name.",
                 MeshwrightWarning,
                 stacklevel=4,
             )

@@ -38,32 +38,26 @@ WHO = "accumulate"
 
 
 class LeafSync(NamedTuple):
-    """What is done to one parameter."""
+    """The gathers, scatter and dtype of one parameter."""
 
-    name: str
-    """For the names of what is sent."""
-    gathers: tuple[tuple[int, str], ...]
-    """The dims and axes it is gathered along, in this order."""
-    scatter: tuple[int, str] | None
-    """The dim and axis along which its gradient is left in slices though the parameter is whole."""
-    dtype: Any
-    """The dtype that the loss gets it in."""
+    name: str  # used to name its collectives
+    gathers: tuple[tuple[int, str], ...]  # dims and axes to gather it along, in this order
+    scatter: tuple[int, str] | None  # dim and axis along which its gradient is scattered though the parameter is whole
+    dtype: Any  # its dtype in the loss
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """What one call of `accumulate` does to its parameters, and along which axes."""
+    """How one call of `accumulate` prepares its parameters, and along which axes."""
 
     sync: Sync
-    axes: tuple[str, ...]
-    """Along these the loss is a partial sum."""
-    row_axes: tuple[str, ...]
-    """These split the rows of the batch, the first of them into the largest blocks."""
+    axes: tuple[str, ...]  # along these the loss is a partial sum
+    row_axes: tuple[str, ...]  # these split the rows of the batch, the first one into the largest blocks
     leaves: tuple[LeafSync, ...]
     reduce_dtype: Any
 
     def own(self, params: PyTree) -> PyTree:
-        """Returns, for each parameter, the part whose gradient this device is to have: all of it, or a slice."""
+        """Returns the part of each parameter whose gradient this device keeps: all of it, or a slice."""
 
         def cut(known: LeafSync, leaf: Any) -> Any:
             if known.scatter is None:
@@ -75,14 +69,14 @@ class SyncPlan:
         return self._map(cut, params)
 
     def before(self, own: PyTree, params: PyTree) -> PyTree:
-        """Prepares parameters for all minibatches; gradients flow to `own`, which `own()` returned."""
+        """Prepares parameters for all minibatches; gradients flow to `own`, the result of `own()`."""
         if self.sync == "every":
             return own
         marked = self._mark(own, params)
         return self._gather(marked) if self.sync == "once" else marked
 
     def inside(self, prepared: PyTree, params: PyTree) -> PyTree:
-        """Prepares what `before` returned for one minibatch."""
+        """Prepares the result of `before` for one minibatch."""
         if self.sync == "once":
             return prepared
         return self._gather(self._mark(prepared, params) if self.sync == "every" else prepared)
@@ -93,37 +87,36 @@ class SyncPlan:
                 if known.scatter is None:
                     return _mark_for_sum(own, self.axes, self.reduce_dtype)
                 dim, axis = known.scatter
-                # The slices are summed over the other axes, not the whole: scattered first on the way back.
+                # In the backward pass the scatter comes first, so that only slices are summed over the other axes.
                 own = _mark_for_sum(own, [other for other in self.axes if other != axis], self.reduce_dtype)
                 return _mark_for_scatter(own, pcast_varying(whole, self.axes), dim, axis, self.reduce_dtype)
 
         return self._map(mark, own, params)
 
     def narrow(self, params: PyTree) -> PyTree:
-        """Returns parameters in the dtypes that the loss is to have them in."""
+        """Casts parameters to their dtypes in the loss."""
         return self._map(lambda known, leaf: leaf.astype(known.dtype), params)
 
     def first_row(self, num_rows: int) -> Any:
-        """Returns the number that this device's first row has in the whole batch."""
+        """Returns the index of this device's first row in the whole batch."""
         place = 0
         for axis in self.row_axes:
             place = place * axis_size(axis, who=WHO) + axis_index(axis, who=WHO)
         return place * num_rows
 
     def check_loss(self, loss: Any) -> None:
-        """Raises where the loss differs along an axis that it is not summed over."""
+        """Raises if the loss varies along an axis that it is not summed over."""
         others = sorted(varying_axes(loss) - set(self.axes))
         if others:
             raise PlacementError(
-                f"{WHO}: the loss differs along {', '.join(map(repr, others))}, but is summed over "
-                f"{', '.join(map(repr, self.axes)) or 'no axis'} only.",
-                hint=f"if each device holds a part of it, jax.lax.psum it in loss_fn or add {others[0]!r} to axes=; if "
-                "parameters were gathered there, split the batch over that axis too.",
+                f"{WHO}: the loss varies along {', '.join(map(repr, others))}, but is summed only over "
+                f"{', '.join(map(repr, self.axes)) or 'no axis'}.",
+                hint=f"if each device holds a part of the loss, jax.lax.psum it in loss_fn or add {others[0]!r} to "
+                "axes=; if parameters are gathered along that axis, split the batch over it too.",
             )
 
     def _gather(self, params: PyTree) -> PyTree:
         def gather(known: LeafSync, leaf: Any) -> Any:
-            # Parameters travel in the dtype they are used in, gradients in that of the sums.
             dtypes = {"gather_dtype": known.dtype, "grad_scatter_dtype": self.reduce_dtype}
             with leaf_scope(known.name):
                 for dim, axis in known.gathers:
@@ -151,16 +144,16 @@ def make_sync_plan(
     dtypes: PyTree = None,
     reduce_dtype: Any = None,
 ) -> SyncPlan:
-    """Checks the arguments of `accumulate` against the mesh in force, and fills in its defaults."""
+    """Checks the arguments of `accumulate` against the current mesh and fills in its defaults."""
     if sync not in get_args(Sync):
         hint = did_you_mean(sync, get_args(Sync)) or f"use one of: {', '.join(get_args(Sync))}"
-        raise MeshwrightError(f"{WHO} knows no sync mode {sync!r}.", hint=hint)
+        raise MeshwrightError(f"{WHO}: unknown sync mode {sync!r}.", hint=hint)
     mesh = current_mesh()
     manual = [] if mesh is None else [axis for axis in mesh.axis_names if is_manual(axis)]
     if manual and manual[0] not in varying_axes(lax.axis_index(manual[0])):
         raise PlacementError(
-            f"{WHO} was called under check_vma=False, where JAX cannot tell which values differ between devices and "
-            "gradients would be wrong.",
+            f"{WHO} was called under check_vma=False, which hides the values that differ between devices and makes "
+            "gradients wrong.",
             hint="leave check_vma=True, the default of local_map and jax.shard_map.",
         )
     for name, given in (("gather_axes", gather_axes), ("axes", axes), ("row_axes", row_axes)):
@@ -175,7 +168,7 @@ def make_sync_plan(
         if not is_float(leaf.value.dtype):
             raise PlacementError(
                 f"{WHO}: parameter `{leaf.name}` is {leaf.value.dtype}, which has no gradient.",
-                hint="keep what is not trained out of params, and close over it in loss_fn.",
+                hint="remove it from params and close over it in loss_fn.",
             )
     own = _leaf_specs(params, specs)
     fine = own if grad_specs is None else _leaf_specs(params, grad_specs)
@@ -199,15 +192,15 @@ def _scatter(
     fits = len(extra) == 1 and dim_axes(finer[dim])[-1] == extra[0] and canonical(coarse) == canonical(spec)
     if not fits or extra[0] not in summed or leaf.value.shape[dim] % ways:
         raise PlacementError(
-            f"{WHO}: the gradient of `{leaf.name}` cannot be left as {format_spec(finer)} where the parameter is "
-            f"{format_spec(spec)} and its slice {leaf.value.shape}.",
-            hint="grad_specs may add one axis that splits the batch, as the last of its dim, which it must divide.",
+            f"{WHO}: the gradient of `{leaf.name}` cannot have spec {format_spec(finer)} if the parameter has "
+            f"{format_spec(spec)} and shards of shape {leaf.value.shape}.",
+            hint="add at most one axis in grad_specs: one that splits the batch and divides the dim, as its last axis.",
         )
     return dim, extra[0]
 
 
 def _mark_for_sum(leaf: Any, axes: Sequence[str], dtype: Any) -> Any:
-    """Marks a leaf as varying; its gradient is summed over the axes, and travels in `dtype`."""
+    """Marks a leaf as varying; its gradient is summed over the axes in `dtype`."""
     missing = [axis for axis in axes if axis not in varying_axes(leaf)]
     if dtype is None or dtype == leaf.dtype or not missing:
         return pcast_varying(leaf, missing)
@@ -221,7 +214,7 @@ def _mark_for_sum(leaf: Any, axes: Sequence[str], dtype: Any) -> Any:
 
 
 def _mark_for_scatter(own: Any, whole: Any, dim: int, axis: str, dtype: Any) -> Any:
-    """Returns `whole`; its gradient goes to `own`, the slice of it along `axis`, summed and scattered."""
+    """Returns `whole`; its gradient is reduce-scattered along `axis` to `own`."""
     wire = summing_dtype(dtype or whole.dtype)
 
     def scatter(_: None, grad: Any) -> tuple[Any]:
@@ -250,7 +243,7 @@ def _gathers(leaf: NamedLeaf, spec: P, manual: Sequence[str], gathered: Sequence
         actual = ", ".join(map(repr, sorted(varying))) or "no axis"
         raise PlacementError(
             f"{WHO}: parameter `{leaf.name}` varies along {actual}, but its spec is {format_spec(spec)}.",
-            hint="give the specs that the parameters were given to local_map with.",
+            hint="pass the specs that you passed to local_map for the parameters.",
         )
     steps = []
     for dim, entry in enumerate(spec):
@@ -259,8 +252,8 @@ def _gathers(leaf: NamedLeaf, spec: P, manual: Sequence[str], gathered: Sequence
             steps.append((dim, here.pop()))
         if any(axis in gathered for axis in here):
             raise PlacementError(
-                f"{WHO}: parameter `{leaf.name}` has dim {dim} split over {dim_axes(entry)}; gathered along the first "
-                "of them alone, its slices would not lie next to each other.",
+                f"{WHO}: dim {dim} of parameter `{leaf.name}` is split over {dim_axes(entry)}; a gather along only the "
+                "first of these axes would not return a contiguous slice.",
                 hint=f"put the gathered axes last in the spec: {(*[a for a in here if a not in gathered], *gathered)}.",
             )
     return tuple(steps)

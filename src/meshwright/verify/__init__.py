@@ -1,7 +1,7 @@
-"""Is the sharded program the same function? A job's step on a mesh against its step on one device, leaf by leaf.
+"""Comparison of a job's step on a mesh with its step on one device, leaf by leaf.
 
 report = verify(job, meshes=["fsdp:8", "fsdp:4,tp:2"])
-report.require()                                     # raises, with the table and the likely cause, where it is not
+report.require()                                     # raises with the table and the likely cause if they differ
 """
 
 from meshwright.lazy import make_callable
@@ -10,15 +10,6 @@ from meshwright.verify.compare import Comparison, LeafDifference, Ratio
 from meshwright.verify.equivalence import example_batch, verify
 from meshwright.verify.report import Case, VerifyReport
 
-__all__ = [
-    "verify",
-    "example_batch",
-    "VerifyReport",
-    "Case",
-    "Comparison",
-    "LeafDifference",
-    "Ratio",
-    "Cause",
-]
+__all__ = ["verify", "example_batch", "VerifyReport", "Case", "Comparison", "LeafDifference", "Ratio", "Cause"]
 
 make_callable(__name__, "meshwright.verify.equivalence:verify")  # `mw.verify(job)`

@@ -1,6 +1,6 @@
-"""From a difference to its likely cause: one small function per cause, each on plain arrays.
+"""Likely causes of a difference: one small function per cause, on plain arrays.
 
-Every function returns a `Cause`, or None where it does not apply.
+Each function returns a `Cause`, or None if the cause does not apply.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 from meshwright.verify.compare import Array, Named, Ratio, apart, largest, ratio_of
 
 Blocks = Mapping[Any, tuple[slice, ...]]
-"""What each device holds of a leaf, as `NamedSharding.devices_indices_map` says."""
+"""The slices of a leaf that each device holds, as returned by `NamedSharding.devices_indices_map`."""
 
-# How close a ratio has to be to an axis size to be taken for it.
+# Relative distance within which a ratio counts as an axis size.
 CLOSE = 1e-3
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a mesh probably computes something else: `kind` in a word or two, what is seen, and what to do about it."""
+    """A likely cause of a difference: a short `kind`, the observation (`text`), and how to fix it."""
 
     kind: str
     text: str
@@ -38,11 +38,11 @@ class Cause:
 
 
 def reduction(ratio: Ratio | None, axis_sizes: Mapping[str, int], *, what: str) -> Cause | None:
-    """A constant ratio that is an axis size, or a product of some: a sum over that axis is missing or done twice.
+    """A sum over axes is missing or doubled: the ratio is constant, and equals an axis size or a product of some.
 
     Example:
-        >>> print(reduction(Ratio(4.0, 4.0, 4.0, 10), {"dp": 2, "tp": 4}, what="the gradient").text)
-        the gradient is 4x: summed twice over `tp` (4 devices), or a mean that was taken on one side only.
+        >>> print(reduction(Ratio(4.0, 4.0, 4.0, 10), {"dp": 2, "tp": 4}, what="the loss").text)
+        the loss is 4x the single-device value: summed twice over `tp` (4 devices), or a mean became a sum.
     """
     if ratio is None or not ratio.is_constant or ratio.median <= 0:
         return None
@@ -61,26 +61,18 @@ def _reduction(
     named = [" x ".join(f"`{axis}`" for axis in group) for group in axes]
     count = math.prod(sizes[axis] for axis in axes[0])
     over = f"{' or '.join(named)} ({count} devices)"
-    times = f"{'1/' if inverse else ''}{round(factor)}"
-    square = f", the square of {count}: something that is squared later" if squared else ""
+    square = f" ({count} squared, so the error is squared later)" if squared else ""
     if inverse:
-        seen = f"{what} is {times} of what it should be{square}: not summed over {over}, or a mean where a sum belongs."
-        fix = "jax.lax.psum partial results over that axis, once; pmean only where devices hold whole results."
+        seen = f"1/{round(factor)} of the single-device value{square}: not summed over {over}, or a sum became a mean."
+        fix = "jax.lax.psum partial results over that axis once; use pmean only if each device holds a complete result."
     else:
-        seen = f"{what} is {times}x{square}: summed twice over {over}, or a mean that was taken on one side only."
-        fix = "sum over that axis once. What is the same on all its devices (a psum's result) must not be summed again."
-    return Cause("reduction", seen, fix)
+        seen = f"{round(factor)}x the single-device value{square}: summed twice over {over}, or a mean became a sum."
+        fix = "sum over that axis once; a value that is equal on all its devices (a psum's result) is already summed."
+    return Cause("reduction", f"{what} is {seen}", fix)
 
 
 def axes_with_product(number: float, axis_sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Returns the smallest groups of axes whose sizes multiply to a number; none for 1, which is no factor.
-
-    Example:
-        >>> axes_with_product(4, {"dp": 2, "fsdp": 2, "tp": 4})
-        [('tp',)]
-        >>> axes_with_product(2, {"dp": 2, "fsdp": 2, "tp": 4})
-        [('dp',), ('fsdp',)]
-    """
+    """Returns the smallest groups of axes (of size 2 or more) whose sizes multiply to `number`."""
     axes = [axis for axis, size in axis_sizes.items() if size > 1]
     for length in range(1, len(axes) + 1):
         groups = [
@@ -94,14 +86,14 @@ def axes_with_product(number: float, axis_sizes: Mapping[str, int]) -> list[tupl
 
 
 def copies(what: str, axes: Sequence[str]) -> Cause | None:
-    """Devices that should hold the same value hold different ones: nobody summed over the axes along which they do."""
+    """Copies that should be identical differ along some axes, so a reduction over these axes is missing."""
     if not axes:
         return None
     named = ", ".join(f"`{axis}`" for axis in axes)
     return Cause(
         "copies",
-        f"{what} should be the same on all devices along {named}, but each holds its own: no reduction over {named}.",
-        "sum it over that axis (jax.lax.psum), and leave check_vma on in shard_map: JAX then refuses such a program.",
+        f"{what} should be identical on all devices along {named}, but the copies differ: a reduction is missing.",
+        "jax.lax.psum it over that axis, and keep check_vma=True in shard_map, so that JAX rejects such programs.",
     )
 
 
@@ -126,41 +118,42 @@ def copies_along(array: Any, *, allowed: float) -> tuple[str, ...]:
 def one_block_of_rows(
     measured: Array, by_block: Sequence[Array], axes: Sequence[str], *, what: str, tolerance: float
 ) -> Cause | None:
-    """The mesh's value is that of one device's rows, up to a factor: the others' were never added.
+    """Only the rows of one device contribute: the value on the mesh is a multiple of the value for these rows.
 
     Example:
         >>> rows = [np.array([1.0, 2.0]), np.array([3.0, 5.0])]
         >>> print(one_block_of_rows(rows[1] / 2, rows, ["dp"], what="the gradient of `w`", tolerance=1e-5).text)
-        the gradient of `w` is that of the rows of device 1 of 2 alone, times 0.5: no reduction over `dp`.
+        the gradient of `w` covers only the rows of device 1 of 2 (times 0.5): a reduction over `dp` is missing.
     """
     matching = []
     for number, own in enumerate(by_block):
         ratio = ratio_of(own, measured)
-        # A single number is some multiple of any other.
+        # Any scalar is a multiple of any other, so scalars have to be equal.
         if ratio is not None and ratio.is_constant and (np.size(own) > 1 or abs(ratio.median - 1) <= 10 * tolerance):
             matching.append((number, ratio.median))
     if not matching or len(matching) == len(by_block):
         return None
     (number, factor), *_ = matching
     named = " x ".join(f"`{axis}`" for axis in axes)
-    times = "" if abs(factor - 1) < CLOSE else f", times {factor:.4g}"
+    times = "" if abs(factor - 1) < CLOSE else f" (times {factor:.4g})"
+    where = f"device {number} of {len(by_block)}{times}"
     return Cause(
         "rows",
-        f"{what} is that of the rows of device {number} of {len(by_block)} alone{times}: no reduction over {named}.",
-        "sum over the axes that split the batch. The step does so for any loss that returns what its own rows add: "
-        "look for stop_gradient, axis_index and custom gradients in the loss.",
+        f"{what} covers only the rows of {where}: a reduction over {named} is missing.",
+        "sum over the axes that split the batch. The train step does so unless the loss drops the contribution of "
+        "some rows: look for stop_gradient, axis_index and custom gradients in the loss.",
     )
 
 
 def mean_of_means(
     measured: float, reference: float, by_block: Sequence[float], *, tolerance: float, blocks: str
 ) -> Cause | None:
-    """The mesh's loss is the plain average of its blocks' losses, and the one device's is not.
+    """The loss on the mesh is the unweighted mean over blocks of rows, and the loss on one device is not.
 
     Example:
         >>> cause = mean_of_means(2.0, 1.5, [1.0, 3.0], tolerance=1e-5, blocks="2 devices")
         >>> print(cause.text)
-        the loss is the average of the losses of 2 devices, which weigh the same though not equally much counts on each.
+        the loss is an unweighted mean over 2 devices, but they hold different numbers of valid elements.
     """
     if len(by_block) < 2:
         return None
@@ -170,17 +163,16 @@ def mean_of_means(
         return None
     return Cause(
         "mean of means",
-        f"the loss is the average of the losses of {blocks}, which weigh the same though not equally much counts on "
-        "each.",
+        f"the loss is an unweighted mean over {blocks}, but they hold different numbers of valid elements.",
         "return the loss as a (sum, count) pair instead of a mean: ((losses * mask).sum(), mask.sum()).",
     )
 
 
-# --- Parts of a leaf ---
+# --- Shards of a leaf ---
 
 
 def blocks_of(blocks: Blocks, shape: Sequence[int]) -> dict[tuple[tuple[int, int], ...], list[Any]]:
-    """Returns the distinct parts that a leaf is held in, as (start, stop) per dim, with the devices that hold each."""
+    """Returns the distinct shards of a leaf, as (start, stop) per dim, with the devices that hold each."""
     parts: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in blocks.items():
         part = tuple(entry.indices(size)[:2] for entry, size in zip(index, shape, strict=True))
@@ -189,14 +181,14 @@ def blocks_of(blocks: Blocks, shape: Sequence[int]) -> dict[tuple[tuple[int, int
 
 
 def one_part(reference: Array, measured: Array, blocks: Blocks, *, allowed: float, what: str) -> Cause | None:
-    """Only some devices' parts of a leaf are different.
+    """Only some shards of a leaf differ.
 
     Example:
         >>> right = np.ones(8)
         >>> wrong = np.where(np.arange(8) < 4, right, 5.0)
         >>> blocks = {"cpu:0": (slice(0, 4),), "cpu:1": (slice(4, 8),)}
         >>> print(one_part(right, wrong, blocks, allowed=1e-5, what="`w`").text)
-        `w` differs only in [4:8], which is 1 of its 2 parts: what cpu:1 contributes.
+        `w` differs only in [4:8], 1 of its 2 shards (on cpu:1).
     """
     parts = blocks_of(blocks, np.shape(reference))
     bad = {part: held for part, held in parts.items() if _apart(_cut(reference, part), _cut(measured, part)) > allowed}
@@ -207,22 +199,22 @@ def one_part(reference: Array, measured: Array, blocks: Blocks, *, allowed: floa
     devices = ", ".join(str(device) for held in list(bad.values())[:3] for device in held[:4])
     return Cause(
         "one part",
-        f"{what} differs only in {shown}{more}, which is {len(bad)} of its {len(parts)} parts: "
-        f"what {devices}{' ...' if more else ''} contribute{'s' if ',' not in devices else ''}.",
-        "look at what depends on the device's place: axis_index, the ends of a ring, padding, the last slice.",
+        f"{what} differs only in {shown}{more}, {len(bad)} of its {len(parts)} shards "
+        f"(on {devices}{', ...' if more else ''}).",
+        "check code that depends on the device's position: axis_index, the ends of a ring, padding, the last slice.",
     )
 
 
-# --- Everything else ---
+# --- Other causes ---
 
 
 def random_numbers() -> Cause:
-    """The mesh agrees with one device once there is no random key."""
+    """The mesh agrees with one device if the loss gets no random key."""
     return Cause(
         "random numbers",
-        "without a random key (rng=None) both agree: random numbers depend on the mesh.",
-        "draw with the rows as leading dim from the key that the loss gets (a meshwright.parallel.row_key), or use "
-        "meshwright.parallel.dropout; never fold in a device's index.",
+        "the results agree without a random key (rng=None), so the random numbers depend on the mesh.",
+        "draw arrays with rows as the leading dim from the loss's key (a meshwright.parallel.row_key), or use "
+        "meshwright.parallel.dropout; never fold in a device index.",
     )
 
 
@@ -231,24 +223,24 @@ def initial(*, repeatable: bool) -> Cause:
     if repeatable:
         return Cause(
             "init",
-            "init gives other parameters on this mesh: it looks at the mesh or a device's index, or draws numbers in a "
-            "way that depends on how they are split (an rbg key, say).",
-            "draw everything from the key, with jax.random and a threefry key, and let init_state place it.",
+            "init returns different parameters on this mesh: it reads the mesh or a device index, or its random "
+            "numbers depend on the sharding (as with rbg keys).",
+            "draw everything from the key with jax.random and a threefry key, and let init_state place the result.",
         )
     return Cause(
         "init",
-        "init gives other parameters each time it is compiled, even on one device: it uses something besides its key.",
-        "draw everything from the key; no numpy.random, no counters, no time.",
+        "init returns different parameters each time it is compiled, even on one device: it uses more than its key.",
+        "draw everything from the key; do not use numpy.random, counters or the time.",
     )
 
 
 def backward() -> Cause:
-    """The loss agrees and its gradients do not."""
+    """The loss agrees but its gradients do not."""
     return Cause(
         "backward",
-        "the loss agrees and gradients do not: a reduction in the backward pass is missing, doubled, or misplaced.",
-        "look at custom_vjp, stop_gradient and shard_map with check_vma=False: the gradient of psum is a copy, that of "
-        "a copy is psum, that of all_gather is psum_scatter.",
+        "the loss agrees but the gradients do not: a reduction in the backward pass is missing, doubled or misplaced.",
+        "check custom_vjp, stop_gradient and shard_map with check_vma=False: the transpose of psum is a copy, of a "
+        "copy psum, and of all_gather psum_scatter.",
     )
 
 
@@ -260,13 +252,14 @@ def optimizer(
     after_one_step: bool,
     allowed: Mapping[str, float],
 ) -> Cause:
-    """Gradients agree and parameters after some steps do not; trees are changes of parameters.
+    """Gradients agree but parameters after the steps do not.
 
     Args:
-        after_one_step: whether parameters still agreed after the first step.
-        allowed: for each leaf, the difference that is fine.
+        reference, measured: the change of each parameter in the first step, on one device and on the mesh.
+        after_one_step: whether parameters still agree after the first step.
+        allowed: the largest acceptable difference of each parameter.
     """
-    fix = "update whole arrays: outside of shard_map, as make_train_step does."
+    fix = "update whole arrays outside shard_map, as make_train_step does."
     for name, expected in reference.items():
         parts = blocks_of(blocks[name], np.shape(expected))
         ratios = [ratio_of(_cut(expected, part), _cut(measured[name], part)) for part in parts]
@@ -276,76 +269,75 @@ def optimizer(
         if len(medians) == len(ratios) and any(abs(median - 1) > CLOSE for median in medians):
             shown = ", ".join(f"{median:.4g}" for median in medians[:4]) + (", ..." if len(medians) > 4 else "")
             seen = (
-                f"gradients agree, but each device's part of `{name}` is updated with a factor of its own ({shown}): "
-                "the optimizer takes a norm or a mean of a slice for that of the parameter."
+                f"gradients agree, but the update of each shard of `{name}` is off by a different factor ({shown}): "
+                "the optimizer takes a norm or mean per shard instead of per parameter."
             )
             return Cause("optimizer", seen, fix)
     if after_one_step:
         return Cause(
             "optimizer",
-            "gradients of the first step and parameters after it agree, and later parameters do not: rounding grows, "
-            "or something depends on the number of the step.",
+            "gradients and parameters agree in the first step but parameters differ later: rounding errors grow, or "
+            "an update depends on the step number.",
             "compare with num_steps=1 and with a smaller learning rate; if both agree, it is rounding.",
         )
-    seen = "gradients agree and updated parameters do not: the optimizer looks at slices, or at more than gradients."
+    seen = "gradients agree but updated parameters do not: the optimizer sees shards, or uses more than gradients."
     return Cause("optimizer", seen, fix)
 
 
 def not_finite(reference: Array, measured: Array, *, what: str) -> Cause | None:
-    """Something is not finite on the mesh that is on one device."""
+    """Some elements are finite on one device but not on the mesh."""
     expected, got = np.asarray(reference, np.float64), np.asarray(measured, np.float64)
     bad = int((np.isfinite(expected) & ~np.isfinite(got)).sum())
     if not bad:
         return None
     return Cause(
         "not finite",
-        f"{what} has {bad} of {got.size} elements that are not finite on the mesh, and are on one device.",
-        "look for a division by a device's own count, which may be 0 (return the loss as a (sum, count) pair), for "
-        "norms of zeros, and for masked branches: where(valid, f(x), 0) has NaN gradients where f does.",
+        f"{bad} of {got.size} elements of {what} are finite on one device but not on the mesh.",
+        "look for a division by a per-device count that can be 0 (return the loss as a (sum, count) pair), norms of "
+        "zero vectors, and masked branches: where(valid, f(x), 0) has NaN gradients wherever f has.",
     )
 
 
 def axes_alone(agrees: Mapping[str, bool]) -> Cause | None:
-    """Nothing more specific was found; says for which axes, each taken alone, the mesh agrees with one device.
+    """Names the axes that differ from one device when each is used alone; the fallback if no other cause applies.
 
     Example:
         >>> print(axes_alone({"dp": True, "tp": False}).text)
-        it differs with `tp` alone as well, and agrees with `dp` alone: what is done over `tp` is not right.
+        it also differs with `tp` alone, and agrees with `dp` alone: the error is in the computation over `tp`.
     """
     bad = " and ".join(f"`{axis}`" for axis, same in agrees.items() if not same)
     good = " and ".join(f"`{axis}`" for axis, same in agrees.items() if same)
-    fix = "look for a sum over it that is missing, doubled or a mean, and for what depends on a device's place on it."
-    if bad and not good:
-        return Cause("axis", f"what is done over {bad} is not right.", fix)
     if bad:
+        alone = f"it also differs with {bad} alone, and agrees with {good} alone: " if good else ""
         return Cause(
             "axis",
-            f"it differs with {bad} alone as well, and agrees with {good} alone: what is done over {bad} is not right.",
-            fix,
+            f"{alone}the error is in the computation over {bad}.",
+            "look for a sum over that axis that is missing, doubled or replaced by a mean, and for code that depends "
+            "on a device's position along it.",
         )
     if good:
         return Cause(
             "axis",
-            f"it agrees with each of {good} alone: what is wrong needs several axes.",
-            "look for sums over one of several axes that split an array, and for blocks in the order of another mesh.",
+            f"it agrees with each of {good} alone: the error needs several axes.",
+            "look for a sum over only one of several axes that split an array, and for blocks in another mesh's order.",
         )
     return None
 
 
 def sees_slices(axes: Sequence[str]) -> Cause | None:
-    """A step that cannot be traced in the local view, on a mesh with axes over which the step itself does nothing."""
+    """The step cannot be traced in the local view, and the mesh has axes over which only the loss can communicate."""
     if not axes:
         return None
     named = " and ".join(f"`{axis}`" for axis in axes)
     return Cause(
         "local view",
-        f"in the local view the loss sees slices along {named}, and has to communicate over it itself.",
-        "use the layers of meshwright.parallel or jax.lax.psum there, or the global view alone, where XLA does it.",
+        f"in the local view the loss sees shards along {named} and has to communicate over it.",
+        "use the layers of meshwright.parallel or jax.lax.psum, or only the global view, in which XLA communicates.",
     )
 
 
 def guilty_axes(outcomes: Sequence[tuple[Mapping[str, int], bool]]) -> tuple[str, ...]:
-    """Returns the axes that all meshes which differ have, and none of those which agree; outcomes are (sizes, agrees).
+    """Returns the axes present in every mesh that differs and in no mesh that agrees; outcomes are (sizes, agrees).
 
     Example:
         >>> guilty_axes([({"dp": 8}, True), ({"dp": 2, "tp": 4}, False), ({"tp": 8}, False)])

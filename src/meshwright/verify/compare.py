@@ -1,4 +1,4 @@
-"""Two trees of numbers compared: how far apart, in which leaf, at which element, and in which ratio."""
+"""Comparison of two trees of arrays: the largest error, its leaf and element, and the ratio of the two."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Named = Mapping[str, Any]
 """A tree as a dict from leaf name to value, in the tree's order."""
 
 GROWTH = 10
-"""By how much errors of rounding may grow over several steps."""
+"""Factor by which rounding errors may grow over several steps."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """What one array is of another, over its larger elements: `median`, and the range from `low` to `high`."""
+    """The elementwise ratio of two arrays, over elements of at least 1% of the largest: median, minimum and maximum."""
 
     median: float
     low: float
@@ -30,20 +30,20 @@ class Ratio:
 
     @property
     def is_constant(self) -> bool:
-        """Whether all elements have the same ratio, but for rounding."""
+        """Whether all elements have the same ratio, up to rounding."""
         return self.num_elements > 0 and self.high - self.low <= 1e-3 * abs(self.median)
 
     def __str__(self) -> str:
         if self.num_elements == 1:
             return f"{self.median:.6g}"
         if self.is_constant:
-            return f"{self.median:.6g} in all {self.num_elements} larger elements"
+            return f"{self.median:.6g} in all {self.num_elements} large elements"
         return f"from {self.low:.4g} to {self.high:.4g}, median {self.median:.4g}"
 
 
 @dataclass(frozen=True)
 class LeafDifference:
-    """One leaf's worst element: where it is, what it should be (`reference`) and what it is (`measured`)."""
+    """The worst element of a leaf: its index, its value on one device (`reference`) and on the mesh (`measured`)."""
 
     path: str
     index: tuple[int, ...]
@@ -54,12 +54,12 @@ class LeafDifference:
 
     def __str__(self) -> str:
         place = "".join(f"[{number}]" for number in self.index)
-        return f"`{self.path}`{place}: one device has {self.reference:.9g}, the mesh {self.measured:.9g}"
+        return f"`{self.path}`{place}: {self.reference:.9g} on one device, {self.measured:.9g} on the mesh"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tree compared with its reference; `error` is the largest relative error of all leaves."""
+    """A tree compared with its reference; `error` is the largest relative error over all leaves."""
 
     what: str
     num_leaves: int
@@ -67,11 +67,11 @@ class Comparison:
     error: float
     tolerance: float
     worst: LeafDifference | None
-    """The leaf with the largest error, different or not."""
+    """The leaf with the largest error, even if within the tolerance."""
     first: LeafDifference | None
-    """The first leaf, in the tree's order, that is different."""
+    """The first leaf that differs, in the tree's order."""
     different: tuple[str, ...] = ()
-    """The names of all leaves that are."""
+    """The names of all leaves that differ."""
 
     @property
     def ok(self) -> bool:
@@ -89,26 +89,26 @@ def compare(
 ) -> Comparison:
     """Compares two trees, leaf by leaf.
 
-    An element may differ by `tolerance * scale`. With a tolerance of 0, all bits must be the same.
+    An element may differ by `tolerance * scale`. With a tolerance of 0, leaves must be bitwise equal.
 
     Args:
-        scales: for each leaf, what its errors are relative to; its largest magnitude by default.
-        least_scale: what they are relative to at least, so that leaves which should be zero compare.
+        scales: the scale of each leaf (default: its largest magnitude).
+        least_scale: the smallest scale, so that leaves which are zero up to rounding can be compared.
 
     Example:
         >>> w = np.ones((2, 2), np.float32)
         >>> found = compare("weights", {"w": w}, {"w": 4 * w}, tolerance=1e-5)
         >>> found.ok, found.error, str(found.first.ratio)
-        (False, 3.0, '4 in all 4 larger elements')
+        (False, 3.0, '4 in all 4 large elements')
     """
     if list(reference) != list(measured):
         odd = sorted(set(reference) ^ set(measured)) or list(reference)
-        raise TreeError(f"{what}: the mesh has other leaves than one device: {', '.join(odd[:3])}.")
+        raise TreeError(f"{what}: the mesh and one device have different leaves: {', '.join(odd[:3])}.")
     leaves, different = [], []
     for name, expected in reference.items():
         expected, got = np.asarray(expected), np.asarray(measured[name])
         if expected.shape != got.shape:
-            raise TreeError(f"{what}: `{name}` is {got.shape} on the mesh and {expected.shape} on one device.")
+            raise TreeError(f"{what}: `{name}` has shape {got.shape} on the mesh, {expected.shape} on one device.")
         scale = max(largest(expected) if scales is None else scales[name], least_scale)
         leaf = compare_leaf(name, expected, got, scale=scale)
         same_bits = tolerance > 0 or expected.tobytes() == got.tobytes()
@@ -141,12 +141,7 @@ def compare_leaf(path: str, reference: Array, measured: Array, *, scale: float) 
 
 
 def ratio_of(reference: Array, measured: Array) -> Ratio | None:
-    """Returns what `measured` is of `reference`; None where the reference is zero or either is not finite.
-
-    Example:
-        >>> ratio_of(np.array([1.0, 2.0, 0.0]), np.array([2.0, 4.0, 0.0])).median
-        2.0
-    """
+    """Returns the ratio of `measured` to `reference`; None if the reference is zero or either is not finite."""
     expected, got = _wide(reference), _wide(measured)
     if not (expected.size and np.isfinite(expected).all() and np.isfinite(got).all()) or not expected.any():
         return None
@@ -157,18 +152,15 @@ def ratio_of(reference: Array, measured: Array) -> Ratio | None:
 
 
 def apart(first: Array, second: Array) -> Array:
-    """Returns how far apart two arrays are, element by element, in float64.
-
-    Not a number on one side only is as wrong as it gets; on both it is the same.
-    """
+    """Returns the absolute difference of two arrays in float64: 0 where both are NaN, infinite where only one is."""
     a, b = _wide(first), _wide(second)
     with np.errstate(invalid="ignore", over="ignore"):
-        distances = np.where(a == b, 0.0, np.abs(a - b))  # infinities are equal too
+        distances = np.where(a == b, 0.0, np.abs(a - b))  # inf - inf would be NaN
     return np.where(np.isnan(distances), np.where(np.isnan(a) == np.isnan(b), 0.0, np.inf), distances)
 
 
 def largest(array: Array) -> float:
-    """Returns the largest magnitude of an array's finite elements; 0 if there is none."""
+    """Returns the largest magnitude of the finite elements, or 0."""
     values = np.abs(_wide(array))
     return float(values[np.isfinite(values)].max(initial=0.0))
 

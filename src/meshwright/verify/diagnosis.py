@@ -1,4 +1,4 @@
-"""The likely causes of one case that differs, found by computing a little more where that tells them apart."""
+"""Diagnosis of a case that differs, with a few extra computations to tell likely causes apart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshwright.verify.measure import (
 
 @dataclass(frozen=True)
 class Finding:
-    """One case that differs: what was measured, and how it compares."""
+    """A case that differs: its measurements and comparisons."""
 
     reference: Reference
     placed: Placed
@@ -38,7 +38,7 @@ class Finding:
     tolerance: float
 
     def causes(self) -> list[Cause]:
-        """Returns the likely causes, the most specific first."""
+        """Returns the likely causes, most specific first."""
         loss, grads, params = (self.comparisons[what] for what in ("loss", "gradients", "parameters"))
         if loss.ok and grads.ok:
             return [] if params.ok else [self._optimizer()]
@@ -47,7 +47,7 @@ class Finding:
         return [*found, causes.backward()] if loss.ok else found
 
     def _specific(self, loss: Comparison, grads: Comparison) -> Iterator[Cause]:
-        """Gives causes in the order in which they should be believed; each is computed only if those before fail."""
+        """Yields the causes that apply, most specific first; evaluated lazily, because later ones cost more."""
         reference, measured = self.reference, self.measured
         if not loss.ok:
             what, name, expected, array = "the loss", None, reference.loss, measured.loss
@@ -71,7 +71,7 @@ class Finding:
         yield from (cause for attempt in tried if (cause := attempt()) is not None)
 
     def _same(self, placed: Placed, rng: Any, expected: tuple[Any, dict[str, Any]]) -> bool:
-        """Whether loss and gradients on some mesh are those expected; False also where they cannot be computed."""
+        """Whether loss and gradients on a mesh are as expected; False if they cannot be computed."""
         function = placed.gradients(self.view, self.num_minibatches)
         try:
             loss, grads = function(self.reference.inputs.batch, rng)
@@ -102,7 +102,7 @@ class Finding:
             return [], []
         try:
             return self.reference.by_block(self.view, self.placed.ways, self.num_minibatches)
-        except Exception:  # a loss that cannot be computed on so few rows
+        except Exception:  # the loss may need more rows
             return [], []
 
     def _mean_of_means(self, loss: float) -> Cause | None:
@@ -119,7 +119,7 @@ class Finding:
         return causes.one_block_of_rows(got, blocks, axes, what=what, tolerance=self.tolerance)
 
     def _axes_alone(self) -> Cause | None:
-        """Computes on each of the mesh's axes alone, to tell which of them it is."""
+        """Repeats the computation on each axis of the mesh alone, to find the one that differs."""
         mesh = self.placed.mesh
         axes = [axis for axis, size in mesh.shape.items() if size > 1]
         if len(axes) == 1:
@@ -130,7 +130,7 @@ class Finding:
             part = create_mesh(text, devices=list(mesh.devices.flat[: mesh.shape[axis]]))
             try:
                 placed = self.reference.inputs.place(part).starting_from(self.reference.params)
-            except Exception:  # the job does not fit this mesh, and says nothing about the axis
+            except Exception:  # the job does not fit this mesh, so nothing is known about the axis
                 continue
             expected = (self.reference.loss, self.reference.grads)
             agrees[axis] = self._same(placed, self.reference.rng, expected)

@@ -1,4 +1,4 @@
-"""`verify`: compares a job's step on meshes with its step on one device."""
+"""`verify` compares a job's step on meshes with its step on one device."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from meshwright.verify import causes
 from meshwright.verify.compare import compare
 from meshwright.verify.diagnosis import Finding
 from meshwright.verify.measure import Placed, Reference, SharedInputs, all_worst_copies
-from meshwright.verify.report import Case, VerifyReport
+from meshwright.verify.report import Case, Verdict, VerifyReport
 
-# The order in which meshes list axes: what crosses the slow network first.
+# Order of the axes in generated meshes: axes that may cross the slow network come first.
 AXIS_ORDER = ("dp", "fsdp", "pp", "tp", "sp")
 
 
@@ -55,24 +55,26 @@ def verify(
 ) -> VerifyReport:
     """Compares a job's step on meshes with the same step on one device.
 
-    Compared are the initial parameters, bit for bit; the loss; every gradient; and the parameters after some steps.
-    What differs is reported with its likely cause, and does not raise: see `VerifyReport.require`.
+    Compares the initial parameters bit for bit, then the loss, every gradient, and the parameters after `num_steps`
+    steps. A difference is reported with its likely cause but does not raise; see `VerifyReport.require`.
 
     Args:
-        job: `init`, `rules`, `loss`, and a batch; see `meshwright.Job`.
-        optimizer: SGD by default.
-        meshes: a mesh, several, or "all": every way to split the devices over the axes that the rules know, and `dp`.
-            By default the job's own mesh, or else all devices along each axis in turn. Where the job does not fit a
-            mesh, it is skipped, or fails if it was asked for by name.
-        views: in which views; see `make_train_step`.
-        num_minibatches: in how many minibatches; always compared with one device that computes the batch whole.
-        num_steps: how many steps are taken.
-        tolerance: the largest error that is fine, relative to a leaf's largest gradient, or its change; ten times that
-            after several steps, in which rounding grows.
-        batch: a batch, instead of the job's. Without any, one is drawn from the job's shapes; see `example_batch`.
-        precision: of the step. In float32, matmuls are computed with `jax.default_matmul_precision("highest")`.
-        devices: all by default; some, or a number of them.
-        progress: is called with a line of text before each case.
+        job: the `meshwright.Job`, with a loss and a batch.
+        optimizer: an optax optimizer (default: SGD with learning rate 0.1).
+        meshes: a mesh string, a list of them, or "all" for every way to split the devices over `dp` and the axes in the
+            rules (default: the job's mesh, or else all devices along each axis in turn). If the job does not fit a
+            mesh, the case fails if you named the mesh and is skipped otherwise.
+        views: the views to compare; see `make_train_step`.
+        num_minibatches: numbers of minibatches to compare; the single device always computes the whole batch at once.
+        num_steps: number of steps to take.
+        tolerance: the largest allowed error, relative to a leaf's largest gradient or change. Parameters are allowed
+            10 times as much if `num_steps` is more than 1, because rounding errors grow.
+        batch: the batch (default: the job's; see `example_batch`).
+        seed: seed of the parameters and of a generated batch.
+        precision: precision of the step. With "float32", matmuls use `jax.default_matmul_precision("highest")`.
+        sync, remat, data_axes: as for `make_train_step`.
+        devices: devices to use, or their number (default: all).
+        progress: called with one line of text before each case.
 
     Example:
         >>> import jax.numpy as jnp, meshwright as mw
@@ -91,16 +93,22 @@ def verify(
     """
     require_loss(job, who="verify")
     if jax.process_count() > 1:
-        raise MeshwrightError("verify runs in one process.", hint="run it on one host, or on simulated CPU devices.")
+        raise MeshwrightError(
+            f"verify needs a single process, but there are {jax.process_count()}.",
+            hint="run it on one host, or on simulated CPU devices.",
+        )
     if not tolerance > 0 or num_steps < 1:
         raise MeshwrightError(
-            f"verify got tolerance={tolerance}, num_steps={num_steps}.", hint="a tolerance above 0, and 1 step or more."
+            f"tolerance must be above 0 and num_steps at least 1; got {tolerance=}, {num_steps=}.",
+            hint="pass e.g. tolerance=1e-5, num_steps=3.",
         )
     counts = (num_minibatches,) if isinstance(num_minibatches, int) else tuple(num_minibatches)
     if not counts or min(counts) < 1:
-        raise MeshwrightError(f"verify got num_minibatches={counts}.", hint="1 or more each; 1 is the whole batch.")
+        raise MeshwrightError(
+            f"num_minibatches must be at least 1; got {counts}.", hint="pass 1 to compute the whole batch at once."
+        )
     if not 0 <= seed < 2**32:
-        raise MeshwrightError(f"verify got seed={seed}.", hint="a whole number from 0 to 4294967295.")
+        raise MeshwrightError(f"seed must be from 0 to 4294967295; got {seed}.", hint="pass e.g. seed=0.")
     inputs = SharedInputs(
         job,
         optimizer or optax.sgd(0.1),
@@ -122,17 +130,17 @@ def verify(
     else:
         texts = (all_meshes if meshes == "all" else each_axis_alone)(len(chosen), axes)
     targets = [_make_mesh(text, chosen) for text in texts]
-    # A mesh of one device that has every axis which the rules or another mesh name.
+    # The single device needs every axis that the rules or a mesh use.
     names = dict.fromkeys([*axes, *(axis for mesh in targets for axis in mesh.axis_names)])
     alone = create_mesh(",".join(f"{axis}:1" for axis in names), devices=chosen[:1])
-    tell = progress or (lambda line: None)
+    log = progress or (lambda line: None)
     cases: list[Case] = []
-    # GPUs and TPUs otherwise round what matmuls take in, and a slice's matmul not as the whole one's.
+    # GPUs and TPUs otherwise round the inputs of matmuls, differently for a shard than for the whole array.
     with jax.default_matmul_precision("highest" if precision == "float32" else None):
-        tell("one device")
+        log("one device")
         reference = _reference(inputs, alone)
         for mesh in targets:
-            cases += _cases(reference, mesh, wanted, tolerance, by_name=by_name, tell=tell)
+            cases += _cases(reference, mesh, wanted, tolerance, by_name=by_name, log=log)
     return VerifyReport(tuple(cases), tolerance, num_steps, len(reference.initial), inputs.num_rows)
 
 
@@ -140,14 +148,14 @@ def _reference(inputs: SharedInputs, mesh: Mesh) -> Reference:
     try:
         reference = Reference(inputs.place(mesh, quiet=False))
     except Exception as error:
-        error.add_note("This is the step on one device, which a mesh would be compared with.")
+        error.add_note("This error comes from the step on one device, before any mesh was compared.")
         raise
     for name, leaf in {"": reference.loss, **reference.grads}.items():
         if not np.isfinite(leaf.astype(np.float64)).all():
             what = f"the gradient of `{name}`" if name else "the loss"
             raise MeshwrightError(
-                f"on one device {what} is not finite, so there is nothing to compare with.",
-                hint="give a batch for which it is: verify(job, batch=...).",
+                f"{what} is not finite on one device, so there is no reference to compare with.",
+                hint="pass a batch with a finite loss and finite gradients: verify(job, batch=...).",
             )
     return reference
 
@@ -159,16 +167,15 @@ def _cases(
     tolerance: float,
     *,
     by_name: bool,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[Case]:
     text, inputs = ",".join(f"{axis}:{size}" for axis, size in mesh.shape.items()), reference.inputs
     try:
         placed = inputs.place(mesh)
     except Exception as error:
         misfit = isinstance(error, (LayoutError, MeshError)) and not by_name
-        return [
-            Case(text, view, count, "skipped" if misfit else "failed", message=_told(error)) for view, count in wanted
-        ]
+        verdict: Verdict = "skipped" if misfit else "failed"
+        return [Case(text, view, count, verdict, message=_error_text(error)) for view, count in wanted]
     cases = []
     for view, count in wanted:
         parts = f", {count} minibatches" if count > 1 else ""
@@ -177,15 +184,16 @@ def _cases(
             problem = f"a batch of {inputs.num_rows} rows cannot be split over {split}."
             cases.append(Case(text, view, count, "failed" if by_name else "skipped", message=problem))
             continue
-        tell(f"{text}, {view} view{parts}")
+        log(f"{text}, {view} view{parts}")
         try:
             cases.append(_case(reference, placed, text, view, count, tolerance))
-        except Exception as error:  # whatever goes wrong on a mesh is the finding
-            # Along axes that neither split rows nor gather parameters, what is done is the loss's.
+        except Exception as error:  # an error on a mesh is a finding
+            # Along axes that neither split rows nor gather parameters, only the loss can communicate.
             used = (*placed.row_axes, *GATHER_AXES)
             others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
             cause = causes.sees_slices(others) if view == "local" else None
-            cases.append(Case(text, view, count, "failed", causes=(cause,) if cause else (), message=_told(error)))
+            found = (cause,) if cause else ()
+            cases.append(Case(text, view, count, "failed", causes=found, message=_error_text(error)))
     return cases
 
 
@@ -193,31 +201,31 @@ def _case(reference: Reference, placed: Placed, mesh: str, view: View, num_minib
     made = all_worst_copies(placed.initial, reference.initial)
     initial = compare("initial parameters", reference.initial, made, tolerance=0.0)
     found = [] if initial.ok else [causes.initial(repeatable=reference.is_repeatable)]
-    if not initial.ok:  # so that the rest is compared all the same
+    if not initial.ok:  # start from the same parameters, so that the step itself can still be compared
         placed = placed.starting_from(reference.params)
     measured = placed.measure(view, num_minibatches)
     comparisons = (initial, *reference.compare(measured, tolerance))
     if not all(comparison.ok for comparison in comparisons[1:]):
         by_name = {comparison.what: comparison for comparison in comparisons}
         found += Finding(reference, placed, measured, by_name, view, num_minibatches, tolerance).causes()
-    verdict: Any = "equal" if all(comparison.ok for comparison in comparisons) else "different"
+    verdict: Verdict = "equal" if all(comparison.ok for comparison in comparisons) else "different"
     return Case(mesh, view, num_minibatches, verdict, comparisons, tuple(found))
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     shown = "\n".join(lines[:8] + ["..."] * (len(lines) > 8))
     return shown if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {shown}"
 
 
-# --- What steps are compared on: a batch, and meshes ---
+# --- The batch and the meshes ---
 
 
 def example_batch(job: Any, *, seed: int = 0) -> PyTree:
     """Returns a batch for a job, the same for the same seed.
 
-    A job may have `make_batch(seed)` or `example_batch(key)`, which say how one is drawn. If not, it is `job.batch`;
-    where that has shapes only, floats are drawn from 0 to 1, and whole numbers are 0 or 1, which all vocabularies have.
+    Calls the job's `make_batch(seed)` or `example_batch(key)` if it has one, and returns `job.batch` otherwise. For
+    shapes in `job.batch`, floats are drawn from 0 to 1, and integers are 0 or 1, which are in every vocabulary.
 
     Example:
         >>> import meshwright as mw
@@ -232,7 +240,7 @@ def example_batch(job: Any, *, seed: int = 0) -> PyTree:
     batch = getattr(job, "batch", None)
     if batch is None:
         raise JobError(
-            "the job has no batch to compare steps on.", hint="Job(..., batch=...), or verify(job, batch=...)."
+            "the job has no batch to compare steps on.", hint="use Job(..., batch=...) or verify(job, batch=...)."
         )
     generator = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: _draw(leaf, generator), batch)
@@ -249,7 +257,7 @@ def _draw(leaf: Any, generator: np.random.Generator) -> Any:
 
 
 def rule_axes(rules: Any, data_axes: Sequence[str] | None = None) -> dict[str, bool]:
-    """Returns the axes that rules know, and those that split data, each with whether every mesh must have it.
+    """Returns the axes of the rules and the data axes (default: `dp`), each with whether every mesh must have it.
 
     Example:
         >>> from meshwright import P, Rules
@@ -265,7 +273,7 @@ def rule_axes(rules: Any, data_axes: Sequence[str] | None = None) -> dict[str, b
 
 
 def all_meshes(num_devices: int, axes: dict[str, bool]) -> list[str]:
-    """Returns every way to split a number of devices over axes, as mesh strings; axes that may be left out are.
+    """Returns every way to split devices over axes, as mesh strings without optional axes of size 1.
 
     Example:
         >>> all_meshes(4, {"dp": False, "tp": False})
@@ -277,7 +285,7 @@ def all_meshes(num_devices: int, axes: dict[str, bool]) -> list[str]:
 
 
 def each_axis_alone(num_devices: int, axes: dict[str, bool]) -> list[str]:
-    """Returns, for each axis, the mesh that has all devices along it."""
+    """Returns a mesh string for each axis, with all devices along that axis."""
     return [_string([num_devices if axis == name else 1 for axis in axes], axes) for name in axes]
 
 
@@ -287,21 +295,22 @@ def _string(sizes: Sequence[int], axes: dict[str, bool]) -> str:
 
 
 def _make_mesh(text: str, devices: Sequence[Any]) -> Mesh:
-    """Returns a mesh of all devices, or of the first ones where its sizes say how many."""
+    """Returns the mesh on all devices, or on the first ones if it needs fewer."""
     spec = parse_mesh(text)
     size = math.prod(spec.sizes)
     return create_mesh(spec, devices=devices[:size] if -1 not in spec.sizes and size < len(devices) else devices)
 
 
 def _pick_devices(devices: Sequence[Any] | int | None) -> list[Any]:
-    """Returns the devices to use, of which there must be two at least."""
+    """Returns the devices to use; raises if there are fewer than 2."""
     available = jax.devices()
     chosen = list(available[:devices] if devices is None or isinstance(devices, int) else devices)
     if isinstance(devices, int) and not 1 <= devices <= len(available):
-        raise MeshwrightError(f"devices={devices} of {len(available)} available.", hint=f"use 2 to {len(available)}.")
+        count = len(available)
+        raise MeshwrightError(f"devices={devices}, but {count} are available.", hint=f"pass 2 to {count}.")
     if len(chosen) < 2:
         raise MeshwrightError(
-            "there is one device only, and nothing to compare it with.",
-            hint="simulate some: JAX_PLATFORMS=cpu, and meshwright.simulate_cpu_devices() before JAX starts.",
+            "verify needs at least 2 devices, but there is only one.",
+            hint="set JAX_PLATFORMS=cpu and call meshwright.simulate_cpu_devices() before JAX starts.",
         )
     return chosen

@@ -1,7 +1,7 @@
-"""What is measured on a mesh, and on the one device that all meshes of a report are compared with.
+"""Measurements of a job's step on a mesh and on the single reference device.
 
-One program per view and number of minibatches gives all of it: the step itself. Its gradients are read from the state
-of `optax.trace` with no memory, which stands before the optimizer and keeps what goes through it.
+One program per view and number of minibatches gives all measurements: the train step itself. The gradients come from
+the state of an `optax.trace` with decay 0, chained before the optimizer.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 from meshwright.verify.compare import GROWTH, Array, Comparison, Named, apart, compare, largest
 
-# A gradient that should be zero is the rounding of what cancels, which is about as large as other gradients. So errors
-# are relative to a leaf's largest gradient, or to this part of the largest of all leaves where that is more.
+# The smallest scale of a leaf's errors, as a fraction of the largest gradient of all leaves: gradients that cancel to
+# zero still contain rounding errors of about that size.
 LEAST = 1e-2
 
 
 @dataclass(frozen=True)
 class SharedInputs:
-    """What all measurements of a report share."""
+    """Inputs that all measurements of a report share."""
 
     job: Any
     optimizer: Any
@@ -55,20 +55,17 @@ class SharedInputs:
 
     @property
     def recording(self) -> Any:
-        """The optimizer, with the last gradients kept in the first part of its state."""
+        """The optimizer, with the last gradients in the first entry of its state."""
         return optax.chain(optax.trace(decay=0.0), self.optimizer)
 
     @property
     def num_rows(self) -> int:
         return count_rows(self.batch, who="verify")
 
-    def row_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        return tuple(axis for axis in self.data_axes or DATA_AXES if axis in mesh.axis_names)
-
     def place(self, mesh: Mesh, *, quiet: bool = True) -> Placed:
-        """Makes the job's first state on a mesh; raises where its rules do not fit it."""
+        """Initializes the job's state on a mesh; raises if its rules do not fit."""
         with warnings.catch_warnings():
-            if quiet:  # what there is to say about the rules was said for the reference
+            if quiet:  # the reference already printed warnings about the rules
                 warnings.simplefilter("ignore", MeshwrightWarning)
             layout = state_layout(self.job, self.recording, mesh, precision=self.precision)
             key = jax.random.key(self.seed)
@@ -77,19 +74,17 @@ class SharedInputs:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a few steps gave; arrays are on the mesh, so that copies can be told apart."""
+    """Results of a few steps; arrays stay on the mesh, so that the copies on each device can be compared."""
 
     loss: Any
     grads: dict[str, Any]
-    first: dict[str, Any]
-    """Parameters after one step."""
-    last: dict[str, Any]
-    """Parameters after all steps."""
+    first: dict[str, Any]  # parameters after one step
+    last: dict[str, Any]  # parameters after all steps
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A job on one mesh: its layout and its first state."""
+    """A job on one mesh: its layout and initial state."""
 
     inputs: SharedInputs
     layout: Layout
@@ -103,11 +98,11 @@ class Placed:
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        return self.inputs.row_axes(self.mesh)
+        return tuple(axis for axis in self.inputs.data_axes or DATA_AXES if axis in self.mesh.axis_names)
 
     @property
     def ways(self) -> int:
-        """Over how many devices rows are split."""
+        """Number of devices that rows are split over."""
         return math.prod(self.mesh.shape[axis] for axis in self.row_axes)
 
     @property
@@ -115,23 +110,16 @@ class Placed:
         return _named(self.state.params)
 
     def starting_from(self, params: PyTree) -> Placed:
-        """Returns the same with other parameters."""
+        """Returns a copy that starts from other parameters."""
         shardings = self.layout.shardings
         placed = jax.device_put(params, shardings.params)
         opt_state = jax.device_put(self.inputs.recording.init(placed), shardings.opt_state)
         return dataclasses.replace(self, state=dataclasses.replace(self.state, params=placed, opt_state=opt_state))
 
     def measure(self, view: View, num_minibatches: int) -> Measured:
-        """Takes a few steps."""
-        inputs = self.inputs
-        step = make_train_step(
-            inputs.job,
-            inputs.recording,
-            self.layout,
-            skip_nonfinite=False,
-            donate=False,
-            **self._options(view, num_minibatches),
-        )
+        """Takes `num_steps` steps."""
+        inputs, options = self.inputs, self._options(view, num_minibatches)
+        step = make_train_step(inputs.job, inputs.recording, self.layout, skip_nonfinite=False, donate=False, **options)
         state, metrics = step(self.state, inputs.batch)
         grads, first = _named(state.opt_state[0].trace), _named(state.params)
         for _ in range(inputs.num_steps - 1):
@@ -139,7 +127,7 @@ class Placed:
         return Measured(metrics["loss"], grads, first, _named(state.params))
 
     def gradients(self, view: View, num_minibatches: int) -> Callable[[PyTree, Any], tuple[Any, dict[str, Any]]]:
-        """Returns `gradients(batch, rng) -> (loss, gradients by name)` at the first parameters, on the host."""
+        """Returns `gradients(batch, rng) -> (loss, gradients by name)` at the initial parameters, on the host."""
         gradients = make_gradients(self.inputs.job, self.layout, **self._options(view, num_minibatches))
 
         @jax.jit
@@ -168,7 +156,7 @@ class Placed:
 
 
 class Reference:
-    """The step on one device, on the host, and what else is computed with it."""
+    """Results of the step on one device, on the host."""
 
     def __init__(self, placed: Placed) -> None:
         measured = placed.measure("global", 1)
@@ -180,16 +168,16 @@ class Reference:
         self._blocks: dict[Any, Any] = {}
 
     def changes(self, params: Named) -> dict[str, Any]:
-        """Returns by how much parameters changed since the start."""
+        """Returns the change of the parameters since initialization."""
         return {name: leaf.astype(np.float64) - self.initial[name].astype(np.float64) for name, leaf in params.items()}
 
     # --- Comparing ---
 
     def compare(self, measured: Measured, tolerance: float) -> tuple[Comparison, ...]:
-        """Compares loss, gradients and parameters; of copies that devices hold, the worst counts."""
+        """Compares loss, gradients and parameters, each with the worst copy that a device holds."""
         loss = worst_copies(measured.loss, self.loss)
         grads, last = all_worst_copies(measured.grads, self.grads), all_worst_copies(measured.last, self.last)
-        # Parameters cannot be closer than they are rounded, once a step; and what differs by rounding grows with steps.
+        # Each step rounds parameters once, and rounding errors grow over the steps.
         num_steps = self.inputs.num_steps
         after = tolerance if num_steps == 1 else GROWTH * tolerance
         scales = {
@@ -204,14 +192,13 @@ class Reference:
     def compare_gradients(
         self, loss: Any, grads: Named, tolerance: float, *, expected: tuple[Any, Named]
     ) -> tuple[Comparison, Comparison]:
-        """Compares loss and gradients."""
         least = LEAST * largest_of_all(expected[1])
         return (
             compare("loss", {"loss": expected[0]}, {"loss": loss}, tolerance=tolerance, least_scale=LEAST),
             compare("gradients", expected[1], grads, tolerance=tolerance, least_scale=least),
         )
 
-    # --- Computed only when something differs ---
+    # --- Computed only if a case differs ---
 
     @cached_property
     def gradients(self) -> Callable[[PyTree, Any], tuple[Any, dict[str, Any]]]:
@@ -220,10 +207,10 @@ class Reference:
 
     @cached_property
     def without_rng(self) -> tuple[Any, dict[str, Any]] | None:
-        """Loss and gradients without a random key; None where that changes nothing, or the loss needs a key."""
+        """Loss and gradients without a random key; None if they do not change or the loss needs a key."""
         try:
             loss, grads = self.gradients(self.inputs.batch, None)
-        except Exception:  # a loss that cannot do without its key
+        except Exception:  # the loss needs a key
             return None
         same = np.array_equal(loss, self.loss) and all(np.array_equal(grads[name], self.grads[name]) for name in grads)
         return None if same else (loss, grads)
@@ -235,7 +222,7 @@ class Reference:
         return all(np.array_equal(again[name], leaf) for name, leaf in self.initial.items())
 
     def by_block(self, view: View, ways: int, num_minibatches: int) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Returns loss and gradients of each block of rows that a mesh computes at once, computed on one device."""
+        """Returns loss and gradients, on one device, of each block of rows that a mesh computes at once."""
         known = (view if num_minibatches > 1 else "any", ways, num_minibatches)
         if known not in self._blocks:
             parts = row_blocks(self.inputs.batch, self.rng, view, ways, num_minibatches)
@@ -246,12 +233,12 @@ class Reference:
 
 
 def row_blocks(batch: PyTree, rng: Any, view: View, ways: int, num_minibatches: int) -> list[tuple[PyTree, Any]]:
-    """Returns the rows that are computed together, with their keys: a device's rows, or those of a minibatch."""
+    """Returns the blocks of rows that are computed together (a device's rows or a minibatch), with their keys."""
     rows = count_rows(batch, who="verify")
     size = rows // (ways * num_minibatches)
     numbers = np.arange(rows).reshape(ways, num_minibatches, size)
     if view == "global" and num_minibatches > 1 and ways > 1:
-        # A minibatch is a slice out of each device's rows.
+        # A minibatch takes a slice of each device's rows.
         blocks = {"block": size, "stride": size * num_minibatches}
         parts = [(numbers[:, index].ravel(), blocks) for index in range(num_minibatches)]
     else:
@@ -264,7 +251,7 @@ def row_blocks(batch: PyTree, rng: Any, view: View, ways: int, num_minibatches: 
 
 
 def worst_copies(array: Any, reference: Any) -> Array:
-    """Returns an array on the host; of parts that several devices hold, the copy that is furthest from a reference."""
+    """Returns an array on the host; of each replicated shard, the copy furthest from the reference."""
     whole = np.empty(array.shape, array.dtype)
     furthest: dict[str, float] = {}
     for shard in array.addressable_shards:
@@ -276,12 +263,12 @@ def worst_copies(array: Any, reference: Any) -> Array:
 
 
 def all_worst_copies(arrays: Named, reference: Named) -> dict[str, Array]:
-    """Returns `worst_copies` of each leaf of a tree."""
+    """Returns `worst_copies` of each leaf."""
     return {name: worst_copies(leaf, reference[name]) for name, leaf in arrays.items()}
 
 
 def rounding(leaf: Any) -> float:
-    """Returns how far apart two roundings of a leaf can be: one unit in the last place of its largest element."""
+    """Returns the rounding error of a leaf: one unit in the last place of its largest element."""
     return float(jnp.finfo(leaf.dtype).eps) * largest(leaf)
 
 

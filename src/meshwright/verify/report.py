@@ -1,4 +1,4 @@
-"""What `verify` found: data, which prints as a table with the likely cause of what differs."""
+"""The report of `verify`: data that prints as a table, with the likely cause of each difference."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Case:
 
     Args:
         comparisons: initial parameters, loss, gradients, and parameters after the steps, in this order.
-        causes: what probably makes it differ, the most specific first.
-        message: why it failed or was skipped.
+        causes: likely causes of the difference, most specific first.
+        message: the reason if the case failed or was skipped.
     """
 
     mesh: str
@@ -51,16 +51,11 @@ class Case:
         """Returns the case as a row of the table: the largest relative errors, and the verdict."""
         cells = {comparison.what: _cell(comparison) for comparison in self.comparisons}
         verdict = self.verdict if self.verdict in ("equal", "skipped") else self.verdict.upper()
-        return (
-            self.mesh,
-            self.view,
-            str(self.num_minibatches),
-            *(cells.get(what, "-") for what in STAGES),
-            verdict,
-        )
+        stages = (cells.get(what, "-") for what in STAGES)
+        return (self.mesh, self.view, str(self.num_minibatches), *stages, verdict)
 
     def text(self) -> str:
-        """Returns all there is to say about a case that is not equal."""
+        """Returns the details of a case that differs or failed."""
         minibatches = f", {self.num_minibatches} minibatches" if self.num_minibatches > 1 else ""
         lines = [f"{self.mesh}, {self.view} view{minibatches}: {self.verdict}"]
         if self.message:
@@ -75,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All cases; `ok` where those compared are equal, and there are some."""
+    """All cases of a `verify` call."""
 
     cases: tuple[Case, ...]
     tolerance: float
@@ -85,14 +80,13 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        return any(case.verdict == "equal" for case in self.cases) and all(
-            case.verdict in ("equal", "skipped") for case in self.cases
-        )
+        """Whether at least one case was compared and all compared cases are equal."""
+        return {case.verdict for case in self.cases} in ({"equal"}, {"equal", "skipped"})
 
     def require(self) -> None:
-        """Raises `MeshwrightError`, with the whole report as its text, unless everything compared is equal."""
+        """Raises a `MeshwrightError` with the whole report unless `ok`."""
         if not self.ok:
-            raise MeshwrightError(f"the sharded step is not the one of a single device.\n{self}")
+            raise MeshwrightError(f"the sharded step differs from the single-device step.\n{self}")
 
     def table(self) -> str:
         """Returns one row per case, as text."""
@@ -101,30 +95,27 @@ class VerifyReport:
     def summary(self) -> str:
         """Returns the outcome in one line."""
         counts = Counter(case.verdict for case in self.cases)
-        told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict])
-        s, after = ("", "") if self.num_steps == 1 else ("s", f", {GROWTH * self.tolerance:g} after the steps")
+        shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict])
+        s, after = ("", "") if self.num_steps == 1 else ("s", f" ({GROWTH * self.tolerance:g} after the last step)")
         return (
-            f"{told or 'nothing was compared'}; {self.num_leaves} parameters, {self.num_rows} rows, {self.num_steps} "
-            f"step{s}, relative errors up to {self.tolerance:g} allowed{after}"
+            f"{shown or 'nothing was compared'}; {self.num_leaves} parameters, {self.num_rows} rows, {self.num_steps} "
+            f"step{s}, relative tolerance {self.tolerance:g}{after}"
         )
 
     def details(self) -> str:
-        """Returns what there is to say about the cases that are not equal."""
-        told: dict[str, list[Case]] = {}
+        """Returns the reasons for skipped, different and failed cases."""
+        skipped: dict[str, dict[str, None]] = {}
         for case in self.cases:
             if case.verdict == "skipped":
-                told.setdefault(case.message, []).append(case)
-        parts = [
-            f"skipped {', '.join(dict.fromkeys(case.mesh for case in cases))}: {reason}"
-            for reason, cases in told.items()
-        ]
-        bad = [case for case in self.cases if case.verdict in ("different", "failed")]
-        parts += [case.text() for case in bad]
-        compared = [(case.sizes, case.verdict == "equal") for case in self.cases if case.verdict != "skipped"]
-        axes = guilty_axes(compared)
+                skipped.setdefault(case.message, {})[case.mesh] = None
+        parts = [f"skipped {', '.join(meshes)}: {reason}" for reason, meshes in skipped.items()]
+        parts += [case.text() for case in self.cases if case.verdict in ("different", "failed")]
+        axes = guilty_axes([(case.sizes, case.verdict == "equal") for case in self.cases if case.verdict != "skipped"])
         if axes:
             named = " and ".join(f"`{axis}`" for axis in axes)
-            parts.append(f"every mesh that differs has {named}, and no mesh that agrees: look at what is done over it.")
+            parts.append(
+                f"every mesh that differs has {named}, and no mesh that agrees does: check the code that uses it."
+            )
         return "\n\n".join(parts)
 
     def __str__(self) -> str:
@@ -138,7 +129,7 @@ class VerifyReport:
         return Group(table, Text(self.details()))
 
     def to_json(self) -> str:
-        """Returns the report as JSON; numbers that are not finite are strings."""
+        """Returns the report as JSON; non-finite numbers become strings."""
         return json.dumps(_plain({"ok": self.ok, **dataclasses.asdict(self)}), indent=1)
 
 
@@ -160,12 +151,12 @@ def _difference(comparison: Comparison) -> list[str]:
     leaf = comparison.first
     assert leaf is not None
     if comparison.what == "loss":
-        lines = [f"loss: one device has {leaf.reference:.9g}, the mesh {leaf.measured:.9g}"]
+        lines = [f"loss: {leaf.reference:.9g} on one device, {leaf.measured:.9g} on the mesh"]
     else:
         count = f"{comparison.num_different} of {comparison.num_leaves} leaves differ"
-        lines = [f"{comparison.what}: {count}, the first at {leaf}"]
-    bits = ", all bits must be the same" if comparison.tolerance == 0 else f", {comparison.tolerance:g} allowed"
-    lines.append(f"relative error {leaf.error:.3g}{bits}")
+        lines = [f"{comparison.what}: {count}, first {leaf}"]
+    allowed = "must be bitwise equal" if comparison.tolerance == 0 else f"tolerance {comparison.tolerance:g}"
+    lines.append(f"relative error {leaf.error:.3g} ({allowed})")
     if leaf.ratio is not None:
-        lines.append(f"mesh over one device: {leaf.ratio}")
+        lines.append(f"ratio of the mesh to one device: {leaf.ratio}")
     return lines
