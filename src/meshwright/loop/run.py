@@ -1,4 +1,4 @@
-"""`train(config)`: sets a run up, takes its steps, and says how it ended."""
+"""`train(config)`: a whole run, from setup to report."""
 
 from __future__ import annotations
 
@@ -16,12 +16,22 @@ from meshwright.loop.setup import ReadyRun, set_up
 
 
 def train(config: TrainConfig, *, say: Callable[[str], None] | None = None) -> Result:
-    """Trains what a configuration describes, in a folder of its own, and returns how it ended.
+    """Trains the model that a configuration describes, in a run folder, and returns the outcome.
 
-    All processes of a run call it; process 0 writes and speaks.
+    All processes of a run must call it; only process 0 writes logs and prints.
 
     Args:
-        say: where to tell what is done, instead of showing it on stderr with a line of progress.
+        say: function that receives each printed line (default: print to stderr, with a progress line).
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "text.txt").write_text("to be or not to be, that is the question. " * 50)
+        >>> changes = {"data": str(folder / "*.txt"), "data_cache": str(folder), "run": str(folder / "run"), "steps": 2}
+        >>> changes |= {"model": "decoder-tiny", "mesh": "dp:8", "validation": 0, "sample_tokens": 0, "report": False}
+        >>> train(TrainConfig().changed({**changes, "tensorboard": False}), say=lambda line: None).step
+        2
     """
     with ExitStack() as stack:
         ready = set_up(config, Voice(say), stack)
@@ -35,13 +45,13 @@ def train(config: TrainConfig, *, say: Callable[[str], None] | None = None) -> R
 
 
 def _finish(ready: ReadyRun, result: Result) -> None:
-    """Writes down how a run ended, makes its page, and tells how to go on."""
+    """Logs the outcome, writes the report page, and prints the command that continues the run."""
     config, tell, log = ready.setup.config, ready.setup.tell, ready.loop.log
     loss, problems = result.metrics.get("eval/loss"), result.problems()
     text = {
         "finished": f"finished at step {result.step}",
-        "preempted": f"stopped at step {result.step}, as asked{'; its checkpoint is written' if result.saved else ''}",
-        "out of data": f"the data ended at step {result.step}",
+        "preempted": f"stopped at step {result.step} on request{'; checkpoint saved' if result.saved else ''}",
+        "out of data": f"out of data at step {result.step}",
     }[result.why]
     text += f"; evaluation loss {loss:.4f}" if loss is not None and result.why != "preempted" else ""
     more = {
@@ -56,13 +66,13 @@ def _finish(ready: ReadyRun, result: Result) -> None:
     if config.run.report:
         log.flush()
         tell(_report(ready))
-    tell(f"to go on: {go_on}")
-    for problem in problems:  # last, where it is seen
+    tell(f"to continue: {go_on}")
+    for problem in problems:  # print errors last, where people see them
         tell(f"error: {problem}")
 
 
 def _report(ready: ReadyRun) -> str:
-    """Writes the page, and says where it is; a page that cannot be written does not change how a run ended."""
+    """Writes the report page and returns the line to print; a failure does not change the outcome of the run."""
     from meshwright.loop.report import build_report
 
     folder = ready.setup.folder.path
@@ -71,4 +81,4 @@ def _report(ready: ReadyRun) -> str:
     except (MeshwrightError, OSError) as error:
         why = str(error).partition("\n")[0]
         command = f"meshwright report {shlex.quote(str(folder))} --out FILE"
-        return f"warning: there is no report page: {why}\nhint: {command} writes it elsewhere."
+        return f"warning: could not write the report page: {why}\nhint: run {command}."
