@@ -27,11 +27,17 @@ def train(config: TrainConfig, *, say: Callable[[str], None] | None = None) -> R
         >>> import tempfile
         >>> from pathlib import Path
         >>> folder = Path(tempfile.mkdtemp())
-        >>> _ = (folder / "text.txt").write_text("to be or not to be, that is the question. " * 50)
-        >>> changes = {"data": str(folder / "*.txt"), "data_cache": str(folder), "run": str(folder / "run"), "steps": 2}
-        >>> changes |= {"model": "decoder-tiny", "mesh": "dp:8", "validation": 0, "sample_tokens": 0, "report": False}
-        >>> train(TrainConfig().changed({**changes, "tensorboard": False}), say=lambda line: None).step
-        2
+        >>> _ = (folder / "job.py").write_text('''
+        ... import numpy as np, meshwright as mw
+        ... make_batch = lambda seed: {"x": np.ones((8, 4), np.float32)}
+        ... job = mw.Job(
+        ...     init=lambda key: {"w": np.zeros(4, np.float32)}, rules=[("w", mw.P())], mesh="dp:8",
+        ...     loss=lambda params, batch, rng: (((batch["x"] @ params["w"] - 1) ** 2).mean(), {}),
+        ...     batch=make_batch(0), make_batch=make_batch,
+        ... )''')
+        >>> changes = {"job": f"{folder}/job.py:job", "view": "global", "run": f"{folder}/run", "steps": 2, "report": False}
+        >>> train(TrainConfig().changed(changes), say=lambda line: None).why
+        'finished'
     """
     with ExitStack() as stack:
         ready = set_up(config, Voice(say), stack)
