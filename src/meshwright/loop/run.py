@@ -35,7 +35,7 @@ def train(config: TrainConfig, *, say: Callable[[str], None] | None = None) -> R
         ...     loss=lambda params, batch, rng: (((batch["x"] @ params["w"] - 1) ** 2).mean(), {}),
         ...     batch=make_batch(0), make_batch=make_batch,
         ... )''')
-        >>> changes = {"job": f"{folder}/job.py:job", "view": "global", "run": f"{folder}/run", "steps": 2, "report": False}
+        >>> changes = {"job": f"{folder}/job.py:job", "view": "global", "run": f"{folder}/run", "steps": 2}
         >>> train(TrainConfig().changed(changes), say=lambda line: None).why
         'finished'
     """
