@@ -36,10 +36,10 @@ def test_files_may_write_numbers_in_any_form(tmp_path):
     ("text", "message"),
     [
         ("learning_rat: 1", r"no option `learning_rat`.\nhint: did you mean 'learning_rate'"),
-        ("steps: 1.5", r"steps is 1.5.\nhint: give a whole number"),
-        ("steps: true", r"steps is True.\nhint: give a whole number"),
-        ("optimizer: adam", r"optimizer is 'adam'.\nhint: give one of adamw, adafactor, lion, sgd"),
-        ("learning_rate: fast", r"learning_rate is 'fast'.\nhint: give a number"),
+        ("steps: 1.5", r"steps is 1.5.\nhint: use a whole number"),
+        ("steps: true", r"steps is True.\nhint: use a whole number"),
+        ("optimizer: adam", r"optimizer is 'adam'.\nhint: use one of adamw, adafactor, lion, sgd"),
+        ("learning_rate: fast", r"learning_rate is 'fast'.\nhint: use a number"),
         ("- steps", r"holds a list"),
         ("steps: [", r"is not YAML"),
         ("!!python/object/apply:os.system [ls]", r"is not YAML"),
@@ -90,7 +90,7 @@ def test_too_large_numbers_are_rejected(tmp_path, name):
     with pytest.raises(ConfigError, match=rf"{name} is 9+.\nhint: use a whole number below 2\*\*31"):
         read_config(file)
     file.write_text(f"learning_rate: 1{'0' * 400}\n")
-    with pytest.raises(ConfigError, match="give a number"):
+    with pytest.raises(ConfigError, match="use a number"):
         read_config(file)
 
 

@@ -80,6 +80,14 @@ def _interrupted(error: KeyboardInterrupt) -> int:
     return EXIT_PREEMPTED if asked else EXIT_INTERRUPTED
 
 
+def simulate_devices(count: int) -> None:
+    """Sets the number of CPU devices that JAX simulates; has no effect with an accelerator or after JAX started."""
+    import jax
+
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
+
+
 def show(thing: Any) -> None:
     """Prints an object in its rich form on a terminal, else as plain text."""
     if sys.stdout.isatty():

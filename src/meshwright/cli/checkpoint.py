@@ -51,7 +51,7 @@ def show(folder: Annotated[str, tyro.conf.Positional], /, step: int | None = Non
 
     Args:
         folder: run folder, checkpoints folder, or the folder of one step.
-        step: step to show (default: the last finished one).
+        step: step to show; the last finished one if omitted.
         json: print the manifest as JSON.
     """
     place = _step_folder(folder, step)
@@ -76,7 +76,7 @@ def verify(folder: Annotated[str, tyro.conf.Positional], /, step: int | None = N
 
     Args:
         folder: run folder, checkpoints folder, or the folder of one step.
-        step: step to verify (default: all).
+        step: step to verify; all if omitted.
     """
     if step is not None or _is_step(folder):
         places = [_step_folder(folder, step)]
@@ -120,8 +120,8 @@ def convert(
     Args:
         source: run folder, checkpoints folder, Hugging Face folder, or Orbax folder.
         target: new folder.
-        step: checkpoint to read (default: the last finished one), or step number to write (default: 0).
-        dtype: cast all weights to this dtype, e.g. bfloat16 (default: no cast).
+        step: checkpoint to read (the last finished one if omitted), or step number to write (0 if omitted).
+        dtype: cast all weights to this dtype, e.g. bfloat16; no cast if omitted.
         model: model in the checkpoint, e.g. decoder-125m, if the checkpoint does not record it.
         model_options: model fields to override, e.g. num_layers=4.
         shard_bytes: maximum size of a safetensors file in bytes.

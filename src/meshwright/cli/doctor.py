@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json as json_module
 import shutil
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 
 from meshwright.checkpoint.manifest import current_versions
+from meshwright.cli import simulate_devices
 from meshwright.errors import MeshError
 from meshwright.layout import format_bytes, make_layout
 from meshwright.layout.leaf import text_table
@@ -45,7 +45,6 @@ class Examination:
     healthy: bool
 
     def text(self) -> str:
-        """Returns the findings as text."""
         counts: dict[str, int] = {}
         for device in self.devices:
             label = f"{device['kind']}{', ' + device['memory'] if device['memory'] else ''}"
@@ -82,9 +81,7 @@ def doctor(num_cpu_devices: int = 8, json: bool = False) -> int:
 def examine(num_cpu_devices: int = 8) -> Examination:
     """Starts JAX, lists its devices and runs the self-check."""
     found = current_versions(_PACKAGES)
-    with contextlib.suppress(RuntimeError):  # JAX may already be initialized
-        # Only the CPU backend reads this; JAX still prefers an accelerator.
-        jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+    simulate_devices(num_cpu_devices)
     try:
         devices = [_describe(device) for device in jax.devices()]
         check, healthy = _self_check(), True

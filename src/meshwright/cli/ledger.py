@@ -22,7 +22,7 @@ def ledger(run: Annotated[str, tyro.conf.Positional], /, upto_step: int | None =
 
     Args:
         run: run folder.
-        upto_step: last step to check (default: all).
+        upto_step: last step to check; all steps if omitted.
     """
     from meshwright.data import check_ledger
 

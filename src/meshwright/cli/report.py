@@ -17,7 +17,7 @@ def report(run: Annotated[str, tyro.conf.Positional], /, out: str | None = None)
 
     Args:
         run: run folder, e.g. runs/NAME.
-        out: file to write (default: report.html in the run folder).
+        out: file to write; report.html in the run folder if omitted.
     """
     print(build_report(run, out=out))
     return 0

@@ -32,7 +32,7 @@ def rules(
 
     Args:
         job: module:attribute or file.py:attribute.
-        mesh: mesh, e.g. "fsdp:64,tp:8" (default: the job's mesh).
+        mesh: mesh, e.g. "fsdp:64,tp:8"; the job's mesh if omitted.
         num_devices: number of devices; needed only if an axis size is -1.
         pad: patterns of leaves whose indivisible dims may be padded.
         all: print a row for every layer instead of folding equal ones.

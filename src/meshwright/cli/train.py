@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import jax
 import tyro
 
+from meshwright.cli import simulate_devices
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.loop.config import TrainConfig, preset_options, read_options
 
@@ -38,7 +38,8 @@ def _command_line(group: type) -> Any:
     kinds, texts, fields = typing.get_type_hints(group), _field_help(group), {}
     for item in dataclasses.fields(group):
         default = shlex.join(item.default) if isinstance(item.default, tuple) else shlex.quote(str(item.default))
-        about = tyro.conf.arg(help=texts[item.name], help_behavior_hint=f"(default: {default})")
+        hint = "" if "(default:" in texts[item.name] else f"(default: {default or 'none'})"
+        about = tyro.conf.arg(help=texts[item.name], help_behavior_hint=hint)
         fields[item.name] = Annotated[kinds[item.name], about]
     made = typing.TypedDict(group.__name__, fields, total=False)  # type: ignore[misc]
     made.__doc__ = group.__doc__
@@ -102,9 +103,7 @@ def run(config: TrainConfig) -> int:
 
     together, place = config.processes, find_place()
     count = together.num_processes or (place.num_processes if place is not None else 1)
-    with contextlib.suppress(RuntimeError):  # JAX may already be initialized
-        # Only the CPU backend reads this; set it before the job's module is imported, which may use JAX.
-        jax.config.update("jax_num_cpu_devices", config.placement.devices or max(1, 8 // count))
+    simulate_devices(config.placement.devices or max(1, 8 // count))  # before importing the job, which may use JAX
     joined = join(together.coordinator, together.num_processes, together.process_id)
     from meshwright.loop.run import train
     from meshwright.loop.safety.preemption import EXIT_INTERRUPTED, EXIT_PREEMPTED, check_early

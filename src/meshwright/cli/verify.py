@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Annotated, Any, Literal
 
-import jax
 import tyro
 
-from meshwright.cli import show
+from meshwright.cli import show, simulate_devices
 from meshwright.errors import MeshError
 from meshwright.train.job import job_errors, load_job
 
@@ -34,22 +32,20 @@ def verify(
 
     Args:
         job: module:attribute or file.py:attribute.
-        mesh: meshes such as "dp:2,tp:4", or "all" for every way to split the devices over the axes of the job's rules
-            (default: the job's mesh, or else each axis alone).
+        mesh: meshes such as "dp:2,tp:4", or "all" for every way to split the devices over the axes of the job's rules.
+            If omitted, the job's mesh, or else each axis alone.
         view: global: XLA inserts the collectives; local: the loss does; both: compare each view.
         minibatches: numbers of minibatches to compare.
         steps: number of SGD steps.
         tolerance: largest allowed relative error.
         precision: compute precision: float32, mixed or bfloat16.
         seed: seed for the parameters, and for the batch if the job has only shapes.
-        devices: number of devices to use (default: all).
+        devices: number of devices to use; all if omitted.
         json: print the report as JSON.
     """
     if devices is not None and devices < 2:
         raise MeshError(f"cannot compare {devices} devices with one.", hint="use at least 2.")
-    with contextlib.suppress(RuntimeError):  # JAX may already be initialized
-        # Only the CPU backend reads this; set it before the job's module is imported, which may use JAX.
-        jax.config.update("jax_num_cpu_devices", devices or 8)
+    simulate_devices(devices or 8)  # before importing the job, which may use JAX
     from meshwright.verify import verify as compare
 
     loaded = load_job(job)

@@ -162,7 +162,6 @@ class Evaluation(Callback):
             self.run(loop)
 
     def run(self, loop: Loop) -> None:
-        """Evaluates the current state."""
         loop.phase("evaluating")
         with loop.timed("eval"):
             found = {f"eval/{name}": float(value) for name, value in self.evaluate(loop.state).items()}
@@ -229,7 +228,6 @@ class Checkpointing(Callback):
         loop.last_saved = None if found < 0 else found
 
     def save(self, loop: Loop) -> None:
-        """Saves the current state."""
         with loop.timed("checkpoint"):
             # Flush the log first: steps before a checkpoint are never recomputed.
             loop.log.flush(durable=True)

@@ -26,7 +26,7 @@ from meshwright.tree import named_tree_map
 from meshwright.types import PyTree
 
 FAMILIES: dict[str, type[LanguageModel]] = {"decoder": Decoder, "xlstm": XLSTM}
-# Largest fraction of device memory for the state; the rest is for gradients (a third to a half of it) and activations.
+# Largest fraction of device memory for the state; gradients need another third to half of it, activations the rest.
 STATE_SHARE = 0.35
 
 # --- Models ---
@@ -180,7 +180,7 @@ def device_memory() -> int | None:
     try:
         # Divide by the devices of all processes, which may share one machine.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count()
-    except (AttributeError, ValueError, OSError):  # not on this system
+    except (AttributeError, ValueError, OSError):  # not available on this system
         return None
 
 

@@ -6,6 +6,7 @@ Option names are unique across groups, so files and the command line are flat: `
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -227,8 +228,7 @@ class TrainConfig:
             >>> TrainConfig().flat()["learning_rate"]
             0.003
         """
-        groups = [getattr(self, group.name) for group in dataclasses.fields(self)]
-        return {item.name: _plain(getattr(group, item.name)) for group in groups for item in dataclasses.fields(group)}
+        return {name: _plain(value) for group in dataclasses.asdict(self).values() for name, value in group.items()}
 
     def changed(self, options: Mapping[str, Any], *, where: str = "options") -> TrainConfig:
         """Returns a copy with some options changed, given by their flat names; errors name `where`.
@@ -248,24 +248,22 @@ class TrainConfig:
         import yaml
 
         parts = []
-        for item in dataclasses.fields(self):
-            group = getattr(self, item.name)
-            values = {entry.name: _plain(getattr(group, entry.name)) for entry in dataclasses.fields(group)}
+        for group, options in dataclasses.asdict(self).items():
+            values = {name: _plain(value) for name, value in options.items()}
             text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-            parts.append(f"# {(type(group).__doc__ or '').splitlines()[0]}\n{text}")
+            parts.append(f"# {(getattr(self, group).__doc__ or '').splitlines()[0]}\n{text}")
         return "\n".join(parts)
 
 
+_COUNTS = "batch_size num_tokens epochs devices minibatches steps keep_last keep_every eval_batches max_skipped"
+_RATES = "learning_rate final_learning_rate weight_decay beta1 beta2"
 # Options, a condition on their values unless None, and the hint.
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("batch_size num_tokens epochs devices minibatches", lambda value: value >= 1, "use a whole number of at least 1."),
-    ("steps keep_last keep_every eval_batches", lambda value: value >= 1, "use a whole number of at least 1."),
-    ("max_skipped num_processes", lambda value: value >= 1, "use a whole number of at least 1."),
+    (f"{_COUNTS} num_processes", lambda value: value >= 1, "use a whole number of at least 1."),
     ("checkpoint_every eval_every sample_tokens", lambda value: value >= 0, "use a whole number of at least 0."),
     ("seed process_id", lambda value: value >= 0, "use a whole number of at least 0."),
     ("seed", lambda value: value < 1 << 32, "use a whole number below 2**32."),
-    ("learning_rate final_learning_rate", lambda value: 0 <= value < math.inf, "use a finite number of at least 0."),
-    ("weight_decay beta1 beta2", lambda value: 0 <= value < math.inf, "use a finite number of at least 0."),
+    (_RATES, lambda value: 0 <= value < math.inf, "use a finite number of at least 0."),
     ("beta1 beta2", lambda value: value < 1, "use a number below 1."),
     ("warmup", lambda value: value >= 0, "use a number of steps, or 0 for no warmup."),
     ("clip", lambda value: 0 < value < math.inf, "use a number above 0, or null for no clipping."),
@@ -399,36 +397,27 @@ def _homes() -> dict[str, tuple[str, Any]]:
 def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
     """Converts a value to the type of its option; YAML reads 1e-3 as text and has no tuples."""
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    wanted = []
     for each in kinds:
-        if each is type(None) and value is None:
-            return None
-        if typing.get_origin(each) is Literal and value in typing.get_args(each):
-            return value
-        if typing.get_origin(each) is tuple and isinstance(value, (list, tuple)):
-            return tuple(str(item) for item in value)
-        if each is bool and isinstance(value, bool):
-            return value
-        if each is int and isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if each is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-            try:
-                return float(value)
-            except (ValueError, OverflowError):
-                continue
-        if each is str and isinstance(value, str):
-            return value
-    raise ConfigError(f"{where}: {name} is {value!r}.", hint=f"give {_kind_name(kinds)}.")
-
-
-def _kind_name(kinds: tuple[Any, ...]) -> str:
-    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
-    named = []
-    for kind in kinds:
-        if typing.get_origin(kind) is Literal:
-            named.append("one of " + ", ".join(map(str, typing.get_args(kind))))
+        if typing.get_origin(each) is Literal:
+            if value in typing.get_args(each):
+                return value
+            wanted.append("one of " + ", ".join(map(str, typing.get_args(each))))
+        elif typing.get_origin(each) is tuple:
+            if isinstance(value, (list, tuple)):
+                return tuple(str(item) for item in value)
+            wanted.append("a list of strings")
         else:
-            named.append(words.get(kind, "a list of strings"))
-    return " or ".join(named)
+            if each is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+                with contextlib.suppress(ValueError, OverflowError):
+                    return float(value)
+            elif type(value) is each:
+                return value
+            wanted.append(_TYPE_NAMES[each])
+    raise ConfigError(f"{where}: {name} is {value!r}.", hint=f"use {' or '.join(wanted)}.")
+
+
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
 
 
 def _plain(value: Any) -> Any:

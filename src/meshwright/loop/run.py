@@ -54,17 +54,13 @@ def _finish(ready: ReadyRun, result: Result) -> None:
     """Logs the outcome, writes the report page, and prints the command that continues the run."""
     config, tell, log = ready.setup.config, ready.setup.tell, ready.loop.log
     loss, problems = result.metrics.get("eval/loss"), result.problems()
-    text = {
-        "finished": f"finished at step {result.step}",
-        "preempted": f"stopped at step {result.step} on request{'; checkpoint saved' if result.saved else ''}",
-        "out of data": f"out of data at step {result.step}",
+    saved = "; checkpoint saved" if result.saved else ""
+    text, more = {
+        "finished": (f"finished at step {result.step}", f" --steps {2 * config.run.steps}"),
+        "preempted": (f"stopped at step {result.step} on request{saved}", ""),
+        "out of data": (f"out of data at step {result.step}", f" --epochs {2 * (config.data.epochs or 1)}"),
     }[result.why]
     text += f"; evaluation loss {loss:.4f}" if loss is not None and result.why != "preempted" else ""
-    more = {
-        "finished": f" --steps {2 * config.run.steps}",
-        "preempted": "",
-        "out of data": f" --epochs {2 * (config.data.epochs or 1)}",
-    }[result.why]
     go_on = f"{ready.setup.folder.resume_command}{more if result.saved else ''}"
     kind = "error" if problems else "preempted" if result.why == "preempted" else "finish"
     log.event(kind, result.step, "; ".join([text, *problems]), go_on=go_on)

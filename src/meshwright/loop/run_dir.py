@@ -37,24 +37,8 @@ _HINTS = {
     errno.EIO: "check the disk, or use a folder on another one with --run.",
 }
 # Files that a new run's folder may already hold: leftovers of a failed start, files of a scheduler or a file system.
-_NO_STRANGERS = (
-    ".*",
-    "lost+found",
-    "*.log",
-    "*.out",
-    "*.err",
-    FACTS,
-    "metrics.jsonl",
-    "events.jsonl",
-    "trackers.json",
-    "report.html",
-    "checkpoints",
-    "tensorboard",
-    "ledger",
-    "profile",
-    "wandb",
-    "hang-*.txt",
-)
+_FILES = "run.json metrics.jsonl events.jsonl trackers.json report.html hang-*.txt *.log *.out *.err .* lost+found"
+_NO_STRANGERS = f"{_FILES} checkpoints tensorboard ledger profile wandb".split()
 PER_PROCESS = ("coordinator", "num_processes", "process_id")
 """Options that differ between the processes of a run."""
 NOT_OF_THE_RUN = ("resume", "or_start", "run", *PER_PROCESS)
@@ -104,7 +88,6 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
@@ -134,7 +117,6 @@ class RunFolder:
             raise _cannot_write(self.path, error) from error
 
     def close(self) -> None:
-        """Releases the lock."""
         if self._lock is not None:
             self._lock.close()
 
@@ -172,41 +154,30 @@ class RunFolder:
 
 
 def _choose(config: TrainConfig, name: str) -> Path:
-    wanted = config.run.run
-    if config.run.resume:
-        if wanted is None:
-            raise ConfigError("--resume needs a run folder.", hint="pass --run runs/NAME --resume.")
-        if not config.run.or_start and not (Path(wanted) / CONFIG).is_file():
-            raise ConfigError(f"{wanted} holds no run to resume.", hint="name the folder that holds config.yaml.")
-        if not (Path(wanted) / CONFIG).is_file():
-            _require_no_strangers(Path(wanted))
-        return Path(wanted)
-    path = Path(wanted) if wanted is not None else _next_free(Path("runs"), name)
+    options = config.run
+    if options.resume and options.run is None:
+        raise ConfigError("--resume needs a run folder.", hint="pass --run runs/NAME --resume.")
+    path = Path(options.run) if options.run is not None else _next_free(Path("runs"), name)
     if (path / CONFIG).is_file():
-        raise ConfigError(f"{path} already holds a run.", hint="resume it with --resume, or use another --run.")
-    _require_no_strangers(path)
-    return path
-
-
-def _require_no_strangers(path: Path) -> None:
-    """Raises if a folder holds files that do not belong to a run."""
-    if not path.is_dir():
-        return
-    strangers = sorted(
-        entry.name for entry in path.iterdir() if not any(fnmatch.fnmatch(entry.name, name) for name in _NO_STRANGERS)
-    )
+        if not options.resume:
+            raise ConfigError(f"{path} already holds a run.", hint="resume it with --resume, or use another --run.")
+        return path
+    if options.resume and not options.or_start:
+        raise ConfigError(f"{path} holds no run to resume.", hint="name the folder that holds config.yaml.")
+    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    strangers = [name for name in names if not any(fnmatch.fnmatch(name, known) for known in _NO_STRANGERS)]
     if strangers:
         shown = ", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else "")
         raise ConfigError(
             f"{path} holds other files but no run: {shown}.",
             hint=f"use a folder for the run alone, e.g. --run {shlex.quote(str(path / 'run'))}.",
         )
+    return path
 
 
 def _cannot_write(path: Path, error: OSError) -> ConfigError:
-    what = error.strerror or str(error)
     hint = _HINTS.get(error.errno or 0, "use another folder with --run.")
-    return ConfigError(f"cannot write the run folder {path}: {what}.", hint=hint)
+    return ConfigError(f"cannot write the run folder {path}: {error.strerror or error}.", hint=hint)
 
 
 def _next_free(parent: Path, name: str) -> Path:

@@ -81,12 +81,10 @@ class TrainingSamples:
             self.show(state, "before")
 
     def end(self, state: Any) -> None:
-        """Shows a sample of the trained model."""
         if int(state.step) != self.sampled_at:
             self.show(state, "after")
 
     def show(self, state: Any, when: str) -> None:
-        """Generates a sample, prints it and logs it."""
         options, step = self.options, int(state.step)
         tokens = self.generate(
             state.params, self.prompt, options.sample_tokens, seed=options.seed, temperature=TEMPERATURE

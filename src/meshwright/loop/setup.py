@@ -266,11 +266,12 @@ def _make_callbacks(
     tell.progress = progress
     callbacks: list[Callback] = []
     if config.safety.hang:
-
-        def tell_hang(text: str) -> None:
-            tell.event("hang", progress.step, text)
-
-        watchdog = Watchdog(config.safety.hang, tell=tell_hang, folder=folder.path, rank=jax.process_index())
+        watchdog = Watchdog(
+            config.safety.hang,
+            tell=lambda text: tell.event("hang", progress.step, text),
+            folder=folder.path,
+            rank=jax.process_index(),
+        )
         callbacks.append(stack.enter_context(watchdog))
     callbacks.append(StepLog(learning_rates(config), setup.source.counts_tokens, flops, peak_flops(setup)))
     callbacks.append(SkippedSteps(NonFiniteGuard.for_layout(setup.layout, limit=config.safety.max_skipped)))

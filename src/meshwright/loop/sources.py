@@ -123,11 +123,9 @@ class JobSource:
         _require_default(options, ("batch_size",), "the job's batch decides", but=self.batch_size)
 
     def facts(self) -> dict[str, Any]:
-        """Facts that all processes must agree on."""
         return {"batch": jax.tree.leaves(self.job.batch)}
 
     def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
-        """Returns the batches from a position on, on the step's devices."""
         return job_batches(
             self.job,
             shardings=step.batch_shardings,
@@ -139,7 +137,6 @@ class JobSource:
         )
 
     def evaluation(self, step: Step, num_batches: int) -> Iterator[Any] | None:
-        """Returns None: a job that makes its batches holds none out."""
         return None
 
     why_no_evaluation = "the job makes its own batches and holds none out"

@@ -54,8 +54,10 @@ def read_memory(devices: Sequence[Any] | None = None) -> Memory:
         peak = max(found.get("peak_bytes_in_use", found["bytes_in_use"]) for found in stats)
         return Memory(fullest["bytes_in_use"], peak, "device", fullest.get("bytes_limit"))
     peak = peak_resident()
-    now = _resident()
-    now = peak if now is None else now
+    try:
+        now = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not on Linux
+        now = peak
     return Memory(now, max(now, peak), "process")
 
 
@@ -71,11 +73,3 @@ def peak_resident() -> int:
             return int(line.split()[1]) * 1024
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024
-
-
-def _resident() -> int | None:
-    try:
-        pages = Path("/proc/self/statm").read_text().split()[1]
-    except OSError:
-        return None
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -174,21 +174,18 @@ class Progress(Callback):
 
     def figures(self) -> list[str]:
         """Returns the figures of the last step, as text."""
-        known = self._metrics
-        speed = known.get("tokens_per_second", self._speed())
-        left = self._seconds_left()
-        return [
-            text
-            for text in (
-                f"{self._phase} ..." if self._phase else "",
-                f"loss {float(known['loss']):.3f}" if "loss" in known else "",
-                f"{_short(speed)} tokens/s" if speed else "",
-                f"ETA {_clock(left)}" if left is not None else "",
-                f"MFU {float(known['mfu']):.1%}" if known.get("mfu") is not None else "",
-                f"memory {format_bytes(int(known['memory_bytes']))}" if known.get("memory_bytes") else "",
-            )
-            if text
-        ]
+        known, rate = self._metrics, self._rate()
+        speed = known.get("tokens_per_second", (rate or 0.0) * (self.tokens_per_step or 0))
+        left = None if rate is None else max(0, self.total_steps - self._step) / rate
+        found = (
+            f"{self._phase} ..." if self._phase else "",
+            f"loss {float(known['loss']):.3f}" if "loss" in known else "",
+            f"{_short(speed)} tokens/s" if speed else "",
+            f"ETA {_clock(left)}" if left is not None else "",
+            f"MFU {float(known['mfu']):.1%}" if known.get("mfu") is not None else "",
+            f"memory {format_bytes(int(known['memory_bytes']))}" if known.get("memory_bytes") else "",
+        )
+        return [text for text in found if text]
 
     @property
     def step(self) -> int:
@@ -201,14 +198,6 @@ class Progress(Callback):
             return None
         (start, first), (end, last) = self._times[0], self._times[-1]
         return (last - first) / (end - start) if end > start and last > first else None
-
-    def _speed(self) -> float | None:
-        rate = self._rate()
-        return rate * self.tokens_per_step if rate and self.tokens_per_step else None
-
-    def _seconds_left(self) -> float | None:
-        rate = self._rate()
-        return None if rate is None else max(0, self.total_steps - self._step) / rate
 
     def _print(self, text: str) -> None:
         assert self._stream is not None
@@ -240,7 +229,6 @@ class Voice:
             self.say(text)
 
     def event(self, kind: str, step: int, text: str) -> None:
-        """Logs an event and prints it."""
         if self.log is not None:
             self.log.event(kind, step, text)
         self(text)

@@ -194,7 +194,6 @@ class JsonLines:
         self._file = self._open()
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Buffers a line for the next `flush`."""
         self._waiting.append(json.dumps(plain(line), ensure_ascii=False))
 
     def flush(self, *, durable: bool = False) -> None:
@@ -235,7 +234,6 @@ class JsonLines:
         return dropped, broken
 
     def close(self) -> None:
-        """Writes buffered lines and closes the file."""
         if self._file >= 0:
             try:
                 self.flush()

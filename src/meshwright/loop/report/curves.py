@@ -45,7 +45,8 @@ def loss_section(run: RunRecord) -> Section:
         series.append(Series("held-out", *thin(run.evals.steps, run.evals["eval/loss"]), style="dots", tone=1))
     chart = line_chart("Loss", series, unit=smoothed, height=320, high=roof, marks=_restarts(run))
     rate = _small("Learning rate", run, "learning_rate", low=0.0)
-    norms = _small("Gradient norm", run, "grad_norm", log=_spans_decades(run.steps["grad_norm"]))
+    known = [norm for _, norm in run.steps.known("grad_norm") if norm > 0]
+    norms = _small("Gradient norm", run, "grad_norm", log=bool(known) and max(known) > 30 * min(known))
     drawn = None
     if len(run.steps.steps) > MAX_POINTS:
         count = f"{len(run.steps.steps):,} steps"
@@ -152,8 +153,3 @@ def _roof(values: Sequence[float], *, factor: float = 2.0) -> float | None:
         return None
     usual = known[-1 - len(known) // 50]  # the 98th percentile
     return 1.1 * usual if known[-1] > factor * usual > 0 else None
-
-
-def _spans_decades(values: Sequence[float]) -> bool:
-    known = [value for value in values if math.isfinite(value) and value > 0]
-    return bool(known) and max(known) > 30 * min(known)

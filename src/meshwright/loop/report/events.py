@@ -73,21 +73,16 @@ def _timeline(run: RunRecord) -> Markup:
         ("problems", TROUBLE, "cross", 1),
     ]
     for name, kinds, shape, tone in groups:
-        moments = [
-            Moment(event_time(event), _moment_name(event), shape, tone)
-            for event in run.happened(*kinds)
-            if math.isfinite(event_time(event))
-        ]
+        moments = []
+        for event in run.happened(*kinds):
+            word, step = _WORDS.get(event["kind"], (event["kind"],))[0], step_of(event)
+            if math.isfinite(event_time(event)):
+                label = word if step is None else f"{word} at step {step:,}"
+                moments.append(Moment(event_time(event), label, shape, tone))
         if moments:
             name = name if len(moments) <= 400 else f"{name} (400 of {len(moments):,})"
             lanes.append(Lane(name, moments=moments[-400:]))
     return draw_timeline("Timeline", lanes, unit="since the first start")
-
-
-def _moment_name(event: dict[str, Any]) -> str:
-    word = _WORDS.get(event["kind"], (event["kind"],))[0]
-    step = step_of(event)
-    return word if step is None else f"{word} at step {step:,}"
 
 
 def _list(run: RunRecord) -> Markup:

@@ -95,28 +95,18 @@ def config_section(run: RunRecord) -> Section:
         text = _config_file(run)
         body = tag("pre", text, class_="quote") if text else prose("The configuration was not recorded.")
         return Section("Configuration", body)
-    defaults = TrainConfig()
-    groups: dict[str, dict[str, Any]] = {
-        group.name: {
-            item.name: getattr(getattr(defaults, group.name), item.name)
-            for item in dataclasses.fields(getattr(defaults, group.name))
-        }
-        for group in dataclasses.fields(defaults)
-    }
     blocks: list[Markup] = []
     changed = 0
-    known: list[str] = []
-    for group, options in groups.items():
+    for group, options in dataclasses.asdict(TrainConfig()).items():
         entries = []
         for name, default in options.items():
-            if name not in config:
-                continue
-            known.append(name)
-            same = _shown(config[name]) == _shown(default)
-            changed += not same
-            entries.append((name, _value(config[name]) if same else _changed(config[name], default)))
+            if name in config:
+                same = _shown(config[name]) == _shown(default)
+                changed += not same
+                entries.append((name, _value(config[name]) if same else _changed(config[name], default)))
         if entries:
             blocks += [tag("h3", group.capitalize()), pairs(entries)]
+    known = TrainConfig().flat()
     others = [(name, _value(value)) for name, value in config.items() if name not in known]
     if others:
         blocks += [tag("h3", "Other"), pairs(others)]

@@ -23,7 +23,6 @@ class Columns:
     values: dict[str, array[float]] = field(default_factory=dict)
 
     def append(self, step: int, numbers: dict[str, float]) -> None:
-        """Adds a step."""
         for name in numbers:
             if name not in self.values:
                 self.values[name] = array("d", [math.nan]) * len(self.steps)
@@ -37,11 +36,7 @@ class Columns:
 
     def known(self, name: str) -> list[tuple[int, float]]:
         """Returns the finite values of a column, with their steps."""
-        if name not in self.values:
-            return []
-        return [
-            (step, value) for step, value in zip(self.steps, self.values[name], strict=True) if math.isfinite(value)
-        ]
+        return [point for point in zip(self.steps, self[name], strict=True) if math.isfinite(point[1])]
 
     def once(self) -> Columns:
         """Returns the steps in order, each once; for a recomputed step, the last values count."""
@@ -75,12 +70,8 @@ class RunRecord:
     @property
     def last_time(self) -> float | None:
         """Time of the last write, or None if unknown."""
-        times = (
-            [event_time(event) for event in self.events[-1:]]
-            + list(self.steps["time"][-1:])
-            + list(self.evals["time"][-1:])
-        )
-        return max((time for time in times if math.isfinite(time)), default=None)
+        times = [*map(event_time, self.events[-1:]), *self.steps["time"][-1:], *self.evals["time"][-1:]]
+        return max(filter(math.isfinite, times), default=None)
 
     @cached_property
     def step_seconds(self) -> list[float]:
@@ -158,17 +149,11 @@ def _is_mesh(value: Any) -> bool:
 
 # Fields of run.json that the report uses, each with its check.
 _FACTS: dict[str, Callable[[Any], bool]] = {
-    "name": _is(str),
-    "config": _is(dict),
-    "mesh": _is_mesh,
-    "mesh_reason": _is(str),
-    "layout": _is(dict),
+    **dict.fromkeys(("name", "mesh_reason", "device_kind", "resume_command"), _is(str)),
+    **dict.fromkeys(("config", "layout", "versions"), _is(dict)),
+    **dict.fromkeys(("num_processes", "num_params"), _is_count),
     "devices": _is(list),
-    "device_kind": _is(str),
-    "num_processes": _is_count,
-    "num_params": _is_count,
-    "versions": _is(dict),
-    "resume_command": _is(str),
+    "mesh": _is_mesh,
 }
 
 

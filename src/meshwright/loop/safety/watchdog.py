@@ -65,7 +65,7 @@ class Watchdog(Callback):
             )
         self.seconds, self.factor = seconds, factor
         self._tell, self._folder, self._rank, self._ends_process = tell, Path(folder), rank, ends_process
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._durations: deque[float] = deque(maxlen=64)
         self._step = 0
         self._last = time.monotonic()
@@ -102,19 +102,16 @@ class Watchdog(Callback):
     def limit(self) -> float:
         """Returns the seconds allowed between the last beat and the next."""
         with self._lock:
-            return self._limit()
+            if self._allowance is not None:
+                return max(self._allowance, self.seconds)
+            usual = statistics.median(self._durations) if self._durations else 0.0
+            return max(self.seconds, self.factor * usual)
 
     def close(self) -> None:
         """Stops the watchdog."""
         self._done.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
-
-    def _limit(self) -> float:
-        if self._allowance is not None:
-            return max(self._allowance, self.seconds)
-        usual = statistics.median(self._durations) if self._durations else 0.0
-        return max(self.seconds, self.factor * usual)
 
     def _watch(self) -> None:
         looked = time.monotonic()
@@ -129,7 +126,7 @@ class Watchdog(Callback):
                 if stopped > max(5.0, pause):
                     self._last += stopped
                 looked = now
-                waited, limit, step = now - self._last, self._limit(), self._step
+                waited, limit, step = now - self._last, self.limit(), self._step
                 hangs = waited > limit and not self._told
                 self._told = self._told or hangs
             if hangs:
