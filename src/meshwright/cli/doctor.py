@@ -50,18 +50,10 @@ class Examination:
             label = f"{device['kind']}{', ' + device['memory'] if device['memory'] else ''}"
             counts[label] = counts.get(label, 0) + 1
         shown = ", ".join(f"{count} x {label}" for label, count in counts.items()) or "none"
-        rows = [
-            (ability.what, "yes" if ability.ready else "no", ability.detail, ability.fix) for ability in self.abilities
-        ]
-        return "\n".join(
-            [
-                "versions   " + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
-                f"devices    {shown} ({self.platform})",
-                f"self-check {self.self_check}",
-                "",
-                text_table(("capability", "", "reason", "fix"), rows),
-            ]
-        )
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        rows = [(each.what, "yes" if each.ready else "no", each.detail, each.fix) for each in self.abilities]
+        table = text_table(("capability", "", "reason", "fix"), rows)
+        return f"versions   {versions}\ndevices    {shown} ({self.platform})\nself-check {self.self_check}\n\n{table}"
 
 
 def doctor(num_cpu_devices: int = 8, json: bool = False) -> int:
@@ -101,14 +93,10 @@ def _self_check() -> str:
     """Shards a small tree over all devices and reads it back."""
     mesh = create_mesh("fsdp:-1")
     rows = 4 * mesh.size
-    tree = {
-        "weight": np.arange(rows * 64, dtype=np.float32).reshape(rows, 64),
-        "bias": np.ones(64, np.float32),
-    }
+    tree = {"weight": np.arange(rows * 64, dtype=np.float32).reshape(rows, 64), "bias": np.ones(64, np.float32)}
     layout = make_layout([("weight", P("fsdp")), ("bias", P())], tree, mesh)
     back = layout.gather(layout.shard(tree))
-    same = all(np.array_equal(back[name], tree[name]) for name in tree)
-    if not same:
+    if not all(np.array_equal(back[name], tree[name]) for name in tree):
         raise RuntimeError("a tree sharded over the devices came back changed")
     devices = "device" if mesh.size == 1 else "devices"
     return f"passed: a tree sharded over {mesh.size} {devices} came back unchanged"

@@ -85,17 +85,8 @@ class TextSource:
 
     def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
         """Returns the batches from a position on, on the step's devices."""
-        options = self.options
-        return Batches(
-            self.rows,
-            batch_size=options.batch_size,
-            shardings=step.batch_shardings,
-            seed=seed,
-            epochs=options.epochs,
-            state=place.state,
-            first_step=place.first_step,
-            ledger=place.ledger,
-        )
+        shared: dict[str, Any] = {"shardings": step.batch_shardings, "seed": seed, **vars(place)}
+        return Batches(self.rows, batch_size=self.options.batch_size, epochs=self.options.epochs, **shared)
 
     def evaluation(self, step: Step, num_batches: int) -> Iterator[Any] | None:
         """Returns the evaluation batches, the same each time, or None if there are none."""
@@ -126,15 +117,8 @@ class JobSource:
         return {"batch": jax.tree.leaves(self.job.batch)}
 
     def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
-        return job_batches(
-            self.job,
-            shardings=step.batch_shardings,
-            seed=seed,
-            batch_size=self.batch_size,
-            state=place.state,
-            first_step=place.first_step,
-            ledger=place.ledger,
-        )
+        shared: dict[str, Any] = {"shardings": step.batch_shardings, "seed": seed, **vars(place)}
+        return job_batches(self.job, batch_size=self.batch_size, **shared)
 
     def evaluation(self, step: Step, num_batches: int) -> Iterator[Any] | None:
         return None

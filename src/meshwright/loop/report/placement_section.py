@@ -75,22 +75,13 @@ def layout_section(run: RunRecord) -> Section:
     shown = table(HEADINGS, rows[:MAX_ROWS], right=(5,), code=(0, 1, 2, 3, 4))
     rest = None
     if len(rows) > MAX_ROWS:
-        rest = fold(
-            f"{len(rows) - MAX_ROWS:,} more rows", table(HEADINGS, rows[MAX_ROWS:], right=(5,), code=(0, 1, 2, 3, 4))
-        )
+        others = table(HEADINGS, rows[MAX_ROWS:], right=(5,), code=(0, 1, 2, 3, 4))
+        rest = fold(f"{len(rows) - MAX_ROWS:,} more rows", others)
     folded = f", in {len(rows):,} rows" if len(rows) < len(layout.leaves) else ""
     pictures = [leaf_picture(leaf, layout) for leaf in _largest(layout)]
-    return Section(
-        "Layout",
-        join(
-            [
-                prose(counted, stored + often, "Hover over a device to see its tiles."),
-                held,
-                side_by_side(*pictures),
-                fold(f"All {len(layout.leaves):,} leaves{folded}", shown, rest),
-            ]
-        ),
-    )
+    text = prose(counted, stored + often, "Hover over a device to see its tiles.")
+    leaves = fold(f"All {len(layout.leaves):,} leaves{folded}", shown, rest)
+    return Section("Layout", join([text, held, side_by_side(*pictures), leaves]))
 
 
 def _largest(layout: Layout) -> list[LeafLayout]:

@@ -75,17 +75,10 @@ def _head(run: RunRecord, *, now: float) -> Markup:
             told = [event.get("go_on") for event in run.events if event["kind"] == "finish"]
             resume = told[-1] if told and isinstance(told[-1], str) else resume
         go_on = join([tag("h3", label), command(resume, label="the command that resumes this run")])
+    title = [tag("p", "Run report", class_="eyebrow"), tag("h1", run.name, " ", badge(end.word, kind=end.kind))]
+    text = prose(*loss_sentences(run)[:2], *speed_sentences(run)[:1], end.sentence)
     notes = tag("p", " ".join(run.notes), class_="note") if run.notes else None
-    return join(
-        [
-            tag("p", "Run report", class_="eyebrow"),
-            tag("h1", run.name, " ", badge(end.word, kind=end.kind)),
-            prose(*loss_sentences(run)[:2], *speed_sentences(run)[:1], end.sentence),
-            headline(figures(run)) if figures(run) else None,
-            notes,
-            go_on,
-        ]
-    )
+    return join([*title, text, headline(figures(run)) if figures(run) else None, notes, go_on])
 
 
 def config_section(run: RunRecord) -> Section:

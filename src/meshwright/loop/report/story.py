@@ -163,11 +163,13 @@ def time_sentences(run: RunRecord) -> list[str]:
         "eval": "evaluation",
         "other": "everything else",
     }
-    named = [f"{percent(value / whole)} went into {words.get(part, part)}" for part, value in shares[:1]]
-    named += [
-        f"{percent(value / whole)} into {words.get(part, part)}" for part, value in shares[1:] if value > 0.0005 * whole
+    named = [
+        f"{percent(value / whole)} {'went into' if i == 0 else 'into'} {words.get(part, part)}"
+        for i, (part, value) in enumerate(shares)
+        if i == 0 or value > 0.0005 * whole
     ]
-    return [f"Of {duration(whole)}, {_listed(named)}."]
+    listed = f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
+    return [f"Of {duration(whole)}, {listed}."]
 
 
 def part_seconds(run: RunRecord) -> dict[str, float]:
@@ -209,7 +211,3 @@ def num_devices(run: RunRecord) -> int:
 def _median(values: Sequence[float]) -> float:
     known = [value for value in values if math.isfinite(value)]
     return statistics.median(known) if known else math.nan
-
-
-def _listed(items: Sequence[str]) -> str:
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
