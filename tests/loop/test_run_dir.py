@@ -1,4 +1,4 @@
-"""Run folders: which may hold a run, and errors for those that cannot be written."""
+"""Run folders: which may hold a run, and errors for unwritable ones."""
 
 import errno
 from pathlib import Path

@@ -206,7 +206,6 @@ def _step_folder(folder: str, step: int | None) -> Path:
 
 
 def _is_step(folder: str) -> bool:
-    """Returns whether a folder holds a single step."""
     return os.path.exists(Path(folder, MANIFEST))
 
 

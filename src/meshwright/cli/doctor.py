@@ -127,7 +127,6 @@ def _command(what: str, program: str, fix: str) -> Ability:
 
 
 def _package(what: str, name: str, packages: Sequence[str], fix: str) -> Ability:
-    """Returns a capability that needs one of several packages."""
     found = [version for package, version in current_versions(packages).items() if package != "python"]
     return Ability(
         what, bool(found), f"{name} {found[0]}" if found else f"{name} is not installed", "" if found else fix

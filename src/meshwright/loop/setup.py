@@ -111,7 +111,7 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
 
 
 def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
-    """Makes all decisions, the same on all processes; writes nothing but the empty run folder."""
+    """Makes all decisions, the same on all processes; writes only the empty run folder."""
     model, job, source = _load(config, tell)
     precision: str = config.placement.precision
     if precision == "auto":
@@ -183,7 +183,6 @@ def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, prec
 
 
 def _require_rows(step: Step, job: Any, minibatches: int) -> None:
-    """Raises if a batch does not divide over devices and minibatches."""
     step.batch_shardings(job.batch)
     rows = rows_of(job)
     parts = minibatches * math.prod(step.layout.mesh.shape[axis] for axis in step.row_axes)

@@ -143,7 +143,7 @@ def test_the_sentence_says_which_way_the_loss_went(tmp_path, losses, said):
     assert said in loss_sentences(read_run(tmp_path))[0]
 
 
-# --- What may be missing ---
+# --- Missing and damaged data ---
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def lines(*entries):
     return b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
 
 
-def test_steps_and_evaluations_are_told_apart(tmp_path):
+def test_steps_and_evaluations_are_separated(tmp_path):
     metrics = lines(
         {"step": 1, "loss": 2.5, "seconds": {"data": 0.5}}, {"step": 1, "eval/loss": 3.0}, {"step": 2, "loss": 2.0}
     )
