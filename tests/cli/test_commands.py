@@ -80,7 +80,7 @@ def test_rules_output(cli, arguments, code, text):
         (["no_such_module:job"], "error: no module named 'no_such_module'.\nhint: "),
         (["cli_job:goood"], "error: module 'cli_job' has no attribute 'goood'.\nhint: did you mean 'good'?"),
         (["cli_job"], "error: 'cli_job' does not name a job.\nhint: "),
-        (["cli_job:homeless"], "error: no mesh was given, and the job names none.\nhint: "),
+        (["cli_job:homeless"], "error: neither --mesh nor the job sets a mesh.\nhint: "),
         (["cli_job:good", "--mesh", "fsdp"], "error: mesh 'fsdp': cannot read 'fsdp'.\nhint: "),
         (["cli_job:good", "--mesh", "fsdp:-1"], "leaves a size open"),
         (["cli_job:good", "--picture", "layers/9/w"], "error: the layout has no leaf 'layers/9/w'.\nhint: "),
@@ -113,7 +113,7 @@ def test_doctor(cli):
     code, out, err = cli("doctor")
     assert (code, err) == (0, "")
     assert "devices    8 x cpu (cpu)" in out
-    assert "self-check a tree split over 8 devices came back bit for bit" in out
+    assert "self-check passed: a tree sharded over 8 devices came back unchanged" in out
     assert "plan layouts for any mesh" in out
 
 
@@ -128,7 +128,7 @@ def test_doctor_json(cli):
         assert ability["ready"] or ability["fix"] or ability["what"] == "train on simulated devices"
 
 
-def test_doctor_reports_what_is_broken(cli, monkeypatch):
+def test_doctor_reports_a_failed_self_check(cli, monkeypatch):
     def fail(*args):
         raise RuntimeError("no memory left")
 
@@ -153,7 +153,7 @@ def loss(params, batch, rng):
     return jnp.mean((batch["x"] @ params["w"]) ** 2), {}
 
 def mesh_loss(params, batch, rng):
-    # Divided by the rows of one device, where there are several.
+    # Wrong on a mesh: the mean is over the rows of one device only.
     return loss(params, batch, rng)[0] * 16 / batch["x"].shape[0], {}
 
 batch = {"x": jax.ShapeDtypeStruct((16, 8), "float32")}
@@ -179,7 +179,7 @@ def test_verify(verify_cli):
     assert "comparing dp:2,fsdp:4, global view" in err
 
 
-def test_verify_says_what_differs(verify_cli):
+def test_verify_names_the_likely_cause(verify_cli):
     arguments = ("verify_job:bad", "--mesh", "fsdp:4", "--view", "local", "--steps", "1")
     code, out, _ = verify_cli(*arguments)
     assert code == 1
@@ -203,7 +203,7 @@ def test_verify_simulates_devices(tmp_path):
         env={key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr
-    # Without a mesh of its own, each axis in turn; rules without optional axes need theirs on every mesh.
+    # A job without a mesh is compared on each axis in turn; rules without optional axes need theirs on every mesh.
     assert "dp:4,fsdp:1" in done.stdout
     assert "2 equal" in done.stdout
 
@@ -230,7 +230,7 @@ def test_usage(cli, arguments, code):
     assert cli(*arguments)[0] == code
 
 
-def test_a_reader_that_leaves_is_no_error(cli, monkeypatch):
+def test_a_closed_pipe_is_not_an_error(cli, monkeypatch):
     def leave(*args, **kwargs):
         raise BrokenPipeError
 

@@ -1,4 +1,4 @@
-"""The command `meshwright train`: where its options come from, and its exit codes."""
+"""`meshwright train`: the order of option sources, errors and exit codes."""
 
 import os
 import signal
@@ -23,13 +23,13 @@ def cli(capsys):
     return run
 
 
-def test_print_config_prints_a_file_that_gives_the_same_run(cli, tmp_path):
+def test_print_config_round_trips(cli, tmp_path):
     code, out, _ = cli("train", "--preset", "smoke", "--print-config")
     assert code == 0
     assert TrainConfig().changed(yaml.safe_load(out)) == preset("smoke")
 
 
-def test_the_command_line_wins_over_the_file_over_the_preset(cli, tmp_path):
+def test_the_command_line_overrides_the_file_and_the_file_the_preset(cli, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("steps: 7\nbatch_size: 32\n")
     args = ("--preset", "smoke", f"--config={file}", "--steps", "9", "--mesh", "dp:2,fsdp:4", "--clip", "None")
@@ -58,9 +58,9 @@ def test_resuming_starts_from_the_options_of_the_run(cli, tmp_path):
     (tmp_path / "config.yaml").write_text(preset("smoke").to_yaml())
     here = {"run": str(tmp_path), "resume": True}
     assert options("--run", str(tmp_path), "--resume") == preset("smoke").changed(here)
-    # What is given on the command line counts, also where it is the default of another preset or of none.
+    # The command line counts even if it equals the default.
     assert options("--run", str(tmp_path), "--resume", "--steps", "300").run.steps == 300
-    # One command starts and resumes: what the run has become counts, not what it was started with.
+    # With --or-start, the options of the existing run count, not the preset.
     again = ("--preset", "small", f"--run={tmp_path}", "--resume", "--or-start")
     assert options(*again) == preset("smoke").changed({**here, "or_start": True})
     new = {"run": str(tmp_path / "new"), "resume": True, "or_start": True}
@@ -71,7 +71,7 @@ def test_resuming_starts_from_the_options_of_the_run(cli, tmp_path):
     ("args", "message"),
     [
         (("--preset", "smok"), "did you mean 'smoke'"),
-        (("--config", "none.yaml"), "none.yaml cannot be read"),
+        (("--config", "none.yaml"), "cannot read none.yaml"),
         (("--run", "nowhere", "--resume"), "nowhere holds no run to resume"),
         (("--learning-rate", "nan"), "learning_rate is nan"),
         (("--steps", "-3"), "steps is -3"),
@@ -83,13 +83,13 @@ def test_resuming_starts_from_the_options_of_the_run(cli, tmp_path):
         (("--batch-size", "6", "--mesh", "dp:8"), "6 rows cannot be split over 8"),
     ],
 )
-def test_wrong_options_end_in_an_error_and_leave_nothing_behind(cli, args, message, tmp_path, monkeypatch):
+def test_wrong_options_are_errors_and_leave_nothing_behind(cli, args, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code, _, err = cli("train", *args)
     assert code == 1
     assert message in err
-    assert "hint:" in err or "cannot be read" in err
+    assert "hint:" in err or "cannot read" in err
     assert not (tmp_path / "runs").exists()
 
 
@@ -102,11 +102,11 @@ def test_wrong_options_end_in_an_error_and_leave_nothing_behind(cli, args, messa
         (("--data", "x" * 300), ": File name too long.\nhint: pass a file"),
         (("--model-options", "num_layers=0"), "num_layers of Decoder must be a positive integer; got 0."),
         (("--model-options", "num_heads=3"), "d_model of Decoder is 128, which is not a multiple of num_heads (3)."),
-        (("--steps", "9" * 23), "hint: a whole number below 2**31."),
-        (("--profile", "400:500"), "no such step comes, the run ends at step 300."),
+        (("--steps", "9" * 23), "hint: use a whole number below 2**31."),
+        (("--profile", "400:500"), "--profile 400:500 starts after the last step (300)."),
     ],
 )
-def test_what_cannot_be_is_told_before_text_is_read(cli, args, message, tmp_path, monkeypatch):
+def test_invalid_options_are_reported_before_text_is_read(cli, args, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code, _, err = cli("train", *args)
@@ -120,8 +120,8 @@ def test_what_cannot_be_is_told_before_text_is_read(cli, args, message, tmp_path
     ("number", "code", "text"),
     [
         (signal.SIGINT, 130, "interrupted\n"),
-        (signal.SIGTERM, 75, "stopped by SIGTERM before the run began\n"),
-        (signal.SIGHUP, 75, "stopped by SIGHUP before the run began\n"),
+        (signal.SIGTERM, 75, "stopped by SIGTERM before training started\n"),
+        (signal.SIGHUP, 75, "stopped by SIGHUP before training started\n"),
     ],
 )
 @pytest.mark.usefixtures("usual_signals")
@@ -138,7 +138,7 @@ def test_ctrl_c_shows_no_traceback_in_other_commands(cli, monkeypatch):
     assert cli("report", "somewhere") == (130, "", "interrupted\n")
 
 
-def test_the_exit_code_tells_what_is_lost(cli, monkeypatch):
+def test_an_unsaved_or_skipped_run_exits_with_1(cli, monkeypatch):
     from meshwright.loop import run as run_module
     from meshwright.loop.fit import Result
 
@@ -150,7 +150,7 @@ def test_the_exit_code_tells_what_is_lost(cli, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["head", "/dev/full"])
-def test_what_is_printed_never_ends_a_run(where, tmp_path, text_folder, token_cache):
+def test_failing_output_does_not_stop_a_run(where, tmp_path, text_folder, token_cache):
     command = [sys.executable, "-m", "meshwright", "train", "--preset", "smoke", "--run", str(tmp_path / "run")]
     command += ["--steps", "2", "--sample-tokens", "0", "--no-tensorboard", "--no-report", "--devices", "2"]
     command += ["--data", str(text_folder), "--data-cache", str(token_cache)]
@@ -165,7 +165,7 @@ def test_what_is_printed_never_ends_a_run(where, tmp_path, text_folder, token_ca
     assert (tmp_path / "run" / "checkpoints" / "2" / "manifest.json").is_file()
 
 
-def test_the_exit_code_tells_a_stopped_run_from_a_finished_one(cli, monkeypatch):
+def test_a_stopped_run_exits_with_75(cli, monkeypatch):
     from meshwright.loop import run as run_module
     from meshwright.loop.fit import Result
 

@@ -146,9 +146,9 @@ def test_if_one_process_fails_all_stop_and_name_it(ranks):
     assert (second["rank 0 fails"], first["rank 1 fails"]) == (other.format(0), other.format(1))
     assert "no such file" in second["data is missing on rank 1"]
     assert "rank 1 of 2 failed while loading the job and its data" in first["data is missing on rank 1"]
-    assert "was made by rank 0, and is not to be seen here" in second["folder is missing on rank 1"]
+    assert "but this process cannot see it" in second["folder is missing on rank 1"]
     assert "rank 1 of 2 failed while looking for the run's folder" in first["folder is missing on rank 1"]
-    assert "no mesh of 8 devices was found" in second["too little memory on rank 1"]
+    assert "found no mesh of 8 devices" in second["too little memory on rank 1"]
     assert "rank 1 of 2 failed while choosing a mesh" in first["too little memory on rank 1"]
     assert not (where / "a").exists()
     assert not (where / "e").exists()

@@ -1,4 +1,4 @@
-"""The loop alone, on a step that computes nothing: what is called when."""
+"""The loop alone, with a step that computes nothing: the order of its calls."""
 
 import types
 
@@ -11,7 +11,7 @@ from meshwright.loop.logging.run_log import RunLog, read_lines
 
 
 class Batches:
-    """Batches of one row each, so many of them."""
+    """A number of batches of one row each."""
 
     def __init__(self, count):
         self.left, self.row, self.is_closed = count, 0, False
@@ -75,7 +75,7 @@ def run(tmp_path):
     return start
 
 
-def test_metrics_come_one_step_late_but_before_what_needs_them(run, tmp_path):
+def test_metrics_arrive_one_step_late_but_before_due_callbacks(run, tmp_path):
     recorder = Recorder(due_at=(2,))
     result = run(3, recorder)
     assert recorder.calls == [
@@ -88,7 +88,7 @@ def test_metrics_come_one_step_late_but_before_what_needs_them(run, tmp_path):
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_a_stop_and_the_end_of_the_data_fetch_what_is_out(run, tmp_path):
+def test_a_stop_and_the_end_of_the_data_fetch_pending_metrics(run, tmp_path):
     stopped = Recorder(stop_at=2)
     assert run(9, stopped).why == "preempted"
     assert stopped.calls[-4:] == [("metrics", 1), ("metrics", 2), ("end", "preempted"), ("exit", 2)]
@@ -99,7 +99,7 @@ def test_a_stop_and_the_end_of_the_data_fetch_what_is_out(run, tmp_path):
     assert run(2, Recorder(stop_at=2)).why == "finished"
 
 
-def test_an_error_is_an_event_and_all_is_closed(run, tmp_path):
+def test_an_error_is_logged_and_everything_is_closed(run, tmp_path):
     def breaks(state, batch):
         raise RuntimeError("the machine went away")
 
@@ -112,7 +112,7 @@ def test_an_error_is_an_event_and_all_is_closed(run, tmp_path):
 
 
 class Store:
-    """Stands for `Checkpoints`, and sees what the log held when a step was saved."""
+    """Stands in for `Checkpoints`, and records the log at each save."""
 
     def __init__(self, folder):
         self.folder, self.saved, self.logged, self.facts = folder, [], {}, {}
@@ -129,7 +129,7 @@ class Store:
         return self.saved
 
 
-def test_a_checkpoint_comes_after_its_evaluation_and_its_lines_in_the_log(run, tmp_path):
+def test_a_checkpoint_comes_after_its_evaluation_and_its_log_lines(run, tmp_path):
     store, evaluated = Store(tmp_path), []
 
     def evaluate(state):

@@ -1,4 +1,4 @@
-"""Runs that are killed without warning and resumed; `benchmarks/kill.py` does the same two hundred times."""
+"""Runs killed without warning and resumed; `benchmarks/kill.py` does this two hundred times."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill.py"
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_not():
+def test_a_killed_run_is_bitwise_equal_to_an_uninterrupted_one():
     command = [sys.executable, str(SCRIPT), "--kills", "3", "--steps", "18", "--every", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Which mesh is chosen where none is named, and the reason given."""
+"""The automatic choice of a mesh, and its reason."""
 
 import optax
 import pytest
@@ -23,13 +23,13 @@ def choose(num_devices, batch_size, memory, model=MODEL):
     ("num_devices", "batch_size", "memory", "mesh", "reason"),
     [
         (1, 3, None, "dp:1", "one device"),
-        (8, 16, 2**34, "dp:8", "only gradients travel"),
-        (8, 16, 2**20, "fsdp:8", "dp:8 would need .* of 1.0 MiB for the state alone"),
-        (8, 16, None, "fsdp:8", "whose memory is not known"),
-        (8, 4, 2**34, "dp:4,tp:2", "4 rows over 4, features over 2"),
-        (8, 4, 10**6, "fsdp:4,tp:2", "dp:4,tp:2 would need"),
+        (8, 16, 2**34, "dp:8", "data parallel, which communicates only gradients"),
+        (8, 16, 2**20, "fsdp:8", "dp:8 needs .* of 1.0 MiB per device for the state alone"),
+        (8, 16, None, "fsdp:8", "the device memory is unknown"),
+        (8, 4, 2**34, "dp:4,tp:2", "4 rows over 4 devices, features over 2"),
+        (8, 4, 10**6, "fsdp:4,tp:2", "dp:4,tp:2 needs"),
         (8, 1, 2**34, "tp:8", "cannot be split"),
-        (6, 12, 2**34, "dp:6", "only gradients travel"),
+        (6, 12, 2**34, "dp:6", "only gradients"),
     ],
 )
 def test_the_least_communication_that_fits(num_devices, batch_size, memory, mesh, reason):
@@ -47,8 +47,8 @@ def test_the_choice_can_be_laid_out():
     assert layout.bytes_per_device < 0.35 * 10**6
 
 
-def test_where_nothing_fits_everything_tried_is_told():
-    with pytest.raises(MeshError, match=r"fsdp:8 would need .*\nhint: name one with --mesh"):
+def test_the_error_lists_every_rejected_mesh():
+    with pytest.raises(MeshError, match=r"fsdp:8 needs .*\nhint: set --mesh"):
         choose(8, 16, 1000)
 
 
@@ -59,5 +59,5 @@ def test_devices_may_share_heads_of_keys_and_values(batch_size, mesh):
 
 def test_heads_limit_the_tensor_axis():
     model = Decoder.named("tiny", num_heads=2)
-    with pytest.raises(MeshError, match="no mesh of 8 devices was found for a batch of 1 rows"):
+    with pytest.raises(MeshError, match="found no mesh of 8 devices for a batch of 1 rows"):
         choose(8, 1, 2**34, model)

@@ -1,4 +1,4 @@
-"""Models and optimizers by name."""
+"""Models, optimizers and schedules by name."""
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +24,21 @@ def test_options_change_fields_by_their_kind():
         ("decoder-tinny", (), "did you mean 'decoder-tiny'"),
         ("decoder-tiny", ("layers=3",), "no option 'layers=3'"),
         ("decoder-tiny", ("num_layers",), "has no value.\\nhint: write num_layers=VALUE"),
-        ("decoder-tiny", ("num_layers=three",), "does not give a whole number"),
-        ("decoder-tiny", ("num_layers=2.5",), "hint: a whole number, such as 4"),
-        ("decoder-tiny", ("num_kv_heads=2.5",), "hint: a whole number, such as 4"),
+        ("decoder-tiny", ("num_layers=three",), "'num_layers=three' is not a whole number"),
+        ("decoder-tiny", ("num_layers=2.5",), "hint: use a whole number, e.g. 4"),
+        ("decoder-tiny", ("num_kv_heads=2.5",), "hint: use a whole number, e.g. 4"),
         ("decoder-tiny", ("tied_embeddings=yes",), "neither true nor false"),
     ],
 )
-def test_what_does_not_exist_is_told(name, options, message):
+def test_unknown_models_and_invalid_options_are_errors(name, options, message):
     with pytest.raises(ConfigError, match=message):
         make_model(name, options)
 
 
-def test_the_vocabulary_makes_room_for_the_tokenizer():
+def test_the_vocabulary_grows_to_fit_the_tokenizer():
     assert make_model("decoder-tiny", vocab_size=256).vocab_size == 256
     assert make_model("decoder-tiny", vocab_size=300).vocab_size == 384
-    with pytest.raises(ConfigError, match="has room for 256"):
+    with pytest.raises(ConfigError, match="the tokenizer has 300 tokens, but the model's vocab_size is 256"):
         make_model("decoder-tiny", ("vocab_size=256",), vocab_size=300)
 
 
@@ -49,9 +49,9 @@ def test_every_model_has_rules_for_every_parameter():
         assert set(jax.tree.leaves(decayed(shapes))) == {True, False}
 
 
-def test_a_checkpoint_of_an_xlstm_with_another_chunk_size_is_of_the_same_model():
+def test_the_chunk_size_of_an_xlstm_may_change():
     now, before = make_model("xlstm-125m"), make_model("xlstm-125m", ("chunk_size=64",))
-    assert "chunk_size=None" in repr(now)  # before None there was 64, which checkpoints hold
+    assert "chunk_size=None" in repr(now)  # older checkpoints hold 64, the former default
     assert what_must_match(repr(before), now) == what_must_match(model_fact(now), now)
     other = make_model("xlstm-125m", ("num_heads=8",))
     assert what_must_match(repr(before), other) != what_must_match(model_fact(other), other)

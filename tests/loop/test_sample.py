@@ -1,4 +1,4 @@
-"""Generated text: what the model itself says, token by token, and the same on every mesh."""
+"""Generated text: equal to the model's own predictions, and the same on every mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ PROMPT = [3, 14, 15, 9]
 
 
 def sharpened(model):
-    """Random parameters whose greedy choices are far from ties: rounding on a mesh cannot turn one."""
+    """Random parameters whose greedy choices are far from ties, so that rounding does not change them."""
     params = model.init(jax.random.key(0))
     params["head"]["kernel"] = 3 * params["head"]["kernel"]
     return params
 
 
-def by_hand(model, params, prompt, num_tokens):
-    """The plainest way: the whole text so far through the model, its last logits, the largest."""
+def greedy_reference(model, params, prompt, num_tokens):
+    """Greedy decoding with a full forward pass per token."""
     text = list(prompt)
     for _ in range(num_tokens):
         text.append(int(jnp.argmax(model.apply(params, jnp.array([text]))[0, -1])))
@@ -35,14 +35,14 @@ def known(request):
     return model, params, make_sampler(model, window=24)(params, PROMPT, 20).tolist()
 
 
-def test_greedy_tokens_are_those_of_the_model_itself(known):
+def test_greedy_tokens_match_the_model(known):
     model, params, tokens = known
-    assert tokens[:3] == by_hand(model, params, PROMPT, 3)
+    assert tokens[:3] == greedy_reference(model, params, PROMPT, 3)
     assert len(set(tokens)) > 3
 
 
 @pytest.mark.parametrize("mesh", ["dp:8", "fsdp:8", "tp:8", "dp:2,fsdp:2,tp:2", "pp:2,tp:4"])
-def test_every_mesh_says_the_same(known, mesh):
+def test_every_mesh_generates_the_same_tokens(known, mesh):
     model, params, tokens = known
     layout = mw.make_layout(model.rules, params, mw.create_mesh(mesh))
     assert make_sampler(model, window=24)(layout.shard(params), PROMPT, 20).tolist() == tokens
@@ -68,24 +68,24 @@ def test_a_seed_gives_one_text_and_temperature_spreads(known):
     np.testing.assert_array_equal(generate(layout.shard(params), PROMPT, 20, seed=1, temperature=1.5), one)
     assert generate(params, PROMPT, 20, seed=2, temperature=1.5).tolist() != one.tolist()
     assert generate(params, PROMPT, 20, seed=1, temperature=1e-3).tolist() == greedy
-    # Each place draws anew: with almost equal chances, one draw for all would say one token for ever.
+    # Each position draws anew: a shared draw would repeat one token at this temperature.
     assert len(set(generate(params, PROMPT, 20, seed=1, temperature=1e4).tolist())) > 8
 
 
-def test_tokens_are_drawn_as_often_as_the_model_says():
+def test_token_frequencies_match_the_model():
     model = Decoder(**(SIZES | {"vocab_size": 8}))
     params = model.init(jax.random.key(0))
     wanted = jax.nn.softmax(model.apply(params, jnp.array([[1, 2]]))[0, -1])
     generate = make_sampler(model, window=8)
     drawn = [int(generate(params, [1, 2], 1, seed=seed, temperature=1.0)[0]) for seed in range(500)]
     shares = np.bincount(drawn, minlength=8) / 500
-    # Five standard deviations of a share of 500 draws.
+    # Five standard deviations of a frequency over 500 draws.
     np.testing.assert_allclose(shares, wanted, atol=5 * np.sqrt(0.25 / 500))
     assert np.abs(shares - wanted).sum() < np.abs(shares - 1 / 8).sum()
 
 
 @pytest.mark.parametrize(("mesh", "devices"), [("dp:8", 1), ("fsdp:8", 8), ("dp:2,fsdp:2,tp:2", 4), ("dp:4,tp:2", 2)])
-def test_devices_that_hold_the_same_do_not_all_compute_it(mesh, devices):
+def test_replicas_do_not_repeat_the_work(mesh, devices):
     model = Decoder(**SIZES)
     params = model.init(jax.random.key(0))
     placed = mw.make_layout(model.rules, params, mw.create_mesh(mesh)).shard(params)
@@ -100,8 +100,8 @@ def test_devices_that_hold_the_same_do_not_all_compute_it(mesh, devices):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(fewer), jax.device_get(params))
 
 
-def test_a_step_can_take_over_parameters_that_were_sampled_from():
-    """Sampling looks at the very buffers whose memory the next step reuses."""
+def test_a_step_can_donate_parameters_that_were_sampled_from():
+    """Sampling reads the same buffers that the next step donates."""
     model = Decoder(**SIZES)
     params = model.init(jax.random.key(0))
     layout = mw.make_layout(model.rules, params, mw.create_mesh("dp:8"))
@@ -116,8 +116,8 @@ def test_a_step_can_take_over_parameters_that_were_sampled_from():
     jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, 4 * old), jax.device_get(placed), params)
 
 
-def test_only_tokens_that_the_tokenizer_knows_are_drawn():
-    """A model may have room for more: all of its tokens are equally likely here."""
+def test_only_token_ids_of_the_tokenizer_are_drawn():
+    """The model's vocabulary is larger, and all its tokens are equally likely here."""
     model = Decoder(**SIZES)
     params = jax.tree.map(jnp.zeros_like, model.init(jax.random.key(0)))
     drawn = make_sampler(model, window=24, vocab_size=10)(params, [1], 23, temperature=1.0)
@@ -136,7 +136,7 @@ def test_precision_is_that_of_the_step():
     assert all("bf16" in line for line in matmuls)
 
 
-def test_a_mesh_in_force_changes_nothing(known):
+def test_a_current_mesh_changes_nothing(known):
     model, params, tokens = known
     mesh = mw.create_mesh("dp:4,tp:2")
     layout = mw.make_layout(model.rules, params, mesh)
@@ -148,18 +148,18 @@ def test_a_mesh_in_force_changes_nothing(known):
 @pytest.mark.parametrize(
     ("prompt", "options", "text"),
     [
-        ([], {}, r"a prompt is a list of one or more token ids"),
-        ([64], {}, r"holds token 64; the model knows 0 to 63"),
+        ([], {}, r"a prompt must be a non-empty list of token ids"),
+        ([64], {}, r"holds token 64; the model's ids are 0 to 63"),
         ([-1, 3], {}, r"holds token -1"),
-        (["a"], {}, r"not <U1\[1\]"),
-        ([1], {"num_tokens": 24}, r"1 tokens of a prompt and 24 new ones do not fit a window of 24"),
-        ([1], {"num_tokens": 0}, r"0 new ones do not fit"),
-        ([1], {"temperature": -1.0}, r"temperature=-1.0 is no temperature"),
+        (["a"], {}, r"got <U1\[1\]"),
+        ([1], {"num_tokens": 24}, r"1 prompt tokens and 24 new tokens do not fit a window of 24"),
+        ([1], {"num_tokens": 0}, r"0 new tokens do not fit"),
+        ([1], {"temperature": -1.0}, r"temperature is -1.0"),
     ],
 )
-def test_what_cannot_be_generated_is_told(prompt, options, text):
+def test_invalid_arguments_are_errors(prompt, options, text):
     generate = make_sampler(Decoder(**SIZES), window=24)
     with pytest.raises(mw.MeshwrightError, match=text):
         generate({}, prompt, **({"num_tokens": 3} | options))
-    with pytest.raises(mw.MeshwrightError, match="a window of 1 tokens"):
+    with pytest.raises(mw.MeshwrightError, match="window=1 cannot hold a prompt and a new token"):
         make_sampler(Decoder(**SIZES), window=1)

@@ -1,4 +1,4 @@
-"""A whole run: it trains, stops when asked, goes on as if nothing had happened, also on another mesh."""
+"""Whole runs: training, stopping, and resuming bit for bit or on another mesh."""
 
 import errno
 import signal
@@ -58,7 +58,7 @@ def stop_at(monkeypatch):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The undisturbed run, once for all tests; made by the first that asks with its configuration."""
+    """The uninterrupted run, trained once per module."""
     made = {}
 
     def run(config, read_run):
@@ -89,7 +89,7 @@ def test_a_run_trains_and_writes_every_step_once(make_config, read_run, straight
         assert line["tokens_per_second"] > 0
 
 
-def test_a_run_that_was_stopped_and_resumed_is_the_same_to_the_last_bit(
+def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(
     make_config, read_run, straight, stop_at, tmp_path_factory
 ):
     whole, steps, evaluations, _ = straight(make_config(run=str(tmp_path_factory.mktemp("straight") / "run")), read_run)
@@ -116,7 +116,7 @@ def test_a_run_that_was_stopped_and_resumed_is_the_same_to_the_last_bit(
         {"mesh": "fsdp:4,tp:2", "minibatches": 2, "zero_axis": None},
     ],
 )
-def test_a_run_goes_on_elsewhere(make_config, read_run, straight, stop_at, tmp_path_factory, changes):
+def test_a_run_resumes_on_another_mesh(make_config, read_run, straight, stop_at, tmp_path_factory, changes):
     _, steps, _, _ = straight(make_config(run=str(tmp_path_factory.mktemp("straight") / "run")), read_run)
     config = make_config()
     stop_at(5)
@@ -186,7 +186,7 @@ def test_epochs_end_a_run_everywhere_at_once(make_config, read_run):
     assert result.why == "out of data"
     assert 2 < result.step < 30
     _, _, events = read_run(fit_folder(make_config()))
-    assert any("the data ended" in event["text"] for event in events)
+    assert any("out of data" in event["text"] for event in events)
 
 
 def test_sigterm_saves_and_stops(make_config, monkeypatch):
@@ -201,34 +201,34 @@ def test_sigterm_saves_and_stops(make_config, monkeypatch):
     monkeypatch.setattr("meshwright.loop.setup.StepLog", SignalsAtFive)
     result = train(config, **QUIET)
     assert result.why == "preempted"
-    assert result.step == 6  # the one that was running when the signal came
+    assert result.step == 6  # the step that was running when the signal arrived
     assert (fit_folder(config) / "checkpoints" / "6" / "manifest.json").is_file()
 
 
-def test_steps_that_are_not_finite_stop_a_run_by_name(make_config, read_run):
+def test_non_finite_steps_stop_a_run(make_config, read_run):
     config = make_config(learning_rate=1e30, warmup=0, clip=None, max_skipped=3, steps=50, eval_every=0)
     with pytest.raises(TrainingError, match="3 steps in a row were skipped"):
         train(config, **QUIET)
     _, _, events = read_run(fit_folder(config))
     skipped = [event["text"] for event in events if event["kind"] == "skipped"]
     assert len(skipped) == 2
-    assert "of rows from" in skipped[0]
+    assert "batch starting at row" in skipped[0]
     assert events[-1]["kind"] == "error"
 
 
-def test_wrong_folders_are_refused_and_nothing_is_lost(make_config, stop_at):
+def test_wrong_folders_are_rejected_and_stay_unchanged(make_config, stop_at):
     config = make_config()
     with pytest.raises(ConfigError, match="holds no run to resume"):
         train(config.changed({"resume": True}), **QUIET)
     stop_at(2)
     train(config, **QUIET)
-    with pytest.raises(ConfigError, match=r"already holds a run.\nhint: add --resume"):
+    with pytest.raises(ConfigError, match=r"already holds a run.\nhint: resume it with --resume"):
         train(config, **QUIET)
     before = (fit_folder(config) / "config.yaml").read_text()
-    with pytest.raises(ConfigError, match="stands at step 2 of 1 already"):
+    with pytest.raises(ConfigError, match="is already at step 2, beyond --steps 1"):
         train(config.changed({"resume": True, "steps": 1}), **QUIET)
     other = ["num_layers=1", "d_model=16", "d_ff=16", "num_heads=4", "dropout=0.1"]  # of the same shapes
-    with pytest.raises(ConfigError, match=r"holds another model.\n  there: .*num_heads=2.*\n  here: .*num_heads=4"):
+    with pytest.raises(ConfigError, match=r"holds a different model.\n  saved: .*num_heads=2.*\n  now: .*num_heads=4"):
         train(config.changed({"resume": True, "model_options": other}), **QUIET)
     with pytest.raises(DataError, match="seed"):
         train(config.changed({"resume": True, "seed": 3}), **QUIET)
@@ -239,14 +239,14 @@ def test_wrong_folders_are_refused_and_nothing_is_lost(make_config, stop_at):
     said = []
     assert train(config.changed({"resume": True, "steps": 3, "clip": None}), say=said.append).step == 3
     assert any("changed since the checkpoint: clip from 1.0 to None; steps from 12 to 3" in line for line in said), said
-    assert any("the schedule now ends at step 3: the rate here is" in line for line in said)
-    # A run that is complete only writes its end again.
+    assert any("the schedule now ends at step 3; the learning rate" in line for line in said)
+    # Resuming a complete run only writes its end again.
     result = train(config.changed({"resume": True, "steps": 3}), **QUIET)
     assert (result.why, result.step, result.saved) == ("finished", 3, True)
 
 
 def older_text(model):
-    """The model as checkpoints held it before: its `repr`, from a time when it had a field less."""
+    """The model as in older checkpoints: its `repr`, without a newer field."""
     return repr(model).replace(", attention_soft_cap=None", "").replace("dropout=0.1", "dropout=0.0")
 
 
@@ -266,27 +266,29 @@ def test_checkpoints_of_a_model_with_fewer_fields_are_resumed(make_config, stop_
         train(config, **QUIET)
     stop_at()
     sizes = [*config.model.model_options, "attention_soft_cap=30.0"]
-    with pytest.raises(ConfigError, match=r"another model.\n  there: Decoder\(.*\)\n  here: .*attention_soft_cap=30.0"):
+    with pytest.raises(
+        ConfigError, match=r"different model.\n  saved: Decoder\(.*\)\n  now: .*attention_soft_cap=30.0"
+    ):
         train(config.changed({"resume": True, "model_options": sizes}), **QUIET)
     assert train(config.changed({"resume": True}), **QUIET).step == 2
 
 
-def test_one_command_starts_a_run_and_goes_on_with_it(make_config, read_run, stop_at):
+def test_one_command_starts_and_resumes_a_run(make_config, read_run, stop_at):
     config = make_config(steps=4, eval_every=0, resume=True, or_start=True, sample_tokens=4)
     stop_at(2)
     said = []
     assert train(config, say=said.append).step == 2
-    assert any("there was no run in" in line and "it starts" in line for line in said)
+    assert any("starting a new run" in line and "holds none to resume" in line for line in said)
     stop_at()
     assert train(config, **QUIET).why == "finished"
-    assert train(config, **QUIET).why == "finished"  # complete: nothing is trained or drawn again
+    assert train(config, **QUIET).why == "finished"  # complete: no more training or sampling
     steps, _, events = read_run(fit_folder(config))
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert [event["when"] for event in events if event["kind"] == "sample"] == ["before", "after"]
     assert [event["kind"] for event in events if event["kind"] in ("start", "resume")] == ["start", "resume", "resume"]
     assert events[-1]["go_on"].endswith("--resume --steps 8")
     assert "or_start: false" in (fit_folder(config) / "config.yaml").read_text()
-    with pytest.raises(ConfigError, match="or_start belongs to --resume"):
+    with pytest.raises(ConfigError, match="--or-start needs --run and --resume"):
         train(make_config(or_start=True), **QUIET)
 
 
@@ -314,7 +316,7 @@ def test_only_one_process_trains_in_a_folder(make_config, run_python):
     assert "another process is training in" in done.stderr
 
 
-def test_asked_to_stop_in_the_last_step_it_is_finished_and_saved(make_config, stop_at):
+def test_a_stop_request_in_the_last_step_finishes_and_saves(make_config, stop_at):
     config = make_config(steps=2, checkpoint_every=0, eval_every=0)
     stop_at(2)
     result = train(config, **QUIET)
@@ -322,17 +324,17 @@ def test_asked_to_stop_in_the_last_step_it_is_finished_and_saved(make_config, st
     assert (fit_folder(config) / "checkpoints" / "2" / "manifest.json").is_file()
 
 
-def test_a_save_that_fails_is_not_called_written(make_config, stop_at, monkeypatch):
+def test_a_failed_save_is_reported(make_config, stop_at, monkeypatch):
     config = make_config(steps=9, checkpoint_every=0, eval_every=0)
     stop_at(2)
     monkeypatch.setattr("meshwright.checkpoint.store.Checkpoints.save", lambda self, state, **_: False)
     said = []
     result = train(config, say=said.append)
     assert (result.why, result.saved) == ("preempted", False)
-    assert any("COULD NOT BE SAVED" in line for line in said)
+    assert "error: could not save step 2; no step is saved, so steps 1-2 are lost" in said
 
 
-def test_an_end_that_is_not_saved_is_told_last_and_the_page_does_not_hide_it(make_config, read_run, monkeypatch):
+def test_a_failed_last_save_is_reported_last_even_if_the_report_fails_too(make_config, read_run, monkeypatch):
     save = Checkpoints.save
     monkeypatch.setattr(Checkpoints, "save", lambda self, *a, step, **k: step < 4 and save(self, *a, step=step, **k))
     monkeypatch.setattr("meshwright.loop.report.build_report", _refuse)
@@ -340,14 +342,11 @@ def test_an_end_that_is_not_saved_is_told_last_and_the_page_does_not_hide_it(mak
     config = make_config(steps=4, checkpoint_every=2, eval_every=0, report=True)
     result = train(config, say=said.append)
     assert (result.why, result.saved, result.last_saved) == ("finished", False, 2)
-    assert said[-1] == (
-        "error: step 4 COULD NOT BE SAVED: step 2 is the last that is saved; those after it, up to 4, exist nowhere"
-    )
-    # Nor does a page that cannot be written.
+    assert said[-1] == "error: could not save step 4; the last saved step is 2, so steps 3-4 are lost"
     folder = fit_folder(config)
-    hint = f"hint: meshwright report {folder} --out FILE writes it elsewhere."
-    assert said[-3] == f"warning: there is no report page: the disk is full.\n{hint}"
-    assert said[-2].endswith("--resume")  # and no more steps than it had
+    hint = f"hint: run meshwright report {folder} --out FILE."
+    assert said[-3] == f"warning: could not write the report page: the disk is full.\n{hint}"
+    assert said[-2].endswith("--resume")  # without more steps
     assert read_run(folder)[2][-1]["kind"] == "error"
 
 
@@ -355,21 +354,23 @@ def _refuse(folder):
     raise MeshwrightError("the disk is full.", hint="name another file with --out.")
 
 
-def test_a_run_of_skipped_steps_does_not_end_well(make_config, read_run):
+def test_a_run_of_skipped_steps_ends_with_an_error(make_config, read_run):
     said = []
     config = make_config(learning_rate=1e30, warmup=0, clip=None, steps=4, eval_every=0)
     result = train(config, say=said.append)
     assert (result.skipped, result.mostly_skipped, result.saved) == (3, True, True)
-    assert said[-1].startswith("error: 3 OF 4 STEPS WERE SKIPPED, since something was not finite: little was learned")
+    assert said[-1].startswith(
+        "error: 3 of 4 steps were skipped because of non-finite values, so the model learned little"
+    )
     assert read_run(fit_folder(config))[2][-1]["kind"] == "error"
 
 
-def test_a_resume_that_is_refused_changes_nothing(make_config, stop_at):
+def test_a_rejected_resume_changes_nothing(make_config, stop_at):
     config = make_config(steps=4, checkpoint_every=0, eval_every=0)
     train(config, **QUIET)
     folder = fit_folder(config)
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "loss": 9.0}\n')  # which a resumed run drops
+        file.write('{"step": 5, "loss": 9.0}\n')  # a resumed run drops this line
     before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     for changes in ({"seed": 3}, {"num_tokens": 8}, {"validation": 0.5}, {"steps": 3}):
         said = []
@@ -379,25 +380,25 @@ def test_a_resume_that_is_refused_changes_nothing(make_config, stop_at):
         assert {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()} == before
 
 
-def test_a_disk_that_is_full_at_the_start_is_an_error_with_a_hint(make_config, monkeypatch):
+def test_a_full_disk_at_the_start_is_an_error_with_a_hint(make_config, monkeypatch):
     def full(path, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     config = make_config(steps=2)
     with monkeypatch.context() as patch:
         patch.setattr("meshwright.loop.run_dir.write_atomically", full)
-        with pytest.raises(ConfigError, match=r"cannot be written: No space left on device.\nhint: free some space"):
+        with pytest.raises(ConfigError, match=r"cannot write .*: No space left on device.\nhint: free some space"):
             train(config, **QUIET)
-    assert train(config, **QUIET).step == 2  # what the attempt left is not in the way
+    assert train(config, **QUIET).step == 2  # the failed attempt left nothing in the way
 
 
-def test_steps_to_trace_that_never_come_are_told(make_config):
-    with pytest.raises(ConfigError, match="no such step comes, the run ends at step 2"):
+def test_profiled_steps_after_the_last_step_are_an_error(make_config):
+    with pytest.raises(ConfigError, match=r"--profile 100:200 starts after the last step \(2\)"):
         train(make_config(steps=2, profile="100:200"), **QUIET)
     assert not fit_folder(make_config()).exists()
 
 
-def test_skipped_steps_do_not_move_the_schedule(tmp_path):
+def test_skipped_steps_do_not_advance_the_schedule(tmp_path):
     record = StepRecord(5, {"loss": 1.0, "skipped": 2}, first_row=0, seconds=1.0, spent={})
     with RunLog(tmp_path, tensorboard=False) as log:
         StepLog(np.arange(9) / 10).on_metrics(Loop(None, 9, log), record)
@@ -413,7 +414,7 @@ def init(key):
     return {"w": jax.random.normal(key, (8, 4))}
 
 def loss(params, batch, rng):
-    keep = 1.0 if rng is None else jax.random.bernoulli(rng, 0.5, ())  # needs a key when it trains
+    keep = 1.0 if rng is None else jax.random.bernoulli(rng, 0.5, ())  # needs a key in training
     return jnp.mean((batch["x"] @ params["w"] * keep) ** 2) * batch["a"], {}
 
 def make_batch(seed):
@@ -425,7 +426,7 @@ alone = mw.Job(init=init, rules=rules, loss=loss, batch=make_batch(0))
 """
 
 
-def test_a_job_of_ones_own_is_trained_and_resumed(make_config, read_run, stop_at, tmp_path):
+def test_a_custom_job_is_trained_and_resumed(make_config, read_run, stop_at, tmp_path):
     (tmp_path / "jobs.py").write_text(JOBS)
     plain = {"model_options": [], "data": None, "batch_size": 16, "num_tokens": 128, "job": f"{tmp_path}/jobs.py:job"}
     config = make_config(**plain, steps=4, eval_every=0, view="global", learning_rate=0.1, weight_decay=0.0)
@@ -440,16 +441,16 @@ def test_a_job_of_ones_own_is_trained_and_resumed(make_config, read_run, stop_at
     assert bits(result.state) == bits(whole.state)
     assert [line["loss"] for line in steps] == [line["loss"] for line in straight]
     assert "tokens_per_second" not in steps[0]
-    with pytest.raises(ConfigError, match="epochs is 1, and would do nothing: the job makes its own batches"):
+    with pytest.raises(ConfigError, match="epochs is 1, which would have no effect: the job makes its own batches"):
         train(again.changed({"epochs": 1, "run": str(tmp_path / "x")}), **QUIET)
-    with pytest.raises(ConfigError, match="batch_size is 64, and would do nothing"):
+    with pytest.raises(ConfigError, match="batch_size is 64, which would have no effect"):
         train(again.changed({"batch_size": 64, "run": str(tmp_path / "x")}), **QUIET)
-    with pytest.raises(MeshwrightError, match="the job makes no batches"):
+    with pytest.raises(MeshwrightError, match="the job has no make_batch"):
         train(again.changed({"job": f"{tmp_path}/jobs.py:alone", "run": str(tmp_path / "x")}), **QUIET)
 
 
-def test_text_beyond_the_vocabulary_of_a_job_is_refused(make_config, tmp_path):
-    """JAX would look such tokens up as the last one, and nobody would know."""
+def test_text_beyond_the_vocabulary_of_a_job_is_rejected(make_config, tmp_path):
+    """JAX would silently clamp such tokens to the last one."""
     (tmp_path / "jobs.py").write_text(
         "import dataclasses\n"
         "from meshwright.models import Decoder\n"
@@ -464,10 +465,10 @@ def test_text_beyond_the_vocabulary_of_a_job_is_refused(make_config, tmp_path):
     assert not fit_folder(config).exists()
     said = []
     train(config.changed({"job": f"{tmp_path}/jobs.py:silent", "eval_every": 0}), say=said.append)
-    assert any("does not say how many tokens it knows" in line for line in said)
+    assert any("the job has no vocab_size" in line for line in said)
 
 
-def test_samples_of_a_model_that_has_room_for_more_tokens_than_the_tokenizer(make_config, read_run):
+def test_samples_of_a_model_with_a_larger_vocabulary_than_the_tokenizer(make_config, read_run):
     sizes = ["num_layers=1", "d_model=16", "d_ff=16", "num_heads=2", "vocab_size=5000"]
     config = make_config(model_options=sizes, steps=1, sample_tokens=30, eval_every=0)
     train(config, **QUIET)
@@ -477,6 +478,7 @@ def test_samples_of_a_model_that_has_room_for_more_tokens_than_the_tokenizer(mak
 
 def test_minibatches_need_rows_for_every_device(make_config):
     config = make_config(batch_size=8, minibatches=2, mesh="dp:8")
-    with pytest.raises(ConfigError, match=r"cannot be cut into 2 minibatches for 8 devices.\nhint: --batch-size 16"):
+    message = r"cannot split a batch of 8 rows into 2 minibatches for 8 devices.\nhint: use --batch-size 16"
+    with pytest.raises(ConfigError, match=message):
         train(config, **QUIET)
     assert not fit_folder(config).exists()

@@ -11,12 +11,12 @@ from meshwright.errors import MeshwrightError
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs one subcommand and ends the process with its exit code: 0 fine, 1 a problem, 2 wrong usage, 130 Ctrl-C."""
+    """Runs one subcommand and exits with its code: 0 success, 1 error, 2 wrong usage, 75 preempted, 130 Ctrl-C."""
     args = list(sys.argv[1:] if args is None else args)
     code: int | None = None
     try:
         with contextlib.ExitStack() as stack:
-            if args[:1] == ["train"]:  # what is printed never ends a run, nor does a signal end it halfway
+            if args[:1] == ["train"]:  # neither failing output nor an early signal may break off a run
                 from meshwright.loop.logging.progress import steady_output
                 from meshwright.loop.safety.preemption import EarlySignals
 
@@ -54,33 +54,42 @@ def _run(args: list[str]) -> int | None:
                 "doctor": doctor,
             },
             prog="meshwright",
-            description="Place JAX models on any mesh, prove that they compute the same there, and train them.",
+            description="Place JAX models on any mesh, check them against one device, and train them.",
             args=join_words(args),
         )
         return code
     except MeshwrightError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader of our output left, as `head` does
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         sys.stderr.close()
         return 0
 
 
 def _interrupted(error: KeyboardInterrupt) -> int:
-    """Says in one line what ended the command, and returns its exit code."""
+    """Prints why the command ended, and returns its exit code."""
     import signal
 
     from meshwright.loop.logging.progress import let_go, steady
     from meshwright.loop.safety.preemption import EXIT_INTERRUPTED, EXIT_PREEMPTED, Interrupted
 
     asked = isinstance(error, Interrupted) and error.number != signal.SIGINT
-    print(f"stopped by {error} before the run began" if asked else "interrupted", file=steady(sys.stderr), flush=True)
+    text = f"stopped by {error} before training started" if asked else "interrupted"
+    print(text, file=steady(sys.stderr), flush=True)
     let_go(sys.stderr)
     return EXIT_PREEMPTED if asked else EXIT_INTERRUPTED
 
 
+def simulate_devices(count: int) -> None:
+    """Sets the number of CPU devices that JAX simulates; has no effect with an accelerator or after JAX started."""
+    import jax
+
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
+
+
 def show(thing: Any) -> None:
-    """Prints something with a plain and a rich form: rich on a terminal, plain text into a pipe."""
+    """Prints an object in its rich form on a terminal, else as plain text."""
     if sys.stdout.isatty():
         from rich.console import Console
 

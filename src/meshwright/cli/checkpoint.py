@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: which checkpoints there are, what they hold, whether they are whole; other forms of them."""
+"""`meshwright checkpoint`: list, show, verify and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _FORM = re.compile(r"(?P<path>[^=]+)=(?P<mode>none|gather|scatter):(?P<size>\d+)
 
 
 def ls(folder: Annotated[str, tyro.conf.Positional], /, json: bool = False) -> int:
-    """List the steps of a run: size, mesh, and whether they are finished. Nothing but manifests is read.
+    """List the checkpoints of a run with their status, size and mesh. Only manifests are read.
 
     Args:
-        folder: the run's folder, or that of its checkpoints.
+        folder: run folder, or its checkpoints folder.
         json: print JSON.
     """
     place = _steps_folder(folder)
@@ -47,12 +47,12 @@ def ls(folder: Annotated[str, tyro.conf.Positional], /, json: bool = False) -> i
 
 
 def show(folder: Annotated[str, tyro.conf.Positional], /, step: int | None = None, json: bool = False) -> int:
-    """Show what a step holds: its tree, mesh, layout, versions and facts.
+    """Show the contents of a checkpoint: tree, mesh, layout, versions and facts.
 
     Args:
-        folder: the run's folder, that of its checkpoints, or that of a step.
-        step: the last finished one by default.
-        json: print the manifest itself.
+        folder: run folder, checkpoints folder, or the folder of one step.
+        step: step to show; the last finished one if omitted.
+        json: print the manifest as JSON.
     """
     place = _step_folder(folder, step)
     manifest = read_manifest(place)
@@ -72,11 +72,11 @@ def show(folder: Annotated[str, tyro.conf.Positional], /, step: int | None = Non
 
 
 def verify(folder: Annotated[str, tyro.conf.Positional], /, step: int | None = None) -> int:
-    """Read every byte of every finished step and hold it against the manifests; exits with 1 where one differs.
+    """Compare every byte of every finished checkpoint with its manifest; exit with 1 if any differs.
 
     Args:
-        folder: the run's folder, that of its checkpoints, or that of a step.
-        step: only this one; all by default.
+        folder: run folder, checkpoints folder, or the folder of one step.
+        step: step to verify; all if omitted.
     """
     if step is not None or _is_step(folder):
         places = [_step_folder(folder, step)]
@@ -85,7 +85,7 @@ def verify(folder: Annotated[str, tyro.conf.Positional], /, step: int | None = N
         statuses = {top / str(number): _status(top / str(number)) for number in all_steps(top)}
         for place, status in statuses.items():
             if status == "unfinished":
-                print(f"step {place.name}: unfinished, not looked at")
+                print(f"step {place.name}: unfinished, not checked")
         places = [place for place, status in statuses.items() if status in ("finished", "unreadable")]
         if not places:
             raise _no_step(top)
@@ -112,20 +112,20 @@ def convert(
     shard_bytes: int = 5 * 10**9,
     linen: tuple[str, ...] = (),
 ) -> int:
-    """Convert parameters: a checkpoint to a Hugging Face Llama in safetensors files, or such a folder to a checkpoint.
+    """Convert a checkpoint to a Hugging Face Llama folder (safetensors), or such a folder to a checkpoint.
 
-    A tree that Orbax wrote of a model with tensor-parallel linen layers becomes a checkpoint as well, of whole arrays;
-    --linen says where those layers are.
+    An Orbax folder of a model with tensor-parallel linen layers becomes a checkpoint of whole arrays; list those
+    layers with --linen.
 
     Args:
-        source: a run's folder, or that of its checkpoints; a Hugging Face folder; or a folder of Orbax.
-        target: a new folder.
-        step: which checkpoint to read, or the number of the one to write (0 by default).
-        dtype: casts all weights, to bfloat16, say; kept as they are by default.
-        model: which decoder a checkpoint holds, where it does not say so itself: decoder-125m.
-        model_options: fields of it to change, such as num_layers=4.
-        shard_bytes: how large a safetensors file may become.
-        linen: PATH=MODE:AXIS_SIZE, with :pieces for TPAsyncDense: block/up=gather:4.
+        source: run folder, checkpoints folder, Hugging Face folder, or Orbax folder.
+        target: new folder.
+        step: checkpoint to read (the last finished one if omitted), or step number to write (0 if omitted).
+        dtype: cast all weights to this dtype, e.g. bfloat16; no cast if omitted.
+        model: model in the checkpoint, e.g. decoder-125m, if the checkpoint does not record it.
+        model_options: model fields to override, e.g. num_layers=4.
+        shard_bytes: maximum size of a safetensors file in bytes.
+        linen: tensor-parallel layers as PATH=MODE:AXIS_SIZE, e.g. block/up=gather:4; add :pieces for TPAsyncDense.
     """
     from meshwright.checkpoint.convert import import_export as conversions
 
@@ -151,9 +151,7 @@ def convert(
     else:
         chosen = _step_folder(source, step)
         if not chosen.name.isdecimal():
-            raise CheckpointError(
-                f"{chosen} is not named by the number of its step.", hint="move it to checkpoints/STEP."
-            )
+            raise CheckpointError(f"the name of {chosen} is not a step number.", hint="move it to checkpoints/STEP.")
         steps, step = chosen.parent, int(chosen.name)
     for path in conversions.export_llama(steps, target, step=step, **options):
         print(path)
@@ -161,7 +159,7 @@ def convert(
 
 
 def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
-    """Returns a command that only takes its arguments: tyro would take an error of ours for one in the arguments."""
+    """Returns a function that only binds the arguments: tyro would report the command's errors as usage errors."""
 
     @functools.wraps(command)
     def bound(*args: Any, **options: Any) -> Callable[[], int]:
@@ -187,7 +185,7 @@ def checkpoint(command: tyro.conf.OmitSubcommandPrefixes[Command]) -> int:
 def _steps_folder(folder: str) -> Path:
     place = Path(folder)
     if not os.path.isdir(place):
-        raise CheckpointError(f"{folder} is not a folder.", hint="name a run's folder, or that of its checkpoints.")
+        raise CheckpointError(f"{folder} is not a folder.", hint="pass a run folder or its checkpoints folder.")
     return place / "checkpoints" if os.path.isdir(place / "checkpoints") else place
 
 
@@ -203,18 +201,17 @@ def _step_folder(folder: str, step: int | None) -> Path:
         there = [number for number in all_steps(place) if _status(place / str(number)) == "finished"]
         if not there:
             raise _no_step(place)
-        raise CheckpointError(f"there is no step {step} in {place}.", hint=f"there are: {', '.join(map(str, there))}.")
+        raise CheckpointError(f"there is no step {step} in {place}.", hint=f"use one of: {', '.join(map(str, there))}.")
     return place.absolute() / str(step)
 
 
 def _is_step(folder: str) -> bool:
-    """Returns whether a folder is that of a step, not of several."""
     return os.path.exists(Path(folder, MANIFEST))
 
 
 def _no_step(place: Path) -> CheckpointError:
     return CheckpointError(
-        f"there is no finished step in {place}.", hint="name a run's folder, or that of its checkpoints."
+        f"there is no finished step in {place}.", hint="pass a run folder or its checkpoints folder."
     )
 
 
@@ -244,9 +241,7 @@ def _form(text: str) -> tuple[str, Any]:
 
     found = _FORM.fullmatch(text)
     if found is None:
-        raise CheckpointError(
-            f"{text!r} does not say where a layer is.", hint="PATH=gather:4, or PATH=scatter:4:pieces."
-        )
+        raise CheckpointError(f"cannot parse --linen {text!r}.", hint="use PATH=gather:4 or PATH=scatter:4:pieces.")
     mode: Any = found["mode"]
     pieces, split = (word in found["more"] for word in (":pieces", ":split"))
     form = DenseForm(tp_mode=mode, axis_size=int(found["size"]), pieces=pieces, original_split_scatter=split)

@@ -1,8 +1,7 @@
-"""`meshwright doctor`: what is here, what can be done with it, and how to get what is missing."""
+"""`meshwright doctor`: versions, devices and capabilities of this machine, with fixes for missing ones."""
 
 from __future__ import annotations
 
-import contextlib
 import json as json_module
 import shutil
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 
 from meshwright.checkpoint.manifest import current_versions
+from meshwright.cli import simulate_devices
 from meshwright.errors import MeshError
 from meshwright.layout import format_bytes, make_layout
 from meshwright.layout.leaf import text_table
@@ -25,7 +25,7 @@ _CUDA = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 @dataclass(frozen=True)
 class Ability:
-    """Something that can be done from here, or how to make it possible."""
+    """A capability of this machine, with a fix if it is missing."""
 
     what: str
     ready: bool
@@ -35,7 +35,7 @@ class Ability:
 
 @dataclass(frozen=True)
 class Examination:
-    """What the doctor found; `text` is for people, `asdict` for programs."""
+    """The findings of `examine`."""
 
     versions: dict[str, str]
     platform: str
@@ -45,50 +45,39 @@ class Examination:
     healthy: bool
 
     def text(self) -> str:
-        """Returns the findings as a page of text."""
         counts: dict[str, int] = {}
         for device in self.devices:
             label = f"{device['kind']}{', ' + device['memory'] if device['memory'] else ''}"
             counts[label] = counts.get(label, 0) + 1
         shown = ", ".join(f"{count} x {label}" for label, count in counts.items()) or "none"
-        rows = [
-            (ability.what, "yes" if ability.ready else "no", ability.detail, ability.fix) for ability in self.abilities
-        ]
-        return "\n".join(
-            [
-                "versions   " + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
-                f"devices    {shown} ({self.platform})",
-                f"self-check {self.self_check}",
-                "",
-                text_table(("can it", "", "because", "fix"), rows),
-            ]
-        )
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        rows = [(each.what, "yes" if each.ready else "no", each.detail, each.fix) for each in self.abilities]
+        table = text_table(("capability", "", "reason", "fix"), rows)
+        return f"versions   {versions}\ndevices    {shown} ({self.platform})\nself-check {self.self_check}\n\n{table}"
 
 
 def doctor(num_cpu_devices: int = 8, json: bool = False) -> int:
-    """Look at this machine: versions, devices, what can be planned and launched from here.
+    """Check this machine: versions, devices, and what it can train, plan and launch.
 
     Args:
-        num_cpu_devices: how many CPU devices to simulate where there is no accelerator.
+        num_cpu_devices: number of CPU devices to simulate if there is no accelerator.
         json: print the findings as JSON.
     """
     if num_cpu_devices < 1:
-        raise MeshError(f"{num_cpu_devices} CPU devices cannot be simulated.", hint="1 or more; 8 by default.")
+        raise MeshError(f"cannot simulate {num_cpu_devices} CPU devices.", hint="use at least 1.")
     examination = examine(num_cpu_devices)
     print(json_module.dumps(asdict(examination), indent=1) if json else examination.text())
     return 0 if examination.healthy else 1
 
 
 def examine(num_cpu_devices: int = 8) -> Examination:
-    """Starts JAX and looks around."""
+    """Starts JAX, lists its devices and runs the self-check."""
     found = current_versions(_PACKAGES)
-    with contextlib.suppress(RuntimeError):  # JAX may already be running, with the devices it has
-        # Only the CPU backend reads this; an accelerator is still preferred where there is one.
-        jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+    simulate_devices(num_cpu_devices)
     try:
         devices = [_describe(device) for device in jax.devices()]
         check, healthy = _self_check(), True
-    except Exception as error:  # whatever breaks here is the finding
+    except Exception as error:  # any failure is a finding
         devices, check, healthy = [], f"FAILED: {type(error).__name__}: {error}", False
     name = jax.default_backend() if devices else "no backend"
     return Examination(found, name, devices, _abilities(name, len(devices)), check, healthy)
@@ -101,20 +90,16 @@ def _describe(device: Any) -> dict[str, Any]:
 
 
 def _self_check() -> str:
-    """Places a small tree on all devices and reads it back; whatever is wrong with the machine shows here."""
+    """Shards a small tree over all devices and reads it back."""
     mesh = create_mesh("fsdp:-1")
     rows = 4 * mesh.size
-    tree = {
-        "weight": np.arange(rows * 64, dtype=np.float32).reshape(rows, 64),
-        "bias": np.ones(64, np.float32),
-    }
+    tree = {"weight": np.arange(rows * 64, dtype=np.float32).reshape(rows, 64), "bias": np.ones(64, np.float32)}
     layout = make_layout([("weight", P("fsdp")), ("bias", P())], tree, mesh)
     back = layout.gather(layout.shard(tree))
-    same = all(np.array_equal(back[name], tree[name]) for name in tree)
-    if not same:
-        raise RuntimeError("a tree placed on the devices came back changed")
+    if not all(np.array_equal(back[name], tree[name]) for name in tree):
+        raise RuntimeError("a tree sharded over the devices came back changed")
     devices = "device" if mesh.size == 1 else "devices"
-    return f"a tree split over {mesh.size} {devices} came back bit for bit"
+    return f"passed: a tree sharded over {mesh.size} {devices} came back unchanged"
 
 
 def _abilities(backend: str, num_devices: int) -> list[Ability]:
@@ -123,8 +108,8 @@ def _abilities(backend: str, num_devices: int) -> list[Ability]:
         Ability(
             "train on accelerators",
             accelerated,
-            f"{num_devices} {backend} device(s)" if accelerated else f"only the {backend} backend is here",
-            "" if accelerated else 'with a GPU or TPU in the machine: pip install "meshwright[gpu]" or "[tpu]"',
+            f"{num_devices} {backend} device(s)" if accelerated else f"only the {backend} backend is available",
+            "" if accelerated else 'on a GPU or TPU machine: pip install "meshwright[gpu]" or "[tpu]"',
         ),
         Ability("train on simulated devices", backend == "cpu", f"{num_devices} {backend} device(s)"),
         Ability("plan layouts for any mesh", True, "needs no device"),
@@ -142,7 +127,6 @@ def _command(what: str, program: str, fix: str) -> Ability:
 
 
 def _package(what: str, name: str, packages: Sequence[str], fix: str) -> Ability:
-    """Returns an ability that one of some packages gives."""
     found = [version for package, version in current_versions(packages).items() if package != "python"]
     return Ability(
         what, bool(found), f"{name} {found[0]}" if found else f"{name} is not installed", "" if found else fix

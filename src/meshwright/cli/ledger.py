@@ -1,4 +1,4 @@
-"""`meshwright ledger`: was every row of the data seen exactly once in each epoch?"""
+"""`meshwright ledger`: checks that a run used every row exactly once per epoch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from meshwright.errors import CheckpointError
 
 
 def ledger(run: Annotated[str, tyro.conf.Positional], /, upto_step: int | None = None) -> int:
-    """Check which rows a run was trained on, over all its restarts; exits with 1 where one was lost or repeated.
+    """Check the rows that a run was trained on, over all restarts; exit with 1 if any was lost or repeated.
 
-    The run must have been started with its ledger on. A step that was done again after a kill counts once, and must
-    have had the same rows. The number of processes and the batch size may have changed between starts. Steps that the
-    run's metrics and checkpoints show, and the ledger does not have, are not proven: that is a problem as well.
+    The run needs `meshwright train --ledger`. A step recomputed after a kill counts once and must have used the same
+    rows. The number of processes and the batch size may change between restarts. A step that appears in the metrics or
+    checkpoints but not in the ledger is reported as a problem.
 
     Args:
-        run: the run's folder.
-        upto_step: the last step to look at; all by default.
+        run: run folder.
+        upto_step: last step to check; all steps if omitted.
     """
     from meshwright.data import check_ledger
 
@@ -36,7 +36,7 @@ def ledger(run: Annotated[str, tyro.conf.Positional], /, upto_step: int | None =
 
 
 def _steps_done(run: Path) -> set[int]:
-    """Returns the steps that a run's metrics and checkpoints show; what cannot be read there shows none."""
+    """Returns the steps in a run's metrics and checkpoints; ignores unreadable files."""
     from meshwright.checkpoint.retention import finished_steps
     from meshwright.loop.logging.run_log import read_lines
 

@@ -26,26 +26,26 @@ def rules(
     picture: str = "",
     svg: Path | None = None,
 ) -> int:
-    """Show how a job's rules place its parameters on a mesh; exits with 1 when they do not fit.
+    """Show how a job's rules place its parameters on a mesh; exit with 1 if they do not fit.
 
-    No device is needed: the mesh may be of any size.
+    It needs no devices, so the mesh may have any size.
 
     Args:
-        job: module:attribute, or file.py:attribute.
-        mesh: the mesh, for example "fsdp:64,tp:8"; the job's own when left out.
-        num_devices: how many devices there are, needed only when a size is -1.
+        job: module:attribute or file.py:attribute.
+        mesh: mesh, e.g. "fsdp:64,tp:8"; the job's mesh if omitted.
+        num_devices: number of devices; needed only if an axis size is -1.
         pad: patterns of leaves whose indivisible dims may be padded.
-        all: give every layer its own row instead of folding equal ones.
+        all: print a row for every layer instead of folding equal ones.
         json: print the layout as JSON.
-        picture: draw the tiles of this leaf.
-        svg: write that picture to this file as SVG.
+        picture: leaf whose tiles to draw.
+        svg: file to write the picture to, as SVG.
     """
     if svg is not None and not picture:
-        raise JobError("--svg writes a picture, and none was asked for.", hint="add --picture LEAF, a leaf's name.")
+        raise JobError("--svg needs --picture.", hint="add --picture LEAF.")
     loaded = load_job(job)
     mesh = mesh or getattr(loaded, "mesh", None) or ""
     if not mesh:
-        raise JobError("no mesh was given, and the job names none.", hint='add --mesh "fsdp:8,tp:4".')
+        raise JobError("neither --mesh nor the job sets a mesh.", hint='add --mesh "fsdp:8,tp:4".')
     target = create_abstract_mesh(mesh, num_devices=num_devices)
     with job_errors(loaded, job):
         tree = abstract_init(loaded.init)
@@ -70,6 +70,4 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        raise JobError(
-            f"cannot write {path}: {error.strerror}.", hint="name a file in a folder that is yours."
-        ) from None
+        raise JobError(f"cannot write {path}: {error.strerror}.", hint="choose a file in a writable folder.") from None

@@ -1,15 +1,13 @@
-"""`meshwright verify`: is a job's step on a mesh the same function as on one device?"""
+"""`meshwright verify`: compares a job's step on meshes with its step on one device."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Annotated, Any, Literal
 
-import jax
 import tyro
 
-from meshwright.cli import show
+from meshwright.cli import show, simulate_devices
 from meshwright.errors import MeshError
 from meshwright.train.job import job_errors, load_job
 
@@ -27,29 +25,27 @@ def verify(
     devices: int | None = None,
     json: bool = False,
 ) -> int:
-    """Compare a job's step on meshes with its step on one device; exits with 1 where they differ, and says why.
+    """Compare a job's step on meshes with its step on one device; exit with 1 and the likely cause if they differ.
 
-    Compared are initial parameters bit for bit, loss, gradients, and parameters after some steps of SGD. Without an
-    accelerator, eight devices are simulated.
+    Compares initial parameters bit for bit, loss, gradients, and parameters after a few SGD steps. Without an
+    accelerator, it simulates eight devices.
 
     Args:
-        job: module:attribute, or file.py:attribute.
-        mesh: meshes such as "dp:2,tp:4", or "all" for every way to split the devices over the axes that the job's rules
-            know. The job's own mesh when left out, or else each axis alone.
-        view: who communicates: XLA (global), the loss itself (local), or one after the other (both).
-        minibatches: numbers of minibatches to compute the batch in.
-        steps: how many steps to take.
-        tolerance: the largest relative error that is fine.
-        precision: what the step computes in: float32, mixed or bfloat16.
-        seed: for parameters, and for a batch where the job has shapes only.
-        devices: how many devices to use; all by default.
+        job: module:attribute or file.py:attribute.
+        mesh: meshes such as "dp:2,tp:4", or "all" for every way to split the devices over the axes of the job's rules.
+            If omitted, the job's mesh, or else each axis alone.
+        view: global: XLA inserts the collectives; local: the loss does; both: compare each view.
+        minibatches: numbers of minibatches to compare.
+        steps: number of SGD steps.
+        tolerance: largest allowed relative error.
+        precision: compute precision: float32, mixed or bfloat16.
+        seed: seed for the parameters, and for the batch if the job has only shapes.
+        devices: number of devices to use; all if omitted.
         json: print the report as JSON.
     """
     if devices is not None and devices < 2:
-        raise MeshError(f"{devices} devices cannot be compared with one.", hint="2 or more; all by default.")
-    with contextlib.suppress(RuntimeError):  # JAX may already be running, with the devices it has
-        # Only the CPU backend reads this. It comes before the job's module, which may use JAX.
-        jax.config.update("jax_num_cpu_devices", devices or 8)
+        raise MeshError(f"cannot compare {devices} devices with one.", hint="use at least 2.")
+    simulate_devices(devices or 8)  # before importing the job, which may use JAX
     from meshwright.verify import verify as compare
 
     loaded = load_job(job)

@@ -1,4 +1,4 @@
-"""What happens around the step: a run from its configuration to its report."""
+"""The training loop: a run from its configuration to its report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["PRESETS", "TrainConfig", "preset", "read_config", "fit", "Loop", "Re
 
 
 def __getattr__(name: str) -> Any:
-    # Late, so that a configuration can be read without Orbax and Grain.
+    # Import lazily, so that reading a configuration does not import Orbax and Grain.
     if name in _WHERE:
         return getattr(importlib.import_module(f"meshwright.loop.{_WHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

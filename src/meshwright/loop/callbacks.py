@@ -1,4 +1,4 @@
-"""What surrounds the steps of a run, as callbacks: a line in the log, skipped steps, evaluation, checkpoints.
+"""Callbacks of the training loop: logging, skipped steps, evaluation and checkpoints.
 
 `Progress`, `Watchdog`, `StepProfiler`, `Preemption` and `Rollback` are callbacks too, each in its own file.
 """
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepRecord:
-    """A step whose metrics have arrived.
+    """A step whose metrics have arrived on the host.
 
     Args:
-        number: of the step.
-        metrics: what the step returned, as Python's numbers.
-        first_row: where its batch began in the data.
-        seconds: how long it took since the step before, over all.
-        spent: which part of that went to something else: waiting for data, evaluation, checkpoints.
-        line: its line in the log, which callbacks may add to.
+        number: the step.
+        metrics: metrics that the step returned, as Python numbers.
+        first_row: index of the first data row in its batch.
+        seconds: wall time since the previous step.
+        spent: seconds of that time not spent on the step, by cause: data, evaluation, checkpoints.
+        line: the step's line in the log; callbacks may add to it.
     """
 
     number: int
@@ -41,10 +41,10 @@ class StepRecord:
 
 
 class Callback:
-    """Something that takes part in a loop; the hooks of one that does nothing.
+    """Base class of loop callbacks, with hooks that do nothing.
 
-    The loop calls the hooks of all its callbacks in their order. `loop` shows where it stands (`number`, `state`,
-    `batches`) and what a callback can do there (`tell`, `timed`, `log`).
+    The loop calls each hook on all its callbacks, in order. Callbacks can read `loop.number`, `loop.state` and
+    `loop.batches`, and use `loop.tell`, `loop.timed` and `loop.log`.
 
     Example:
         >>> class StopWhenGood(Callback):
@@ -53,44 +53,45 @@ class Callback:
     """
 
     def before_step(self, loop: Loop) -> None:
-        """Called before step `loop.number + 1` is started."""
+        """Called before step `loop.number + 1` starts."""
 
     def on_metrics(self, loop: Loop, record: StepRecord) -> None:
-        """Called when a step's metrics have arrived: after the next step was started, so that no device waits."""
+        """Called when a step's metrics arrive, which is after the next step started, so that no device waits."""
 
     def wants_stop(self, loop: Loop) -> bool:
-        """Says whether the run should end; asked after every step."""
+        """Returns whether the run should stop; called after every step."""
         return False
 
     def is_due(self, loop: Loop) -> bool:
-        """Says whether `after_step` has something to do, for which the metrics of all steps must have arrived."""
+        """Returns whether `after_step` needs the metrics of all steps to have arrived."""
         return False
 
     def after_step(self, loop: Loop) -> bool:
-        """Acts between two steps. True: the loop was moved to another step, so the callbacks after it wait for that."""
+        """Called between steps. Returns True if it moved the loop to another step; later callbacks are then skipped."""
         return False
 
     def on_phase(self, loop: Loop, text: str) -> None:
-        """Called when something long begins, such as an evaluation."""
+        """Called when a long phase such as an evaluation begins."""
 
     def on_rollback(self, loop: Loop) -> None:
-        """Called when the loop has gone back to a checkpoint."""
+        """Called after the loop rolled back to a checkpoint."""
 
     def on_end(self, loop: Loop, why: str) -> None:
-        """Called once all metrics have arrived: "finished", "preempted" or "out of data"."""
+        """Called after the last metrics arrived; `why` is "finished", "preempted" or "out of data"."""
 
     def on_exit(self, loop: Loop) -> None:
-        """Called at the very end, also after an error."""
+        """Called last, also after an error."""
 
 
 @dataclass
 class StepLog(Callback):
-    """Logs every step: its metrics, and the learning rate, tokens per second, MFU and memory.
+    """Logs the metrics of every step, with learning rate, tokens per second, MFU and memory.
 
     Args:
-        learning_rates: of each step.
-        counts_tokens: whether what the loss counts are tokens, whose number per second is told.
-        flops_per_step: what the model needs, over all devices; with `peak_flops` of them it gives MFU.
+        learning_rates: learning rate of each step.
+        counts_tokens: whether the `tokens` metric counts tokens; if so, log tokens per second.
+        flops_per_step: FLOPs of the model per step, over all devices; MFU needs it and `peak_flops`.
+        peak_flops: peak FLOP/s of all devices together.
     """
 
     learning_rates: Any = None
@@ -103,7 +104,7 @@ class StepLog(Callback):
 
         line, metrics = record.line, record.metrics
         if self.learning_rates is not None:
-            # A skipped step does not count for the schedule.
+            # The schedule does not advance on skipped steps.
             taken = max(0, record.number - 1 - int(metrics.get("skipped", 0)))
             line["learning_rate"] = float(self.learning_rates[taken])
         training = record.seconds - record.spent.get("eval", 0.0)
@@ -117,24 +118,24 @@ class StepLog(Callback):
 
 @dataclass
 class SkippedSteps(Callback):
-    """Tells about steps that were skipped because something was not finite, and stops after too many in a row."""
+    """Reports steps skipped because of non-finite values, and stops the run after too many in a row."""
 
     guard: NonFiniteGuard
 
     def on_metrics(self, loop: Loop, record: StepRecord) -> None:
-        batch = f"of rows from {record.first_row} on"
-        told = self.guard.check(record.metrics, step=record.number, batch_id=batch)
+        told = self.guard.check(record.metrics, step=record.number, batch_id=f"starting at row {record.first_row}")
         if told is not None:
             loop.tell("skipped", record.number, told)
 
 
 @dataclass
 class Evaluation(Callback):
-    """Evaluates every so many steps and at the end, and logs the metrics under `eval/`.
+    """Evaluates periodically and at the end, and logs the metrics under `eval/`.
 
     Args:
-        evaluate: from a state to metrics.
-        evaluated_at: a step whose evaluation is in the log already.
+        evaluate: function from a state to metrics.
+        every: steps between evaluations.
+        evaluated_at: step whose evaluation is already in the log.
     """
 
     evaluate: Callable[[RunState], Mapping[str, float]]
@@ -142,7 +143,7 @@ class Evaluation(Callback):
     evaluated_at: int | None = None
 
     def before_step(self, loop: Loop) -> None:
-        if loop.number and self.is_due(loop):  # the run was stopped right before it
+        if loop.number and self.is_due(loop):  # the run stopped just before this evaluation
             self.run(loop)
 
     def is_due(self, loop: Loop) -> bool:
@@ -161,7 +162,6 @@ class Evaluation(Callback):
             self.run(loop)
 
     def run(self, loop: Loop) -> None:
-        """Evaluates the state as it is."""
         loop.phase("evaluating")
         with loop.timed("eval"):
             found = {f"eval/{name}": float(value) for name, value in self.evaluate(loop.state).items()}
@@ -174,7 +174,7 @@ class Evaluation(Callback):
 
 
 def make_evaluation(setup: RunSetup) -> Callable[[RunState], Mapping[str, float]] | None:
-    """Returns the mean of a run's metrics over its evaluation batches, as a function of a state; None without any."""
+    """Returns a function from a state to its mean metrics over the evaluation batches, or None if there are none."""
     from meshwright.train import make_eval_step
 
     config, source, count = setup.config, setup.source, setup.config.run.eval_batches
@@ -182,7 +182,7 @@ def make_evaluation(setup: RunSetup) -> Callable[[RunState], Mapping[str, float]
         return None
     step = make_eval_step(setup.job, setup.layout, view=config.placement.view, precision=setup.precision)
     if source.evaluation(step, count) is None:
-        setup.tell(f"there is no evaluation: {source.why_no_evaluation}")
+        setup.tell(f"evaluation is off: {source.why_no_evaluation}")
         return None
 
     def evaluate(state: RunState) -> Mapping[str, float]:
@@ -200,11 +200,11 @@ def make_evaluation(setup: RunSetup) -> Callable[[RunState], Mapping[str, float]
 
 @dataclass
 class Checkpointing(Callback):
-    """Saves every so many steps and at the end.
+    """Saves a checkpoint periodically and at the end.
 
     Args:
-        every: 0 saves at the end only.
-        facts: returns what is written beside a checkpoint, apart from the position in the data.
+        every: steps between checkpoints; 0 saves only at the end.
+        facts: function that returns metadata to save besides the position in the data.
     """
 
     checkpoints: Checkpoints
@@ -228,9 +228,8 @@ class Checkpointing(Callback):
         loop.last_saved = None if found < 0 else found
 
     def save(self, loop: Loop) -> None:
-        """Saves the state as it is."""
         with loop.timed("checkpoint"):
-            # First the log: what comes before a checkpoint is never computed again.
+            # Flush the log first: steps before a checkpoint are never recomputed.
             loop.log.flush(durable=True)
             facts = {**self.facts(), "data": dict(loop.batches.state)}
             self.checkpoints.save(loop.state, step=loop.number, layout=loop.step.layout, facts=facts)

@@ -1,4 +1,4 @@
-"""The model, the optimizer and the mesh of a run, from their names and options; a mesh can also be chosen."""
+"""Models and optimizers by name, and the automatic choice of a mesh."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from meshwright.tree import named_tree_map
 from meshwright.types import PyTree
 
 FAMILIES: dict[str, type[LanguageModel]] = {"decoder": Decoder, "xlstm": XLSTM}
-# What a state may take of a device's memory: gradients take a third to a half as much again, and activations the rest.
+# Largest fraction of device memory for the state; gradients need another third to half of it, activations the rest.
 STATE_SHARE = 0.35
 
 # --- Models ---
 
 
 def model_names() -> list[str]:
-    """Returns the names of all models.
+    """Returns the names of all built-in models.
 
     Example:
         >>> "decoder-7b" in model_names()
@@ -43,11 +43,11 @@ def model_names() -> list[str]:
 
 
 def make_model(name: str, options: tuple[str, ...] = (), *, vocab_size: int | None = None) -> LanguageModel:
-    """Returns a model by its name, with some of its fields changed by `field=value`.
+    """Returns a built-in model, with fields overridden by `field=value` options.
 
     Args:
-        vocab_size: how many tokens the tokenizer knows. A model's own number stays where it is at least as large;
-            where it is smaller, the next multiple of 128 is taken, which any usual mesh divides.
+        vocab_size: vocabulary size of the tokenizer. A smaller model vocabulary grows to the next multiple of 128,
+            which any usual mesh divides; a larger one stays.
 
     Example:
         >>> make_model("decoder-tiny", ("num_layers=3", "dropout=0.1")).num_layers
@@ -72,19 +72,19 @@ def make_model(name: str, options: tuple[str, ...] = (), *, vocab_size: int | No
     if vocab_size is not None and model.vocab_size < vocab_size:
         if "vocab_size" in changes:
             raise ConfigError(
-                f"the tokenizer knows {vocab_size} tokens; the model has room for {model.vocab_size}.",
-                hint=f"vocab_size={round_up(vocab_size, 128)}, or leave it out.",
+                f"the tokenizer has {vocab_size} tokens, but the model's vocab_size is {model.vocab_size}.",
+                hint=f"set vocab_size={round_up(vocab_size, 128)}, or leave it out.",
             )
         model = dataclasses.replace(model, vocab_size=round_up(vocab_size, 128))
     return model
 
 
 def _value(option: str, text: str, kind: Any) -> Any:
-    """Returns text as a value of the kind that the field has, which its annotation says."""
+    """Parses a value according to the field's type annotation."""
     kinds = str(kind).split(" | ")
     if "bool" in kinds:
         if text not in ("true", "false"):
-            raise ConfigError(f"{option!r} is neither true nor false.", hint="write true or false.")
+            raise ConfigError(f"{option!r} is neither true nor false.", hint="use true or false.")
         return text == "true"
     if text in ("none", "None", "null") and "None" in kinds:
         return None
@@ -94,15 +94,15 @@ def _value(option: str, text: str, kind: Any) -> Any:
                 return parse(text)
     if "str" in kinds:
         return text
-    hint = "a whole number, such as 4." if "int" in kinds else "a number, such as 0.1."
-    raise ConfigError(f"{option!r} does not give {'a whole number' if 'int' in kinds else 'a number'}.", hint=hint)
+    wanted, example = ("a whole number", "4") if "int" in kinds else ("a number", "0.1")
+    raise ConfigError(f"{option!r} is not {wanted}.", hint=f"use {wanted}, e.g. {example}.")
 
 
 # --- Optimizers ---
 
 
 def make_schedule(options: OptimizerOptions, num_steps: int) -> Callable[[Any], Any]:
-    """Returns the learning rate as a function of how many steps were taken before.
+    """Returns the learning rate schedule: a function of the number of steps taken so far.
 
     Example:
         >>> rate = make_schedule(OptimizerOptions(learning_rate=1.0, warmup=10), 100)
@@ -118,14 +118,23 @@ def make_schedule(options: OptimizerOptions, num_steps: int) -> Callable[[Any], 
     }[options.schedule]()
     if not warmup:
         return after
-    # The first step is not at 0: it would be computed for nothing.
+    # Start above 0, so that the first step is not wasted.
     rising = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     joined: Callable[[Any], Any] = optax.join_schedules([rising, after], [warmup])
     return joined
 
 
 def make_optimizer(options: OptimizerOptions, num_steps: int) -> Any:
-    """Returns an optax optimizer; clipping by the norm is the step's."""
+    """Returns an optax optimizer with its schedule; the train step clips gradients.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> optimizer = make_optimizer(OptimizerOptions(optimizer="sgd", warmup=0, beta1=0.0, weight_decay=0.0), 100)
+        >>> params = {"w": jnp.ones(2)}
+        >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
+        >>> [round(float(update), 4) for update in updates["w"]]
+        [-0.003, -0.003]
+    """
     rate = make_schedule(options, num_steps)
     decay = options.weight_decay
     if options.optimizer == "adamw":
@@ -138,7 +147,7 @@ def make_optimizer(options: OptimizerOptions, num_steps: int) -> Any:
 
 
 def decayed(params: PyTree) -> PyTree:
-    """Returns which parameters decay: matrices, not norms and biases (whose stacks over layers have two dims).
+    """Returns a mask of the parameters with weight decay: matrices, but not norms and biases stacked over layers.
 
     Example:
         >>> import jax.numpy as jnp
@@ -157,21 +166,21 @@ def decayed(params: PyTree) -> PyTree:
 
 @dataclass(frozen=True)
 class MeshChoice:
-    """A mesh as a string, and why it was chosen."""
+    """A mesh string, with the reason for choosing it."""
 
     mesh: str
     reason: str
 
 
 def device_memory() -> int | None:
-    """Returns the bytes of one device; simulated ones share the machine's. None if nobody knows."""
+    """Returns the memory of one device in bytes, or None if unknown; simulated devices share the machine's memory."""
     limit = read_memory().limit
     if limit is not None or jax.devices()[0].platform != "cpu":
         return limit
     try:
-        # Of all processes, which may be on one machine.
+        # Divide by the devices of all processes, which may share one machine.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count()
-    except (AttributeError, ValueError, OSError):  # not on this system
+    except (AttributeError, ValueError, OSError):  # not available on this system
         return None
 
 
@@ -187,16 +196,16 @@ def choose_mesh(
     kv_heads: int | None = None,
     minibatches: int = 1,
 ) -> MeshChoice:
-    """Returns the mesh with the least communication on which the state fits and the batch can be split.
+    """Returns the mesh with the least communication on which the state fits and the batch divides evenly.
 
-    That is data parallelism where each device can hold the whole state, FSDP where it cannot, and tensor parallelism on
-    top where there are more devices than rows.
+    It tries data parallelism first, FSDP if a device cannot hold the whole state, and adds tensor parallelism if there
+    are more devices than rows.
 
     Args:
-        memory: bytes of one device; None where nobody knows, and then the state is split.
-        heads: how many attention heads a model has, which a tensor axis must divide.
-        kv_heads: heads of keys and values, if fewer; an axis must divide them or be a multiple of them.
-        minibatches: parts of a batch, each of which must have rows for all devices.
+        memory: bytes of memory per device; None if unknown, which rules out pure data parallelism.
+        heads: number of attention heads, which must be divisible by the tensor axis.
+        kv_heads: number of key/value heads, if fewer; the tensor axis must divide it or be a multiple of it.
+        minibatches: number of minibatches; each must have rows for all devices.
 
     Example:
         >>> import optax
@@ -209,7 +218,7 @@ def choose_mesh(
         'fsdp:8'
     """
     if num_devices == 1:
-        return MeshChoice("dp:1", "there is one device.")
+        return MeshChoice("dp:1", "only one device is available.")
     tried = []
     rows = batch_size // minibatches if batch_size % minibatches == 0 else 0
     for mesh, how in _candidates(num_devices, rows, heads or 0, kv_heads or 0):
@@ -220,35 +229,35 @@ def choose_mesh(
             continue
         need = layout.bytes_per_device
         if mesh.startswith("dp:") and "," not in mesh and memory is None:
-            tried.append(f"{mesh} would need {format_bytes(need)} on each device, whose memory is not known")
+            tried.append(f"{mesh} needs {format_bytes(need)} per device, and the device memory is unknown")
             continue
         if memory is not None and need > STATE_SHARE * memory:
-            tried.append(f"{mesh} would need {format_bytes(need)} of {format_bytes(memory)} for the state alone")
+            tried.append(f"{mesh} needs {format_bytes(need)} of {format_bytes(memory)} per device for the state alone")
             continue
         room = "" if memory is None else f" of {format_bytes(memory)}"
         before = f" ({'; '.join(tried)})" if tried else ""
-        return MeshChoice(mesh, f"{how}; the state takes {format_bytes(need)}{room} on each device{before}.")
+        return MeshChoice(mesh, f"{how}; the state takes {format_bytes(need)}{room} per device{before}.")
     raise MeshError(
-        f"no mesh of {num_devices} devices was found for a batch of {batch_size} rows"
-        f"{f' in {minibatches} parts' if minibatches > 1 else ''}{': ' if tried else ''}{'; '.join(tried)}.",
-        hint="name one with --mesh, use more devices, or more rows per batch.",
+        f"found no mesh of {num_devices} devices for a batch of {batch_size} rows"
+        f"{f' in {minibatches} minibatches' if minibatches > 1 else ''}{': ' if tried else ''}{'; '.join(tried)}.",
+        hint="set --mesh, use more devices, or use more rows per batch.",
     )
 
 
 def _candidates(num_devices: int, rows: int, heads: int, kv_heads: int) -> Iterator[tuple[str, str]]:
-    """Yields meshes in the order of how much they communicate: data, then parameters, then activations."""
+    """Yields meshes with a description, from the least communication (gradients) to the most (activations)."""
     if not rows:
         return
     if rows % num_devices == 0:
-        yield f"dp:{num_devices}", "every device has its rows, and only gradients travel"
-        yield f"fsdp:{num_devices}", "every device has its rows and a slice of the state"
+        yield f"dp:{num_devices}", "data parallel, which communicates only gradients"
+        yield f"fsdp:{num_devices}", "data parallel with a sharded state"
     for tensor in range(2, num_devices + 1):
         ways = num_devices // tensor
         fit = heads_fit(heads, tensor) and heads_fit(kv_heads or heads, tensor, shared=True)
         if num_devices % tensor or rows % ways or not fit:
             continue
         if ways > 1:
-            yield f"dp:{ways},tp:{tensor}", f"{rows} rows over {ways}, features over {tensor} devices"
-            yield f"fsdp:{ways},tp:{tensor}", f"{rows} rows and the state over {ways}, features over {tensor}"
+            yield f"dp:{ways},tp:{tensor}", f"{rows} rows over {ways} devices, features over {tensor}"
+            yield f"fsdp:{ways},tp:{tensor}", f"{rows} rows and the state over {ways} devices, features over {tensor}"
         else:
-            yield f"tp:{tensor}", f"features over all devices, since {rows} rows cannot be split over them"
+            yield f"tp:{tensor}", f"features over all devices, because {rows} rows cannot be split over them"

@@ -1,11 +1,12 @@
 """The configuration of a run: frozen dataclasses, read from presets, YAML files and the command line.
 
-Groups only order the options. Their names are unique, so a file and the command line are flat: `learning_rate: 1e-3`,
-`--learning-rate 1e-3`. What comes later wins: defaults, preset, file, command line.
+Option names are unique across groups, so files and the command line are flat: `learning_rate: 1e-3`,
+`--learning-rate 1e-3`. Later sources override earlier ones: defaults, preset, file, command line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -22,155 +23,155 @@ from meshwright.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What is trained."""
+    """Model to train."""
 
     model: str = "decoder-small"
-    """A model of ours by name: decoder-SIZE or xlstm-SIZE."""
+    """Name of a built-in model: decoder-SIZE or xlstm-SIZE."""
     model_options: tuple[str, ...] = ()
-    """Fields of the model to change, such as num_layers=4 dropout=0.1."""
+    """Model fields to override, e.g. num_layers=4 dropout=0.1."""
     job: str | None = None
-    """A job of your own instead, as module:attribute or file.py:attribute."""
+    """Custom job to train instead, as module:attribute or file.py:attribute."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What it is trained on."""
+    """Training data and batches."""
 
     data: str | None = None
-    """A file, folder or glob of text, .jsonl or .array_record. Left out: the sources of Python's standard library."""
+    """File, folder or glob of text, .jsonl or .array_record (default: the source of Python's standard library)."""
     text_field: str = "text"
-    """The field of a JSON line that holds the text."""
+    """JSON field that holds the text in .jsonl files."""
     tokenizer: str = "bytes"
-    """bytes, or the path of a tokenizer.json of Hugging Face's tokenizers."""
+    """bytes, or the path of a Hugging Face tokenizer.json."""
     batch_size: int = 16
     """Rows per step, over all devices."""
     num_tokens: int = 128
     """Tokens per row."""
     validation: float = 0.05
-    """The share of the documents that is kept for evaluation."""
+    """Fraction of the documents held out for evaluation."""
     epochs: int | None = None
-    """Stop when every row was seen so often; without it, start again, in a new order."""
+    """Number of passes over the data (default: reshuffle and repeat forever)."""
     data_cache: str | None = None
-    """Where tokens are kept; a folder meshwright in the user's cache by default."""
+    """Folder for tokenized data (default: meshwright/tokens in the user's cache)."""
     ledger: bool = False
-    """Write down which rows each step used; `meshwright ledger RUN` proves that none was lost or repeated."""
+    """Record the rows each step used, so that `meshwright ledger RUN` can check for lost or repeated rows."""
 
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """How it learns."""
+    """Optimizer and learning rate schedule."""
 
     optimizer: Literal["adamw", "adafactor", "lion", "sgd"] = "adamw"
-    """One of optax; what it keeps is split like the parameters."""
+    """Optax optimizer; its state is sharded like the parameters."""
     learning_rate: float = 3e-3
-    """At its highest, after the warmup."""
+    """Peak learning rate, reached after the warmup."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls from there."""
+    """Learning rate decay after the warmup."""
     warmup: int = 20
-    """Steps in which the learning rate rises to it."""
+    """Number of warmup steps."""
     final_learning_rate: float = 0.1
-    """Where the schedule ends, as a share of the learning rate."""
+    """Final learning rate as a fraction of the peak."""
     weight_decay: float = 0.1
-    """Of matrices; norms and biases are left alone."""
+    """Weight decay for matrices; norms and biases are not decayed."""
     beta1: float = 0.9
-    """How slowly the mean of gradients moves; the momentum of sgd."""
+    """Adam beta1, or SGD momentum."""
     beta2: float = 0.95
-    """How slowly the mean of their squares moves."""
+    """Adam beta2."""
     clip: float | None = 1.0
-    """The largest norm of all gradients together."""
+    """Maximum global gradient norm; None disables clipping."""
 
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """Where and how it runs."""
+    """Mesh, precision and memory."""
 
     mesh: str = "auto"
-    """Such as dp:2,fsdp:2,tp:2; auto chooses one and says why."""
+    """Mesh, e.g. dp:2,fsdp:2,tp:2; auto chooses one and prints the reason."""
     devices: int | None = None
-    """How many CPU devices to simulate in each process, where there is no accelerator; 8 in all by default."""
+    """CPU devices to simulate per process if there is no accelerator (default: 8 over all processes)."""
     view: Literal["local", "global"] = "local"
-    """Who communicates: our layers, or XLA."""
+    """local: Meshwright layers insert the collectives; global: XLA does."""
     precision: Literal["auto", "float32", "mixed", "bfloat16"] = "auto"
-    """auto: float32 on CPUs, mixed elsewhere."""
+    """Precision of the step; auto is float32 on CPUs and mixed elsewhere."""
     remat: Literal["none", "dots", "full", "offload"] = "none"
-    """What the backward pass computes again."""
+    """Rematerialization policy for the backward pass."""
     minibatches: int = 1
-    """Parts in which a batch is computed, one after the other."""
+    """Number of minibatches per step (gradient accumulation)."""
     sync: Literal["auto", "every", "hybrid", "once"] = "auto"
-    """How often the devices exchange the gradients of minibatches."""
+    """How often devices exchange gradients during accumulation."""
     zero_axis: str | None = None
-    """Splits the optimizer's statistics along this axis too (ZeRO-1)."""
+    """Mesh axis that also shards the optimizer state (ZeRO-1)."""
     overlap: bool = True
-    """Asks the compiler for what hides collectives behind matmuls on the chips there are."""
+    """Set compiler options that overlap collectives with matmuls."""
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How long it runs, and what is kept of it."""
+    """Length, checkpoints, evaluation and logging."""
 
     steps: int = 300
-    """How many steps to take in all."""
+    """Total number of training steps."""
     run: str | None = None
-    """The run's folder; the next free runs/MODEL-NUMBER by default."""
+    """Run folder (default: the next free runs/MODEL-NUMBER)."""
     resume: bool = False
-    """Go on with the run in that folder, from its last good checkpoint."""
+    """Resume the run in --run from its last good checkpoint."""
     or_start: bool = False
-    """With --resume: start the run where the folder holds none yet, so that one command does for a scheduler."""
+    """With --resume: start a new run if --run holds none yet, so that a scheduler can repeat one command."""
     cast: bool = False
-    """Resume from a checkpoint of other dtypes than the precision asks for."""
+    """Cast a checkpoint whose dtypes differ from --precision on resume."""
     seed: int = 0
-    """For parameters, dropout and the order of the data."""
+    """Seed for parameters, dropout and data order."""
     checkpoint_every: int = 100
-    """Steps between checkpoints; 0 for one at the end only."""
+    """Steps between checkpoints; 0 saves only at the end."""
     keep_last: int = 3
-    """How many of the last checkpoints stay."""
+    """Number of most recent checkpoints to keep."""
     keep_every: int | None = None
-    """Those at multiples of this stay as well."""
+    """Also keep every checkpoint whose step is a multiple of this."""
     eval_every: int = 50
-    """Steps between evaluations; 0 for none."""
+    """Steps between evaluations; 0 disables evaluation."""
     eval_batches: int = 4
     """Batches per evaluation, the same each time."""
     log_seconds: float = 10.0
-    """Seconds between lines, where the output is not a terminal."""
+    """Seconds between progress lines when stderr is not a terminal."""
     sample_tokens: int = 160
-    """How much text to generate before and after; 0 for none."""
+    """Tokens to generate before and after training; 0 disables samples."""
     prompt: str = "def "
-    """What generated text begins with."""
+    """Prompt for the samples."""
     report: bool = True
     """Write the report page at the end."""
     tensorboard: bool = True
-    """Write events for TensorBoard."""
+    """Write TensorBoard event files."""
     wandb: str | None = None
-    """A project at Weights & Biases to log to."""
+    """Weights & Biases project to log to."""
     trackio: str | None = None
-    """A project of trackio to log to."""
+    """trackio project to log to."""
     profile: str | None = None
-    """Steps to trace with the profiler, such as 10:15."""
+    """Steps to profile as FIRST:STOP, e.g. 10:15 for steps 10 to 14."""
 
 
 @dataclass(frozen=True)
 class SafetyOptions:
-    """What stops it, and what does not."""
+    """Skipped steps, loss spikes and hangs."""
 
     max_skipped: int = 5
-    """Stop after so many steps in a row that were skipped because something was not finite."""
+    """Stop after this many skipped (non-finite) steps in a row."""
     rollback: float | None = None
-    """Go back to the last checkpoint, and on with other data, where the loss lies above its recent median by this many
-    times its usual distance from it; 8 is a good number."""
+    """Roll back and skip ahead in the data when the loss exceeds its recent median by this many robust standard
+    deviations (try 8)."""
     hang: float = 600.0
-    """Seconds without a step after which the stacks of all threads are written down; 0 for never."""
+    """Seconds without a step before the stacks of all threads are dumped; 0 disables the watchdog."""
 
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """Several processes that form one run; under mpirun and srun these are found out."""
+    """Multi-process runs; detected under mpirun and srun."""
 
     coordinator: str | None = None
-    """host:port of the process that the others meet at."""
+    """host:port of process 0."""
     num_processes: int | None = None
-    """How many they are."""
+    """Number of processes."""
     process_id: int | None = None
-    """Which of them this is, from 0 on."""
+    """Rank of this process, starting at 0."""
 
 
 @dataclass(frozen=True)
@@ -189,50 +190,48 @@ class TrainConfig:
         self.check()
 
     def check(self) -> None:
-        """Raises if an option has a value that it cannot have; every configuration is checked when it is made.
+        """Raises `ConfigError` if an option has an invalid value; the constructor calls it.
 
         Example:
             >>> TrainConfig(run=RunOptions(steps=-1))
             Traceback (most recent call last):
             meshwright.errors.ConfigError: steps is -1.
-            hint: a whole number from 1 on.
+            hint: use a whole number of at least 1.
         """
         options, run = self.flat(), self.run
         for name, value in options.items():
             if isinstance(value, int) and name != "seed" and abs(value) >= 1 << 31:
-                raise ConfigError(f"{name} is {value}.", hint="a whole number below 2**31.")
+                raise ConfigError(f"{name} is {value}.", hint="use a whole number below 2**31.")
         for name in ("job", "data", "tokenizer", "data_cache", "run", "wandb", "trackio"):
             if options[name] is not None and not options[name].strip():
-                hint = f"give {name} a value or leave it out; is a shell variable not set?"
-                raise ConfigError(f"{name} is empty.", hint=hint)
+                raise ConfigError(f"{name} is empty.", hint=f"set {name} or leave it out; is a shell variable unset?")
         for names, is_fine, hint in _LIMITS:
             for name in names.split():
                 if options[name] is not None and not is_fine(options[name]):
                     raise ConfigError(f"{name} is {options[name]}.", hint=hint)
         if self.model.job is not None and self.model.model_options:
-            raise ConfigError("model_options change a model of ours, and a job was named.", hint="leave one out.")
+            raise ConfigError("model_options apply to built-in models, not to a job.", hint="leave one of them out.")
         if run.or_start and not (run.resume and run.run):
-            raise ConfigError("or_start belongs to --resume.", hint="--run FOLDER --resume --or-start.")
+            raise ConfigError("--or-start needs --run and --resume.", hint="pass --run FOLDER --resume --or-start.")
         if run.sample_tokens and not run.prompt:
-            raise ConfigError("prompt is empty.", hint="some text, or sample_tokens of 0 for no samples.")
+            raise ConfigError("prompt is empty.", hint="set a prompt, or disable samples with --sample-tokens 0.")
         if parse_steps(run.profile)[0] > run.steps:
             raise ConfigError(
-                f"--profile {run.profile}: no such step comes, the run ends at step {run.steps}.",
-                hint="name earlier steps, or ask for more with --steps.",
+                f"--profile {run.profile} starts after the last step ({run.steps}).",
+                hint="profile earlier steps, or raise --steps.",
             )
 
     def flat(self) -> dict[str, Any]:
-        """Returns all options by their names, as files and reports hold them.
+        """Returns all options as one flat dict, as in config files and reports.
 
         Example:
             >>> TrainConfig().flat()["learning_rate"]
             0.003
         """
-        groups = [getattr(self, group.name) for group in dataclasses.fields(self)]
-        return {item.name: _plain(getattr(group, item.name)) for group in groups for item in dataclasses.fields(group)}
+        return {name: _plain(value) for group in dataclasses.asdict(self).values() for name, value in group.items()}
 
     def changed(self, options: Mapping[str, Any], *, where: str = "options") -> TrainConfig:
-        """Returns this configuration with some options changed, by their flat names.
+        """Returns a copy with some options changed, given by their flat names; errors name `where`.
 
         Example:
             >>> TrainConfig().changed({"steps": 10, "learning_rate": "1e-4"}).optimizer.learning_rate
@@ -245,35 +244,33 @@ class TrainConfig:
         return dataclasses.replace(self, **groups)
 
     def to_yaml(self) -> str:
-        """Returns the configuration as a file, group by group."""
+        """Returns the configuration as the text of a YAML file."""
         import yaml
 
         parts = []
-        for item in dataclasses.fields(self):
-            group = getattr(self, item.name)
-            values = {entry.name: _plain(getattr(group, entry.name)) for entry in dataclasses.fields(group)}
+        for group, options in dataclasses.asdict(self).items():
+            values = {name: _plain(value) for name, value in options.items()}
             text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-            parts.append(f"# {(type(group).__doc__ or '').splitlines()[0]}\n{text}")
+            parts.append(f"# {(getattr(self, group).__doc__ or '').splitlines()[0]}\n{text}")
         return "\n".join(parts)
 
 
-# Which numbers options may have, and the hint for others; None is left to the options' types.
+_COUNTS = "batch_size num_tokens epochs devices minibatches steps keep_last keep_every eval_batches max_skipped"
+_RATES = "learning_rate final_learning_rate weight_decay beta1 beta2"
+# Options, a condition on their values unless None, and the hint.
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("batch_size num_tokens epochs devices minibatches", lambda value: value >= 1, "a whole number from 1 on."),
-    ("steps keep_last keep_every eval_batches", lambda value: value >= 1, "a whole number from 1 on."),
-    ("max_skipped num_processes", lambda value: value >= 1, "a whole number from 1 on."),
-    ("checkpoint_every eval_every sample_tokens", lambda value: value >= 0, "a whole number, not below 0."),
-    ("seed process_id", lambda value: value >= 0, "a whole number, not below 0."),
-    ("seed", lambda value: value < 1 << 32, "a whole number below 2**32."),
-    ("learning_rate final_learning_rate", lambda value: 0 <= value < math.inf, "a finite number, not below 0."),
-    ("weight_decay beta1 beta2", lambda value: 0 <= value < math.inf, "a finite number, not below 0."),
-    ("beta1 beta2", lambda value: value < 1, "a number below 1."),
-    ("warmup", lambda value: value >= 0, "a number of steps, 0 for none."),
-    ("clip", lambda value: 0 < value < math.inf, "a number above 0, or null."),
-    ("validation", lambda value: 0 <= value < 1, "a share of the documents, 0 up to below 1."),
-    ("log_seconds", lambda value: 0 <= value < math.inf, "a number of seconds."),
-    ("rollback", lambda value: 0 < value < math.inf, "a number above 0, such as 8, or null."),
-    ("hang", lambda value: 0 <= value < math.inf, "a number of seconds, 0 for never."),
+    (f"{_COUNTS} num_processes", lambda value: value >= 1, "use a whole number of at least 1."),
+    ("checkpoint_every eval_every sample_tokens", lambda value: value >= 0, "use a whole number of at least 0."),
+    ("seed process_id", lambda value: value >= 0, "use a whole number of at least 0."),
+    ("seed", lambda value: value < 1 << 32, "use a whole number below 2**32."),
+    (_RATES, lambda value: 0 <= value < math.inf, "use a finite number of at least 0."),
+    ("beta1 beta2", lambda value: value < 1, "use a number below 1."),
+    ("warmup", lambda value: value >= 0, "use a number of steps, or 0 for no warmup."),
+    ("clip", lambda value: 0 < value < math.inf, "use a number above 0, or null for no clipping."),
+    ("validation", lambda value: 0 <= value < 1, "use a fraction of the documents, at least 0 and below 1."),
+    ("log_seconds", lambda value: 0 <= value < math.inf, "use a number of seconds."),
+    ("rollback", lambda value: 0 < value < math.inf, "use a number above 0, e.g. 8, or null."),
+    ("hang", lambda value: 0 <= value < math.inf, "use a number of seconds, or 0 for no watchdog."),
 )
 
 
@@ -315,11 +312,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "eval_batches": 16,
     },
 }
-"""Sets of options by name, for `meshwright train --preset NAME`."""
+"""Named sets of options for `meshwright train --preset NAME`."""
 
 
 def preset(name: str) -> TrainConfig:
-    """Returns a configuration by its name.
+    """Returns the configuration of a preset.
 
     Example:
         >>> preset("smoke").run.steps
@@ -337,7 +334,15 @@ def preset_options(name: str) -> dict[str, Any]:
 
 
 def read_config(path: str | Path, *, base: TrainConfig | None = None) -> TrainConfig:
-    """Reads options from a YAML file, over those of `base`."""
+    """Returns `base` (default: all defaults) with the options of a YAML file.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "run.yaml"
+        >>> _ = path.write_text("learning_rate: 1e-4")
+        >>> read_config(path, base=preset("smoke")).optimizer.learning_rate
+        0.0001
+    """
     return (base or TrainConfig()).changed(read_options(path))
 
 
@@ -349,37 +354,38 @@ def read_options(path: str | Path) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
         options = yaml.load(text, Loader=_loader(yaml, Path(path))) or {}
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(options, Mapping):
-        raise ConfigError(f"{path} holds a {type(options).__name__}.", hint="write lines such as `steps: 100`.")
+        kind = type(options).__name__
+        raise ConfigError(f"{path} holds a {kind}, not options.", hint="write lines such as `steps: 100`.")
     return typed_options(options, where=str(path))
 
 
 def typed_options(options: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Returns options by their flat names with values of their types; raises for others, and says where they are."""
+    """Returns options, given by their flat names, with values converted to their types; errors name `where`."""
     homes = _homes()
     for name in options:
         if name not in homes:
-            hint = did_you_mean(str(name), homes) or "`meshwright train --print-config` shows all of them."
+            hint = did_you_mean(str(name), homes) or "list all options with `meshwright train --print-config`."
             raise ConfigError(f"{where}: there is no option `{name}`.", hint=hint)
     return {name: _typed(name, value, homes[name][1], where) for name, value in options.items()}
 
 
 def parse_steps(steps: str | None) -> tuple[int, int]:
-    """Returns the first step of a range such as "10:15" and the one after its last; 0 and 0 for None."""
+    """Parses a half-open range of steps: "10:15" gives (10, 15), None gives (0, 0)."""
     if steps is None:
         return 0, 0
     found = re.fullmatch(r"(\d+):(\d+)", steps.strip())
     if found is None or int(found[1]) >= int(found[2]):
-        raise ConfigError(f"profile {steps!r} names no steps.", hint='"10:15" traces steps 10 to 14.')
+        raise ConfigError(f"profile {steps!r} is not a range of steps.", hint='use "10:15" for steps 10 to 14.')
     return int(found[1]), int(found[2])
 
 
 @functools.cache
 def _homes() -> dict[str, tuple[str, Any]]:
-    """Returns for each option its group and its type."""
+    """Returns the group and the type of each option."""
     found: dict[str, tuple[str, Any]] = {}
     for group, kind in typing.get_type_hints(TrainConfig).items():
         for name, hint in typing.get_type_hints(kind).items():
@@ -389,38 +395,29 @@ def _homes() -> dict[str, tuple[str, Any]]:
 
 
 def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
-    """Returns a value of a file as the type of its option; YAML reads 1e-3 as text and has no tuples."""
+    """Converts a value to the type of its option; YAML reads 1e-3 as text and has no tuples."""
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    wanted = []
     for each in kinds:
-        if each is type(None) and value is None:
-            return None
-        if typing.get_origin(each) is Literal and value in typing.get_args(each):
-            return value
-        if typing.get_origin(each) is tuple and isinstance(value, (list, tuple)):
-            return tuple(str(item) for item in value)
-        if each is bool and isinstance(value, bool):
-            return value
-        if each is int and isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if each is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-            try:
-                return float(value)
-            except (ValueError, OverflowError):
-                continue
-        if each is str and isinstance(value, str):
-            return value
-    raise ConfigError(f"{where}: {name} is {value!r}.", hint=f"give {_kind_name(kinds)}.")
-
-
-def _kind_name(kinds: tuple[Any, ...]) -> str:
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    named = []
-    for kind in kinds:
-        if typing.get_origin(kind) is Literal:
-            named.append("one of " + ", ".join(map(str, typing.get_args(kind))))
+        if typing.get_origin(each) is Literal:
+            if value in typing.get_args(each):
+                return value
+            wanted.append("one of " + ", ".join(map(str, typing.get_args(each))))
+        elif typing.get_origin(each) is tuple:
+            if isinstance(value, (list, tuple)):
+                return tuple(str(item) for item in value)
+            wanted.append("a list of strings")
         else:
-            named.append(words.get(kind, "a list of texts"))
-    return " or ".join(named)
+            if each is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+                with contextlib.suppress(ValueError, OverflowError):
+                    return float(value)
+            elif type(value) is each:
+                return value
+            wanted.append(_TYPE_NAMES[each])
+    raise ConfigError(f"{where}: {name} is {value!r}.", hint=f"use {' or '.join(wanted)}.")
+
+
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
 
 
 def _plain(value: Any) -> Any:
@@ -428,7 +425,7 @@ def _plain(value: Any) -> Any:
 
 
 def _loader(yaml: Any, path: Path) -> Any:
-    """Returns a reader of YAML that refuses a key which comes twice: which of the two counts, nobody would see."""
+    """Returns a YAML loader that rejects duplicate keys."""
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:

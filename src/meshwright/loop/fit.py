@@ -1,8 +1,7 @@
-"""The loop: step after step, with callbacks around them.
+"""The training loop, with callbacks around each step.
 
-While a device computes one step the host prepares the next: metrics of step n are fetched after step n + 1 was started,
-so that nothing waits for a number that is only shown. Whatever needs the true present (a checkpoint, an evaluation, the
-end) first fetches what is still out.
+The host runs one step ahead of the devices: it fetches the metrics of step n after starting step n + 1. Before a
+checkpoint, an evaluation or the end, the loop first fetches all pending metrics.
 """
 
 from __future__ import annotations
@@ -28,11 +27,16 @@ Why = Literal["finished", "preempted", "out of data"]
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: its last state, the step it stands at, its last metrics, and whether that step is saved.
+    """The outcome of a run.
 
     Args:
-        last_saved: the last step that is; None where there is none.
-        skipped: how many of its steps were skipped, since something was not finite.
+        state: the final state.
+        step: the last step.
+        why: why the run ended.
+        metrics: the last metrics.
+        saved: whether the last step is saved.
+        last_saved: the last saved step, or None.
+        skipped: number of steps skipped because of non-finite values.
     """
 
     state: RunState
@@ -45,44 +49,69 @@ class Result:
 
     @property
     def mostly_skipped(self) -> bool:
-        """Whether it came to its end, and was trained by less than half of its steps."""
+        """Whether the run ended after skipping more than half of its steps."""
         return self.why != "preempted" and 2 * self.skipped > self.step
 
     def problems(self) -> list[str]:
-        """Returns why a run that came to its end did not end well."""
+        """Returns the problems of a run that ended, such as a failed last save.
+
+        Example:
+            >>> Result(state=None, step=4, why="finished", metrics={}, saved=False, last_saved=2).problems()
+            ['could not save step 4; the last saved step is 2, so steps 3-4 are lost']
+        """
         problems = []
         if self.mostly_skipped:
-            learned = "nothing was learned" if self.skipped == self.step else "little was learned"
+            learned = "nothing" if self.skipped == self.step else "little"
             problems.append(
-                f"{self.skipped} OF {self.step} STEPS WERE SKIPPED, since something was not finite: {learned}. A lower "
-                "--learning-rate, or other data, may help"
+                f"{self.skipped} of {self.step} steps were skipped because of non-finite values, so the model learned "
+                f"{learned}; try a lower --learning-rate or other data"
             )
         if not self.saved:
             last = self.last_saved
-            saved = f"step {last} is the last that is saved" if last is not None else "no step is saved"
-            lost = f"those after it, up to {self.step}," if last is not None else f"all {self.step}"
-            problems.append(f"step {self.step} COULD NOT BE SAVED: {saved}; {lost} exist nowhere")
+            saved = f"the last saved step is {last}" if last is not None else "no step is saved"
+            first = (last or 0) + 1
+            lost = f"steps {first}-{self.step} are" if first < self.step else f"step {self.step} is"
+            problems.append(f"could not save step {self.step}; {saved}, so {lost} lost")
         return problems
 
 
 def fit(loop: Loop, state: RunState, batches: Any) -> Result:
-    """Takes a state from its step to `loop.num_steps`, on batches with a `state` that says where they stand."""
+    """Trains from `state.step` to `loop.num_steps`.
+
+    Args:
+        batches: iterator of batches, with a `state` (its position in the data) and `close()`.
+
+    Example:
+        >>> import tempfile
+        >>> from types import SimpleNamespace as Namespace
+        >>> class Batches:
+        ...     state = {}
+        ...     __next__ = lambda self: Namespace(arrays={}, first_row=0)
+        ...     close = lambda self: None
+        >>> def step(state, batch):  # stands for `make_train_step(...)`
+        ...     return Namespace(step=state.step + 1, skipped=0), {"loss": np.float32(2.5)}
+        >>> loop = Loop(step, 3, RunLog(tempfile.mkdtemp(), tensorboard=False))
+        >>> result = fit(loop, Namespace(step=0, skipped=0), Batches())
+        >>> result.step, result.why, result.metrics["loss"]
+        (3, 'finished', 2.5)
+    """
     return loop.run(state, batches)
 
 
 class Loop:
-    """Steps up to `num_steps`, and the callbacks around them, in the order in which they are called.
+    """Runs steps up to `num_steps`, with callbacks around them.
 
     Args:
-        say: where to say what happens, besides the log's events.
+        callbacks: callbacks, in the order of their calls.
+        say: function that prints a line; events go to the log as well.
 
     Attributes:
-        number: the last step that was started.
-        ticks: how many steps were started in all; unlike `number`, it never goes back.
-        state: after that step.
-        batches: where the next batch comes from.
-        last_metrics: of the last step whose metrics have arrived, with those of evaluations since.
-        last_saved: the last step that is saved, known at the end.
+        number: the last started step.
+        ticks: number of started steps; unlike `number`, it does not decrease on a rollback.
+        state: the state after step `number`.
+        batches: iterator of the next batches.
+        last_metrics: the latest metrics, including evaluation.
+        last_saved: the last saved step, set at the end.
     """
 
     state: RunState
@@ -105,7 +134,7 @@ class Loop:
         self._spent: dict[str, float] = {}
 
     def run(self, state: RunState, batches: Any) -> Result:
-        """Takes a state from its step to the last one; see `fit`."""
+        """Trains from `state.step` to `num_steps`; see `fit`."""
         self.state, self.batches = state, batches
         self.number = self.ticks = int(state.step)
         self._last_seen = time.perf_counter()
@@ -114,14 +143,14 @@ class Loop:
             while why == "finished" and self.number < self.num_steps:
                 if not self._start_step():
                     why = "out of data"
-                # Asked at every step: several processes agree on a step by asking.
+                # Ask at every step: processes agree on the last step through these calls.
                 elif any(callback.wants_stop(self) for callback in self.callbacks):
                     why = "preempted" if self.number < self.num_steps else "finished"
                 else:
                     self._between_steps()
             self._catch_up()
             if why == "out of data":
-                self.tell("finish", self.number, f"the data ended after {self.number} of {self.num_steps} steps")
+                self.tell("finish", self.number, f"out of data after {self.number} of {self.num_steps} steps")
             for callback in self.callbacks:
                 callback.on_end(self, why)
         except BaseException as error:
@@ -134,33 +163,33 @@ class Loop:
         saved, skipped = self.last_saved == self.number, int(self.state.skipped)
         return Result(self.state, self.number, why, self.last_metrics, saved, self.last_saved, skipped)
 
-    # --- What callbacks use ---
+    # --- For callbacks ---
 
     @property
     def in_flight(self) -> list[Any]:
-        """The metrics of steps that were started, and have not been fetched."""
+        """The pending metrics of started steps."""
         return [metrics for _, metrics, _ in self._pending]
 
     def tell(self, kind: str, step: int, text: str, **facts: Any) -> None:
-        """Writes an event down, and says it."""
+        """Logs an event and prints it."""
         self.log.event(kind, step, text, **facts)
         if self.say is not None:
             self.say(text)
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Counts the time inside for `what`, and not for the step."""
+        """Attributes the time inside to `what` instead of the step."""
         began = time.perf_counter()
         yield
         self._spent[what] = self._spent.get(what, 0.0) + time.perf_counter() - began
 
     def phase(self, text: str) -> None:
-        """Lets all callbacks know that something long begins."""
+        """Notifies all callbacks that a long phase begins."""
         for callback in self.callbacks:
             callback.on_phase(self, text)
 
     def go_back(self, state: RunState, batches: Any) -> None:
-        """Continues from an earlier state, on other batches."""
+        """Continues from an earlier state, with new batches."""
         self.state, self.batches, self.number = state, batches, int(state.step)
         for callback in self.callbacks:
             callback.on_rollback(self)
@@ -168,7 +197,7 @@ class Loop:
     # --- One step ---
 
     def _start_step(self) -> bool:
-        """Starts the next step, then fetches the metrics of the one before; False where the data ended."""
+        """Starts the next step, then fetches the metrics of the previous one; returns False when out of data."""
         for callback in self.callbacks:
             callback.before_step(self)
         with self.timed("data"):
@@ -192,7 +221,6 @@ class Loop:
                 return
 
     def _catch_up(self) -> None:
-        """Fetches the metrics of all steps that were started."""
         while self._pending:
             self._fetch()
 

@@ -1,4 +1,4 @@
-"""Where a run begins: at its first state, or at its last good checkpoint, and what has changed since."""
+"""The initial state of a run: freshly initialized, or restored from its last good checkpoint."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ if TYPE_CHECKING:
 
 
 MAY_CHANGE = ("dropout", "chunk_size")
-"""Fields of a model that a resumed run may change: they do not change what its parameters mean."""
+"""Model fields that a resumed run may change, because the parameters keep their meaning."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a run begins with.
+    """The starting point of a run.
 
     Args:
-        data: where the data stands; None at its beginning.
-        spikes: the losses that a guard against jumps remembers; None where there was no such guard.
-        event: what is written down about it; `facts` go with it.
-        said: what is told about it.
+        event: text of the start event in the log.
+        said: lines to print.
+        facts: further fields of the start event.
+        data: position in the data, or None for its beginning.
+        spikes: saved state of the `SpikeGuard`, or None.
     """
 
     state: RunState
@@ -50,11 +51,11 @@ class Start:
 
     @property
     def step(self) -> int:
-        """How many steps were taken before it."""
+        """Number of steps taken before."""
         return int(self.state.step)
 
     def announce(self, run: RunSetup, log: RunLog) -> None:
-        """Tells and writes down where the run begins, once nothing speaks against it."""
+        """Prints and logs the start."""
         if run.folder.resumed:
             log.rewind(self.step)
         log.event("resume" if run.folder.resumed else "start", self.step, self.event, **self.facts)
@@ -63,25 +64,25 @@ class Start:
 
 
 def find_start(run: RunSetup, checkpoints: Checkpoints) -> Start:
-    """Returns the first state, or that of the last good checkpoint; nothing is written or told yet."""
+    """Returns the initial state, or the state of the last good checkpoint, without writing or printing anything."""
     config = run.config
     if not run.folder.resumed or checkpoints.latest() is None:
         event, said = f"started on {run.choice.mesh}", []
         if run.folder.resumed:
-            event = "no checkpoint was there: started again"
-            said = ["the run ended before its first checkpoint: it starts again"]
+            event = "started again: there was no checkpoint"
+            said = ["starting again from step 0: the run ended before its first checkpoint"]
         elif config.run.or_start:
-            said = [f"there was no run in {run.folder.path} to resume: it starts"]
+            said = [f"starting a new run: {run.folder.path} holds none to resume"]
         key = jax.random.key(config.run.seed)
         return Start(init_state(run.job, run.optimizer, run.layout, key, precision=run.precision), event, said)
     restored = checkpoints.restore(run.layout, cast=config.run.cast)
     if restored.step > config.run.steps:
         raise ConfigError(
-            f"{run.folder.path} stands at step {restored.step} of {config.run.steps} already.",
-            hint="ask for more with --steps.",
+            f"{run.folder.path} is already at step {restored.step}, beyond --steps {config.run.steps}.",
+            hint="raise --steps.",
         )
     _require_same_model(run, restored.facts)
-    text = f"resumed from the checkpoint of step {restored.step} on {run.choice.mesh}"
+    text = f"resumed from step {restored.step} on {run.choice.mesh}"
     undone = _rolled_back(run.folder.path / EVENTS, restored.step)
     data = undone if undone is not None else restored.facts.get("data")
     return Start(
@@ -95,21 +96,21 @@ def find_start(run: RunSetup, checkpoints: Checkpoints) -> Start:
 
 
 def _require_same_model(run: RunSetup, facts: Mapping[str, Any]) -> None:
-    """Raises where the model computes something else with parameters of the same shapes."""
+    """Raises if the checkpoint holds a different model, even one with the same parameter shapes."""
     saved, now = facts.get("model"), checkpoint_facts(run)["model"]
     if saved is None or now is None or what_must_match(saved, run.model) == what_must_match(now, run.model):
         return
     raise ConfigError(
-        f"{run.folder.path} holds another model.\n  there: {model_text(saved)}\n  here:  {model_text(now)}",
-        hint="leave --model and --model-options as they were, or start a new run.",
+        f"{run.folder.path} holds a different model.\n  saved: {model_text(saved)}\n  now:   {model_text(now)}",
+        hint="keep --model and --model-options unchanged, or start a new run.",
     )
 
 
 def what_must_match(fact: Any, model: Any) -> Any:
-    """Returns what of a checkpoint's model must not change: its class, and its fields but those in `MAY_CHANGE`.
+    """Returns the class and fields of a checkpoint's model that must not change: all fields but `MAY_CHANGE`.
 
-    A field that the checkpoint does not know, since it is newer, has its default. Older checkpoints hold a model's
-    `repr`; a job of one's own is only known by its name.
+    Fields newer than the checkpoint get their defaults. Older checkpoints hold the model's `repr`, and checkpoints of
+    custom jobs hold the job's name.
     """
     if isinstance(fact, str):
         try:
@@ -126,7 +127,7 @@ def what_must_match(fact: Any, model: Any) -> Any:
 
 
 def _changes(run: RunSetup, facts: Mapping[str, Any], step: int) -> list[str]:
-    """Returns in words what is not as it was when the checkpoint was written."""
+    """Describes the options that changed since the checkpoint."""
     before, now = facts.get("config", {}), run.config.flat()
     changed = [
         f"{name} from {before[name]} to {value}"
@@ -134,25 +135,25 @@ def _changes(run: RunSetup, facts: Mapping[str, Any], step: int) -> list[str]:
         if name in before and name not in NOT_OF_THE_RUN and before[name] != value
     ]
     if facts.get("precision") not in (None, run.precision):
-        changed.append(f"what it computes in, from {facts['precision']} to {run.precision}")
+        changed.append(f"compute precision from {facts['precision']} to {run.precision}")
     told = [f"changed since the checkpoint: {'; '.join(changed)}"] if changed else []
     if before.get("steps") != now["steps"] and before.get("schedule") == now["schedule"] != "constant":
         old = TrainConfig().changed({name: value for name, value in before.items() if name in now})
         last, after = (float(make_schedule(config.optimizer, config.run.steps)(step)) for config in (old, run.config))
-        rates = f"{after:.2e} instead of {last:.2e}" if f"{last:.2e}" != f"{after:.2e}" else f"{after:.2e} as before"
-        told.append(f"the schedule now ends at step {now['steps']}: the rate here is {rates}")
+        rates = f"changes from {last:.2e} to {after:.2e}" if f"{last:.2e}" != f"{after:.2e}" else f"stays {after:.2e}"
+        told.append(f"the schedule now ends at step {now['steps']}; the learning rate {rates}")
     return told
 
 
 def _rolled_back(events: Path, step: int) -> dict[str, Any] | None:
-    """Returns where the data goes on where a run was rolled back to this checkpoint, and stopped before the next."""
+    """Returns the position in the data after a rollback to this checkpoint, or None if there was no rollback."""
     lines = read_lines(events) if events.is_file() else ()
     found = [event for event in lines if event.get("kind") == "rollback" and event.get("to") == step]
     return found[-1].get("data") if found else None
 
 
 def step_in_log(path: Path, step: int, wanted: Callable[[Mapping[str, Any]], bool]) -> int | None:
-    """Returns a step if process 0's log holds a line of it that is wanted, else None."""
+    """Returns `step` if process 0's log has a line for it that satisfies `wanted`, else None."""
     found = False
     if jax.process_index() == 0 and step and path.is_file():
         found = any(line.get("step") == step and wanted(line) for line in read_lines(path))

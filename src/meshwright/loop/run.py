@@ -1,4 +1,4 @@
-"""`train(config)`: sets a run up, takes its steps, and says how it ended."""
+"""`train(config)`: a whole run, from setup to report."""
 
 from __future__ import annotations
 
@@ -16,12 +16,28 @@ from meshwright.loop.setup import ReadyRun, set_up
 
 
 def train(config: TrainConfig, *, say: Callable[[str], None] | None = None) -> Result:
-    """Trains what a configuration describes, in a folder of its own, and returns how it ended.
+    """Trains the model that a configuration describes, in a run folder, and returns the outcome.
 
-    All processes of a run call it; process 0 writes and speaks.
+    All processes of a run must call it; only process 0 writes logs and prints.
 
     Args:
-        say: where to tell what is done, instead of showing it on stderr with a line of progress.
+        say: function that receives each printed line (default: print to stderr, with a progress line).
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "job.py").write_text('''
+        ... import numpy as np, meshwright as mw
+        ... make_batch = lambda seed: {"x": np.ones((8, 4), np.float32)}
+        ... job = mw.Job(
+        ...     init=lambda key: {"w": np.zeros(4, np.float32)}, rules=[("w", mw.P())], mesh="dp:8",
+        ...     loss=lambda params, batch, rng: (((batch["x"] @ params["w"] - 1) ** 2).mean(), {}),
+        ...     batch=make_batch(0), make_batch=make_batch,
+        ... )''')
+        >>> changes = {"job": f"{folder}/job.py:job", "view": "global", "run": f"{folder}/run", "steps": 2}
+        >>> train(TrainConfig().changed(changes), say=lambda line: None).why
+        'finished'
     """
     if not isinstance(config, TrainConfig):
         raise ConfigError(
@@ -40,20 +56,16 @@ def train(config: TrainConfig, *, say: Callable[[str], None] | None = None) -> R
 
 
 def _finish(ready: ReadyRun, result: Result) -> None:
-    """Writes down how a run ended, makes its page, and tells how to go on."""
+    """Logs the outcome, writes the report page, and prints the command that continues the run."""
     config, tell, log = ready.setup.config, ready.setup.tell, ready.loop.log
     loss, problems = result.metrics.get("eval/loss"), result.problems()
-    text = {
-        "finished": f"finished at step {result.step}",
-        "preempted": f"stopped at step {result.step}, as asked{'; its checkpoint is written' if result.saved else ''}",
-        "out of data": f"the data ended at step {result.step}",
+    saved = "; checkpoint saved" if result.saved else ""
+    text, more = {
+        "finished": (f"finished at step {result.step}", f" --steps {2 * config.run.steps}"),
+        "preempted": (f"stopped at step {result.step} on request{saved}", ""),
+        "out of data": (f"out of data at step {result.step}", f" --epochs {2 * (config.data.epochs or 1)}"),
     }[result.why]
     text += f"; evaluation loss {loss:.4f}" if loss is not None and result.why != "preempted" else ""
-    more = {
-        "finished": f" --steps {2 * config.run.steps}",
-        "preempted": "",
-        "out of data": f" --epochs {2 * (config.data.epochs or 1)}",
-    }[result.why]
     go_on = f"{ready.setup.folder.resume_command}{more if result.saved else ''}"
     kind = "error" if problems else "preempted" if result.why == "preempted" else "finish"
     log.event(kind, result.step, "; ".join([text, *problems]), go_on=go_on)
@@ -61,13 +73,13 @@ def _finish(ready: ReadyRun, result: Result) -> None:
     if config.run.report:
         log.flush()
         tell(_report(ready))
-    tell(f"to go on: {go_on}")
-    for problem in problems:  # last, where it is seen
+    tell(f"to continue: {go_on}")
+    for problem in problems:  # print errors last, where people see them
         tell(f"error: {problem}")
 
 
 def _report(ready: ReadyRun) -> str:
-    """Writes the page, and says where it is; a page that cannot be written does not change how a run ended."""
+    """Writes the report page and returns the line to print; a failure does not change the outcome of the run."""
     from meshwright.loop.report import build_report
 
     folder = ready.setup.folder.path
@@ -76,4 +88,4 @@ def _report(ready: ReadyRun) -> str:
     except (MeshwrightError, OSError) as error:
         why = str(error).partition("\n")[0]
         command = f"meshwright report {shlex.quote(str(folder))} --out FILE"
-        return f"warning: there is no report page: {why}\nhint: {command} writes it elsewhere."
+        return f"warning: could not write the report page: {why}\nhint: run {command}."

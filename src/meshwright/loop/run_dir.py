@@ -1,4 +1,4 @@
-"""A run's folder: its name, its configuration, and that one run at a time writes into it."""
+"""The run folder: its name, its configuration, and its lock."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from meshwright.files import write_atomically
 from meshwright.loop.config import TrainConfig
 
 CONFIG, FACTS = "config.yaml", "run.json"
-_FULL = "free some space, or name a folder on another disk with --run."
-_FORBIDDEN = "name a folder that you may write to with --run."
-_FILE = "--run names a folder, and there is a file of that name on the way."
-# What the system refuses, and what to do about it.
+_FULL = "free some space, or use a folder on another disk with --run."
+_FORBIDDEN = "use a folder with write permission for --run."
+_FILE = "choose another --run: a file on this path has the name of a folder."
 _HINTS = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
@@ -33,42 +32,21 @@ _HINTS = {
     errno.EROFS: _FORBIDDEN,
     errno.EEXIST: _FILE,
     errno.ENOTDIR: _FILE,
-    errno.EISDIR: "a file of the run has its name taken by a folder: name another one with --run.",
-    errno.ENAMETOOLONG: "a shorter name with --run.",
-    errno.EIO: "is the disk failing? Name a folder on another one with --run.",
+    errno.EISDIR: "choose another --run: a folder has the name of one of the run's files.",
+    errno.ENAMETOOLONG: "use a shorter name for --run.",
+    errno.EIO: "check the disk, or use a folder on another one with --run.",
 }
-# What may lie in the folder of a run that is new: what an attempt left, what a scheduler or a file system puts there.
-_NO_STRANGERS = (
-    ".*",
-    "lost+found",
-    "*.log",
-    "*.out",
-    "*.err",
-    FACTS,
-    "metrics.jsonl",
-    "events.jsonl",
-    "trackers.json",
-    "report.html",
-    "checkpoints",
-    "tensorboard",
-    "ledger",
-    "profile",
-    "wandb",
-    "hang-*.txt",
-)
+# Files that a new run's folder may already hold: leftovers of a failed start, files of a scheduler or a file system.
+_FILES = "run.json metrics.jsonl events.jsonl trackers.json report.html hang-*.txt *.log *.out *.err .* lost+found"
+_NO_STRANGERS = f"{_FILES} checkpoints tensorboard ledger profile wandb".split()
 PER_PROCESS = ("coordinator", "num_processes", "process_id")
 """Options that differ between the processes of a run."""
 NOT_OF_THE_RUN = ("resume", "or_start", "run", *PER_PROCESS)
-"""Options that say how a process takes part, not what the run is."""
+"""Options that describe how a process takes part, not the run."""
 
 
 class RunFolder:
-    """The folder of one run; `RunFolder.open` finds or makes it, on all processes of the run the same.
-
-    Args:
-        path: the folder.
-        resumed: whether it held a run before.
-    """
+    """The folder of one run; `RunFolder.open` finds or creates it, the same on all processes."""
 
     def __init__(self, path: Path, *, resumed: bool) -> None:
         self.path = path
@@ -77,9 +55,9 @@ class RunFolder:
 
     @classmethod
     def open(cls, config: TrainConfig, *, name: str) -> RunFolder:
-        """Finds the folder that a configuration names, or makes the next free one under `runs/`.
+        """Finds the folder that a configuration names, or creates the next free one under `runs/`.
 
-        Process 0 decides, and what it meets, all processes are told: one that went on alone would wait for the others.
+        Process 0 decides and broadcasts the folder or the error, so that all processes continue or fail together.
         """
         folder = cls(Path(), resumed=False)
         problem: ConfigError | None = None
@@ -87,7 +65,7 @@ class RunFolder:
             try:
                 folder.path = _choose(config, name)
                 folder.resumed = (folder.path / CONFIG).is_file()
-                if jax.process_count() > 1:  # the others may have been started elsewhere
+                if jax.process_count() > 1:  # other processes may have another working directory
                     folder.path = folder.path.absolute()
                 folder.path.mkdir(parents=True, exist_ok=True)
                 folder._take_lock()
@@ -110,28 +88,27 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
         return self.path / "checkpoints"
 
     @property
     def resume_command(self) -> str:
-        """What to type to go on with the run."""
+        """The command that resumes the run."""
         return f"meshwright train --run {shlex.quote(str(self.path))} --resume"
 
     def write_config(self, config: TrainConfig) -> None:
-        """Keeps the configuration, without what only says how this process takes part."""
+        """Writes the configuration, without the options in `NOT_OF_THE_RUN`."""
         defaults = TrainConfig().flat()
         config = config.changed({name: defaults[name] for name in NOT_OF_THE_RUN})
         self._write(CONFIG, config.to_yaml())
 
     def write_facts(self, facts: dict[str, Any]) -> None:
-        """Keeps what the run turned out to be: mesh, layout, devices, versions."""
+        """Writes facts about the run: mesh, layout, devices, versions."""
         facts = {"name": self.path.name, "resume_command": self.resume_command, "started": time.time(), **facts}
         self._write(FACTS, json.dumps(facts, indent=1))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Turns what the system refuses, on a full disk say, into an error with a hint."""
+        """Turns an `OSError`, e.g. from a full disk, into an error with a hint."""
         try:
             yield
         except OSError as error:
@@ -140,18 +117,17 @@ class RunFolder:
             raise _cannot_write(self.path, error) from error
 
     def close(self) -> None:
-        """Lets other processes write here."""
         if self._lock is not None:
             self._lock.close()
 
     def _require_shared(self) -> None:
-        for _ in range(50):  # network file systems may take a while to show what another machine made
+        for _ in range(50):  # a network file system may show the folder late
             if self.path.is_dir():
                 return
             time.sleep(0.2)
         raise ConfigError(
-            f"{self.path} was made by rank 0, and is not to be seen here.",
-            hint="--run on a file system that all share.",
+            f"rank 0 created {self.path}, but this process cannot see it.",
+            hint="put --run on a file system that all processes share.",
         )
 
     def _write(self, name: str, text: str) -> None:
@@ -161,15 +137,15 @@ class RunFolder:
     def _take_lock(self) -> None:
         try:
             import fcntl
-        except ImportError:  # not on this system; then nothing guards the folder
+        except ImportError:  # without fcntl the folder is not locked
             return
         self._lock = (self.path / ".lock").open("w")
         try:
-            # The system lets go of it when the process ends, however it ends.
+            # The system releases it when the process ends, even after a kill.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another process is training in {self.path} right now.", hint="wait for its end, or use another --run."
+                f"another process is training in {self.path}.", hint="wait until it ends, or use another --run."
             ) from None
         except OSError:  # some network file systems have no locks
             with contextlib.suppress(OSError):
@@ -178,41 +154,30 @@ class RunFolder:
 
 
 def _choose(config: TrainConfig, name: str) -> Path:
-    wanted = config.run.run
-    if config.run.resume:
-        if wanted is None:
-            raise ConfigError("--resume needs the folder of a run.", hint="--run runs/NAME --resume.")
-        if not config.run.or_start and not (Path(wanted) / CONFIG).is_file():
-            raise ConfigError(f"{wanted} holds no run to resume.", hint="the folder with config.yaml in it.")
-        if not (Path(wanted) / CONFIG).is_file():
-            _require_no_strangers(Path(wanted))
-        return Path(wanted)
-    path = Path(wanted) if wanted is not None else _next_free(Path("runs"), name)
+    options = config.run
+    if options.resume and options.run is None:
+        raise ConfigError("--resume needs a run folder.", hint="pass --run runs/NAME --resume.")
+    path = Path(options.run) if options.run is not None else _next_free(Path("runs"), name)
     if (path / CONFIG).is_file():
-        raise ConfigError(f"{path} already holds a run.", hint="add --resume to go on with it, or name another --run.")
-    _require_no_strangers(path)
-    return path
-
-
-def _require_no_strangers(path: Path) -> None:
-    """Raises where a folder holds something else than a run, or than what an attempt to start one has left."""
-    if not path.is_dir():
-        return
-    strangers = sorted(
-        entry.name for entry in path.iterdir() if not any(fnmatch.fnmatch(entry.name, name) for name in _NO_STRANGERS)
-    )
+        if not options.resume:
+            raise ConfigError(f"{path} already holds a run.", hint="resume it with --resume, or use another --run.")
+        return path
+    if options.resume and not options.or_start:
+        raise ConfigError(f"{path} holds no run to resume.", hint="name the folder that holds config.yaml.")
+    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    strangers = [name for name in names if not any(fnmatch.fnmatch(name, known) for known in _NO_STRANGERS)]
     if strangers:
         shown = ", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else "")
         raise ConfigError(
-            f"{path} holds other files, and no run: {shown}.",
-            hint=f"name a folder of the run's own, such as --run {shlex.quote(str(path / 'run'))}.",
+            f"{path} holds other files but no run: {shown}.",
+            hint=f"use a folder for the run alone, e.g. --run {shlex.quote(str(path / 'run'))}.",
         )
+    return path
 
 
 def _cannot_write(path: Path, error: OSError) -> ConfigError:
-    what = error.strerror or str(error)
-    hint = _HINTS.get(error.errno or 0, "name another folder with --run.")
-    return ConfigError(f"the run's folder {path} cannot be written: {what}.", hint=hint)
+    hint = _HINTS.get(error.errno or 0, "use another folder with --run.")
+    return ConfigError(f"cannot write the run folder {path}: {error.strerror or error}.", hint=hint)
 
 
 def _next_free(parent: Path, name: str) -> Path:

@@ -1,7 +1,7 @@
-"""Text from a language model while it is trained, from its parameters where they lie.
+"""Text samples from a language model during training, without moving its parameters.
 
-One program serves every prompt and length: it works on a window of fixed size, and each new token is one pass over it.
-That is no way to serve a model, but enough to see what a run has learned, and needs nothing besides `model.apply`.
+Each new token is a full pass over a window of fixed size, so one program serves every prompt and length. That is too
+slow for serving, but it needs only `model.apply`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from meshwright.loop.setup import RunSetup
 
 TEMPERATURE = 0.7
-"""How freely samples of a run are drawn: a little more likely than the model says, so that short training shows."""
-# XLA decides how the work is split: there is one row, and a handful of tokens.
+"""Sampling temperature; below 1, so that short training already shows."""
+# Leave the partitioning to XLA: there is only one row.
 _RUN = Execution(tensor_axis=None, data_axes=(), pipeline_axis=None, sequence_parallel=False, attention="xla")
 
 
 def make_sampler(
     model: LanguageModel, *, window: int, precision: Precision | str = "float32", vocab_size: int | None = None
 ) -> Sampler:
-    """Returns `generate(params, prompt, num_tokens, seed=0, temperature=0.0)`, which is compiled once per mesh.
+    """Returns `generate(params, prompt, num_tokens, seed=0, temperature=0.0)`, compiled once per mesh.
 
     Args:
-        window: the most tokens, those of the prompt included.
-        precision: what it computes in, as for a step.
-        vocab_size: only tokens below it are drawn: a model may have room for more than its tokenizer knows.
+        window: maximum number of tokens, including the prompt.
+        precision: compute precision, as for a train step.
+        vocab_size: sample only token ids below this (default: the model's vocabulary).
 
     Example:
         >>> from meshwright.models import Decoder
@@ -52,12 +52,12 @@ def make_sampler(
         (5,)
     """
     if window < 2:
-        raise MeshwrightError(f"a window of {window} tokens has no room for a prompt and an answer.", hint="2 or more.")
+        raise MeshwrightError(f"window={window} cannot hold a prompt and a new token.", hint="use at least 2.")
     return Sampler(model, window, Precision.named(precision), vocab_size or model.vocab_size)
 
 
 class TrainingSamples:
-    """Text that a model writes before it is trained, and after."""
+    """Text samples before and after training."""
 
     def __init__(self, setup: RunSetup) -> None:
         from meshwright.loop.sources import TextSource
@@ -75,18 +75,16 @@ class TrainingSamples:
         self.sampled_at: int | None = None
 
     def begin(self, state: Any, sampled_at: int | None) -> None:
-        """Shows what an untrained model writes; `sampled_at` is a trained step whose text is in the log already."""
+        """Shows a sample of an untrained model; `sampled_at` is a step whose sample is already in the log."""
         self.sampled_at = sampled_at
         if int(state.step) == 0:
             self.show(state, "before")
 
     def end(self, state: Any) -> None:
-        """Shows what the trained model writes."""
         if int(state.step) != self.sampled_at:
             self.show(state, "after")
 
     def show(self, state: Any, when: str) -> None:
-        """Generates some text, tells it and writes it down."""
         options, step = self.options, int(state.step)
         tokens = self.generate(
             state.params, self.prompt, options.sample_tokens, seed=options.seed, temperature=TEMPERATURE
@@ -95,11 +93,11 @@ class TrainingSamples:
         self.tell.log.event("sample", step, text, prompt=options.prompt, when=when)
         shown = "".join(letter if letter.isprintable() or letter == "\n" else "\N{MIDDLE DOT}" for letter in text)
         lines = "\n".join(f"    {line}" for line in (options.prompt + shown).splitlines())
-        self.tell(f"a sample {when} training:\n{lines}")
+        self.tell(f"sample {when} training:\n{lines}")
 
 
 class Sampler:
-    """What `make_sampler` returns."""
+    """The function that `make_sampler` returns."""
 
     def __init__(self, model: LanguageModel, window: int, precision: Precision, vocab_size: int) -> None:
         self.model, self.window, self.precision = model, window, precision
@@ -114,19 +112,17 @@ class Sampler:
         seed: int = 0,
         temperature: float = 0.0,
     ) -> np.ndarray:
-        """Returns the tokens that follow a prompt, without it; the same on every mesh, and on every process.
-
-        With several processes, all of them must call it, with the same arguments.
+        """Returns the tokens after a prompt, the same on every mesh; all processes must call it alike.
 
         Args:
-            params: on one device, or split over any mesh.
-            temperature: 0 always takes the likeliest token; 1 draws as the model says, by `seed`.
+            params: parameters on one device, or sharded over any mesh.
+            temperature: sampling temperature; 0 always takes the most likely token.
         """
         prompt = np.asarray(prompt)
         self._check(prompt, num_tokens, temperature)
         tokens = np.zeros(self.window, np.int32)
         tokens[: len(prompt)] = prompt
-        # As plain numbers, which are the same on all processes: arrays would belong to one.
+        # A NumPy array is the same on all processes; a JAX array would belong to one.
         key = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
         params, mesh = _one_copy(params)
         start, stop = np.int32(len(prompt)), np.int32(len(prompt) + num_tokens)
@@ -136,22 +132,22 @@ class Sampler:
     def _check(self, prompt: np.ndarray, num_tokens: int, temperature: float) -> None:
         if prompt.ndim != 1 or not len(prompt) or not np.issubdtype(prompt.dtype, np.integer):
             raise MeshwrightError(
-                f"a prompt is a list of one or more token ids, not {prompt.dtype}{list(prompt.shape)}.",
-                hint="tokenizer.encode(text); to start from nothing, the token that ends a document.",
+                f"a prompt must be a non-empty list of token ids; got {prompt.dtype}{list(prompt.shape)}.",
+                hint="use tokenizer.encode(text), or the end-of-document token for an empty prompt.",
             )
         if prompt.min() < 0 or prompt.max() >= self.model.vocab_size:
             raise MeshwrightError(
-                f"the prompt holds token {prompt.max() if prompt.min() >= 0 else prompt.min()}; the model knows 0 to "
-                f"{self.model.vocab_size - 1}.",
-                hint="use the tokenizer that the model is trained with.",
+                f"the prompt holds token {prompt.max() if prompt.min() >= 0 else prompt.min()}; the model's ids are 0 "
+                f"to {self.model.vocab_size - 1}.",
+                hint="use the tokenizer of the model.",
             )
         if num_tokens < 1 or len(prompt) + num_tokens > self.window:
             raise MeshwrightError(
-                f"{len(prompt)} tokens of a prompt and {num_tokens} new ones do not fit a window of {self.window}.",
-                hint="a shorter prompt, fewer tokens, or make_sampler(window=...) with a larger one.",
+                f"{len(prompt)} prompt tokens and {num_tokens} new tokens do not fit a window of {self.window}.",
+                hint="shorten the prompt, generate fewer tokens, or pass a larger window to make_sampler.",
             )
         if not (math.isfinite(temperature) and temperature >= 0):
-            raise MeshwrightError(f"temperature={temperature} is no temperature.", hint="0 or more.")
+            raise MeshwrightError(f"temperature is {temperature}.", hint="use a finite number of at least 0.")
 
 
 def _generate(
@@ -175,13 +171,13 @@ def _generate(
 
     def next_token(place: Any, tokens: Any) -> Any:
         def logits(h: Any, head: Any, _: Any) -> Any:
-            # Of one position only: a vocabulary is wide.
+            # Compute the logits of one position only, since the vocabulary is large.
             last = jax.lax.dynamic_index_in_dim(h[0], place - 1, keepdims=False)
             found = jnp.dot(last, head, preferred_element_type=jnp.float32)
             cap = model.logit_soft_cap
             return everywhere(found if cap is None else cap * jnp.tanh(found / cap))
 
-        # What stands behind `place` is not seen: every layer is causal.
+        # Every layer is causal, so tokens after `place` have no effect.
         found = model.apply(params, tokens[None], run=_RUN, finish=logits)[:vocab_size]
         drawn = jax.random.categorical(jax.random.fold_in(key, place), found / jnp.maximum(temperature, 1e-6))
         token = jnp.where(temperature > 0, drawn, jnp.argmax(found))
@@ -194,11 +190,10 @@ def _generate(
 
 
 def _one_copy(params: PyTree) -> tuple[PyTree, Mesh | None]:
-    """Returns the parameters on as few devices as hold all of them, and the mesh of those.
+    """Returns one copy of the parameters, on as few devices as hold it, and the mesh of those devices.
 
-    Devices along an axis that splits nothing would all compute the same. Where devices are simulated, that is work for
-    the same processor: eight times as much on `dp:8`. Nothing is copied. Several processes stay on the whole mesh, of
-    which all have a part; so does a program for which a mesh is in force, which jax does not let shrink.
+    Replicas would repeat the same work, which is slow on simulated devices. Nothing is copied. Runs of several
+    processes keep the whole mesh, and so do programs under a current mesh, which JAX does not let shrink.
     """
     shardings = [leaf.sharding for leaf in jax.tree.leaves(params)]
     mesh = shardings[0].mesh if isinstance(shardings[0], NamedSharding) else None

@@ -1,7 +1,7 @@
-"""From a configuration to a ready loop, in the order of the flow: mesh, rules, layout, step, state, data.
+"""Setup of a run, from its configuration to a loop that is ready to start: mesh, rules, layout, step, state, data.
 
-The step, which only describes a program, comes before the state: a batch that it cannot split is refused before the
-run's folder is made, and the state may be a checkpoint in that folder.
+The step comes before the state: it rejects a batch that it cannot split before the run folder is created, and the
+state may come from a checkpoint in that folder.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from meshwright.train.job import check_axes, load_job
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What is decided about a run, on all processes alike, before anything is computed."""
+    """The decisions about a run, the same on all processes, before anything is computed."""
 
     config: TrainConfig
     tell: Voice
@@ -71,7 +71,7 @@ class RunSetup:
 
 @dataclass(frozen=True)
 class ReadyRun:
-    """A run that only has to be started: `fit(ready.loop, ready.state, ready.batches)`."""
+    """A run that is ready to start: `fit(ready.loop, ready.state, ready.batches)`."""
 
     setup: RunSetup
     loop: Loop
@@ -81,7 +81,7 @@ class ReadyRun:
 
 
 def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
-    """Makes a run ready for its first step; what must be closed at its end is left to `stack`."""
+    """Prepares a run for its first step; `stack` closes its resources."""
     setup = _decide(config, tell)
     stack.callback(setup.folder.close)
     preemption = stack.enter_context(Preemption())
@@ -91,7 +91,7 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
     load_ahead()
     start = find_start(setup, checkpoints)
     data = _Data(setup, stack)
-    batches = data.open(start.data, start.step + 1)  # checks the data's state, so nothing is changed before it
+    batches = data.open(start.data, start.step + 1)  # checks the position in the data before anything is written
     stack.callback(batches.close)
     flops = flops_per_step(setup)
     log = _open_log(setup, flops, stack)
@@ -107,11 +107,11 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
     return ReadyRun(setup, loop, start.state, batches, samples)
 
 
-# --- What is decided ---
+# --- Decisions ---
 
 
 def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
-    """Decides everything, on all processes alike; nothing is written but the run's empty folder."""
+    """Makes all decisions, the same on all processes; writes only the empty run folder."""
     model, job, source = _load(config, tell)
     precision: str = config.placement.precision
     if precision == "auto":
@@ -125,7 +125,7 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     layout = state_layout(job, optimizer, mesh, zero_axis=config.placement.zero_axis, precision=precision)
     tell(
         f"model: {config.model.job or config.model.model}, {num_params(job):,} parameters; the state takes "
-        f"{format_bytes(layout.bytes_per_device)} on each device; precision {precision}"
+        f"{format_bytes(layout.bytes_per_device)} per device; precision {precision}"
     )
     step = make_train_step(
         job,
@@ -145,12 +145,12 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
 
 
 def _load(config: TrainConfig, tell: Voice) -> tuple[LanguageModel | None, Any, TextSource | JobSource]:
-    """Returns what is trained, and on what, once all processes agree on it."""
+    """Returns the model, the job and the data source, after checking that all processes agree."""
     named, sizes = config.model.model, config.model.model_options
 
     def load() -> tuple[Any, TextSource | JobSource]:
         job = load_job(config.model.job) if config.model.job is not None else None
-        if job is None:  # wrong options are told before any text is read
+        if job is None:  # report wrong options before reading any text
             make_model(named, sizes)
         return job, make_source(config, job, tell=tell)
 
@@ -168,7 +168,7 @@ def _load(config: TrainConfig, tell: Voice) -> tuple[LanguageModel | None, Any, 
 def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, precision: str) -> MeshChoice:
     named = config.placement.mesh if config.placement.mesh != "auto" else getattr(job, "mesh", None)
     if named is not None:
-        return MeshChoice(named, "as asked." if config.placement.mesh != "auto" else "the job's own.")
+        return MeshChoice(named, "set by --mesh." if config.placement.mesh != "auto" else "set by the job.")
     return choose_mesh(
         job,
         optimizer,
@@ -183,15 +183,14 @@ def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, prec
 
 
 def _require_rows(step: Step, job: Any, minibatches: int) -> None:
-    """Raises where a batch cannot be split over devices and minibatches."""
     step.batch_shardings(job.batch)
     rows = rows_of(job)
     parts = minibatches * math.prod(step.layout.mesh.shape[axis] for axis in step.row_axes)
     if rows % parts:
         down, up = rows // parts * parts, round_up(rows, parts)
         raise ConfigError(
-            f"a batch of {rows} rows cannot be cut into {minibatches} minibatches for {parts // minibatches} devices.",
-            hint=f"--batch-size {f'{down} or {up}' if down else up}.",
+            f"cannot split a batch of {rows} rows into {minibatches} minibatches for {parts // minibatches} devices.",
+            hint=f"use --batch-size {f'{down} or {up}' if down else up}.",
         )
 
 
@@ -202,11 +201,11 @@ def _devices() -> str:
     return f"{len(devices)} {kind}{several}"
 
 
-# --- What is opened ---
+# --- Data, logs and callbacks ---
 
 
 class _Data:
-    """The batches of a run, from any place on, and the ledger of them."""
+    """The batches of a run, from any position in the data, and their ledger."""
 
     def __init__(self, setup: RunSetup, stack: ExitStack) -> None:
         self.setup, self.ledger = setup, None
@@ -221,13 +220,12 @@ class _Data:
     def reopen(self, undone: Mapping[str, Any], after: Mapping[str, Any], first_step: int) -> Any:
         if self.ledger is not None:
             row = int(undone["next_row"])
-            why = "the loss rose, and the run was rolled back"
-            self.ledger.skip(row, int(after["next_row"]) - row, why=why)
+            self.ledger.skip(row, int(after["next_row"]) - row, why="rolled back after a loss spike")
         return self.open(after, first_step)
 
 
 def _open_log(setup: RunSetup, flops: float | None, stack: ExitStack) -> RunLog:
-    """Opens the run's log and writes its configuration, on all processes or on none."""
+    """Opens the run's log and writes its configuration; all processes succeed or fail together."""
     folder, options = setup.folder, setup.config.run
 
     def open_log() -> RunLog:
@@ -254,7 +252,7 @@ def _open_log(setup: RunSetup, flops: float | None, stack: ExitStack) -> RunLog:
 def _make_callbacks(
     setup: RunSetup, start: Start, checkpoints: Checkpoints, data: _Data, flops: float | None, stack: ExitStack
 ) -> list[Callback]:
-    """Returns what surrounds the steps; a loss that jumped is dealt with before its state is evaluated or saved."""
+    """Returns the callbacks; a rollback comes before evaluation and checkpoints, so that bad states are not saved."""
     config, tell, folder, options = setup.config, setup.tell, setup.folder, setup.config.run
     progress = Progress(
         options.steps,
@@ -267,11 +265,12 @@ def _make_callbacks(
     tell.progress = progress
     callbacks: list[Callback] = []
     if config.safety.hang:
-
-        def tell_hang(text: str) -> None:
-            tell.event("hang", progress.step, text)
-
-        watchdog = Watchdog(config.safety.hang, tell=tell_hang, folder=folder.path, rank=jax.process_index())
+        watchdog = Watchdog(
+            config.safety.hang,
+            tell=lambda text: tell.event("hang", progress.step, text),
+            folder=folder.path,
+            rank=jax.process_index(),
+        )
         callbacks.append(stack.enter_context(watchdog))
     callbacks.append(StepLog(learning_rates(config), setup.source.counts_tokens, flops, peak_flops(setup)))
     callbacks.append(SkippedSteps(NonFiniteGuard.for_layout(setup.layout, limit=config.safety.max_skipped)))
@@ -290,7 +289,7 @@ def _make_callbacks(
         profiler = StepProfiler(options.profile, folder.path / "profile")
         callbacks.append(profiler)
         if profiler.stop <= start.step + 1:
-            tell(f"no step of --profile {options.profile} comes: the run stands at step {start.step}")
+            tell(f"--profile {options.profile} has no effect: the run is already at step {start.step}")
 
     def facts() -> dict[str, Any]:
         return checkpoint_facts(setup) | ({} if spikes is None else {"spikes": spikes.state})

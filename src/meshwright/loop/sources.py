@@ -1,4 +1,4 @@
-"""Where a run's batches come from: text, or the job itself."""
+"""Sources of a run's batches: text, or the job itself."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StreamStart:
-    """Where in the data to begin.
+    """The position in the data to start at.
 
     Args:
-        state: of the batches before, as a checkpoint holds it; None for the beginning.
-        first_step: the step that the first batch is for.
+        state: position saved in a checkpoint, or None for the beginning.
+        first_step: step of the first batch.
     """
 
     state: Mapping[str, Any] | None = None
@@ -46,10 +46,10 @@ class StreamStart:
 
 
 class TextSource:
-    """Text as packed rows of tokens, split into what is trained on and what is kept for evaluation.
+    """Text as packed rows of tokens, split into training and evaluation rows.
 
     Args:
-        vocab_size: of a model that is there already; ids beyond it are refused.
+        vocab_size: vocabulary size of the job's model; larger token ids are rejected.
     """
 
     def __init__(self, options: DataOptions, *, tell: Tell, vocab_size: int | None = None) -> None:
@@ -66,13 +66,13 @@ class TextSource:
             self.eval_rows = Rows(validation, options.num_tokens, vocab_size=vocab_size)
         if len(self.rows) < options.batch_size:
             raise DataError(
-                f"the data has {len(self.rows)} rows of {options.num_tokens} tokens to train on; a batch has "
+                f"the data has {len(self.rows)} training rows of {options.num_tokens} tokens; a batch needs "
                 f"{options.batch_size}.",
-                hint="more text, a smaller --batch-size, or fewer --num-tokens.",
+                hint="use more text, a smaller --batch-size, or fewer --num-tokens.",
             )
         tell(
-            f"data: {tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens; {len(self.rows):,} rows of "
-            f"{options.num_tokens} to train on, {len(self.eval_rows or ()):,} to evaluate on"
+            f"data: {tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens; rows of {options.num_tokens}: "
+            f"{len(self.rows):,} for training, {len(self.eval_rows or ()):,} for evaluation"
         )
 
     @property
@@ -80,41 +80,32 @@ class TextSource:
         return int(self.tokenizer.vocab_size)
 
     def facts(self) -> dict[str, Any]:
-        """What all processes must agree on."""
+        """Facts that all processes must agree on."""
         return {"data": self.fingerprint, "rows": len(self.rows)}
 
     def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
-        """Returns the batches from a place on, on the step's devices."""
-        options = self.options
-        return Batches(
-            self.rows,
-            batch_size=options.batch_size,
-            shardings=step.batch_shardings,
-            seed=seed,
-            epochs=options.epochs,
-            state=place.state,
-            first_step=place.first_step,
-            ledger=place.ledger,
-        )
+        """Returns the batches from a position on, on the step's devices."""
+        shared: dict[str, Any] = {"shardings": step.batch_shardings, "seed": seed, **vars(place)}
+        return Batches(self.rows, batch_size=self.options.batch_size, epochs=self.options.epochs, **shared)
 
     def evaluation(self, step: Step, num_batches: int) -> Iterator[Any] | None:
-        """Returns the batches to evaluate on, the same each time; None where there are none."""
+        """Returns the evaluation batches, the same each time, or None if there are none."""
         if not self.eval_rows:
             return None
         return iter(eval_batches(self.eval_rows, self.options.batch_size, step.batch_shardings, num_batches))
 
-    why_no_evaluation = "no rows were kept back for it"
+    why_no_evaluation = "no rows are held out"
     counts_tokens = True
 
 
 class JobSource:
-    """Batches that a job makes itself, from seeds."""
+    """Batches that a job makes from seeds."""
 
     def __init__(self, job: Any, options: DataOptions) -> None:
         if getattr(job, "make_batch", None) is None:
             raise JobError(
-                "the job makes no batches, and its example batch is not one of text.",
-                hint="give it make_batch(seed) -> batch, or a batch of `inputs` and `targets` and use --data.",
+                "the job has no make_batch, and its example batch is not text.",
+                hint="add make_batch(seed) -> batch, or use a batch of `inputs` and `targets` with --data.",
             )
         self.job = job
         self.options = options
@@ -123,31 +114,21 @@ class JobSource:
         _require_default(options, ("batch_size",), "the job's batch decides", but=self.batch_size)
 
     def facts(self) -> dict[str, Any]:
-        """What all processes must agree on."""
         return {"batch": jax.tree.leaves(self.job.batch)}
 
     def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
-        """Returns the batches from a place on, on the step's devices."""
-        return job_batches(
-            self.job,
-            shardings=step.batch_shardings,
-            seed=seed,
-            batch_size=self.batch_size,
-            state=place.state,
-            first_step=place.first_step,
-            ledger=place.ledger,
-        )
+        shared: dict[str, Any] = {"shardings": step.batch_shardings, "seed": seed, **vars(place)}
+        return job_batches(self.job, batch_size=self.batch_size, **shared)
 
     def evaluation(self, step: Step, num_batches: int) -> Iterator[Any] | None:
-        """A job that makes its batches keeps none back."""
         return None
 
-    why_no_evaluation = "the job makes its own batches and keeps none back"
+    why_no_evaluation = "the job makes its own batches and holds none out"
     counts_tokens = False
 
 
 def is_text(job: Any) -> bool:
-    """Says whether a job's batches are tokens and targets, which text can be made into."""
+    """Returns whether a job's batches are tokens (`inputs` and `targets`), so that text can fill them."""
     batch = getattr(job, "batch", None)
     return (
         isinstance(batch, Mapping)
@@ -157,28 +138,28 @@ def is_text(job: Any) -> bool:
 
 
 def rows_of(job: Any) -> int:
-    """Returns how many rows a job's example batch has."""
+    """Returns the number of rows in a job's example batch."""
     if not jax.tree.leaves(getattr(job, "batch", None)):
-        raise JobError("the job has no example batch.", hint="Job(..., batch=...), of arrays or ShapeDtypeStruct.")
+        raise JobError("the job has no example batch.", hint="pass Job(..., batch=...), of arrays or ShapeDtypeStruct.")
     return count_rows(job.batch, who="train")
 
 
 def _require_default(options: DataOptions, names: tuple[str, ...], why: str, *, but: Any = None) -> None:
-    """Raises for an option that was set and would do nothing."""
+    """Raises if an option was set that would have no effect."""
     plain = DataOptions()
     for name in names:
         value = getattr(options, name)
         if value not in (getattr(plain, name), but):
-            raise ConfigError(f"{name} is {value}, and would do nothing: {why}.", hint=f"leave {name} out.")
+            raise ConfigError(f"{name} is {value}, which would have no effect: {why}.", hint=f"leave {name} out.")
 
 
 def default_cache() -> Path:
-    """Where what can be made again is kept."""
+    """Returns the cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
 
 
 def make_source(config: TrainConfig, job: Any, *, tell: Tell) -> TextSource | JobSource:
-    """Returns where the batches of a run come from: text, unless a job makes its own and no data was named."""
+    """Returns the source of a run's batches: text, unless the job makes its own and --data is not set."""
     if job is None:
         return TextSource(config.data, tell=tell)
     if is_text(job) and (config.data.data is not None or getattr(job, "make_batch", None) is None):
@@ -187,7 +168,7 @@ def make_source(config: TrainConfig, job: Any, *, tell: Tell) -> TextSource | Jo
         _require_default(config.data, ("num_tokens",), "the job's batch decides", but=tokens)
         vocab_size = getattr(job, "vocab_size", None)
         if vocab_size is None:
-            tell("the job does not say how many tokens it knows (vocab_size), so ids beyond them are not noticed")
+            tell("the job has no vocab_size, so token ids beyond its vocabulary are not detected")
         options = dataclasses.replace(config.data, batch_size=rows, num_tokens=tokens)
         return TextSource(options, tell=tell, vocab_size=vocab_size)
     if config.data.data is not None:

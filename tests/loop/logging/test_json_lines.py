@@ -1,4 +1,4 @@
-"""Lines survive kills, full disks and being cut back."""
+"""JSON lines files survive kills, full disks and rewinds."""
 
 import errno
 import json
@@ -47,7 +47,7 @@ def test_a_torn_line_longer_than_one_look_is_dropped(tmp_path):
     assert path.read_bytes() == b""
 
 
-def test_all_that_waits_is_one_write(tmp_path, monkeypatch):
+def test_a_flush_is_one_write(tmp_path, monkeypatch):
     lines, calls = JsonLines(tmp_path / "a.jsonl"), []
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, block: (calls.append(block), write(file, block))[1])
@@ -70,7 +70,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     write = os.write
 
     def half(file, block):
-        # What the system takes before it finds the disk full.
+        # A partial write before the disk is full.
         if len(block) > 14:
             return write(file, block[:14])
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -84,7 +84,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     assert [line["step"] for line in read_lines(lines.path)] == [1, 2, 3]
 
 
-def test_numbers_come_back_to_the_last_bit(tmp_path):
+def test_numbers_round_trip_exactly(tmp_path):
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 2**32, 500, dtype=np.uint32).view(np.float32)
     values = [*bits[np.isfinite(bits)], np.float32(0.1), np.float64(1 / 3), np.float32(np.nan), np.float32(-np.inf)]
@@ -107,7 +107,7 @@ def test_text_of_any_kind_is_kept(tmp_path):
     assert len(lines.path.read_bytes().split(b"\n")) == len(texts) + 1
 
 
-def test_lines_that_are_no_json_are_numbered_and_dropped(tmp_path):
+def test_invalid_lines_are_numbered_and_dropped(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"step": 1}\n\x00\x00\x00\n{"step": 2}\n[3]\n{"step": 4}\n')
     lines = JsonLines(path)
@@ -117,7 +117,7 @@ def test_lines_that_are_no_json_are_numbered_and_dropped(tmp_path):
     assert [line["step"] for line in read_lines(path)] == [1, 2, 5]
 
 
-def test_a_kill_while_cutting_back_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch):
+def test_a_kill_during_a_rewind_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     written(path, 5)
     before = path.read_bytes()
@@ -142,7 +142,7 @@ def test_a_kill_while_cutting_back_leaves_the_old_file_or_the_new_one(tmp_path, 
 
 
 def test_a_killed_writer_leaves_whole_lines(tmp_path):
-    """Three kills at some instant of a writer that does nothing but write."""
+    """Three kills of a process that writes all the time."""
     code = """
         import sys, pathlib
         from meshwright.loop.logging.run_log import JsonLines, read_lines
@@ -170,5 +170,5 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
     assert len(steps) > 100
 
 
-def test_plain_leaves_what_json_knows():
+def test_plain_keeps_json_types():
     assert plain({"a": (1, "b", None, True)}) == {"a": [1, "b", None, True]}

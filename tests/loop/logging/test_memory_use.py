@@ -1,4 +1,4 @@
-"""Memory of the fullest device where the backend counts it, of the process elsewhere."""
+"""Memory of the fullest device if the backend reports it, else of the process."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def test_the_fullest_of_this_process_counts():
     ]
     memory = read_memory(devices)
     assert (memory.bytes, memory.peak_bytes, memory.where, memory.limit) == (5 * gib, 9 * gib, "device", 80 * gib)
-    assert memory.of_a_step == 9 * gib  # when it is asked, the step is over and its temporaries are gone
+    assert memory.of_a_step == 9 * gib  # between steps the temporaries are gone, so the peak counts
 
 
 def test_on_cpus_it_is_the_process():
@@ -39,7 +39,7 @@ def test_on_cpus_it_is_the_process():
 
 
 def test_the_peak_is_this_process_own():
-    # Held while the child starts: what the operating system says of a child begins with its parent's peak.
+    # Keep this while the child starts, because `ru_maxrss` of a child starts with its parent's peak.
     block = np.ones(400 * 2**20, np.uint8)
     held = peak_resident()
     program = "from meshwright.loop.logging.memory_use import peak_resident; print(peak_resident())"
@@ -48,7 +48,7 @@ def test_the_peak_is_this_process_own():
     assert 2**24 < child < 400 * 2**20
 
 
-def test_a_peak_outlives_what_it_was_for():
+def test_the_peak_stays_after_memory_is_freed():
     block = np.ones(50 * 2**20, np.uint8)
     held = peak_resident()
     del block

@@ -1,4 +1,4 @@
-"""The profiler runs for the chosen steps, and only for those."""
+"""The profiler traces only the chosen steps."""
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +24,15 @@ def test_a_range_is_that_of_a_slice(calls, tmp_path):
             told[step] = profile.step(step)
     assert calls == [("start", str(tmp_path)), ("stop",)]
     assert told[3] == f"tracing steps 3 to 4 into {tmp_path}"
-    assert told[5] == f"the trace is in {tmp_path}; xprof --logdir {tmp_path} shows it"
+    assert told[5] == f"trace saved in {tmp_path}; view it with: xprof --logdir {tmp_path}"
     assert [step for step, text in told.items() if text] == [3, 5]
     assert profile.close() is None
 
 
-def test_a_run_that_resumes_inside_traces_what_is_left(calls, tmp_path):
+def test_a_run_that_resumes_inside_the_range_traces_the_rest(calls, tmp_path):
     profile = StepProfiler("3:8", tmp_path)
     assert profile.step(6) == f"tracing steps 6 to 7 into {tmp_path}"
-    assert "the trace is in" in profile.close()
+    assert "trace saved in" in profile.close()
     assert calls == [("start", str(tmp_path)), ("stop",)]
 
 
@@ -45,8 +45,8 @@ def test_nothing_is_traced_outside(calls, tmp_path, steps):
 
 
 @pytest.mark.parametrize("steps", ["10", "5:5", "7:3", "a:b", "-1:3", ""])
-def test_a_range_that_names_no_steps_is_refused(steps, tmp_path):
-    with pytest.raises(mw.MeshwrightError, match="names no steps"):
+def test_an_invalid_range_is_rejected(steps, tmp_path):
+    with pytest.raises(mw.MeshwrightError, match="is not a range of steps"):
         StepProfiler(steps, tmp_path)
 
 
@@ -56,7 +56,7 @@ def test_a_real_trace_holds_its_steps_and_no_other_can_start(tmp_path):
     for step in range(4):
         profile.step(step, x)
         if step == 1:
-            with pytest.raises(mw.MeshwrightError, match="the profiler cannot start"):
+            with pytest.raises(mw.MeshwrightError, match="cannot start the profiler"):
                 StepProfiler("0:9", tmp_path).step(1)
         with profile.annotate(step):
             x = double(x)
@@ -77,5 +77,5 @@ def test_a_run_marks_its_steps_in_the_trace(make_config, read_run, tmp_path):
     _, _, events = read_run(tmp_path / "run")
     assert [(event["step"], event["text"].split()[0]) for event in events if event["kind"] == "profile"] == [
         (2, "tracing"),
-        (4, "the"),
+        (4, "trace"),
     ]

@@ -1,4 +1,4 @@
-"""What a run shows: plain lines into a pipe, one live line on a terminal, nothing on other ranks."""
+"""Progress output: plain lines to a pipe, a live line on a terminal, nothing on other ranks."""
 
 import io
 import os
@@ -27,7 +27,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_a_stream_that_cannot_be_written_ends_nothing():
+def test_a_broken_stream_raises_nothing():
     reads, writes = os.pipe()
     os.close(reads)
     with open(writes, "w") as pipe:
@@ -38,17 +38,17 @@ def test_a_stream_that_cannot_be_written_ends_nothing():
         print("x" * 100_000, file=steady(pipe), flush=True)
         assert steady(steady(pipe)) is not pipe
         let_go(pipe)
-        pipe.flush()  # as Python does at its end
+        pipe.flush()  # as Python does at exit
     print("nothing", file=steady(pipe))  # closed
     print("nothing", file=steady(None))
 
 
-def test_text_that_cannot_be_encoded_is_not_taken_for_a_closed_stream():
+def test_an_encoding_error_is_raised():
     with pytest.raises(UnicodeEncodeError):
         steady(io.TextIOWrapper(io.BytesIO(), "ascii")).write("\N{MIDDLE DOT}")
 
 
-def test_plain_lines_come_now_and_then_and_at_the_end(clock):
+def test_plain_lines_come_periodically_and_at_the_end(clock):
     stream = io.StringIO()
     with Progress(100, tokens_per_step=1000, stream=stream, plain_seconds=10) as progress:
         for step in range(1, 101):
@@ -64,7 +64,7 @@ def test_plain_lines_come_now_and_then_and_at_the_end(clock):
     assert lines[-2:] == ["step 100/100  loss 4.000  1.00k tokens/s  ETA 0:00", "done"]
 
 
-def test_the_first_step_which_compiles_does_not_enter_the_time_left(clock):
+def test_the_remaining_time_excludes_compilation(clock):
     progress = Progress(11, stream=io.StringIO())
     clock.now += 500
     progress.update(1, {})
@@ -91,7 +91,7 @@ def test_nothing_is_shown_without_a_stream(capsys):
 
 
 def shown_on_a_terminal(use):
-    """Returns what a real terminal is sent."""
+    """Returns the output sent to a real terminal."""
     master, slave = pty.openpty()
     sent = []
 
@@ -118,7 +118,7 @@ def shown_on_a_terminal(use):
 def test_a_terminal_gets_one_line_that_fits(columns, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("COLUMNS", str(columns))  # rich asks the standard streams, which are no terminals here
+    monkeypatch.setenv("COLUMNS", str(columns))  # rich asks the standard streams, which are not terminals in tests
 
     def use(stream):
         with Progress(50, tokens_per_step=4096, stream=stream) as progress:

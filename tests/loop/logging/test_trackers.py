@@ -1,4 +1,4 @@
-"""TensorBoard reads what is written; wandb and trackio are asked for the right things, by stand-ins."""
+"""TensorBoard files, and the calls to wandb and trackio, which are faked."""
 
 import errno
 import json
@@ -45,7 +45,7 @@ def test_tensorboard_gets_scalars_with_their_steps_and_times(tmp_path):
     assert (text.tag, text.tensor.string_val[0]) == ("sample/text_summary", b"def f()")
 
 
-def test_after_a_rewind_tensorboard_forgets_what_comes_again(tmp_path):
+def test_after_a_rewind_tensorboard_hides_recomputed_steps(tmp_path):
     for start, stop in ((0, 5), (2, 4)):
         with RunLog(tmp_path, flush_seconds=0) as log:
             if start:
@@ -59,7 +59,7 @@ def test_after_a_rewind_tensorboard_forgets_what_comes_again(tmp_path):
     assert [(event.step, event.session_log.status) for event in purge] == [(3, SessionLog.START)]
 
 
-def test_a_full_disk_ends_neither_the_run_nor_tensorboard(tmp_path, monkeypatch):
+def test_a_full_disk_stops_neither_the_run_nor_tensorboard(tmp_path, monkeypatch):
     told = []
 
     def full(*_):
@@ -72,8 +72,8 @@ def test_a_full_disk_ends_neither_the_run_nor_tensorboard(tmp_path, monkeypatch)
             log.metrics(2, {"loss": 1.0})
         log.metrics(3, {"loss": 1.0})
     assert [text.partition(":")[0] for text in told] == [
-        "TensorBoard cannot be written",
-        "TensorBoard can be written again.",
+        "cannot write TensorBoard",
+        "writing TensorBoard works again.",
     ]
     files = list((tmp_path / "tensorboard").iterdir())
     assert sorted(step for path in files for step, *_ in scalars(path)) == [1, 3]
@@ -108,10 +108,10 @@ def identity(run):
     return run.options.get("id") or run.options["name"]
 
 
-def test_a_resumed_run_goes_on_in_the_same_run_and_sends_nothing_twice(fake, tmp_path):
+def test_a_resumed_run_continues_the_online_run_and_sends_nothing_twice(fake, tmp_path):
     name = fake.__name__
     folder = tmp_path / "small-3"
-    for start, stop in ((0, 6), (3, 5), (4, 8)):  # killed twice; the second time before where it had been
+    for start, stop in ((0, 6), (3, 5), (4, 8)):  # killed twice; the second time at an earlier step
         with RunLog(folder, tensorboard=False, **{name: "my-project"}) as log:
             if start:
                 log.rewind(start)
@@ -134,7 +134,7 @@ def test_options_are_passed_on(fake, tmp_path):
         RunLog(tmp_path, tensorboard=False, **{fake.__name__: {"name": "mine"}})
 
 
-def test_a_tracker_that_fails_is_told_and_the_run_goes_on(fake, tmp_path):
+def test_a_failing_tracker_is_reported_and_the_run_continues(fake, tmp_path):
     told = []
     with RunLog(tmp_path, tensorboard=False, tell=told.append, flush_seconds=0, **{fake.__name__: "p"}) as log:
 
@@ -144,7 +144,7 @@ def test_a_tracker_that_fails_is_told_and_the_run_goes_on(fake, tmp_path):
         fake.runs[0].log = offline
         log.metrics(1, {"loss": 1.0})
         log.metrics(2, {"loss": 1.0})
-    assert told[0] == f"{fake.__name__.capitalize()} cannot be written: no network. The run goes on."
+    assert told[0] == f"cannot write {fake.__name__.capitalize()}: no network. Training continues."
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 

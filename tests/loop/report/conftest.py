@@ -1,4 +1,4 @@
-"""A run folder as a real run leaves it, made up: the fixture `fake_run` of this folder's tests."""
+"""`fake_run`: a synthetic run folder for the tests of this folder."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def facts(name="decoder-small-001", mesh="dp:2,fsdp:2,tp:2", **changes):
     return {
         "config": config.flat(),
         "mesh": dict(layout.mesh.shape),
-        "mesh_reason": "16 rows over 2, the state over 2 and features over 2; the state takes 9.6 MiB on each device.",
+        "mesh_reason": "16 rows and the state over 4 devices, features over 2; the state takes 9.6 MiB per device.",
         "layout": json.loads(layout.to_json()),
         "devices": ["cpu"] * layout.mesh.size,
         "device_kind": "cpu",
@@ -53,7 +53,7 @@ def facts(name="decoder-small-001", mesh="dp:2,fsdp:2,tp:2", **changes):
 
 
 def step_line(step, time, rng, *, total=300, mfu=False, first=False):
-    """One line of metrics: a loss that falls as those of language models do."""
+    """One line of metrics, with a falling loss."""
     loss = 1.9 + 3.65 * math.exp(-step / 45) + 0.05 * rng.gauss(0, 1)
     seconds = {"data": 0.004 + 0.002 * rng.random(), "step": 0.39 + 0.03 * rng.random() + (11.0 if first else 0.0)}
     seconds["checkpoint"] = 0.21 if step % 100 == 1 and step > 1 else 0.0
@@ -107,7 +107,7 @@ def fake_run(tmp_path):
         for step in range(1, steps + 1):
             if step - 1 in restarts:
                 time += 90.0
-                tell("resume", step - 1, f"resumed from the checkpoint of step {step - 1} on {mesh}")
+                tell("resume", step - 1, f"resumed from step {step - 1} on {mesh}")
                 first = True
             line, took = step_line(step, time, rng, total=steps, mfu=mfu, first=first)
             first = False

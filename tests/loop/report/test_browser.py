@@ -1,4 +1,4 @@
-"""The report page in a real browser: everything is drawn, nothing is asked of the network, nothing goes wrong."""
+"""The report page in a real browser: everything is drawn, without network access or errors."""
 
 import json
 

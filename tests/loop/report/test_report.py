@@ -43,15 +43,15 @@ def test_the_page_tells_the_run(fake_run):
     for part in (
         "decoder-small-001 ✓ finished",
         "Loss fell from 5.517 to 1.968 in 300 steps over 1.2M tokens.",
-        "On text it was not trained on, it was 2.038 at step 300, after 1.947 at step 200.",
-        "A step took 413 ms (median; nine of ten between 400 ms and 427 ms).",
-        "MFU is not known, because there is no peak figure for this kind of device.",
+        "Held-out loss was 2.038 at step 300, after a low of 1.947 at step 200.",
+        "A step took 413 ms (median; 90% between 400 ms and 427 ms).",
+        "MFU is unknown, because the peak FLOP/s of this kind of device is unknown.",
         "meshwright train --run runs/decoder-small-001 --resume",
         "The run used 8 devices (cpu) as dp:2 x fsdp:2 x tp:2, in one process.",
-        "Why this mesh: 16 rows over 2, the state over 2 and features over 2",
-        "Its state takes 49.5 MiB in all and 12.4 MiB on each device, so each byte is held 2.0 times on average.",
+        "Reason for this mesh: 16 rows and the state over 4 devices, features over 2",
+        "Its state takes 49.5 MiB in total and 12.4 MiB per device, so each byte is stored 2.0 times on average.",
         "There was 1 restart, 3 checkpoints.",
-        "resumed from the checkpoint of step 100",
+        "resumed from step 100",
         "learning_rate 0.001 default 0.003",
         "3 options differ from their defaults",
         "params/layers/mlp/down",
@@ -143,7 +143,7 @@ def test_the_sentence_says_which_way_the_loss_went(tmp_path, losses, said):
     assert said in loss_sentences(read_run(tmp_path))[0]
 
 
-# --- What may be missing ---
+# --- Missing and damaged data ---
 
 
 @pytest.mark.parametrize(
@@ -157,17 +157,17 @@ def test_missing_files_leave_a_page_that_says_so(fake_run, missing):
     told = words(build_report(folder).read_text(encoding="utf-8"))
     for name in missing:
         assert f"{name} is missing" in told
-    assert ("No loss was recorded yet." in told) == ("metrics.jsonl" in missing)
+    assert ("No loss is recorded yet." in told) == ("metrics.jsonl" in missing)
     assert ("The layout was not recorded." in told) == ("run.json" in missing)
 
 
 def test_a_run_before_its_first_step(fake_run):
     told = words(render(read_run(fake_run(steps=0, finished=False)), now=time.time()))
     assert "stopped before its first step" in told
-    assert "No loss was recorded yet." in told
+    assert "No loss is recorded yet." in told
 
 
-def test_losses_that_are_not_finite_are_counted(fake_run):
+def test_non_finite_losses_are_counted(fake_run):
     folder = fake_run(steps=40)
     append(
         folder / "metrics.jsonl",
@@ -176,7 +176,7 @@ def test_losses_that_are_not_finite_are_counted(fake_run):
         {"step": 43, "loss": 2.0},
     )
     told = words(build_report(folder).read_text(encoding="utf-8"))
-    assert "2 steps have a loss that is not finite; the curve has gaps there." in told
+    assert "2 steps have a non-finite loss, shown as gaps." in told
 
 
 def test_a_spike_does_not_flatten_the_curve(fake_run):
@@ -189,19 +189,19 @@ def test_a_spike_does_not_flatten_the_curve(fake_run):
 @pytest.mark.parametrize(
     "layout", [{"version": 99}, {"mesh": []}, {"version": 1, "mesh": [["a", 2, "Auto"]], "leaves": [{}]}]
 )
-def test_a_layout_that_cannot_be_read_is_told(fake_run, layout):
+def test_an_unreadable_layout_is_reported(fake_run, layout):
     folder = fake_run(steps=3)
     edit_facts(folder, layout=layout)
     assert "The recorded layout cannot be read" in words(build_report(folder).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(("options", "calm"), [({}, True), ({"restarts": (9,)}, False), ({"finished": False}, False)])
-def test_only_of_a_run_that_went_through_is_it_said_that_nothing_went_wrong(fake_run, options, calm):
+def test_nothing_went_wrong_only_in_an_uninterrupted_run(fake_run, options, calm):
     told = words(build_report(fake_run(steps=30, **options)).read_text(encoding="utf-8"))
     assert ("Nothing went wrong." in told) == calm
 
 
-def test_trouble_is_counted_and_listed(fake_run):
+def test_problems_are_counted_and_listed(fake_run):
     folder = fake_run(steps=30)
     kinds = ["skipped", "skipped", "rollback", "hang", "checkpoint_failed", "preempted"]
     append(
@@ -209,7 +209,7 @@ def test_trouble_is_counted_and_listed(fake_run):
         *({"kind": kind, "step": 9, "time": 1.79e9 + 5, "text": f"about {kind}"} for kind in kinds),
     )
     told = words(build_report(folder).read_text(encoding="utf-8"))
-    assert "1 failed checkpoint, 2 skipped steps, 1 rollback, 1 request to stop, 1 hang." in told
+    assert "1 failed checkpoint, 2 skipped steps, 1 rollback, 1 stop request, 1 hang." in told
     assert "Nothing went wrong" not in told
     assert all(f"about {kind}" in told for kind in kinds)
 
@@ -230,7 +230,7 @@ def test_a_huge_run_stays_a_small_page(tmp_path):
     assert path.stat().st_size < 1_500_000
     told = words(path.read_text(encoding="utf-8"))
     assert "the highest at 77.5" in told  # one step of fifty thousand
-    assert "drawn with about 2,000 of their 50,000 steps" in told
+    assert "Curves show about 2,000 of 50,000 steps" in told
     assert "200 of 10,001 events" in told
     assert "a step hung" in told
 
@@ -246,7 +246,7 @@ def test_facts_of_any_kind_give_a_page(fake_run, value):
         assert (
             value is not True
             or name in ("flops_per_token", "peak_flops", "tokens_per_step", "started")
-            or (f"run.json: {name} cannot be what it says and is left out." in html)
+            or (f"Ignored invalid values in run.json: {name}." in html)
         )
 
 
@@ -270,16 +270,16 @@ def test_events_and_metrics_of_any_kind_give_a_page(fake_run, value):
 
 
 def test_no_backend_is_started(fake_run, run_python):
-    """A report is made where the accelerators are busy, or not there at all."""
+    """Reports are also built on machines with busy or missing accelerators."""
     code = "import sys; from meshwright.loop.report import build_report; print(build_report(sys.argv[1]))"
     done = run_python(code, str(fake_run(steps=3)), JAX_PLATFORMS="tpu")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# --- Where it goes ---
+# --- The output file ---
 
 
-def test_the_command_prints_where_the_page_is(fake_run, tmp_path, capsys):
+def test_the_command_prints_the_path_of_the_page(fake_run, tmp_path, capsys):
     folder = fake_run(steps=3)
     out = tmp_path / "deep" / "page.html"
     code = tyro.cli(report, args=[str(folder), "--out", str(out)])
@@ -294,7 +294,7 @@ def test_out_may_be_a_folder(fake_run, tmp_path):
     assert build_report(fake_run(steps=3), out=tmp_path) == tmp_path / "report.html"
 
 
-def test_a_place_that_cannot_be_written_is_an_error(fake_run, tmp_path):
+def test_an_unwritable_path_is_an_error(fake_run, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(MeshwrightError, match=r"(?s)cannot be written.*hint: name another file with --out"):
+    with pytest.raises(MeshwrightError, match=r"(?s)hint: choose another file with --out"):
         build_report(fake_run(steps=3), out=tmp_path / "file" / "page.html")

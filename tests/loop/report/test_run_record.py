@@ -19,7 +19,7 @@ def lines(*entries):
     return b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
 
 
-def test_steps_and_evaluations_are_told_apart(tmp_path):
+def test_steps_and_evaluations_are_separated(tmp_path):
     metrics = lines(
         {"step": 1, "loss": 2.5, "seconds": {"data": 0.5}}, {"step": 1, "eval/loss": 3.0}, {"step": 2, "loss": 2.0}
     )
@@ -30,7 +30,7 @@ def test_steps_and_evaluations_are_told_apart(tmp_path):
     assert run.notes == []
 
 
-def test_of_a_step_that_was_taken_again_the_later_counts(tmp_path):
+def test_the_last_values_of_a_recomputed_step_count(tmp_path):
     metrics = lines(
         *({"step": step, "loss": float(step)} for step in (1, 2, 3)), {"step": 2, "loss": 9.0}, {"step": 4, "x": 1}
     )
@@ -40,17 +40,17 @@ def test_of_a_step_that_was_taken_again_the_later_counts(tmp_path):
     assert math.isnan(run.steps["x"][0])
 
 
-def test_a_torn_last_line_is_left_out_and_told(tmp_path):
+def test_a_torn_last_line_is_ignored_and_noted(tmp_path):
     run = read_run(write(tmp_path / "run", lines({"step": 1, "loss": 1.0}) + b'{"step": 2, "los'))
     assert run.steps.steps == [1]
-    assert run.notes == ["The last line of metrics.jsonl is unfinished and left out."]
+    assert run.notes == ["Ignored the unfinished last line of metrics.jsonl."]
 
 
-def test_bad_lines_are_told_by_number(tmp_path):
+def test_invalid_lines_are_noted_by_number(tmp_path):
     metrics = lines({"step": 1, "loss": 1.0}) + b"\x00\x00\xff\n" + b"[1]\n" + lines({"step": 2, "loss": 1.0})
     run = read_run(write(tmp_path / "run", metrics))
     assert run.steps.steps == [1, 2]
-    assert run.notes == ["2 lines of metrics.jsonl (2, 3) are not a JSON object and left out."]
+    assert run.notes == ["Ignored 2 lines (2, 3) of metrics.jsonl: not JSON objects."]
 
 
 def test_odd_values_do_not_break_it(tmp_path):
@@ -59,7 +59,7 @@ def test_odd_values_do_not_break_it(tmp_path):
     )
     run = read_run(write(tmp_path / "run", metrics, events=lines({"kind": 3}, {"no": "kind"}, {"kind": "start"})))
     assert run.steps.steps == [1]
-    assert run.notes == ["1 line of metrics.jsonl without a step left out."]
+    assert run.notes == ["Ignored 1 line of metrics.jsonl without a step."]
     assert run.steps.known("loss") == []
     assert run.steps["big"][0] == math.inf
     assert [event["kind"] for event in run.events] == ["start"]
@@ -67,28 +67,28 @@ def test_odd_values_do_not_break_it(tmp_path):
 
 
 @pytest.mark.parametrize("facts", [b"", b"{", b"[]", b'"text"'])
-def test_facts_that_cannot_be_read_are_none(tmp_path, facts):
+def test_unreadable_facts_are_empty(tmp_path, facts):
     run = read_run(write(tmp_path / "run", facts=facts))
     assert run.facts == {}
     assert run.name == "run"
 
 
-def test_missing_files_are_told(tmp_path):
+def test_missing_files_are_noted(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("")
     assert read_run(folder).notes == [
         "events.jsonl is missing.",
-        "run.json is missing: mesh, layout, configuration and versions are not known.",
+        "run.json is missing: mesh, layout, configuration and versions are unknown.",
     ]
 
 
-def test_a_folder_that_is_not_there_is_an_error_with_a_hint(tmp_path):
+def test_a_missing_folder_is_an_error_with_a_hint(tmp_path):
     (tmp_path / "decoder-001").mkdir()
     with pytest.raises(MeshwrightError, match=r"(?s)there is no run folder .*decoder-01.*did you mean 'decoder-001'"):
         read_run(tmp_path / "decoder-01")
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):
-    with pytest.raises(MeshwrightError, match=r"holds no run: neither run.json nor metrics.jsonl nor events.jsonl"):
+    with pytest.raises(MeshwrightError, match=r"holds no run: it has no run.json, metrics.jsonl or events.jsonl"):
         read_run(tmp_path)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("usual_signals")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_asks_and_is_given_back(number, capfd):
+def test_a_signal_requests_a_stop_and_its_handler_is_restored(number, capfd):
     before = signal.getsignal(number)
     with Preemption() as preemption:
         assert not preemption.requested(1)
@@ -21,7 +21,7 @@ def test_a_signal_asks_and_is_given_back(number, capfd):
         assert preemption.requested(3)
         assert preemption.reason == signal.Signals(number).name
     assert signal.getsignal(number) is before
-    assert ("Ctrl-C again: at once" in capfd.readouterr().err) == (number == signal.SIGINT)
+    assert ("Press Ctrl-C again to stop at once" in capfd.readouterr().err) == (number == signal.SIGINT)
 
 
 def test_the_second_interrupt_interrupts():
@@ -32,14 +32,14 @@ def test_the_second_interrupt_interrupts():
             signal.raise_signal(signal.SIGINT)
 
 
-def test_schedulers_may_repeat_themselves():
+def test_schedulers_may_repeat_the_signal():
     with Preemption() as preemption:
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
         assert preemption.requested(1)
 
 
-def test_signals_are_given_back_after_an_error():
+def test_handlers_are_restored_after_an_error():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RuntimeError), Preemption():
         raise RuntimeError
@@ -59,8 +59,8 @@ def test_other_threads_leave_signals_alone():
     assert seen == [(True, False)]
 
 
-def test_a_hangup_that_is_ignored_stays_so():
-    """As `nohup` has it."""
+def test_an_ignored_hangup_stays_ignored():
+    """As under `nohup`."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with EarlySignals(), Preemption() as preemption:
@@ -71,7 +71,7 @@ def test_a_hangup_that_is_ignored_stays_so():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_asking_does_not_fail_where_nobody_reads_the_answer(monkeypatch):
+def test_a_stop_request_works_with_a_closed_stderr(monkeypatch):
     def broken(*_):
         raise BrokenPipeError
 
@@ -82,7 +82,7 @@ def test_asking_does_not_fail_where_nobody_reads_the_answer(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_an_early_signal_that_got_lost_is_raised_again(number, capfd):
+def test_a_dropped_early_signal_is_raised_again(number, capfd):
     before = signal.getsignal(number)
     with EarlySignals():
         check_early()
@@ -91,7 +91,7 @@ def test_an_early_signal_that_got_lost_is_raised_again(number, capfd):
             def __del__(self):
                 signal.raise_signal(number)
 
-        Swallows()  # Python drops what a finalizer raises
+        Swallows()  # Python drops exceptions of finalizers
         for act in (check_early, Preemption().__enter__):
             with pytest.raises(Interrupted, match=signal.Signals(number).name):
                 act()

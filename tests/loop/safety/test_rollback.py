@@ -1,4 +1,4 @@
-"""A loss that jumps: the run goes back, and what comes after does not depend on when it was stopped."""
+"""Rollback after a loss spike, also if the run is stopped and resumed afterwards."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ QUIET = {"say": lambda text: None}
 
 @pytest.fixture
 def jump_at(monkeypatch):
-    """The loss of one step is made to look terrible, once: all else is the guard's own doing."""
+    """Makes the guard see one huge loss, once."""
 
     def jump(step):
         seen = []
@@ -48,21 +48,21 @@ def losses(config, read_run):
     return [(line["step"], line["loss"]) for line in steps]
 
 
-def test_a_run_goes_back_and_on_with_other_data(run_of, read_run, jump_at):
+def test_a_run_rolls_back_and_continues_with_new_data(run_of, read_run, jump_at):
     config = run_of("run")
     jump_at(10)
     assert train(config, **QUIET).why == "finished"
     _, _, events = read_run(Path(config.run.run))
     assert [step for step, _ in losses(config, read_run)] == list(range(1, 15))
     (back,) = [event for event in events if event["kind"] == "rollback"]
-    assert (back["step"], back["to"]) == (11, 8)  # the next step had been started when that of the tenth was seen
-    # The data of the steps that were undone is not used again: rows of three steps more than there are.
+    assert (back["step"], back["to"]) == (11, 8)  # step 11 had started when the loss of step 10 arrived
+    # The rows of the three undone steps are not used again.
     assert facts(config, 14)["data"]["next_row"] == 8 * (14 + 3)
-    # It remembers what it did at that checkpoint, and what came after: nothing of what was undone.
+    # The guard's window holds no losses of undone steps.
     assert facts(config, 14)["spikes"]["losses"] == [loss for _, loss in losses(config, read_run)]
 
 
-def test_stopped_after_going_back_it_goes_on_as_if_it_had_not_been(run_of, read_run, jump_at, monkeypatch):
+def test_a_run_killed_after_a_rollback_resumes_bit_for_bit(run_of, read_run, jump_at, monkeypatch):
     straight, stopped = run_of("straight"), run_of("stopped")
     jump_at(10)
     train(straight, **QUIET)
@@ -93,7 +93,7 @@ def test_stopped_after_going_back_it_goes_on_as_if_it_had_not_been(run_of, read_
         assert facts(stopped, 14)[name] == facts(straight, 14)[name]
 
 
-def test_without_a_checkpoint_it_goes_on_and_loses_no_line(run_of, read_run, jump_at):
+def test_a_spike_without_a_checkpoint_loses_no_log_lines(run_of, read_run, jump_at):
     jump_at(3)
     config = run_of("run", steps=5, eval_every=4)
     said = []

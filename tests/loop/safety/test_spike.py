@@ -1,4 +1,4 @@
-"""Spikes on made-up curves: found where there are some, and nowhere else."""
+"""Spike detection on synthetic loss curves."""
 
 import math
 
@@ -10,7 +10,7 @@ from meshwright.loop.safety.spike import SpikeGuard
 
 
 def curve(seed, steps=1000, noise=0.05):
-    """A loss that falls from 5.5 to about 1.5, with noise that has heavy tails, as batches differ."""
+    """A loss that falls from 5.5 to about 1.5, with heavy-tailed noise."""
     rng = np.random.default_rng(seed)
     return 1.5 + 4 * np.exp(-np.arange(steps) / 100) + noise * rng.standard_t(6, steps)
 
@@ -41,7 +41,7 @@ def test_a_slow_rise_is_found_too():
     assert 600 < found(losses)[0] < 620
 
 
-def test_values_that_are_not_finite_are_neither_judged_nor_remembered():
+def test_non_finite_losses_are_ignored():
     losses = curve(3)
     losses[[0, 5, 100, 400, 401, 402]] = np.nan
     losses[[50, 450]] = np.inf
@@ -50,13 +50,13 @@ def test_values_that_are_not_finite_are_neither_judged_nor_remembered():
     assert found(losses) == [700]
 
 
-def test_a_flat_curve_is_not_all_spikes():
+def test_a_flat_curve_has_no_spikes():
     guard = SpikeGuard(window=16)
     assert not any(guard.check(2.0 + 1e-4 * (step % 2)) for step in range(100))
     assert guard.check(2.1)
 
 
-def test_a_negative_or_zero_loss_is_judged_alike():
+def test_negative_and_zero_losses_work_too():
     rng = np.random.default_rng(0)
     losses = -3 + 0.05 * rng.standard_normal(300)
     losses[200] = -1
@@ -64,7 +64,7 @@ def test_a_negative_or_zero_loss_is_judged_alike():
     assert found(np.where(np.arange(300) == 200, 1.0, 0.05 * rng.standard_normal(300))) == [200]
 
 
-def test_a_spike_does_not_become_usual():
+def test_spikes_do_not_enter_the_window():
     losses = np.concatenate([curve(1)[:500], np.full(200, 8.0)])
     assert found(losses) == list(range(500, 700))
 
@@ -76,7 +76,7 @@ def test_patience_waits_for_spikes_in_a_row():
     assert found(losses, patience=3) == [702, 703]
 
 
-def test_the_first_losses_are_not_judged_nor_those_after_a_reset():
+def test_detection_starts_late_and_again_after_a_reset():
     guard = SpikeGuard(window=32)
     assert not any(guard.check(loss) for loss in (1, 1, 1, 100, 1, 1, 1, 1))
     assert guard.limit() < math.inf
@@ -86,6 +86,6 @@ def test_the_first_losses_are_not_judged_nor_those_after_a_reset():
 
 
 @pytest.mark.parametrize("options", [{"window": 4}, {"factor": 0}, {"factor": math.nan}, {"patience": 0}])
-def test_a_guard_that_cannot_judge_is_refused(options):
-    with pytest.raises(mw.MeshwrightError, match="cannot judge anything"):
+def test_invalid_options_are_rejected(options):
+    with pytest.raises(mw.MeshwrightError, match="cannot detect spikes"):
         SpikeGuard(**options)

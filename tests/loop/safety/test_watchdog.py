@@ -1,4 +1,4 @@
-"""A hang is told once, with the place it hangs at; long steps that are no hang are not."""
+"""Hangs are reported once, with all stacks; long steps are not hangs."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def stuck_in_a_function_of_this_name(event):
     event.wait()
 
 
-def test_a_hang_is_told_once_with_all_stacks(tmp_path):
+def test_a_hang_is_reported_once_with_all_stacks(tmp_path):
     told, event = [], threading.Event()
     thread = threading.Thread(target=stuck_in_a_function_of_this_name, args=(event,))
     thread.start()
@@ -33,23 +33,23 @@ def test_a_hang_is_told_once_with_all_stacks(tmp_path):
         assert until(lambda: told)
         time.sleep(0.4)
         assert len(told) == 1
-        watchdog.beat(43)  # it went on, and hangs again
+        watchdog.beat(43)  # the run continued, and hangs again
         assert until(lambda: len(told) == 2)
     event.set()
     thread.join()
     assert str(tmp_path / "hang-42.txt") in told[0]
-    assert "nothing has happened since step 42, 0 s ago" in told[0]
+    assert "no progress since step 42, 0 s ago" in told[0]
     dump = (tmp_path / "hang-42.txt").read_text()
     assert "stuck_in_a_function_of_this_name" in dump
-    assert "test_a_hang_is_told_once_with_all_stacks" in dump
+    assert "test_a_hang_is_reported_once_with_all_stacks" in dump
     assert (tmp_path / "hang-43.txt").exists()
 
 
-def test_the_first_steps_may_compile_and_what_is_allowed_may_take_long(tmp_path):
+def test_first_steps_and_allowed_phases_may_take_long(tmp_path):
     told = []
     with Watchdog(0.05, tell=told.append, folder=tmp_path, first_seconds=60) as watchdog:
         time.sleep(0.3)
-        watchdog.beat(1)  # sent to the device; whether it has compiled only the next one knows
+        watchdog.beat(1)  # dispatched, but maybe still compiling
         time.sleep(0.3)
         watchdog.beat(2, allowance=60)
         time.sleep(0.3)
@@ -75,8 +75,8 @@ def test_slow_steps_widen_the_limit(tmp_path, monkeypatch):
         assert watchdog.limit() == 700
 
 
-def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path, monkeypatch):
-    """As after Ctrl-Z: the clock is far ahead when the watchdog looks again."""
+def test_time_in_which_the_process_was_suspended_does_not_count(tmp_path, monkeypatch):
+    """As after Ctrl-Z, the clock jumps ahead between two checks."""
     told, ahead = [], [0.0]
     clock = time.monotonic
     with monkeypatch.context() as patch, Watchdog(1.0, tell=told.append, folder=tmp_path, first_seconds=1) as watchdog:
@@ -90,28 +90,28 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path, monkeypa
         assert "since step 2, 1 s ago" in told[0]
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+def test_an_unwritable_folder_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     told = []
     with Watchdog(0.05, tell=told.append, folder=tmp_path / "file", first_seconds=0.05):
         assert until(lambda: told)
-    assert "its stacks could not be written" in told[0]
+    assert "could not write the stacks" in told[0]
 
 
-def test_other_ranks_have_files_of_their_own(tmp_path):
+def test_other_ranks_write_separate_files(tmp_path):
     told = []
     with Watchdog(0.05, tell=told.append, folder=tmp_path, first_seconds=0.05, rank=3):
         assert until(lambda: told)
     assert [path.name for path in tmp_path.iterdir()] == ["hang-0-rank3.txt"]
 
 
-def test_it_ends_with_its_run(tmp_path):
+def test_close_stops_the_thread(tmp_path):
     watchdog = Watchdog(0.05, tell=print, folder=tmp_path, first_seconds=60)
     mine = [thread for thread in threading.enumerate() if thread.name == "meshwright-watchdog"]
     assert mine
     watchdog.close()
     assert not any(thread.is_alive() for thread in mine)
-    with pytest.raises(mw.MeshwrightError, match="nothing to wait for"):
+    with pytest.raises(mw.MeshwrightError, match="cannot detect hangs"):
         Watchdog(0, tell=print, folder=tmp_path)
 
 

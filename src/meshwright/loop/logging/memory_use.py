@@ -1,4 +1,4 @@
-"""How much memory a run uses: that of its devices where they tell, else that of the process."""
+"""Memory use of a run: of its devices if they report it, else of the process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import jax
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in use now and at most so far, in bytes.
+    """Current and peak memory use.
 
     Args:
-        where: "device": the fullest of this process's devices. "process": all of this process, which on simulated
-            devices is the sum of them.
-        limit: what there is, if known.
+        bytes: memory in use, in bytes.
+        peak_bytes: peak memory in use so far, in bytes.
+        where: "device": the fullest device of this process; "process": the whole process, which holds all simulated
+            devices.
+        limit: total memory in bytes, if known.
     """
 
     bytes: int
@@ -30,12 +32,12 @@ class Memory:
 
     @property
     def of_a_step(self) -> int:
-        """What a step needs: of a device the peak, as between steps it holds the state alone; else what is in use."""
+        """Memory of a step: the peak on a device, which between steps holds only the state; else the current use."""
         return self.peak_bytes if self.where == "device" else self.bytes
 
 
 def read_memory(devices: Sequence[Any] | None = None) -> Memory:
-    """Returns the memory in use on this process's devices; on CPUs, whose backend does not count it, by the process.
+    """Returns the memory in use on this process's devices, or by the process if the backend does not report it (CPU).
 
     Example:
         >>> memory = read_memory()
@@ -52,15 +54,16 @@ def read_memory(devices: Sequence[Any] | None = None) -> Memory:
         peak = max(found.get("peak_bytes_in_use", found["bytes_in_use"]) for found in stats)
         return Memory(fullest["bytes_in_use"], peak, "device", fullest.get("bytes_limit"))
     peak = peak_resident()
-    now = _resident()
-    # Where the system does not tell what is in use now, the peak is the nearest there is.
-    now = peak if now is None else now
+    try:
+        now = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not on Linux
+        now = peak
     return Memory(now, max(now, peak), "process")
 
 
 def peak_resident() -> int:
-    """Returns the most memory that this process has held so far, in bytes."""
-    # Linux hands `ru_maxrss` on to what a process starts, so a child of a large process would seem as large.
+    """Returns the peak resident memory of this process in bytes."""
+    # On Linux, a child inherits `ru_maxrss` from its parent, so read VmHWM first.
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -70,11 +73,3 @@ def peak_resident() -> int:
             return int(line.split()[1]) * 1024
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024
-
-
-def _resident() -> int | None:
-    try:
-        pages = Path("/proc/self/statm").read_text().split()[1]
-    except OSError:
-        return None
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")

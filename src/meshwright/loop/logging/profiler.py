@@ -1,4 +1,4 @@
-"""Traces chosen steps with JAX's profiler; xprof and Perfetto show them."""
+"""Profiler traces of chosen steps, for xprof and Perfetto."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class StepProfiler(Callback):
-    """Traces the steps of a range such as "10:15": 10, 11, 12, 13 and 14, as Python's slices count.
+    """Callback that traces a range of steps with the JAX profiler: "10:15" traces steps 10 to 14.
 
-    A callback of a `Loop`. In a loop of your own, call `step(n, pending)` before step n, on every process, and
-    `close()` at the end. A run that resumes inside the range traces what is left of it.
+    In a custom loop, call `step(n, pending)` before step n, on every process, and `close()` at the end. A run that
+    resumes inside the range traces the rest of it.
 
     Args:
-        steps: `"first:stop"`, or None for no trace at all.
-        folder: where traces go, each into a subfolder with its time.
+        steps: "first:stop", or None for no trace.
+        folder: folder for the traces, each in a subfolder named after its time.
 
     Example:
         >>> profile = StepProfiler("10:15", "runs/a/profile")
         >>> profile.first, profile.stop
         (10, 15)
-        >>> profile.step(9)  # nothing to tell
+        >>> profile.step(9)  # no trace yet
     """
 
     def __init__(self, steps: str | None, folder: Path | str) -> None:
@@ -38,11 +38,11 @@ class StepProfiler(Callback):
         self.is_tracing = False
 
     def step(self, step: int, pending: Any = None) -> str | None:
-        """Starts or ends the trace where it is time, and returns what to tell about it.
+        """Starts or stops the trace if needed, and returns a message about it.
 
         Args:
-            step: the step that comes next.
-            pending: results of the step before. They are waited for, so that a trace holds its own steps, whole.
+            step: the next step.
+            pending: results of the previous step; waits for them, so that a trace holds only whole steps of the range.
         """
         if not self.is_tracing and self.first <= step < self.stop:
             jax.block_until_ready(pending)
@@ -65,16 +65,16 @@ class StepProfiler(Callback):
 
     @staticmethod
     def annotate(step: int) -> Any:
-        """Returns a context manager that marks a step in a trace, as every `Loop` does; it costs next to nothing."""
+        """Returns a context manager that marks a step in a trace, as every `Loop` does."""
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def close(self) -> str | None:
-        """Ends a trace that is going on, and returns what to tell about it."""
+        """Stops a running trace, and returns a message about it."""
         if not self.is_tracing:
             return None
         self.is_tracing = False
         jax.profiler.stop_trace()
-        return f"the trace is in {self.folder}; xprof --logdir {self.folder} shows it"
+        return f"trace saved in {self.folder}; view it with: xprof --logdir {self.folder}"
 
     def _start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -82,6 +82,6 @@ class StepProfiler(Callback):
             jax.profiler.start_trace(str(self.folder))
         except RuntimeError as error:
             raise MeshwrightError(
-                f"the profiler cannot start: {error}", hint="only one trace at a time; end the other one first."
+                f"cannot start the profiler: {error}", hint="stop the other trace first; only one can run at a time."
             ) from error
         self.is_tracing = True

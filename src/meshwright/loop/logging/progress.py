@@ -1,4 +1,4 @@
-"""How a run shows itself: one live line on a terminal, a plain line now and then elsewhere."""
+"""Progress output: a live line on a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Steady:
-    """A stream that ends no run: what cannot be written, into a pipe without a reader say, is left out.
+    """A stream whose writes never fail: output to a closed pipe or a full disk is dropped.
 
     Example:
         >>> broken, writes = os.pipe()
@@ -52,7 +52,7 @@ class Steady:
         except OSError:
             pass
         except ValueError:
-            if not self._stream.closed:  # text that the encoding does not have is another matter
+            if not self._stream.closed:  # an encoding error is not ignored
                 raise
 
     def __getattr__(self, name: str) -> Any:
@@ -65,7 +65,7 @@ class _Nowhere(io.TextIOBase):
 
 
 def steady(stream: TextIO | None) -> TextIO:
-    """Returns a stream that raises nothing where it cannot be written; None, a closed one, is written nowhere."""
+    """Returns a `Steady` stream; for None, a closed stream, it discards everything."""
     if isinstance(cast(object, stream), Steady):
         return cast(TextIO, stream)
     return cast(TextIO, Steady(stream or cast(TextIO, _Nowhere())))
@@ -73,7 +73,7 @@ def steady(stream: TextIO | None) -> TextIO:
 
 @contextlib.contextmanager
 def steady_output() -> Iterator[None]:
-    """Makes stdout and stderr steady for a while, for all that prints: jobs, libraries, a live line."""
+    """Makes stdout and stderr steady within the context, for jobs and libraries too."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = steady(sys.stdout), steady(sys.stderr)
     try:
@@ -85,7 +85,7 @@ def steady_output() -> Iterator[None]:
 
 
 def let_go(stream: TextIO | None) -> None:
-    """Drops what a stream cannot write: Python would try again at its end, and fail with a code of its own."""
+    """Discards unwritable output of a stream, which Python would otherwise flush again at exit and fail."""
     if stream is None or stream.closed:
         return
     try:
@@ -99,14 +99,14 @@ def let_go(stream: TextIO | None) -> None:
 
 
 class Progress(Callback):
-    """Shows step, loss, tokens per second, the time left, MFU and memory.
+    """Shows step, loss, tokens per second, the remaining time, MFU and memory.
 
     Args:
-        total_steps: the run's last step.
-        start_step: where it starts, or goes on.
-        tokens_per_step: for the speed, where `update` gets no `tokens_per_second`.
-        stream: where to; None shows nothing, which is what all processes but one want.
-        plain_seconds: where the stream is no terminal, how far apart lines are.
+        total_steps: the last step of the run.
+        start_step: the step that the run starts or resumes at.
+        tokens_per_step: used to compute the speed if `update` gets no `tokens_per_second`.
+        stream: stream to write to; None shows nothing, for all ranks but 0.
+        plain_seconds: seconds between lines if the stream is not a terminal.
 
     Example:
         >>> progress = Progress(1000, tokens_per_step=4096, stream=sys.stdout)
@@ -138,7 +138,7 @@ class Progress(Callback):
             self._live = _start_live(self, stream)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows that a step was taken. Numbers of jax must have been computed, or this waits for them."""
+        """Shows a finished step; waits for metrics that are JAX arrays."""
         now = time.monotonic()
         self._times.append((now, step))
         self._step, self._metrics, self._phase = step, dict(metrics), None
@@ -149,7 +149,7 @@ class Progress(Callback):
             self._print("  ".join([f"step {step}/{self.total_steps}", *self.figures()]))
 
     def phase(self, text: str) -> None:
-        """Shows on the live line, until the next step, what the run is busy with: compiling, evaluating."""
+        """Shows a phase such as compiling or evaluating on the live line, until the next step."""
         self._phase = text
 
     def on_metrics(self, loop: Loop, record: StepRecord) -> None:
@@ -166,7 +166,7 @@ class Progress(Callback):
             self._print(text)
 
     def close(self) -> None:
-        """Leaves the last state on the screen, and gives the terminal back."""
+        """Stops the live line and leaves its last state on the screen."""
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
@@ -174,41 +174,30 @@ class Progress(Callback):
 
     def figures(self) -> list[str]:
         """Returns the figures of the last step, as text."""
-        known = self._metrics
-        speed = known.get("tokens_per_second", self._speed())
-        left = self._seconds_left()
-        return [
-            text
-            for text in (
-                f"{self._phase} ..." if self._phase else "",
-                f"loss {float(known['loss']):.3f}" if "loss" in known else "",
-                f"{_short(speed)} tokens/s" if speed else "",
-                f"ETA {_clock(left)}" if left is not None else "",
-                f"MFU {float(known['mfu']):.1%}" if known.get("mfu") is not None else "",
-                f"memory {format_bytes(int(known['memory_bytes']))}" if known.get("memory_bytes") else "",
-            )
-            if text
-        ]
+        known, rate = self._metrics, self._rate()
+        speed = known.get("tokens_per_second", (rate or 0.0) * (self.tokens_per_step or 0))
+        left = None if rate is None else max(0, self.total_steps - self._step) / rate
+        found = (
+            f"{self._phase} ..." if self._phase else "",
+            f"loss {float(known['loss']):.3f}" if "loss" in known else "",
+            f"{_short(speed)} tokens/s" if speed else "",
+            f"ETA {_clock(left)}" if left is not None else "",
+            f"MFU {float(known['mfu']):.1%}" if known.get("mfu") is not None else "",
+            f"memory {format_bytes(int(known['memory_bytes']))}" if known.get("memory_bytes") else "",
+        )
+        return [text for text in found if text]
 
     @property
     def step(self) -> int:
-        """The last step that was taken."""
+        """The last finished step."""
         return self._step
 
     def _rate(self) -> float | None:
-        """Steps per second over the last steps; from the second one on, since the first compiles."""
+        """Returns recent steps per second, without the first step, which compiles."""
         if len(self._times) < 2:
             return None
         (start, first), (end, last) = self._times[0], self._times[-1]
         return (last - first) / (end - start) if end > start and last > first else None
-
-    def _speed(self) -> float | None:
-        rate = self._rate()
-        return rate * self.tokens_per_step if rate and self.tokens_per_step else None
-
-    def _seconds_left(self) -> float | None:
-        rate = self._rate()
-        return None if rate is None else max(0, self.total_steps - self._step) / rate
 
     def _print(self, text: str) -> None:
         assert self._stream is not None
@@ -222,7 +211,7 @@ class Progress(Callback):
 
 
 class Voice:
-    """Tells what is done, on process 0: above the progress line while there is one; events go into the log too."""
+    """Prints messages on process 0, above the progress line if there is one; `event` logs them too."""
 
     def __init__(self, say: Callable[[str], None] | None) -> None:
         self.say = say or (lambda text: print(text, file=steady(sys.stderr), flush=True))
@@ -240,13 +229,12 @@ class Voice:
             self.say(text)
 
     def event(self, kind: str, step: int, text: str) -> None:
-        """Writes an event down, and tells it."""
         if self.log is not None:
             self.log.event(kind, step, text)
         self(text)
 
     def end_progress(self) -> None:
-        """Ends the live line; what is told from here on is printed below it."""
+        """Stops the live line; later messages are printed below it."""
         if self.progress is not None:
             self.progress.close()
             self.progress = None
@@ -263,7 +251,7 @@ def _start_live(progress: Progress, stream: TextIO) -> Any:
     spinner = Spinner("dots", style="cyan")
 
     class Line:
-        """One line, drawn anew a few times a second: what does not fit is left out, the last figure first."""
+        """One line, redrawn a few times per second; the last figures are dropped if they do not fit."""
 
         def __rich_console__(self, console: Any, options: Any) -> Any:
             counter = f"step {progress.step}/{progress.total_steps}"
@@ -290,7 +278,7 @@ def _start_live(progress: Progress, stream: TextIO) -> Any:
 
 
 def _short(number: float) -> str:
-    """Returns a number with three digits and a letter: 12.3k, 4.56M.
+    """Formats a number with three digits and a suffix.
 
     >>> [_short(number) for number in (7.0, 950.0, 12_345.0, 4_560_000.0)]
     ['7', '950', '12.3k', '4.56M']
@@ -303,7 +291,7 @@ def _short(number: float) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """Returns a duration as people write it.
+    """Formats a duration.
 
     >>> [_clock(seconds) for seconds in (5, 75, 3_725, 200_000)]
     ['0:05', '1:15', '1:02:05', '2d 7:33:20']

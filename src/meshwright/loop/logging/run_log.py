@@ -1,7 +1,7 @@
-"""What a run writes down: numbers of every step and events as lines of JSON, and the same for trackers.
+"""The log of a run: metrics and events as JSON lines, also sent to trackers.
 
-A process can be killed at any instant. Lines are therefore appended in one write; what a kill leaves of the last one is
-dropped when the file is opened again; cutting a file back makes a new one and puts it in the old one's place.
+The log survives a kill at any point: each flush is one append, opening a file drops a torn last line, and `rewind`
+replaces the file atomically.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
 
 class RunLog:
-    """Writes `metrics.jsonl` and `events.jsonl` into a run's folder, on rank 0 only; other ranks' calls do nothing.
+    """Writes `metrics.jsonl` and `events.jsonl` into a run folder on rank 0; on other ranks it does nothing.
 
-    Metrics wait until a second has passed, or until `flush`, which belongs before a checkpoint: a resumed run computes
-    again what comes after one, and nothing from before it. Events are written at once, from any thread.
+    Metrics are buffered for `flush_seconds` or until `flush`. Flush before a checkpoint: a resumed run recomputes only
+    the steps after it. Events are written at once, from any thread.
 
     Args:
-        tensorboard: writes events for TensorBoard too (needs tensorboardX).
-        wandb, trackio: the name of a project, or the options of their `init`. A resumed run goes on in the same run
-            there. Steps that they have seen are not sent again.
-        tell: called with a line of text when something cannot be written (a full disk, say), and when it can be again.
-            The run goes on, and what could not be written to the files waits.
-        flush_seconds: how long metrics wait.
+        tensorboard: also write TensorBoard event files (needs tensorboardX).
+        wandb, trackio: project name, or a dict of options for their `init`. A resumed run continues the same online
+            run, and does not send steps again.
+        tell: called with a line of text when writing starts to fail, e.g. on a full disk, and when it works again.
+            The run continues, and unwritten lines stay buffered.
+        flush_seconds: seconds between writes of metrics.
 
     Example:
         >>> import tempfile
@@ -42,7 +42,7 @@ class RunLog:
         ...     for step in (1, 2, 3):
         ...         log.metrics(step, {"loss": 1 / step})
         ...     log.event("checkpoint", 2, "saved")
-        ...     log.rewind(2)  # what a run does that goes on from that checkpoint
+        ...     log.rewind(2)  # as a run resumed from step 2 does
         1
         >>> [line["step"] for line in read_lines(folder / "metrics.jsonl")]
         [1, 2]
@@ -64,7 +64,7 @@ class RunLog:
         self._tell = tell
         self._flush_seconds = flush_seconds
         self._last_flush = time.monotonic()
-        # Saves and watchdogs tell their events from threads of their own.
+        # Checkpoint saves and the watchdog log events from their own threads.
         self._lock = threading.RLock()
         self._trackers: list[Tracker] = []
         self._unsent: list[Callable[[Tracker], None]] = []
@@ -81,7 +81,7 @@ class RunLog:
             self._trackers.append(OnlineRun("trackio", self.folder, trackio))
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Notes the numbers of a step; those of jax must have been computed, or this waits for them."""
+        """Logs the metrics of a step; waits for values that are JAX arrays."""
         if not self.writes:
             return
         with self._lock:
@@ -92,7 +92,7 @@ class RunLog:
                 self.flush()
 
     def event(self, kind: str, step: int, text: str, **facts: Any) -> None:
-        """Notes that something happened; everything noted before it is written too."""
+        """Logs an event and flushes."""
         if not self.writes:
             return
         with self._lock:
@@ -101,32 +101,32 @@ class RunLog:
             self.flush()
 
     def flush(self, *, durable: bool = False) -> None:
-        """Writes what waits; `durable` also waits until it is on the disk."""
+        """Writes buffered lines; `durable` also waits until they are on disk."""
         if not self.writes:
             return
         with self._lock:
             self._last_flush = time.monotonic()
             self._try(METRICS, lambda: self._metrics.flush(durable=durable))
             self._try(EVENTS, lambda: self._events.flush(durable=durable))
-            # Files first: what a tracker has seen is in them, which is how `rewind` knows.
+            # Write files first: `rewind` reads from them which steps the trackers have seen.
             unsent, self._unsent = self._unsent, []
             for tracker in self._trackers:
                 self._try(tracker.label, functools.partial(_send, tracker, unsent))
 
     def _try(self, what: str, act: Callable[[], Any]) -> None:
-        """Does what may fail while a run is fine; tells about it when that changes."""
+        """Runs `act`, and reports when it starts to fail or works again, without stopping the run."""
         try:
             act()
         except Exception as error:  # an online tracker can raise anything
             if what not in self._problems and self._tell is not None:
-                self._tell(f"{what} cannot be written: {error}. The run goes on.")
+                self._tell(f"cannot write {what}: {error}. Training continues.")
             self._problems[what] = str(error)
         else:
             if self._problems.pop(what, None) and self._tell is not None:
-                self._tell(f"{what} can be written again.")
+                self._tell(f"writing {what} works again.")
 
     def rewind(self, step: int) -> int:
-        """Drops metrics after a step, which will be computed again; returns how many. Events stay: they happened."""
+        """Drops the metrics after a step, which will be recomputed, and returns their number; events stay."""
         if not self.writes:
             return 0
         with self._lock:
@@ -144,16 +144,16 @@ class RunLog:
                 self._try(tracker.label, functools.partial(tracker.rewind, step, seen))
             if broken:
                 lines = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
-                self.event("error", step, f"{METRICS} had {len(broken)} unreadable line(s), now dropped: {lines}")
+                self.event("error", step, f"dropped {len(broken)} unreadable line(s) of {METRICS}: {lines}")
             return dropped
 
     def close(self) -> None:
-        """Writes what waits, and ends the runs of trackers."""
+        """Writes buffered lines and closes the trackers."""
         if not self.writes:
             return
         with self._lock:
             self.flush()
-            self.writes = False  # an event that a thread tells too late is left out
+            self.writes = False  # ignore late events of other threads
             self._try(METRICS, self._metrics.close)
             self._try(EVENTS, self._events.close)
             for tracker in self._trackers:
@@ -171,11 +171,11 @@ def _send(tracker: Tracker, what: list[Callable[[Tracker], None]]) -> None:
         send(tracker)
 
 
-# --- Lines of JSON ---
+# --- JSON lines ---
 
 
 class JsonLines:
-    """Appends objects to a file.
+    """Appends JSON objects to a file, one per line.
 
     Example:
         >>> import tempfile
@@ -194,16 +194,15 @@ class JsonLines:
         self._file = self._open()
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Keeps a line for the next `flush`."""
         self._waiting.append(json.dumps(plain(line), ensure_ascii=False))
 
     def flush(self, *, durable: bool = False) -> None:
-        """Writes what waits, in one write; `durable` also waits for the disk. If that fails, all still waits."""
+        """Writes buffered lines in one write; if that fails, they stay buffered. `durable` also waits for the disk."""
         if self._waiting:
             block = "".join(line + "\n" for line in self._waiting).encode()
             before = os.fstat(self._file).st_size
             try:
-                while block:  # one write; a system that took only a part of it gets the rest
+                while block:  # usually one write, more after a partial write
                     block = block[os.write(self._file, block) :]
             except OSError:
                 os.ftruncate(self._file, before)
@@ -213,9 +212,9 @@ class JsonLines:
             os.fsync(self._file)
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> tuple[int, list[int]]:
-        """Drops lines that are not wanted, all at once; returns how many, and the numbers of lines that are no JSON.
+        """Keeps only wanted lines, atomically; returns how many were dropped, and the numbers of invalid lines.
 
-        Those are dropped as well: a disk that lost power can leave them. A kill on the way leaves the file as it was.
+        Invalid lines, which a power loss can leave, are dropped too.
         """
         self.flush()
         kept, dropped, broken = [], 0, []
@@ -235,7 +234,6 @@ class JsonLines:
         return dropped, broken
 
     def close(self) -> None:
-        """Writes what waits, and closes the file."""
         if self._file >= 0:
             try:
                 self.flush()
@@ -250,10 +248,10 @@ class JsonLines:
 
 
 def read_lines(path: Path | str, *, broken: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file, also while it is being written; a torn last line is left out.
+    """Yields the objects of a file, also while it is being written; skips a torn last line.
 
     Args:
-        broken: gets the numbers of lines that are no JSON object; 0 for the torn last one.
+        broken: list that receives the numbers of invalid lines; 0 stands for a torn last line.
     """
     with Path(path).open("rb") as file:
         for number, raw in enumerate(file, start=1):

@@ -1,4 +1,4 @@
-"""Numbers about a run: sizes, operations, learning rates, and what is written beside it."""
+"""Statistics of a run (parameters, FLOPs, learning rates) and the metadata saved with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def run_facts(run: RunSetup, flops: float | None) -> dict[str, Any]:
-    """Returns what `run.json` holds; `flops` are those of a step."""
+    """Returns the contents of `run.json`; `flops` are per step."""
     devices, tokens, peak = jax.devices(), tokens_per_step(run), peak_flops(run)
     return {
         "config": run.config.flat(),
@@ -40,26 +40,26 @@ def run_facts(run: RunSetup, flops: float | None) -> dict[str, Any]:
 
 
 def checkpoint_facts(run: RunSetup) -> dict[str, Any]:
-    """Returns what is written beside each checkpoint, apart from the position in the data."""
+    """Returns the metadata of a checkpoint, except for the position in the data."""
     model = model_fact(run.model) if run.model is not None else run.config.model.job
     return {"config": run.config.flat(), "model": model, "precision": run.precision}
 
 
 def num_params(job: Any) -> int:
-    """Returns how many parameters a job has; nothing is computed."""
+    """Returns the number of parameters of a job, without computing anything."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_init(job.init)))
 
 
 def learning_rates(config: TrainConfig) -> np.ndarray:
     """Returns the learning rate of every step."""
-    # All at once: asked for step by step, each would cost the loop a small program.
+    # Compute all at once, since each single call would dispatch a small program.
     schedule = make_schedule(config.optimizer, config.run.steps)
     return np.asarray(jax.vmap(schedule)(jax.numpy.arange(config.run.steps)))
 
 
 def flops_per_step(run: RunSetup) -> float | None:
-    """Returns what a step needs: forward and backward, without what remat computes again."""
-    if peak_flops(run) is None:  # then nothing is said about it
+    """Returns the FLOPs of the forward and backward pass without remat, or None if MFU cannot be computed."""
+    if peak_flops(run) is None:
         return None
 
     def loss(params: Any, batch: Any, key: Any) -> Any:
@@ -69,14 +69,14 @@ def flops_per_step(run: RunSetup) -> float | None:
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
         counted = count_flops(jax.grad(loss), abstract_init(run.job.init), run.job.batch, key)
-    except Exception as error:  # a loss that only works within its mesh: what is lost is a figure on the screen
-        run.tell(f"MFU is not shown, since operations could not be counted: {type(error).__name__}: {error}")
+    except Exception as error:  # some losses only work on their mesh; MFU is not worth failing the run
+        run.tell(f"MFU is not shown: could not count FLOPs: {type(error).__name__}: {error}")
         return None
     return float(counted.model) or None
 
 
 def peak_flops(run: RunSetup) -> float | None:
-    """Returns what all devices together can do in a second; None for chips that the table does not have."""
+    """Returns the peak FLOP/s of all devices together, or None for an unknown chip."""
     chip = chip_of(jax.devices()[0].device_kind)
     if chip is None:
         return None
@@ -85,5 +85,5 @@ def peak_flops(run: RunSetup) -> float | None:
 
 
 def tokens_per_step(run: RunSetup) -> int | None:
-    """Returns how many tokens a batch has; None where it is not one of text."""
+    """Returns the number of tokens per batch, or None if batches are not text."""
     return int(np.prod(run.job.batch["inputs"].shape)) if run.source.counts_tokens else None

@@ -1,4 +1,4 @@
-"""Where a run's numbers go besides its own files: TensorBoard, wandb, trackio. Each is imported when asked for."""
+"""Experiment trackers: TensorBoard, wandb and trackio, each imported only if used."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ IDENTITIES = "trackers.json"
 
 
 class TensorBoard:
-    """Event files for TensorBoard; after a rewind a new file, whose first entry hides the steps that come again.
+    """TensorBoard event files; after a rewind, a new file hides the steps that are recomputed.
 
-    Written through tensorboardX's own file format, without its queue: that one stops a run for good on a full disk.
+    It bypasses tensorboardX's queue, which blocks a run forever on a full disk.
     """
 
     label = "TensorBoard"
@@ -46,7 +46,7 @@ class TensorBoard:
         self._write(step, time.time(), summary=self._summaries.text(kind, text))
 
     def rewind(self, step: int, seen: int) -> None:
-        """Steps after `step` come again; `seen` is the last of them that came before."""
+        """Prepares for recomputing the steps after `step`; `seen` is the last of them logged so far."""
         self.close()
         self._purge_step = step + 1
 
@@ -62,7 +62,7 @@ class TensorBoard:
                 self._open().flush()
                 self._flush_at = time.monotonic() + self._flush_seconds
         except OSError:
-            # A torn record ends a file for its readers: what comes next gets a new one.
+            # Readers stop at a torn record, so continue in a new file.
             with contextlib.suppress(OSError):
                 self.close()
             raise
@@ -70,7 +70,7 @@ class TensorBoard:
     def _open(self) -> Any:
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Files are named after the second; two starts within one must not share a file.
+            # File names have a resolution of one second, so add a unique suffix.
             self._file = self._writers.EventsWriter(str(self.folder / "events"), f".{uuid.uuid4().hex[:8]}")
             if self._purge_step is not None:
                 start = self._protos.SessionLog(status=self._protos.SessionLog.START)
@@ -80,7 +80,7 @@ class TensorBoard:
 
 
 class OnlineRun:
-    """A run at Weights & Biases, or in trackio; its identity is kept in the run's folder, so that it can be resumed."""
+    """A wandb or trackio run; its id is stored in the run folder, so that a resumed run continues it."""
 
     def __init__(self, service: Literal["wandb", "trackio"], folder: Path, options: str | Mapping[str, Any]) -> None:
         try:
@@ -88,31 +88,30 @@ class OnlineRun:
         except ModuleNotFoundError as error:
             if error.name != service:
                 raise
-            raise MeshwrightError(f"{service} is not installed here.", hint=f"pip install {service}.") from None
+            raise MeshwrightError(f"{service} is not installed.", hint=f"run pip install {service}.") from None
         self.service, self.label, self._path = service, service.capitalize(), folder / IDENTITIES
         wanted = {"project": options} if isinstance(options, str) else dict(options)
         if "project" not in wanted:
-            raise MeshwrightError(f"{service}= has no project.", hint=f'{service}="my-project".')
-        # As few letters as wandb's own, and as unlikely to meet another run's.
+            raise MeshwrightError(f"{service}= has no project.", hint=f'set {service}="my-project".')
         self._identity = self._read().get(service, {"id": uuid.uuid4().hex[:12], "seen": -1})
         self._write()
         name, identity = folder.resolve().name, self._identity["id"]
         if service == "wandb":
             usual = {"name": name, "dir": str(folder), "id": identity}
-        else:  # trackio knows runs by their names
+        else:  # trackio identifies runs by name
             usual = {"name": f"{name}-{identity}"}
         self._run = module.init(**usual | wanted, resume="allow")
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        # Their steps only go forward; what they have seen they keep.
+        # Online steps only increase, so do not send a step again.
         if step > self._identity["seen"]:
             self._run.log(dict(numbers(values)), step=step)
 
     def event(self, kind: str, step: int, text: str) -> None:
-        del kind, step, text  # events are told in the run's own files and its report
+        del kind, step, text  # events are in the run's files and report only
 
     def rewind(self, step: int, seen: int) -> None:
-        # The larger one: a run that is killed twice may not have come as far the second time.
+        # Keep the larger one: a run killed twice may not get as far the second time.
         self._identity["seen"] = max(seen, self._identity["seen"])
         self._write()
 
@@ -130,7 +129,7 @@ Tracker = TensorBoard | OnlineRun
 
 
 def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yields the numbers among a step's values, nested ones by joined names; `step` and `time` are not among them.
+    """Yields the numeric values of a step, nested ones by joined names, without `step` and `time`.
 
     Example:
         >>> dict(numbers({"step": 3, "loss": 2.5, "seconds": {"data": 0.25}, "note": "fine"}))
@@ -146,9 +145,9 @@ def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def plain(value: Any) -> Any:
-    """Returns a value as JSON has it: numbers of numpy and jax as Python's, which lose nothing.
+    """Converts a value to JSON types, and NumPy and JAX numbers to Python numbers without loss.
 
-    Numbers that are not finite are written as Python writes them, `NaN` and `Infinity`, which `json.loads` reads.
+    Non-finite numbers become `NaN` and `Infinity` in JSON, which `json.loads` reads.
 
     Example:
         >>> plain({"loss": np.float32(0.1), "seconds": {"step": 2}, "mesh": ("dp", 8)})
@@ -160,6 +159,6 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         array = np.asarray(value)
-        # numpy has no way from bfloat16 to Python's numbers but through a wider one, which holds it exactly.
+        # NumPy cannot convert bfloat16 to Python numbers directly; float32 holds it exactly.
         return (array if array.dtype.kind in "biuf" else array.astype(np.float32)).tolist()
     return str(value) if isinstance(value, Path) else value

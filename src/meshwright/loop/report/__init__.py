@@ -1,4 +1,4 @@
-"""The report of a run: one page from what its folder holds, while it runs or after."""
+"""The report page of a run, built from its folder during or after the run."""
 
 from meshwright.loop.report.run_page import build_report
 

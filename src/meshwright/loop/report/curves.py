@@ -1,4 +1,4 @@
-"""The charts of a report: loss, speed, and where the time went."""
+"""The charts of a report: loss, speed and time."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from meshwright.specs import ceil_div
 
 MAX_COLUMNS, MAX_TICKS = 60, 400
 MAX_POINTS = 2000  # of a curve: about two per pixel
-# Drawn elsewhere, or not a curve that anybody reads.
+# Metrics with a chart elsewhere, or not worth one.
 _TAKEN = ("loss", "time", "tokens", "tokens_per_second", "grad_norm", "learning_rate", "mfu", "memory_bytes", "skipped")
 
 
 def loss_section(run: RunRecord) -> Section:
-    """Returns the loss in words and as curves, with learning rate and gradient norm."""
+    """Returns the section on loss, learning rate and gradient norm."""
     losses = run.steps["loss"]
     roof = _roof(losses)
     series, smoothed = _with_mean(run, "loss", roof=roof)
@@ -45,24 +45,23 @@ def loss_section(run: RunRecord) -> Section:
         series.append(Series("held-out", *thin(run.evals.steps, run.evals["eval/loss"]), style="dots", tone=1))
     chart = line_chart("Loss", series, unit=smoothed, height=320, high=roof, marks=_restarts(run))
     rate = _small("Learning rate", run, "learning_rate", low=0.0)
-    norms = _small("Gradient norm", run, "grad_norm", log=_spans_decades(run.steps["grad_norm"]))
+    known = [norm for _, norm in run.steps.known("grad_norm") if norm > 0]
+    norms = _small("Gradient norm", run, "grad_norm", log=bool(known) and max(known) > 30 * min(known))
     drawn = None
     if len(run.steps.steps) > MAX_POINTS:
         count = f"{len(run.steps.steps):,} steps"
-        said = (
-            f"Curves on this page are drawn with about {MAX_POINTS:,} of their {count}; highs and lows are all there."
-        )
+        said = f"Curves show about {MAX_POINTS:,} of {count}, including all highs and lows."
         drawn = tag("p", said, class_="note")
     body = [prose(*fall_sentences(run)), chart, drawn, side_by_side(rate, norms), _others(run)]
     return Section("Loss", join(body))
 
 
 def speed_section(run: RunRecord) -> Section:
-    """Returns the throughput, with restarts and checkpoints marked."""
+    """Returns the section on throughput, MFU and memory, with restarts and checkpoints marked."""
     saves = [
         Mark(at, "checkpoint", tall=False) for event in run.happened("checkpoint") if (at := step_of(event)) is not None
     ]
-    saves = saves if len(saves) <= MAX_TICKS else []  # more would be a solid line
+    saves = saves if len(saves) <= MAX_TICKS else []  # more ticks would merge into a line
     marks = [*_restarts(run), *saves]
     series, smoothed = _with_mean(run, "tokens_per_second")
     unit = ", ".join(filter(None, ["tokens per second", smoothed, "ticks at the bottom: checkpoints" if saves else ""]))
@@ -73,19 +72,19 @@ def speed_section(run: RunRecord) -> Section:
     if run.steps.known("memory_bytes"):
         steps, counts = thin(run.steps.steps, run.steps["memory_bytes"])
         memory = Series("memory", steps, [count / 2**30 for count in counts])
-        more.append(line_chart("Memory of a device", [memory], unit="GiB", height=130, low=0.0))
+        more.append(line_chart("Memory per device", [memory], unit="GiB", height=130, low=0.0))
     return Section("Speed", join([prose(*speed_sentences(run)), chart, side_by_side(*more) if more else None]))
 
 
 def time_section(run: RunRecord) -> Section:
-    """Returns what the time was spent on, in total and step by step."""
+    """Returns the section on where the time went, in total and per step."""
     totals = part_seconds(run)
     parts = list(totals)
     total = stacked_bars("In total", parts, [Bar("", list(totals.values()))], show=duration)
     columns = _columns(run, parts)
     heights = [sum(values) for _, _, values in columns]
     over_time = stacked_columns(
-        "Per step", parts, columns, unit="mean over the steps of a column", high=_roof(heights, factor=3.0),
+        "Per step", parts, columns, unit="mean over the steps in a column", high=_roof(heights, factor=3.0),
         show=duration,
     )  # fmt: skip
     body = [prose(*time_sentences(run))] + ([total, over_time] if sum(totals.values()) else [])
@@ -93,22 +92,22 @@ def time_section(run: RunRecord) -> Section:
 
 
 def _with_mean(run: RunRecord, name: str, *, roof: float | None = None) -> tuple[list[Series], str]:
-    """Returns a curve as it was measured and, of enough steps, smoothed; and how, in words."""
+    """Returns the raw curve and, if there are enough steps, a smoothed one; and a note on the smoothing."""
     steps, values = run.steps.steps, run.steps[name]
     if len(steps) < 30:
         return [Series("training", *thin(steps, values))], ""
     window = 2 * max(2, round(len(steps) / 80)) + 1
-    # A spike would lift the mean of all steps around it.
+    # Leave spikes out, which would raise the mean of all steps around them.
     usual = values if roof is None else [value if value <= roof else math.nan for value in values]
     curves = [
         Series("each step", *thin(steps, values), style="faint"),
         Series("smoothed", *thin(steps, smooth(usual, window=window))),
     ]
-    return curves, f"smoothed over {window} steps" + ("" if roof is None else " without what lies above the frame")
+    return curves, f"smoothed over {window} steps" + ("" if roof is None else ", ignoring values above the chart")
 
 
 def _columns(run: RunRecord, parts: Sequence[str]) -> list[tuple[float, float, list[float]]]:
-    """Returns equally many neighbouring steps together: where they start and end, and the means of their parts."""
+    """Groups consecutive steps into columns: first step, last step, and the mean seconds of each part."""
     steps = run.steps.steps
     size = max(1, ceil_div(len(steps), MAX_COLUMNS))
     found = []
@@ -132,7 +131,7 @@ def _small(title: str, run: RunRecord, name: str, **options: object) -> Markup:
 
 
 def _others(run: RunRecord) -> Markup | None:
-    """Returns what else was measured, such as accuracy, under a fold."""
+    """Returns charts of all other metrics, such as accuracy, under a fold."""
     charts = []
     names = [name for name in run.steps.values if not name.startswith("seconds/")]
     names += [name.removeprefix("eval/") for name in run.evals.values if name.startswith("eval/")]
@@ -143,19 +142,14 @@ def _others(run: RunRecord) -> Markup | None:
         charts.append(line_chart(name, series, height=130))
     if not charts:
         return None
-    what = "1 more measurement" if len(charts) == 1 else f"{len(charts)} more measurements"
+    what = "1 more metric" if len(charts) == 1 else f"{len(charts)} more metrics"
     return fold(f"{what}: {', '.join(names)}", side_by_side(*charts))
 
 
 def _roof(values: Sequence[float], *, factor: float = 2.0) -> float | None:
-    """Returns where to cut an axis such that a few spikes do not flatten the rest; None where there are none."""
+    """Returns an upper limit for a chart, so that a few spikes do not flatten the rest; None without spikes."""
     known = sorted(value for value in values if math.isfinite(value))
     if len(known) < 20:
         return None
-    usual = known[-1 - len(known) // 50]  # all but the top two of a hundred
+    usual = known[-1 - len(known) // 50]  # the 98th percentile
     return 1.1 * usual if known[-1] > factor * usual > 0 else None
-
-
-def _spans_decades(values: Sequence[float]) -> bool:
-    known = [value for value in values if math.isfinite(value) and value > 0]
-    return bool(known) and max(known) > 30 * min(known)

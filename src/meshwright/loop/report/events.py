@@ -1,4 +1,4 @@
-"""What happened in a run: its events in time and as a list, and what the model wrote before and after."""
+"""The events of a run as a timeline and a list, and its text samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORDS = {
     "checkpoint_failed": ("failed checkpoint", "failed checkpoints"),
     "skipped": ("skipped step", "skipped steps"),
     "rollback": ("rollback", "rollbacks"),
-    "preempted": ("request to stop", "requests to stop"),
+    "preempted": ("stop request", "stop requests"),
     "hang": ("hang", "hangs"),
     "error": ("error", "errors"),
     "profile": ("profile", "profiles"),
@@ -41,12 +41,12 @@ _WORDS = {
 
 
 def events_section(run: RunRecord) -> Section:
-    """Returns the events in words, in time, and as a list."""
+    """Returns the section on events: a summary, a timeline and a list."""
     if not run.events:
         return Section("Events", prose("No events were recorded."))
     counted = {kind: len(run.happened(kind)) for kind in _WORDS}
     said = [f"{count:,} {_WORDS[kind][count > 1]}" for kind, count in counted.items() if count and kind != "start"]
-    # A restart may have followed a kill, of which nothing is known.
+    # A restart may have followed a kill, which leaves no event.
     calm = not any(counted[kind] for kind in (*TROUBLE, "resume")) and run.happened("finish")
     sentence = f"There {'was' if said[0].startswith('1 ') else 'were'} {', '.join(said)}." if said else ""
     return Section("Events", join([prose(sentence, "Nothing went wrong." if calm else ""), _timeline(run), _list(run)]))
@@ -62,39 +62,27 @@ def _timeline(run: RunRecord) -> Markup:
     for number, event in enumerate(beginnings):
         begin = event_time(event)
         until = event_time(beginnings[number + 1]) if number + 1 < len(beginnings) else math.inf
-        # A run that was killed says nothing: its last sign of life ends the span.
+        # A killed run leaves no event, so its span ends at the last recorded time.
         end = max((at for at in times if begin <= at < until), default=begin)
-        spans.append(
-            Span(
-                begin,
-                end,
-                "running" if len(beginnings) == 1 else f"part {number + 1}",
-                detail=str(event.get("text", "")),
-            )
-        )
-    lanes = [Lane("at work", spans=spans)] if spans else []
+        label = "running" if len(beginnings) == 1 else f"part {number + 1}"
+        spans.append(Span(begin, end, label, detail=str(event.get("text", ""))))
+    lanes = [Lane("running", spans=spans)] if spans else []
     groups: list[tuple[str, tuple[str, ...], Shape, int]] = [
         ("checkpoints", ("checkpoint",), "diamond", 2),
         ("evaluations and samples", ("eval", "sample"), "circle", 4),
-        ("trouble", TROUBLE, "cross", 1),
+        ("problems", TROUBLE, "cross", 1),
     ]
     for name, kinds, shape, tone in groups:
-        moments = [
-            Moment(event_time(event), _moment_name(event), shape, tone)
-            for event in run.happened(*kinds)
-            if math.isfinite(event_time(event))
-        ]
+        moments = []
+        for event in run.happened(*kinds):
+            word, step = _WORDS.get(event["kind"], (event["kind"],))[0], step_of(event)
+            if math.isfinite(event_time(event)):
+                label = word if step is None else f"{word} at step {step:,}"
+                moments.append(Moment(event_time(event), label, shape, tone))
         if moments:
-            lanes.append(
-                Lane(name if len(moments) <= 400 else f"{name} (400 of {len(moments):,})", moments=moments[-400:])
-            )
-    return draw_timeline("In time", lanes, unit="since the first start")
-
-
-def _moment_name(event: dict[str, Any]) -> str:
-    word = _WORDS.get(event["kind"], (event["kind"],))[0]
-    step = step_of(event)
-    return word if step is None else f"{word} at step {step:,}"
+            name = name if len(moments) <= 400 else f"{name} (400 of {len(moments):,})"
+            lanes.append(Lane(name, moments=moments[-400:]))
+    return draw_timeline("Timeline", lanes, unit="since the first start")
 
 
 def _list(run: RunRecord) -> Markup:
@@ -104,29 +92,21 @@ def _list(run: RunRecord) -> Markup:
     for event in shown:
         at = event_time(event)
         after = "" if not math.isfinite(at) else duration(max(0.0, at - first))
-        step = step_of(event)
-        said = (
-            f"wrote {len(str(event.get('text', ''))):,} characters"
-            if event["kind"] == "sample"
-            else str(event.get("text", ""))
-        )
+        step, said = step_of(event), str(event.get("text", ""))
+        said = f"{len(said):,} characters" if event["kind"] == "sample" else said
         rows.append([after, "" if step is None else f"{step:,}", event["kind"].replace("_", " "), said])
     started = ""
     if math.isfinite(first):
-        started = f"Times count from {clock.strftime('%Y-%m-%d %H:%M:%S', clock.gmtime(first))} UTC."
+        started = f"Times are relative to {clock.strftime('%Y-%m-%d %H:%M:%S', clock.gmtime(first))} UTC."
     left_out = len(run.events) - len(shown)
-    more = (
-        f"{left_out:,} checkpoints, evaluations and the like are left out; events.jsonl has them all."
-        if left_out
-        else ""
-    )
-    listing = table(["after", "step", "what", ""], rows, right=(0, 1))
+    more = f"{left_out:,} events are not shown; events.jsonl has all of them." if left_out else ""
+    listing = table(["time", "step", "event", ""], rows, right=(0, 1))
     name = f"All {len(run.events):,} events" if not left_out else f"{len(shown):,} of {len(run.events):,} events"
     return fold(name, prose(started, more), listing, opened=len(run.events) <= 16)
 
 
 def _chosen(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns all events, or of very many those that are trouble or starts, and the last of the others."""
+    """Returns at most `MAX_ROWS` events, preferring problems, starts and ends, then the most recent."""
     if len(events) <= MAX_ROWS:
         return events
     special = [i for i, event in enumerate(events) if event["kind"] in (*TROUBLE, "start", "resume", "finish")]
@@ -136,15 +116,15 @@ def _chosen(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def samples_section(run: RunRecord) -> Section | None:
-    """Returns what the model wrote first and last, side by side; None where it wrote nothing."""
+    """Returns the first and last text samples, side by side, or None if there are none."""
     samples = run.happened("sample")
     if not samples:
         return None
     before, after = samples[0], samples[-1]
     pictures = [_sample(before)] if before is after else [_sample(before), _sample(after)]
     between = samples[1:-1]
-    given = "what it was given is underlined, and " if any(_prompt(sample) for sample in samples) else ""
-    sentence = f"What the model wrote; {given}a dot stands for what cannot be printed."
+    given = "the prompt is underlined, and " if any(_prompt(sample) for sample in samples) else ""
+    sentence = f"Text that the model generated; {given}dots replace unprintable characters."
     more = fold(f"{len(between):,} in between", *(_sample(event) for event in between[-20:])) if between else None
     return Section("Samples", join([prose(sentence), side_by_side(*pictures), more]))
 

@@ -1,4 +1,4 @@
-"""Where a run's state lies: the mesh as a picture with the reason for it, and the layout leaf by leaf."""
+"""The mesh and layout sections of a report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NAMES = {"params": "parameters", "opt_state": "optimizer"}
 
 
 def mesh_section(run: RunRecord) -> Section:
-    """Returns the mesh as a picture, and why it was chosen."""
+    """Returns a picture of the mesh, with the reason for choosing it."""
     mesh = run.facts.get("mesh")
     if not mesh:
         return Section("Mesh", prose("The mesh was not recorded."))
@@ -45,12 +45,12 @@ def mesh_section(run: RunRecord) -> Section:
     what = f"{total:,} {'device' if total == 1 else 'devices'}{f' ({kind})' if kind else ''}"
     sentence = f"The run used {what} as {axes}, in {'one process' if processes == 1 else f'{processes:,} processes'}."
     reason = str(run.facts.get("mesh_reason") or "").strip()
-    why = f"Why this mesh: {reason}" if reason else ""
+    why = f"Reason for this mesh: {reason}" if reason else ""
     return Section("Mesh", join([prose(sentence, why), mesh_picture("Devices", mesh, names=devices or None)]))
 
 
 def layout_section(run: RunRecord) -> Section:
-    """Returns what each device holds: in all, leaf by leaf, and the largest leaves as pictures."""
+    """Returns the bytes per device, the spec of every leaf, and pictures of the largest leaves."""
     recorded = run.facts.get("layout")
     if not recorded:
         return Section("Layout", prose("The layout was not recorded."))
@@ -60,45 +60,32 @@ def layout_section(run: RunRecord) -> Section:
         return Section("Layout", prose(f"The recorded layout cannot be read: {error}"))
     groups: dict[str, int] = {}
     for leaf in layout.leaves:
-        group = leaf.name.partition("/")[0]
-        group = _NAMES.get(group, "rest")
+        group = _NAMES.get(leaf.name.partition("/")[0], "rest")
         groups[group] = groups.get(group, 0) + leaf.bytes_per_device
     order = [name for name in (*_NAMES.values(), "rest") if name in groups]
-    held = stacked_bars("State on each device", order, [Bar("", [groups[name] for name in order])], show=format_bytes)
+    held = stacked_bars("State per device", order, [Bar("", [groups[name] for name in order])], show=format_bytes)
     copies = layout.bytes_per_device * layout.mesh.size / max(layout.bytes_total, 1)
     params = run.facts.get("num_params")
     counted = f"The model has {params:,} parameters." if params else ""
     whole, each = format_bytes(layout.bytes_total), format_bytes(layout.bytes_per_device)
-    stored = f"Its state takes {whole} in all and {each} on each device"
-    often = ": nothing is held twice." if copies < 1.005 else f", so each byte is held {copies:.1f} times on average."
+    stored = f"Its state takes {whole} in total and {each} per device"
+    often = ", without replication." if copies < 1.005 else f", so each byte is stored {copies:.1f} times on average."
     rows = leaf_rows(layout.leaves)
     rows = sorted(rows, key=lambda row: (not row[0].startswith("params/"), row[0]))
     shown = table(HEADINGS, rows[:MAX_ROWS], right=(5,), code=(0, 1, 2, 3, 4))
     rest = None
     if len(rows) > MAX_ROWS:
-        rest = fold(
-            f"{len(rows) - MAX_ROWS:,} more rows", table(HEADINGS, rows[MAX_ROWS:], right=(5,), code=(0, 1, 2, 3, 4))
-        )
+        others = table(HEADINGS, rows[MAX_ROWS:], right=(5,), code=(0, 1, 2, 3, 4))
+        rest = fold(f"{len(rows) - MAX_ROWS:,} more rows", others)
     folded = f", in {len(rows):,} rows" if len(rows) < len(layout.leaves) else ""
     pictures = [leaf_picture(leaf, layout) for leaf in _largest(layout)]
-    return Section(
-        "Layout",
-        join(
-            [
-                prose(counted, stored + often, "Point at a device to see what it holds."),
-                held,
-                side_by_side(*pictures),
-                fold(f"All {len(layout.leaves):,} leaves{folded}", shown, rest),
-            ]
-        ),
-    )
+    text = prose(counted, stored + often, "Hover over a device to see its tiles.")
+    leaves = fold(f"All {len(layout.leaves):,} leaves{folded}", shown, rest)
+    return Section("Layout", join([text, held, side_by_side(*pictures), leaves]))
 
 
 def _largest(layout: Layout) -> list[LeafLayout]:
-    """Returns the largest leaves of the parameters that are not split alike; of the whole state if it has none.
-
-    Leaves that every device holds whole all look the same, so one of them is enough.
-    """
+    """Returns the largest parameters, one per shape and spec, and only one replicated leaf."""
     params = [leaf for leaf in layout.leaves if leaf.name.startswith("params/")] or list(layout.leaves)
     found: dict[Any, LeafLayout] = {}
     for leaf in sorted(params, key=lambda leaf: -leaf.bytes_total):
@@ -107,7 +94,7 @@ def _largest(layout: Layout) -> list[LeafLayout]:
 
 
 def leaf_picture(leaf: LeafLayout, layout: Layout) -> Markup:
-    """Returns which device holds which tile of a leaf."""
+    """Returns a picture of the tiles of a leaf and the devices that hold them."""
     grids = [
         TileGrid(
             panel.title,
@@ -123,7 +110,7 @@ def leaf_picture(leaf: LeafLayout, layout: Layout) -> Markup:
 
 
 def _extent(labels: Sequence[str], leaf: LeafLayout, dim: int) -> int:
-    """Returns the size that a side of the picture stands for; a side that is not cut is the leaf's own last dim."""
+    """Returns the array size along one side of the picture; the dim's full size if it is not split."""
     if labels[-1]:
         return int(labels[-1].partition(":")[2])
     return leaf.stored_shape[dim] if len(leaf.stored_shape) >= -dim else 1

@@ -1,4 +1,4 @@
-"""Puts a report together and writes it: the head of the page, its sections, how the run was set up."""
+"""`build_report`: the report page of a run, with its head and all sections."""
 
 from __future__ import annotations
 
@@ -17,25 +17,33 @@ from meshwright.pages import Markup, Section, badge, command, headline, join, ma
 
 
 def build_report(run_folder: str | Path, *, out: str | Path | None = None) -> Path:
-    """Writes the report of a run and returns where it is.
+    """Writes the report page of a run and returns its path.
 
-    The page is one file that needs no network. It can be made at any time, also of a run that goes on; parts that
-    were not recorded are named in it.
+    The page is one HTML file that needs no network. Build it at any time, also during a run; it lists missing parts.
 
     Args:
-        run_folder: what `meshwright train` wrote, such as runs/NAME.
-        out: the file to write; report.html in the run's folder when left out.
+        run_folder: folder that `meshwright train` wrote, e.g. runs/NAME.
+        out: file or folder to write to (default: report.html in the run folder).
+
+    Example:
+        >>> import tempfile
+        >>> from meshwright.loop.logging.run_log import RunLog
+        >>> folder = tempfile.mkdtemp()
+        >>> with RunLog(folder, tensorboard=False) as log:
+        ...     log.metrics(1, {"loss": 5.5})
+        >>> build_report(folder).name
+        'report.html'
     """
     run = read_run(run_folder)
     path = run.folder / "report.html" if out is None else Path(out)
     if path.is_dir():
         path /= "report.html"
-    write_page(render(run, now=time.time()), path, hint="name another file with --out.")
+    write_page(render(run, now=time.time()), path, hint="choose another file with --out.")
     return path
 
 
 def render(run: RunRecord, *, now: float) -> str:
-    """Returns the page of a run; `now` decides whether a run that says nothing is taken to be running."""
+    """Returns the page of a run; `now` decides whether a silent run counts as still running."""
     sections = [
         loss_section(run),
         samples_section(run),
@@ -52,7 +60,7 @@ def render(run: RunRecord, *, now: float) -> str:
         f"{run.name} · run report",
         head=_head(run, now=now),
         sections=[section for section in sections if section is not None],
-        foot=f"Made by Meshwright on {made} from {run.folder.resolve().name}. This file needs no network.",
+        foot=f"Built by Meshwright on {made} from {run.folder.resolve().name}. This file needs no network.",
     )
 
 
@@ -61,64 +69,47 @@ def _head(run: RunRecord, *, now: float) -> Markup:
     resume = run.facts.get("resume_command")
     go_on = None
     if resume:
-        label = "Go on from the last checkpoint"
-        if end.kind == "good":  # all of its steps are taken, or all of its data: that command asks for more
-            label = "Train it further from the last checkpoint"
+        label = "Resume from the last checkpoint"
+        if end.kind == "good":  # the run is complete, so offer its command with more steps or data
+            label = "Train further from the last checkpoint"
             told = [event.get("go_on") for event in run.events if event["kind"] == "finish"]
             resume = told[-1] if told and isinstance(told[-1], str) else resume
         go_on = join([tag("h3", label), command(resume, label="the command that resumes this run")])
+    title = [tag("p", "Run report", class_="eyebrow"), tag("h1", run.name, " ", badge(end.word, kind=end.kind))]
+    text = prose(*loss_sentences(run)[:2], *speed_sentences(run)[:1], end.sentence)
     notes = tag("p", " ".join(run.notes), class_="note") if run.notes else None
-    return join(
-        [
-            tag("p", "Run report", class_="eyebrow"),
-            tag("h1", run.name, " ", badge(end.word, kind=end.kind)),
-            prose(*loss_sentences(run)[:2], *speed_sentences(run)[:1], end.sentence),
-            headline(figures(run)) if figures(run) else None,
-            notes,
-            go_on,
-        ]
-    )
+    return join([*title, text, headline(figures(run)) if figures(run) else None, notes, go_on])
 
 
 def config_section(run: RunRecord) -> Section:
-    """Returns all options; those that are not at their defaults are set apart."""
+    """Returns all options, with changed ones in bold."""
     config = run.config
     if not config:
         text = _config_file(run)
         body = tag("pre", text, class_="quote") if text else prose("The configuration was not recorded.")
         return Section("Configuration", body)
-    defaults = TrainConfig()
-    groups: dict[str, dict[str, Any]] = {
-        group.name: {
-            item.name: getattr(getattr(defaults, group.name), item.name)
-            for item in dataclasses.fields(getattr(defaults, group.name))
-        }
-        for group in dataclasses.fields(defaults)
-    }
     blocks: list[Markup] = []
     changed = 0
-    known: list[str] = []
-    for group, options in groups.items():
+    for group, options in dataclasses.asdict(TrainConfig()).items():
         entries = []
         for name, default in options.items():
-            if name not in config:
-                continue
-            known.append(name)
-            same = _shown(config[name]) == _shown(default)
-            changed += not same
-            entries.append((name, _value(config[name]) if same else _changed(config[name], default)))
+            if name in config:
+                same = _shown(config[name]) == _shown(default)
+                changed += not same
+                entries.append((name, _value(config[name]) if same else _changed(config[name], default)))
         if entries:
             blocks += [tag("h3", group.capitalize()), pairs(entries)]
+    known = TrainConfig().flat()
     others = [(name, _value(value)) for name, value in config.items() if name not in known]
     if others:
         blocks += [tag("h3", "Other"), pairs(others)]
     differ = "option differs from its default and is" if changed == 1 else "options differ from their defaults and are"
-    sentence = f"{changed} {differ} set in bold." if changed else "All options are at their defaults."
+    sentence = f"{changed} {differ} in bold." if changed else "All options have their default values."
     return Section("Configuration", join([prose(sentence), *blocks]))
 
 
 def versions_section(run: RunRecord) -> Section:
-    """Returns the versions of what took part."""
+    """Returns the versions of Python and the packages."""
     versions = run.facts.get("versions")
     if not versions:
         return Section("Versions", prose("The versions were not recorded."))

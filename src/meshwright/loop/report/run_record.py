@@ -1,4 +1,4 @@
-"""A run folder as it is found: whatever is there is read, and what cannot be read is told, not hidden."""
+"""Reading of run folders: tolerates missing and damaged files, and notes them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from meshwright.loop.logging.run_log import read_lines
 
 @dataclass
 class Columns:
-    """Numbers by name, one per step; nan where a step has none."""
+    """Columns of numbers by name, one value per step; nan if a step has none."""
 
     steps: list[int] = field(default_factory=list)
     values: dict[str, array[float]] = field(default_factory=dict)
 
     def append(self, step: int, numbers: dict[str, float]) -> None:
-        """Adds a step."""
         for name in numbers:
             if name not in self.values:
                 self.values[name] = array("d", [math.nan]) * len(self.steps)
@@ -32,19 +31,15 @@ class Columns:
             column.append(numbers.get(name, math.nan))
 
     def __getitem__(self, name: str) -> Sequence[float]:
-        """Returns a column; of nan where nothing has that name."""
+        """Returns a column; all nan if it does not exist."""
         return self.values[name] if name in self.values else [math.nan] * len(self.steps)
 
     def known(self, name: str) -> list[tuple[int, float]]:
-        """Returns the steps at which a finite value was recorded, with it."""
-        if name not in self.values:
-            return []
-        return [
-            (step, value) for step, value in zip(self.steps, self.values[name], strict=True) if math.isfinite(value)
-        ]
+        """Returns the finite values of a column, with their steps."""
+        return [point for point in zip(self.steps, self[name], strict=True) if math.isfinite(point[1])]
 
     def once(self) -> Columns:
-        """Returns the steps in order, each once: a step that was taken again counts as it was the last time."""
+        """Returns the steps in order, each once; for a recomputed step, the last values count."""
         last = {step: index for index, step in enumerate(self.steps)}
         if len(last) == len(self.steps) and all(a < b for a, b in zip(self.steps, self.steps[1:], strict=False)):
             return self
@@ -55,7 +50,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run folder holds; `notes` say what in it could not be read."""
+    """The contents of a run folder; `notes` lists unreadable parts."""
 
     folder: Path
     facts: dict[str, Any]
@@ -74,17 +69,13 @@ class RunRecord:
 
     @property
     def last_time(self) -> float | None:
-        """When something was last written; None where no time is known."""
-        times = (
-            [event_time(event) for event in self.events[-1:]]
-            + list(self.steps["time"][-1:])
-            + list(self.evals["time"][-1:])
-        )
-        return max((time for time in times if math.isfinite(time)), default=None)
+        """Time of the last write, or None if unknown."""
+        times = [*map(event_time, self.events[-1:]), *self.steps["time"][-1:], *self.evals["time"][-1:]]
+        return max(filter(math.isfinite, times), default=None)
 
     @cached_property
     def step_seconds(self) -> list[float]:
-        """How long each step took with all its parts; nan where that was not recorded."""
+        """Seconds of each step including all its parts; nan if not recorded."""
         parts = [column for name, column in self.steps.values.items() if name.startswith("seconds/")]
         if not parts:
             return [math.nan] * len(self.steps.steps)
@@ -94,21 +85,21 @@ class RunRecord:
         ]
 
     def happened(self, *kinds: str) -> list[dict[str, Any]]:
-        """Returns the events of some kinds, in order."""
+        """Returns the events of the given kinds, in order."""
         return [event for event in self.events if event["kind"] in kinds]
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Reads a run folder, also one of a run that goes on or that was killed in the middle of a line."""
+    """Reads a run folder, also of a running or killed run."""
     folder = Path(folder)
     if not folder.is_dir():
         siblings = sorted(path.name for path in folder.parent.iterdir()) if folder.parent.is_dir() else []
         close = did_you_mean(folder.name, siblings)
-        raise MeshwrightError(f"there is no run folder {folder}.", hint=close or "give the folder that --run named.")
+        raise MeshwrightError(f"there is no run folder {folder}.", hint=close or "pass the folder given to --run.")
     if not any((folder / name).is_file() for name in ("run.json", "metrics.jsonl", "events.jsonl")):
         raise MeshwrightError(
-            f"{folder} holds no run: neither run.json nor metrics.jsonl nor events.jsonl is there.",
-            hint="give a folder that `meshwright train` wrote, such as runs/NAME.",
+            f"{folder} holds no run: it has no run.json, metrics.jsonl or events.jsonl.",
+            hint="pass a folder that `meshwright train` wrote, e.g. runs/NAME.",
         )
     notes: list[str] = []
     steps, evals = Columns(), Columns()
@@ -121,7 +112,7 @@ def read_run(folder: str | Path) -> RunRecord:
         numbers = dict(_numbers(entry))
         (evals if any(name.startswith("eval/") for name in numbers) else steps).append(step, numbers)
     if homeless:
-        notes.append(f"{homeless:,} {'line' if homeless == 1 else 'lines'} of metrics.jsonl without a step left out.")
+        notes.append(f"Ignored {homeless:,} {'line' if homeless == 1 else 'lines'} of metrics.jsonl without a step.")
     events = [event for event in _lines(folder / "events.jsonl", notes) if isinstance(event.get("kind"), str)]
     return RunRecord(folder, _facts(folder / "run.json", notes), steps.once(), evals.once(), events, notes)
 
@@ -130,17 +121,17 @@ def _facts(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_bytes())
     except FileNotFoundError:
-        notes.append("run.json is missing: mesh, layout, configuration and versions are not known.")
+        notes.append("run.json is missing: mesh, layout, configuration and versions are unknown.")
         return {}
     except (OSError, ValueError) as error:
-        notes.append(f"run.json cannot be read ({error}): mesh, layout, configuration and versions are not known.")
+        notes.append(f"Cannot read run.json ({error}): mesh, layout, configuration and versions are unknown.")
         return {}
     if not isinstance(facts, dict):
-        notes.append("run.json does not hold an object and is left out.")
+        notes.append("Ignored run.json, which does not hold an object.")
         return {}
     wrong = [name for name, fits in _FACTS.items() if facts.get(name) is not None and not fits(facts[name])]
     if wrong:
-        notes.append(f"run.json: {', '.join(wrong)} cannot be what it says and is left out.")
+        notes.append(f"Ignored invalid values in run.json: {', '.join(wrong)}.")
     return {name: value for name, value in facts.items() if name not in wrong}
 
 
@@ -156,57 +147,51 @@ def _is_mesh(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_count(size) and size > 0 for size in value.values())
 
 
-# What the report uses of run.json, and what each must be.
+# Fields of run.json that the report uses, each with its check.
 _FACTS: dict[str, Callable[[Any], bool]] = {
-    "name": _is(str),
-    "config": _is(dict),
-    "mesh": _is_mesh,
-    "mesh_reason": _is(str),
-    "layout": _is(dict),
+    **dict.fromkeys(("name", "mesh_reason", "device_kind", "resume_command"), _is(str)),
+    **dict.fromkeys(("config", "layout", "versions"), _is(dict)),
+    **dict.fromkeys(("num_processes", "num_params"), _is_count),
     "devices": _is(list),
-    "device_kind": _is(str),
-    "num_processes": _is_count,
-    "num_params": _is_count,
-    "versions": _is(dict),
-    "resume_command": _is(str),
+    "mesh": _is_mesh,
 }
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file of JSON lines; a last line without its end is left out, and bad ones are noted."""
+    """Yields the objects of a JSON lines file, and notes invalid lines and an unfinished last one."""
     broken: list[int] = []
     try:
         yield from read_lines(path, broken=broken)
     except FileNotFoundError:
         notes.append(f"{path.name} is missing.")
     if 0 in broken:
-        notes.append(f"The last line of {path.name} is unfinished and left out.")
+        notes.append(f"Ignored the unfinished last line of {path.name}.")
     bad = [number for number in broken if number]
     if bad:
         shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        which = f"Line {shown} of {path.name} is" if len(bad) == 1 else f"{len(bad)} lines of {path.name} ({shown}) are"
-        notes.append(f"{which} not a JSON object and left out.")
+        which = f"line {shown}" if len(bad) == 1 else f"{len(bad)} lines ({shown})"
+        notes.append(f"Ignored {which} of {path.name}: not JSON objects.")
 
 
 def _numbers(entry: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yields the numbers of an entry; those inside of others as `seconds/data`."""
+    """Yields the numbers of an entry; nested ones are named like `seconds/data`."""
     for name, value in entry.items():
         if isinstance(value, dict) and not prefix:
             yield from _numbers(value, f"{name}/")
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and (prefix or name != "step"):
             try:
                 yield f"{prefix}{name}", float(value)
-            except OverflowError:  # an integer beyond floats
+            except OverflowError:  # an integer too large for a float
                 yield f"{prefix}{name}", math.inf
 
 
 def step_of(entry: dict[str, Any]) -> int | None:
-    """Returns the step that an event or a line of metrics belongs to, if it names one."""
+    """Returns the step of an event or a line of metrics, if it has one."""
     step = entry.get("step")
     return step if _is_count(step) else None
 
 
 def event_time(event: dict[str, Any]) -> float:
-    """Returns when an event happened; nan where it does not say."""
+    """Returns the time of an event, or nan if unknown."""
     time = event.get("time")
     return float(time) if isinstance(time, (int, float)) else math.nan

@@ -1,4 +1,4 @@
-"""A run in words: what it did, how it ended, and how fast it was."""
+"""Sentences and headline figures of a report: loss, speed, time and outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BEGINNINGS = ("start", "resume")
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run stands: a word or two, what kind of news that is, and a sentence."""
+    """The status of a run: a short label, its color (`kind`) and a sentence."""
 
     word: str
     kind: str
@@ -26,38 +26,38 @@ class Ending:
 
 
 def ending(run: RunRecord, *, now: float) -> Ending:
-    """Returns whether a run is finished, stopped or still going, as far as its folder tells."""
+    """Returns whether a run is finished, stopped or still running, judging by its folder."""
     at = run.steps.steps[-1] if run.steps.steps else None
     where = "before its first step" if at is None else f"at step {at:,}"
     last = next((event for event in reversed(run.events) if event["kind"] in (*_ENDINGS, *_BEGINNINGS)), None)
     stepped = max((value for _, value in run.steps.known("time")[-1:]), default=-math.inf)
-    # Steps after it show that it was not the end: a run also tells errors that it survives.
+    # An event before the last step was not the end: a run also logs errors that it survives.
     kind = "" if last is None or event_time(last) < stepped else last["kind"]
     if kind == "finish":
         return Ending("finished", "good", "")
     if kind == "preempted":
-        return Ending(f"stopped {where}", "warn", f"It was asked to stop and did so {where}; it can go on from there.")
+        return Ending(f"stopped {where}", "warn", f"The run stopped {where} on request and can be resumed.")
     if kind == "error":
-        return Ending(f"failed {where}", "bad", f"It ended {where} with an error: {(last or {}).get('text', '')}")
+        return Ending(f"failed {where}", "bad", f"The run failed {where}: {(last or {}).get('text', '')}")
     written = run.last_time
     quiet = math.inf if written is None else now - written
     usual = _median(run.step_seconds[-100:])
     if quiet < max(120.0, 20 * usual if math.isfinite(usual) else 0.0):
         step = "before the first step" if at is None else f"step {at:,}"
-        return Ending(f"running, {step}", "busy", "It was still running when this page was made.")
-    since = "" if math.isinf(quiet) else f": nothing had been written for {duration(quiet)} when this page was made"
-    return Ending(f"stopped {where}", "warn", f"It ended {where} without saying why{since}.")
+        return Ending(f"running, {step}", "busy", "The run was in progress when this page was built.")
+    since = "" if math.isinf(quiet) else f": its last output was {duration(quiet)} before this page was built"
+    return Ending(f"stopped {where}", "warn", f"The run stopped {where} for an unknown reason{since}.")
 
 
 def figures(run: RunRecord) -> list[Figure]:
-    """Returns the headline numbers that are known."""
+    """Returns the headline figures."""
     found = []
     losses, evals = run.steps.known("loss"), run.evals.known("eval/loss")
     if losses:
         found.append(Figure("Final loss", number(losses[-1][1]), f"step {losses[-1][0]:,}, training"))
     if evals:
         step, best = min(evals, key=lambda point: point[1])
-        later = f"; {number(evals[-1][1])} at the end" if step != evals[-1][0] else ", the last one"
+        later = f"; {number(evals[-1][1])} at the end" if step != evals[-1][0] else ", the last evaluation"
         found.append(Figure("Best held-out loss", number(best), f"step {step:,}{later}"))
     elif losses:
         step, best = min(losses, key=lambda point: point[1])
@@ -69,72 +69,66 @@ def figures(run: RunRecord) -> list[Figure]:
         found.append(Figure("Tokens per second", compact(_median(speeds)), each))
     used = [value for _, value in run.steps.known("mfu")]
     if used:
-        found.append(Figure("MFU", percent(_median(used)), "of the chips' peak, median"))
+        found.append(Figure("MFU", percent(_median(used)), "median over steps"))
     tokens = total_tokens(run)
     if tokens:
         found.append(Figure("Tokens", compact(tokens), f"in {len(run.steps.steps):,} steps"))
     time = total_seconds(run)
     if time:
         wall = wall_seconds(run)
-        # With restarts, the clock runs on while nothing works.
-        remark = f"over {duration(wall)} by the clock" if wall and wall > 1.05 * time + 5 else "all steps together"
+        # Wall time includes pauses between restarts.
+        remark = f"{duration(wall)} wall time" if wall and wall > 1.05 * time + 5 else "all steps"
         found.append(Figure("Time", duration(time), remark))
     return found
 
 
 def loss_sentences(run: RunRecord) -> list[str]:
-    """Returns what the loss did."""
+    """Returns sentences on the change of the loss."""
     losses, evals = run.steps.known("loss"), run.evals.known("eval/loss")
     if not losses:
-        return ["No loss was recorded yet."]
+        return ["No loss is recorded yet."]
     (_, first), (_, last) = losses[0], losses[-1]
     count = len(run.steps.steps)
     in_steps = f"in {count:,} steps" if count > 1 else "in one step"
     tokens = total_tokens(run)
     seen = f" over {compact(tokens)} tokens" if tokens else ""
-    verb = "fell" if last < first else "rose" if last > first else "stayed"
-    said = [
-        f"Loss {verb} from {number(first)} to {number(last)} {in_steps}{seen}."
-        if verb != "stayed"
-        else f"Loss stayed at {number(last)} {in_steps}{seen}."
-    ]
+    change = f"{'fell' if last < first else 'rose'} from {number(first)} to" if last != first else "stayed at"
+    said = [f"Loss {change} {number(last)} {in_steps}{seen}."]
     if evals:
         step, best = min(evals, key=lambda point: point[1])
         final_step, final = evals[-1]
-        at = "its lowest" if step == final_step else f"after {number(best)} at step {step:,}"
-        said.append(f"On text it was not trained on, it was {number(final)} at step {final_step:,}, {at}.")
+        at = "its lowest value" if step == final_step else f"after a low of {number(best)} at step {step:,}"
+        said.append(f"Held-out loss was {number(final)} at step {final_step:,}, {at}.")
     return said
 
 
 def fall_sentences(run: RunRecord) -> list[str]:
-    """Returns how the loss got there: when it was halfway, and where its curve has gaps."""
+    """Returns details on the loss: when it was halfway down, evaluations, and gaps in its curve."""
     losses, evals = run.steps.known("loss"), run.evals.known("eval/loss")
     said = []
     if len(losses) > 8 and losses[-1][1] < losses[0][1]:
         middle = (losses[0][1] + losses[-1][1]) / 2
         step = next(step for step, loss in losses if loss <= middle)
-        said.append(f"Half of the way down was done by step {step:,}.")
+        said.append(f"The loss was halfway down by step {step:,}.")
     if evals:
         times = "once" if len(evals) == 1 else f"{len(evals):,} times"
-        said.append(f"It was evaluated {times} on text that was held out.")
+        said.append(f"The model was evaluated {times} on held-out text.")
     elif losses:
-        said.append("It was not evaluated on held-out text.")
+        said.append("The model was not evaluated on held-out text.")
     odd = len(run.steps.steps) - len(losses)
     if odd:
-        said.append(
-            f"{odd:,} {'step has' if odd == 1 else 'steps have'} a loss that is not finite; the curve has gaps there."
-        )
+        said.append(f"{odd:,} {'step has' if odd == 1 else 'steps have'} a non-finite loss, shown as gaps.")
     return said
 
 
 def speed_sentences(run: RunRecord) -> list[str]:
-    """Returns how long steps took, and why the first ones took longer."""
+    """Returns sentences on step time, throughput, MFU and memory."""
     totals = run.step_seconds
     known = sorted(total for total in totals if math.isfinite(total))
     said = []
     if known:
         low, high = known[len(known) // 20], known[-1 - len(known) // 20]
-        usual = f"; nine of ten between {duration(low)} and {duration(high)}" if len(known) >= 20 else ""
+        usual = f"; 90% between {duration(low)} and {duration(high)}" if len(known) >= 20 else ""
         said.append(f"A step took {duration(_median(known))} (median{usual}).")
     speeds = [value for _, value in run.steps.known("tokens_per_second")]
     devices = num_devices(run)
@@ -143,24 +137,24 @@ def speed_sentences(run: RunRecord) -> list[str]:
         on = f"{devices:,} devices" if devices > 1 else "one device"
         said.append(f"That is {compact(_median(speeds))} tokens per second on {on}{f' ({kind})' if kind else ''}.")
     if len(totals) > 1 and totals[0] > 4 * _median(known):
-        said.append(f"The first step took {duration(totals[0])}, since it was compiled then.")
+        said.append(f"The first step took {duration(totals[0])}, including compilation.")
     used = [value for _, value in run.steps.known("mfu")]
     if used:
-        said.append(f"The model's own arithmetic used {percent(_median(used))} of what the chips can do (MFU).")
+        said.append(f"The median MFU was {percent(_median(used))}.")
     elif run.steps.steps and run.facts and not run.facts.get("peak_flops"):
-        said.append("MFU is not known, because there is no peak figure for this kind of device.")
+        said.append("MFU is unknown, because the peak FLOP/s of this kind of device is unknown.")
     memory = [value for _, value in run.steps.known("memory_bytes")]
     if memory:
-        said.append(f"A device held at most {format_bytes(max(memory))}.")
+        said.append(f"Peak memory was {format_bytes(max(memory))}.")
     return said
 
 
 def time_sentences(run: RunRecord) -> list[str]:
-    """Returns where the time went."""
+    """Returns a sentence on where the time went."""
     totals = part_seconds(run)
     whole = sum(totals.values())
     if not whole:
-        return ["How long the parts of a step took was not recorded."]
+        return ["Times were not recorded."]
     shares = sorted(totals.items(), key=lambda item: -item[1])
     words = {
         "step": "the steps themselves",
@@ -169,15 +163,17 @@ def time_sentences(run: RunRecord) -> list[str]:
         "eval": "evaluation",
         "other": "everything else",
     }
-    named = [f"{percent(value / whole)} went into {words.get(part, part)}" for part, value in shares[:1]]
-    named += [
-        f"{percent(value / whole)} into {words.get(part, part)}" for part, value in shares[1:] if value > 0.0005 * whole
+    named = [
+        f"{percent(value / whole)} {'went into' if i == 0 else 'into'} {words.get(part, part)}"
+        for i, (part, value) in enumerate(shares)
+        if i == 0 or value > 0.0005 * whole
     ]
-    return [f"Of {duration(whole)}, {_listed(named)}."]
+    listed = f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
+    return [f"Of {duration(whole)}, {listed}."]
 
 
 def part_seconds(run: RunRecord) -> dict[str, float]:
-    """Returns the seconds of all steps together, by what they were for; known parts first."""
+    """Returns the total seconds of each part of the steps; known parts first."""
     found = {
         name.removeprefix("seconds/"): column
         for name, column in run.steps.values.items()
@@ -188,17 +184,17 @@ def part_seconds(run: RunRecord) -> dict[str, float]:
 
 
 def total_seconds(run: RunRecord) -> float:
-    """Returns how long all steps that count took together."""
+    """Returns the total seconds of all steps."""
     return sum(part_seconds(run).values())
 
 
 def total_tokens(run: RunRecord) -> float:
-    """Returns how many tokens all steps that count were given."""
+    """Returns the total number of tokens in all steps."""
     return math.fsum(value for _, value in run.steps.known("tokens"))
 
 
 def wall_seconds(run: RunRecord) -> float | None:
-    """Returns the time from the first start to the last thing written; None where no time is known."""
+    """Returns the seconds from the first start to the last write, or None if unknown."""
     times = [time for event in run.events if math.isfinite(time := event_time(event))]
     times += [value for _, value in run.steps.known("time")[:1]]
     if not times or run.last_time is None:
@@ -207,7 +203,7 @@ def wall_seconds(run: RunRecord) -> float | None:
 
 
 def num_devices(run: RunRecord) -> int:
-    """Returns how many devices the run had; 0 where that is not known."""
+    """Returns the number of devices, or 0 if unknown."""
     mesh = run.facts.get("mesh")
     return len(run.facts.get("devices") or []) or (math.prod(mesh.values()) if mesh else 0)
 
@@ -215,7 +211,3 @@ def num_devices(run: RunRecord) -> int:
 def _median(values: Sequence[float]) -> float:
     known = [value for value in values if math.isfinite(value)]
     return statistics.median(known) if known else math.nan
-
-
-def _listed(items: Sequence[str]) -> str:
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

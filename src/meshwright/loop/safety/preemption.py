@@ -1,9 +1,7 @@
-"""Asks a run to end soon: SIGTERM from a scheduler, SIGHUP from a terminal that is closed, Ctrl-C from a person.
+"""Graceful stop on SIGTERM (scheduler), SIGHUP (closed terminal) or Ctrl-C.
 
-All processes end at the same step.
-
-The loop then finishes its step, saves, and exits with `EXIT_PREEMPTED`. Whoever started it knows by this code that the
-run is not done, that nothing is lost, and that it goes on with `--resume`.
+The loop finishes its step, saves, and exits with `EXIT_PREEMPTED`, which tells the caller to resume the run with
+`--resume`. All processes stop at the same step.
 """
 
 from __future__ import annotations
@@ -25,19 +23,14 @@ if TYPE_CHECKING:
     from meshwright.loop.fit import Loop
 
 EXIT_PREEMPTED = 75
-"""The exit code of a run that saved and ended because it was asked to (EX_TEMPFAIL: try again later)."""
-
+"""Exit code of a run that saved and stopped on request (EX_TEMPFAIL: try again later)."""
 
 EXIT_INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C ended at once, as shells have it."""
+"""Exit code of a command that Ctrl-C ended at once, as in shells."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came before there was a run to save.
-
-    Args:
-        number: of the signal.
-    """
+    """Signal `number` arrived before there was a run to save."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -45,10 +38,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 class EarlySignals:
-    """While it is entered, SIGINT, SIGTERM and SIGHUP raise `Interrupted`, until a `Preemption` takes them over.
+    """Context manager in which SIGINT, SIGTERM and SIGHUP raise `Interrupted`, until a `Preemption` replaces it.
 
-    An exception that a signal raises can get lost, inside a callback of the garbage collector say. `check_early` then
-    raises it again. Signals that were ignored stay so, as `nohup` wants it.
+    Python can drop an exception that a signal handler raises, e.g. inside a finalizer; `check_early` raises it again.
+    Ignored signals stay ignored, as under `nohup`.
 
     Example:
         >>> try:
@@ -84,12 +77,12 @@ class EarlySignals:
         _give_back(self._before)
 
     def _lost(self, what: sys.UnraisableHookArgs) -> None:
-        """Called by Python where an exception gets lost; ours is raised again, so nothing is to be told."""
+        """Called when Python drops an exception; stays silent for `Interrupted`, which `check_early` raises again."""
         if not isinstance(what.exc_value, Interrupted):
             self._told_by(what)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a child of ours, which ends as it would without us
+        if os.getpid() != self._process:  # a forked child ends as it would without this handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -102,25 +95,24 @@ _early: EarlySignals | None = None
 
 
 def check_early() -> None:
-    """Raises `Interrupted` where a signal came early and its exception got lost."""
+    """Raises `Interrupted` if a signal arrived early and Python dropped its exception."""
     if _early is not None and _early.number is not None and threading.current_thread() is threading.main_thread():
         raise Interrupted(_early.number)
 
 
 def _give_back(handlers: dict[int, Any]) -> None:
     for number, handler in handlers.items():
-        # None: someone's handler in C, which Python cannot put back.
+        # None stands for a handler written in C, which Python cannot restore.
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
     handlers.clear()
 
 
 class Preemption(Callback):
-    """While it is entered, SIGTERM, SIGHUP and the first SIGINT only ask the run to end; `requested(step)` tells.
+    """Context manager in which SIGTERM, SIGHUP and the first SIGINT ask the run to stop; see `requested(step)`.
 
-    A second SIGINT interrupts at once, as without it. On one process the signals are its own. On several, JAX's service
-    receives SIGTERM on any of them and agrees with the others on a step that none has reached, so every process must
-    ask `requested` with every step. Signals are only taken over in the main thread, as Python has it, and given back. A
-    SIGHUP that was ignored stays so, as `nohup` wants it.
+    A second SIGINT interrupts at once. With several processes, JAX's preemption service receives SIGTERM on any of them
+    and agrees on a step that none has reached, so every process must call `requested` at every step. Handlers are set
+    only in the main thread, and restored on exit. An ignored SIGHUP stays ignored, as under `nohup`.
 
     Example:
         >>> with Preemption() as preemption:
@@ -136,7 +128,7 @@ class Preemption(Callback):
         self._before: dict[int, Any] = {}
 
     def requested(self, step: int) -> bool:
-        """Returns whether the run should save and end now; true from the agreed step on."""
+        """Returns whether the run should save and stop now; true from the agreed step on."""
         if self._is_shared and self.reason is None:
             from jax.experimental import multihost_utils
 
@@ -150,7 +142,7 @@ class Preemption(Callback):
     def __enter__(self) -> Self:
         self._is_shared = jax.process_count() > 1
         if threading.current_thread() is threading.main_thread():
-            # With several processes SIGTERM belongs to JAX's service, which a handler of ours would silence.
+            # With several processes, SIGTERM belongs to JAX's preemption service; a Python handler would silence it.
             taken = [signal.SIGINT, *(number for number in _HANGUP if signal.getsignal(number) is not signal.SIG_IGN)]
             if not self._is_shared:
                 taken.append(signal.SIGTERM)
@@ -170,11 +162,11 @@ class Preemption(Callback):
             self._num_interrupts += 1
             if self._num_interrupts > 1:
                 raise KeyboardInterrupt
-            # Written around Python's streams, which may be in the middle of a line when a handler runs.
-            with contextlib.suppress(OSError):  # nobody reads it
-                os.write(2, b"\nThis step is finished, then the run saves and ends. Ctrl-C again: at once.\n")
+            # Bypass Python's streams, which may be in the middle of a write when a handler runs.
+            with contextlib.suppress(OSError):  # stderr may be closed
+                os.write(2, b"\nStopping after this step and saving. Press Ctrl-C again to stop at once.\n")
         if self._is_shared:
-            # JAX's service only knows SIGTERM; it tells the other processes.
+            # JAX's preemption service only handles SIGTERM; it notifies the other processes.
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             self.reason = signal.Signals(number).name

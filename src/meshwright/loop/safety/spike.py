@@ -1,4 +1,4 @@
-"""Notices a loss that jumps away from where it was, and goes back to an earlier checkpoint."""
+"""Loss spike detection, and rollback to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ if TYPE_CHECKING:
     from meshwright.loop.fit import Loop
 
 MAX_ROLLBACKS = 3
-"""Rollbacks in a row to the same checkpoint after which a run stops."""
+"""Number of rollbacks to the same checkpoint before a run stops."""
 
 
 class SpikeGuard:
-    """Compares each loss with the median of those before it.
+    """Detects loss spikes by comparing each loss with the median of recent losses.
 
-    A loss is a spike where it lies above the median by more than `factor` times the usual distance from it (1.48 times
-    the median absolute deviation: a standard deviation that outliers do not move), and by more than 2% of the median,
-    so that a curve without noise is not all spikes. Spikes do not enter the window. Losses that are not finite are not
-    judged and not kept: the step itself skips those.
+    A loss is a spike if it exceeds the median by more than `factor` robust standard deviations (1.48 times the median
+    absolute deviation) and by more than 2% of the median, so that a curve without noise has no spikes. Spikes do not
+    enter the window. Non-finite losses are ignored, because the step skips them.
 
     Args:
-        window: how many losses are remembered; the first of them, up to a quarter of it, are not judged.
-        factor: how many usual distances are too many.
-        patience: how many spikes in a row make `check` true; one bad batch is often forgotten without help.
+        window: number of recent losses to compare with; detection starts once a quarter of it is filled.
+        factor: robust standard deviations above the median that make a spike.
+        patience: number of spikes in a row before `check` returns True.
 
     Example:
         >>> guard = SpikeGuard(window=16, factor=6.0)
@@ -42,15 +41,15 @@ class SpikeGuard:
     def __init__(self, window: int = 64, factor: float = 8.0, *, patience: int = 1) -> None:
         if window < 8 or not factor > 0 or patience < 1:
             raise MeshwrightError(
-                f"SpikeGuard(window={window}, factor={factor}, patience={patience}) cannot judge anything.",
-                hint="a window of 8 or more, a factor above 0, a patience of 1 or more.",
+                f"SpikeGuard(window={window}, factor={factor}, patience={patience}) cannot detect spikes.",
+                hint="use window >= 8, factor > 0 and patience >= 1.",
             )
         self.factor, self.patience = factor, patience
         self._losses: deque[float] = deque(maxlen=window)
         self._in_a_row = 0
 
     def check(self, loss: float) -> bool:
-        """Returns whether the run has left its curve with this loss."""
+        """Adds a loss, and returns whether it is the `patience`-th spike in a row or a later one."""
         loss = float(loss)
         if not math.isfinite(loss):
             return False
@@ -62,7 +61,7 @@ class SpikeGuard:
         return False
 
     def limit(self) -> float:
-        """Returns the largest loss that is no spike now; infinite while too few are known."""
+        """Returns the largest loss that is not a spike; infinite while the window holds too few losses."""
         if len(self._losses) < max(4, (self._losses.maxlen or 0) // 4):
             return math.inf
         median = statistics.median(self._losses)
@@ -71,7 +70,7 @@ class SpikeGuard:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What it remembers, as plain data; may be set."""
+        """The recent losses as JSON-compatible data; assign it to restore them."""
         return {"losses": list(self._losses), "in_a_row": self._in_a_row}
 
     @state.setter
@@ -81,17 +80,17 @@ class SpikeGuard:
         self._in_a_row = int(state["in_a_row"])
 
     def reset(self) -> None:
-        """Forgets all losses."""
+        """Clears the window."""
         self._losses.clear()
         self._in_a_row = 0
 
 
 class Rollback(Callback):
-    """Goes back to the last good checkpoint when the loss jumps, and on with the data behind that used since.
+    """Rolls back to the last good checkpoint after a loss spike, and skips the data used since.
 
     Args:
-        reopen: `reopen(undone, after, first_step)`, batches that go on after the second state of the data. What lies
-            between the first and the second is not used again.
+        reopen: `reopen(undone, after, first_step)` returns batches that continue at position `after` of the data; rows
+            between `undone` and `after` are not used again.
     """
 
     def __init__(
@@ -116,24 +115,25 @@ class Rollback(Callback):
             return False
         self._spiked = False
         self.spikes.reset()
-        self.checkpoints.wait()  # one that is being written counts
+        self.checkpoints.wait()  # a checkpoint may be being written
         if not from_first(int(self.checkpoints.latest() is not None)):
-            loop.tell("rollback", loop.number, f"the loss rose at step {loop.number}, and there is no checkpoint yet")
-            return False  # a state that is not one to keep, but there is nothing else
+            text = f"loss spike at step {loop.number}; cannot roll back: there is no checkpoint yet"
+            loop.tell("rollback", loop.number, text)
+            return False
         restored = self.checkpoints.restore(loop.step.layout)
         again = self._done[restored.step] = self._done.get(restored.step, 0) + 1
         if again > MAX_ROLLBACKS:
             raise TrainingError(
-                f"the loss rose again after {MAX_ROLLBACKS} rollbacks to step {restored.step}.",
-                hint="lower the learning rate, or look at what the data holds there.",
+                f"the loss spiked again after {MAX_ROLLBACKS} rollbacks to step {restored.step}.",
+                hint="lower the learning rate, or inspect the data after that step.",
             )
         after = dict(loop.batches.state)
         loop.batches.close()
         batches = self.reopen(restored.facts["data"], after, restored.step + 1)
-        text = f"the loss rose at step {loop.number}: back to step {restored.step}, with the data that comes next"
+        text = f"loss spike at step {loop.number}; rolled back to step {restored.step}, continuing with new data"
         loop.tell("rollback", loop.number, "; ".join([text, *restored.notes]), to=restored.step, data=after)
         loop.log.rewind(restored.step)
-        if restored.facts.get("spikes") is not None:  # as a run has it that is resumed from there
+        if restored.facts.get("spikes") is not None:  # the same state as in a run resumed from this checkpoint
             self.spikes.state = restored.facts["spikes"]
         loop.go_back(restored.state, batches)
         return True

@@ -1,4 +1,4 @@
-"""Notices a run that hangs, and writes down where each of its threads stands."""
+"""Hang detection, with a dump of all thread stacks."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from meshwright.loop.fit import Loop
 
 COMPILES = 1800.0
-"""How many seconds something may take that compiles first."""
+"""Seconds allowed for a phase that includes compilation."""
 
 EXIT_HUNG = 70
-"""The exit code of a process that its watchdog ended, where that was asked for (EX_SOFTWARE)."""
+"""Exit code of a process that its watchdog ended (EX_SOFTWARE)."""
 
 
 class Watchdog(Callback):
-    """Waits for a beat per step; where none comes, dumps all stacks into `hang-<last step>.txt` and tells, once.
+    """Expects a beat per step; if none comes in time, dumps all stacks into `hang-<last step>.txt` and reports it once.
 
-    A step may take `seconds`, or `factor` times the median of recent steps, whichever is longer. The first one, which
-    compiles, may take `first_seconds`. Time in which the whole process was stopped does not count.
+    A step may take `seconds` or `factor` times the median of recent steps, whichever is longer. The first step, which
+    compiles, may take `first_seconds`. Time in which the whole process was suspended does not count.
 
     Args:
         tell: called with a line of text, from the watchdog's thread.
-        folder: where dumps go.
-        rank: of this process; ranks above 0 put theirs into the name of a dump.
-        ends_process: after the dump, ends the process with exit code 70, for whoever starts it again.
+        folder: folder for the dumps.
+        rank: rank of this process; the file names of ranks above 0 include it.
+        ends_process: end the process with exit code 70 after the dump, so that a supervisor can restart it.
 
     Example:
         >>> import tempfile
@@ -61,11 +61,11 @@ class Watchdog(Callback):
     ) -> None:
         if not seconds > 0 or not factor >= 1:
             raise MeshwrightError(
-                f"Watchdog({seconds}, factor={factor}) has nothing to wait for.", hint="seconds > 0 and factor >= 1."
+                f"Watchdog({seconds}, factor={factor}) cannot detect hangs.", hint="use seconds > 0 and factor >= 1."
             )
         self.seconds, self.factor = seconds, factor
         self._tell, self._folder, self._rank, self._ends_process = tell, Path(folder), rank, ends_process
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._durations: deque[float] = deque(maxlen=64)
         self._step = 0
         self._last = time.monotonic()
@@ -76,20 +76,20 @@ class Watchdog(Callback):
         self._thread.start()
 
     def beat(self, step: int | None = None, *, allowance: float | None = None) -> None:
-        """Says that the run is alive.
+        """Signals that the run is alive.
 
         Args:
-            step: the last step that ended; counted when left out.
-            allowance: how many seconds the next beat may take, where something long begins: a first evaluation, say.
+            step: the last finished step (default: one more than before).
+            allowance: seconds until the next beat, if a long phase such as a first evaluation begins.
         """
         with self._lock:
             now = time.monotonic()
-            # What was allowed to take long, or hung, says nothing about how long a step takes.
+            # Long phases and hangs do not count as the usual duration of a step.
             if self._allowance is None and not self._told:
                 self._durations.append(now - self._last)
             self._step = self._step + 1 if step is None else step
             self._last, self._told = now, False
-            # Steps are sent to devices ahead of time: the beat after the first may still wait for its compilation.
+            # Steps are dispatched ahead of time, so the beat after the first may still wait for compilation.
             first, self._is_first = self._is_first, False
             self._allowance = allowance if allowance is not None else self._allowance if first else None
 
@@ -100,21 +100,18 @@ class Watchdog(Callback):
         self.beat(loop.number, allowance=COMPILES)
 
     def limit(self) -> float:
-        """Returns how many seconds after the last beat the next one must come."""
+        """Returns the seconds allowed between the last beat and the next."""
         with self._lock:
-            return self._limit()
+            if self._allowance is not None:
+                return max(self._allowance, self.seconds)
+            usual = statistics.median(self._durations) if self._durations else 0.0
+            return max(self.seconds, self.factor * usual)
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Stops the watchdog."""
         self._done.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
-
-    def _limit(self) -> float:
-        if self._allowance is not None:
-            return max(self._allowance, self.seconds)
-        usual = statistics.median(self._durations) if self._durations else 0.0
-        return max(self.seconds, self.factor * usual)
 
     def _watch(self) -> None:
         looked = time.monotonic()
@@ -124,12 +121,12 @@ class Watchdog(Callback):
                 return
             with self._lock:
                 now = time.monotonic()
-                # A process that was stopped as a whole (Ctrl-Z, a suspended machine) did not hang.
+                # A suspended process (Ctrl-Z, a sleeping machine) does not hang.
                 stopped = now - looked - pause
                 if stopped > max(5.0, pause):
                     self._last += stopped
                 looked = now
-                waited, limit, step = now - self._last, self._limit(), self._step
+                waited, limit, step = now - self._last, self.limit(), self._step
                 hangs = waited > limit and not self._told
                 self._told = self._told or hangs
             if hangs:
@@ -138,16 +135,16 @@ class Watchdog(Callback):
     def _report(self, step: int, waited: float, limit: float) -> None:
         name = f"hang-{step}.txt" if self._rank == 0 else f"hang-{step}-rank{self._rank}.txt"
         path = self._folder / name
-        text = f"nothing has happened since step {step}, {waited:.0f} s ago ({limit:.0f} s are allowed)"
+        text = f"no progress since step {step}, {waited:.0f} s ago (limit {limit:.0f} s)"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:  # a step can hang again, after a restart
+            with path.open("a") as file:  # the same step can hang again after a restart
                 file.write(f"{time.ctime()}, rank {self._rank}, process {os.getpid()}: {text}. All threads:\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-            self._tell(f"{text}; where each thread stands is in {path}")
+            self._tell(f"{text}; the stacks of all threads are in {path}")
         except OSError as error:
-            self._tell(f"{text}; its stacks could not be written: {error}")
+            self._tell(f"{text}; could not write the stacks: {error}")
         if self._ends_process:
             os._exit(EXIT_HUNG)
 
