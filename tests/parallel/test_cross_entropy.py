@@ -189,15 +189,15 @@ def test_what_does_not_fit():
         (lambda: linear_cross_entropy(x, head.T, targets), r"cannot multiply x of shape \(2, 16, 6\) by .*\(40, 6\)"),
         (
             lambda: linear_cross_entropy(x, head, targets[:, :8]),
-            r"needs targets of shape \(2, 16\); they have \(2, 8\)",
+            r"needs targets of shape \(2, 16\); got \(2, 8\)",
         ),
         (lambda: linear_cross_entropy(x, head, targets, weights=v["weights"][0]), r"needs weights of shape \(2, 16\)"),
-        (lambda: linear_cross_entropy(x, head, v["weights"]), r"targets are float32.\nhint: give the integers"),
+        (lambda: linear_cross_entropy(x, head, v["weights"]), r"targets are float32.\nhint: pass integer token ids"),
         (
             lambda: linear_cross_entropy(x, head, targets, vocab_size=41),
-            r"vocab_size=41 of 40 columns.\nhint: use 1 to",
+            r"vocab_size=41 for 40 columns.\nhint: use 1 to",
         ),
-        (lambda: linear_cross_entropy(x, head, targets, label_smoothing=1.0), r"label_smoothing=1.0.\nhint: use 0 to"),
+        (lambda: linear_cross_entropy(x, head, targets, label_smoothing=1.0), r"label_smoothing=1.0.\nhint: use 0 or"),
         (lambda: linear_cross_entropy(x, head, targets, soft_cap=0.0), r"soft_cap=0.0.\nhint: use a positive number"),
         (lambda: linear_cross_entropy(x, head, targets, chunk_rows=0), r"chunk_rows=0.\nhint: use a positive number"),
     ]

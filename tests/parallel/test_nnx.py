@@ -182,5 +182,5 @@ def test_leaving_out_a_bias_does_not_change_other_layers():
 
 def test_names_that_a_fused_layer_cannot_have():
     for names in ({}, {"__call__": 8}, {"names": 8}, {"not a name": 8}):
-        with pytest.raises(PlacementError, match=r"FusedColumnDense got layers named .*\nhint: names such as q, k, v"):
+        with pytest.raises(PlacementError, match=r"FusedColumnDense got layers named .*\nhint: use identifiers"):
             FusedColumnDense(2, names, axis="tp", rngs=nnx.Rngs(0))

@@ -75,12 +75,12 @@ def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str, num_blocks
     if rows % (num_parts * num_blocks) or not rows:
         if num_blocks > 1:
             who = f"{who} (on {num_blocks} blocks of rows)"
-        own, ways = (rows, 1) if rows % num_blocks else (rows // num_blocks, num_blocks)
-        if ways == 1 and num_blocks > 1:
+        if rows % num_blocks:
             raise PlacementError(
                 f"{who}: a batch of {rows} rows cannot be split over {num_blocks} devices.",
                 hint=f"use {max(rows // num_blocks, 1) * num_blocks} or {round_up(rows, num_blocks)} rows.",
             )
+        own = rows // num_blocks
         why = (
             f"cannot make {num_parts} {part}es of a batch of {own} rows: some would be empty."
             if num_parts > own
