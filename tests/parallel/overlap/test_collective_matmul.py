@@ -173,7 +173,7 @@ def test_the_choice_of_form():
     assert choose_form("gather_matmul", None, axis_size=8, width=64) == FORMS["cpu"]["gather_matmul"]
     assert choose_form("gather_matmul", "both_ways", axis_size=8, width=64) == Form(both_ways=True)
     assert choose_form("gather_matmul", WHOLE, axis_size=8, width=64) == WHOLE
-    with pytest.raises(PlacementError, match=r"there is no form 'rign'.\nhint: did you mean 'ring'"):
+    with pytest.raises(PlacementError, match=r"unknown form 'rign'.\nhint: did you mean 'ring'"):
         choose_form("gather_matmul", "rign", axis_size=8, width=64)
 
 

@@ -191,7 +191,7 @@ def test_beside_automatic_axes_everything_is_a_ring(on_a_gpu):
     "options", [{"ring": True}, {"ring": False, "tie": "next"}, {"ring": False, "both_ways": True}]
 )
 def test_parts_are_not_of_a_ring(options):
-    with pytest.raises(PlacementError, match=r"has parts, which are positive and of whole collectives, not of a ring"):
+    with pytest.raises(PlacementError, match="parts must be positive and need ring=False"):
         Form(parts=(1, 2), **options)
     with pytest.raises(PlacementError, match="positive"):
         Form(ring=False, parts=(1, 0))
