@@ -355,16 +355,16 @@ def run_bad(x=None, mesh="pp:2", stage_fn=double, **options):
         ({"num_microbatches": 8}, "cannot make 8 microbatches of a batch of 4 rows"),
         ({"num_microbatches": 0}, "num_microbatches=0"),
         ({"axis": "ppp"}, "did you mean 'pp'"),
-        ({"schedule": "gpip"}, "no schedule 'gpip'(.|\n)*did you mean 'gpipe'"),
-        ({"schedule": gpipe_schedule(4, 2)}, "made for 4 stages; here there are 2"),
-        ({"schedule": gpipe_schedule(2, 4)}, "made for 4 microbatches; here there are 2"),
-        ({"schedule": circular_schedule(2, 2, 2)}, "leading dim is the rounds, of which there are 2"),
+        ({"schedule": "gpip"}, "unknown schedule 'gpip'(.|\n)*did you mean 'gpipe'"),
+        ({"schedule": gpipe_schedule(4, 2)}, "is for 4 stages; the pipeline has 2"),
+        ({"schedule": gpipe_schedule(2, 4)}, "is for 4 microbatches; the pipeline has 2"),
+        ({"schedule": circular_schedule(2, 2, 2)}, "needs the rounds \\(2\\) as its leading dim"),
         (
             {"stage_fn": lambda p, h: (h * p).astype(jnp.int32)},
             "takes float32\\[2, 1\\] but returns int32(.|\n)*first=",
         ),
         ({"last": lambda p, h: h.sum(), "last_params": ()}, "they are scalars(.|\n)*combine="),
-        ({"combine": "mean"}, "there is no way 'mean' to combine(.|\n)*concatenate, stack, sum"),
+        ({"combine": "mean"}, "unknown combine='mean'(.|\n)*concatenate, stack, sum"),
     ],
 )
 def test_bad_inputs(options, message):

@@ -25,11 +25,11 @@ def test_schedules_are_valid_and_their_bubbles_as_computed(num_stages, num_micro
 @pytest.mark.parametrize(
     ("stages", "microbatches", "message"),
     [
-        ([[0, -1], [-1, 1]], [[0, -1], [-1, -1]], "holds a stage and a microbatch, or -1 in both"),
-        ([[1, 0]], [[0, 0]], "tick 0, device 0: stage 1 of microbatch 0 runs on the wrong device; it lives on 1"),
-        ([[0, -1], [0, 1]], [[0, -1], [0, 0]], "was already run at tick 0"),
-        ([[0, -1], [-1, -1], [-1, 1]], [[0, -1], [-1, -1], [-1, 0]], "made at tick 1, but that ran at tick 0"),
-        ([[0, -1], [0, 1]], [[0, -1], [1, 0]], "leaves out 1 cells, first stage 1 of microbatch 1"),
+        ([[0, -1], [-1, 1]], [[0, -1], [-1, -1]], "needs a stage and a microbatch, or -1 in both"),
+        ([[1, 0]], [[0, 0]], "tick 0, device 0: stage 1 of microbatch 0 is on the wrong device; it must run on 1"),
+        ([[0, -1], [0, 1]], [[0, -1], [0, 0]], "already ran at tick 0"),
+        ([[0, -1], [-1, -1], [-1, 1]], [[0, -1], [-1, -1], [-1, 0]], "from tick 1, but that stage ran at tick 0"),
+        ([[0, -1], [0, 1]], [[0, -1], [1, 0]], "missing 1 cells, e.g. stage 1 of microbatch 1"),
         ([[0, -1, -1], [-1, 1, -1]], [[0, -1, -1], [-1, 0, -1]], "2 virtual stages on 3 devices"),
         ([0, 1], [0, 0], "two tables of ticks x devices"),
     ],
