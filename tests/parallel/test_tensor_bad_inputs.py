@@ -1,4 +1,4 @@
-"""What tensor-parallel layers refuse, in words that say why: heads, slices, sizes, shapes, options and axes."""
+"""Errors of tensor-parallel layers: heads, slices, sizes, shapes, options and axes."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def run_locally(f, specs, *args, ways=4):
     return local_map(f, mesh=mesh_of(ways), in_specs=specs, out_specs=P())(*args)
 
 
-def test_an_argument_that_should_be_a_slice_and_is_whole():
+def test_whole_arguments_that_should_be_slices():
     v = values()
     text = r"{}: {} of shape .* is the same on every device of axis 'tp'; each needs its own slice.\nhint: name 'tp' in"
     whole = (P(), P(), P())

@@ -43,7 +43,7 @@ def tile_columns(num_columns: int) -> int:
 
 
 def row_unit(together: int) -> int:
-    """Returns the smallest number of rows per shard, for `together` shards, that fills whole tiles and can be written."""
+    """Returns the fewest rows of each of `together` shards that fill whole tiles and can be written."""
     return max(TILE_ROWS // math.gcd(TILE_ROWS, together), _LEAST_ROWS)
 
 

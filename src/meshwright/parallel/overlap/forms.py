@@ -148,8 +148,8 @@ def choose_form(operation: Operation, form: Form | str | None, *, axis_size: int
 # --- Whole collectives ---
 
 # An all-gather of a layer's weights (FSDP) is one instruction, and only the compiler can make it asynchronous. By
-# default it does so on GPUs but not on TPUs. These options come from the compiled train step of a 7B decoder on 64 chips
-# (benchmarks/RESULTS.md); none was timed on hardware.
+# default it does so on GPUs but not on TPUs. These options were chosen on a 7B decoder's train step, compiled for 64
+# chips (benchmarks/RESULTS.md); none was timed on hardware.
 
 # SparseCores run collectives during matmuls. By default, collectives on v5p and v6e are synchronous, and a
 # reduce-scatter over a whole slice becomes an all-reduce of twice the bytes. The alternative, async collective fusion,
