@@ -219,13 +219,15 @@ def _on_device(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any
     kind = jnp.result_type(x.dtype, head.dtype)
     wire = jnp.dtype(plan.logits_dtype or kind)
     columns, rows = head.astype(kind), _Rows.of(targets.shape, head.shape[1] * wire.itemsize, plan.chunk_rows)
+    is_plain = plan.axis is None and plan.vocab_size == head.shape[1] and not (plan.soft_cap or plan.label_smoothing)
+    by_kernel = with_grads and is_plain and uses_kernels(plan.kernels)
 
     def step(dhead: Any, chunk: Any) -> tuple[Any, Any]:
         x_chunk, its_targets, its_weights = chunk
         # Rows of weight zero may be NaN, and 0 * NaN is NaN.
         x_chunk = jnp.where((its_weights != 0)[..., None], x_chunk, jnp.zeros_like(x_chunk))
         products = dot(x_chunk, columns, wire)
-        if with_grads and _suits_kernel(plan, head.shape[1]):
+        if by_kernel:
             sums, dlogits = _chunk_by_kernel(plan, products, its_targets, its_weights)
         else:
             sums, make_dlogits = _chunk_loss(plan, products.astype(jnp.float32), its_targets, its_weights)
@@ -326,12 +328,6 @@ def _sums(
         count=add_up(1.0, weights),
         correct=add_up(correct, weights),
     )
-
-
-def _suits_kernel(plan: _Options, num_columns: int) -> bool:
-    """Returns whether the softmax kernel supports these options and runs here."""
-    is_plain = plan.axis is None and plan.vocab_size == num_columns and plan.soft_cap is None
-    return is_plain and not plan.label_smoothing and uses_kernels(plan.kernels)
 
 
 def _chunk_by_kernel(plan: _Options, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:

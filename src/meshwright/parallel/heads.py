@@ -81,24 +81,26 @@ def split_heads(
     if axis is not None and view.kind == "local":
         here = max(1, num_heads // ways)
         if together > 1:
-            y = _from_neighbours(axis, together, pcast_varying(y, axis))
-    elif together > 1 and _is_typed(y):
-        raise view.error(
-            f"{num_heads} {what} for {ways} devices of axis {axis!r}, which is explicit, would split heads.",
-            hint="use the local view, or a mesh whose axes are automatic (AxisType.Auto).",
-        )
+            y = _from_neighbors(axis, together, pcast_varying(y, axis))
+    elif together > 1:
+        spec = tuple(jax.typeof(y).sharding.spec)  # Names the axes of each dim if they are explicit.
+        if len(spec) == y.ndim and spec[-1] is not None:
+            raise view.error(
+                f"{num_heads} {what} for {ways} devices of axis {axis!r}, which is explicit, would split heads.",
+                hint="use the local view, or a mesh whose axes are automatic (AxisType.Auto).",
+            )
     if here < 1 or y.shape[-1] % here:
         raise view.error(f"{y.shape[-1]} features are not {here} {what} of one size.", hint="check num_heads.")
     return y.reshape(*y.shape[:-1], here, y.shape[-1] // here)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _from_neighbours(axis: str, together: int, y: Any) -> Any:
+def _from_neighbors(axis: str, together: int, y: Any) -> Any:
     """All-gathers the last dim among groups of `together` neighboring devices."""
     return lax.all_gather(y, axis, axis=y.ndim - 1, tiled=True, axis_index_groups=_groups(axis, together))
 
 
-def _from_neighbours_bwd(axis: str, together: int, _: None, d_whole: Any) -> tuple[Any]:
+def _from_neighbors_bwd(axis: str, together: int, _: None, d_whole: Any) -> tuple[Any]:
     total = lax.psum_scatter(
         d_whole.astype(summing_dtype(d_whole.dtype)),
         axis,
@@ -109,17 +111,11 @@ def _from_neighbours_bwd(axis: str, together: int, _: None, d_whole: Any) -> tup
     return (total.astype(d_whole.dtype),)
 
 
-_from_neighbours.defvjp(lambda axis, together, y: (_from_neighbours(axis, together, y), None), _from_neighbours_bwd)
+_from_neighbors.defvjp(lambda axis, together, y: (_from_neighbors(axis, together, y), None), _from_neighbors_bwd)
 
 
 def _groups(axis: str, together: int) -> list[list[int]]:
     return [list(range(first, first + together)) for first in range(0, lax.axis_size(axis), together)]
-
-
-def _is_typed(y: Any) -> bool:
-    """Returns whether the array's type says that its last dim is split, as on meshes with explicit axes."""
-    spec = tuple(jax.typeof(y).sharding.spec)
-    return len(spec) == y.ndim and spec[-1] is not None
 
 
 def _unfit(num_heads: int, ways: int, axis: str | None, what: str, *, shared: bool) -> PlacementError:

@@ -260,30 +260,27 @@ def _gather_fwd(plan: _Choices, x: Any, weights: tuple[Any, ...]) -> tuple[Any, 
 def _gather_bwd(plan: _Choices, saved: Any, d_outs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     kept, weights = saved
     num_rows = d_outs[0].shape[-2] // plan.size
-    d_outs = tuple(d_out.astype(_out_dtype(kept, w)) for d_out, w in zip(d_outs, weights, strict=True))
+    grads = [d_out.astype(_out_dtype(kept, w)) for d_out, w in zip(d_outs, weights, strict=True)]
     # Otherwise XLA reuses the rows of the forward pass and keeps them in memory.
-    kept, d_outs = tie((kept, d_outs))
-
+    kept, grads = tie((kept, grads))
     turned = [w.T for w in weights]
 
-    def products(slices: list[Any], dtype: Any) -> Any:
-        return multiply_all(slices, turned, dtype)
+    def products(blocks: list[Any], dtype: Any) -> Any:
+        return multiply_all(blocks, turned, dtype)
 
     gathered = kept if plan.save_gathered else None
     if not plan.backward.ring:
         if plan.backward.parts:
-            dx = scatter_in_parts(d_outs, turned, plan.axis, plan.size, plan.backward.parts, plan.wire)
+            dx = scatter_in_parts(grads, turned, plan.axis, plan.size, plan.backward.parts, plan.wire)
         else:
-            dx = sum_scattered(products(list(d_outs), plan.wire), plan.axis)
+            dx = sum_scattered(products(grads, plan.wire), plan.axis)
         if gathered is None:
             gathered = lax.all_gather(kept, plan.axis, axis=kept.ndim - 2, tiled=True)
     elif gathered is not None:
-        dx = scatter_sums(products, list(d_outs), num_rows, plan.axis, plan.size, plan.backward, plan.wire)
+        dx = scatter_sums(products, grads, num_rows, plan.axis, plan.size, plan.backward, plan.wire)
     else:
-        dx, gathered = scatter_beside_gather(
-            products, list(d_outs), kept, plan.axis, plan.size, plan.backward, plan.wire
-        )
-    d_weights = tuple(dot_rows(gathered, d, w.dtype) for d, w in zip(d_outs, weights, strict=True))
+        dx, gathered = scatter_beside_gather(products, grads, kept, plan.axis, plan.size, plan.backward, plan.wire)
+    d_weights = tuple(dot_rows(gathered, d, w.dtype) for d, w in zip(grads, weights, strict=True))
     return _finish_both(plan, dx.astype(kept.dtype), d_weights)
 
 
@@ -295,18 +292,16 @@ _gather_matmul.defvjp(_gather_fwd, _gather_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul_scatter(plan: _Choices, x: Any, w: Any) -> Any:
-    out_dtype = _out_dtype(x, w)
     if plan.forward.parts:
         summed = scatter_in_parts([x], [w], plan.axis, plan.size, plan.forward.parts, plan.wire, kernels=plan.kernels)
-        return summed.astype(out_dtype)
-    if not plan.forward.ring:
-        partial = dot(x, w, plan.wire)
-        return sum_scattered(partial, plan.axis).astype(out_dtype)
-    num_rows = x.shape[-2] // plan.size
-    summed = scatter_sums(
-        lambda s, dtype: dot(s[0], w, dtype), [x], num_rows, plan.axis, plan.size, plan.forward, plan.wire
-    )
-    return summed.astype(out_dtype)
+    elif plan.forward.ring:
+        num_rows = x.shape[-2] // plan.size
+        summed = scatter_sums(
+            lambda s, dtype: dot(s[0], w, dtype), [x], num_rows, plan.axis, plan.size, plan.forward, plan.wire
+        )
+    else:
+        summed = sum_scattered(dot(x, w, plan.wire), plan.axis)
+    return summed.astype(_out_dtype(x, w))
 
 
 def _scatter_bwd(plan: _Choices, saved: Any, d_out: Any) -> tuple[Any, Any]:

@@ -158,19 +158,19 @@ def scatter_beside_gather(
     """
     num_rows, place = x.shape[-2], lax.axis_index(axis)
     half = _half(num_rows, form)
-    travelling = [x[..., :half, :], x[..., half:, :]] if half else [x]
+    traveling = [x[..., :half, :], x[..., half:, :]] if half else [x]
     buffer = put_rows(empty_rows(x, num_rows * size, x.shape[-1], x.dtype), x, place * num_rows)
-    state = {"travelling": travelling, "buffer": buffer}
+    state = {"traveling": traveling, "buffer": buffer}
 
     def hop(step: int, total: Any) -> Any:
         if step == size - 1:
             return total
-        arrived = [shift(part, axis, size, up=way == 0) for way, part in enumerate(state["travelling"])]
+        arrived = [shift(part, axis, size, up=way == 0) for way, part in enumerate(state["traveling"])]
         arrived, total, buffer = tie((arrived, total, state["buffer"]))
         for way, part in enumerate(arrived):
             source = lax.rem(place + (size - 1 - step if way == 0 else step + 1), size)
             buffer = put_rows(buffer, part, source * num_rows + way * half)
-        state.update(travelling=arrived, buffer=buffer)
+        state.update(traveling=arrived, buffer=buffer)
         return total
 
     dx = scatter_sums(products, operands, num_rows, axis, size, form, wire, between=hop)

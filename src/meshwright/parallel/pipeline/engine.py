@@ -94,7 +94,13 @@ def pipeline(
         raise PlacementError(f"pipeline: unknown combine={combine!r}.", hint=hint)
     num_stages = axis_size(axis, who="pipeline")
     table = _table(schedule, stage_params, num_stages=num_stages, num_microbatches=num_microbatches)
-    _warn_about_bubble(table)
+    if num_microbatches < num_stages:
+        warnings.warn(
+            f"pipeline: {num_microbatches} microbatches on {num_stages} stages leave the devices idle "
+            f"{table.bubble_fraction:.0%} of the time.\nhint: use at least {num_stages} microbatches.",
+            MeshwrightWarning,
+            stacklevel=2,
+        )
     # Mark everything here: inside a branch, the marks' gradients would deadlock.
     shared = _in_mesh_order(frozenset({axis}).union(*map(varying_axes, jax.tree.leaves((x, extras, targets)))))
     functions = _Functions(
@@ -118,20 +124,21 @@ def pipeline(
         def work(h: PyTree) -> tuple[PyTree, PyTree]:
             return _work(functions, h, stage, microbatch, h_type, out_type)
 
-        done: tuple[PyTree, PyTree]
         if (table.stages != IDLE).all():
-            done = work(h)
-        else:
-            done = lax.cond(stage != IDLE, work, lambda h: (h, _zeros(out_type)), h)
+            return work(h)
+        done: tuple[PyTree, PyTree] = lax.cond(stage != IDLE, work, lambda h: (h, _zeros(out_type)), h)
         return done
 
     if remat:
         # Checkpoint the whole tick; inside the branch, the chosen weights would be saved as residuals.
         tick = jax.checkpoint(tick, prevent_cse=False)
 
+    senders = range(num_stages if table.num_rounds > 1 else num_stages - 1)
+    pairs = [(stage, (stage + 1) % num_stages) for stage in senders]
+
     def step(h: PyTree, row: Any) -> tuple[PyTree, PyTree]:
         h, out = tick(h, row)
-        return _pass_on(h, axis, num_stages, ring=table.num_rounds > 1), out
+        return h if num_stages == 1 else jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), h), out
 
     _, outs = lax.scan(step, _zeros(h_type), (jnp.asarray(table.stages), jnp.asarray(table.microbatches)))
     result = _combine(outs, table, combine)
@@ -197,13 +204,6 @@ def _work(
     if end == 0:
         return h, _mark(f.leave(h, microbatch), out_type)
     return h, lax.cond(stage == end, lambda h: _mark(f.leave(h, microbatch), out_type), lambda h: _zeros(out_type), h)
-
-
-def _pass_on(h: PyTree, axis: str, num_stages: int, *, ring: bool) -> PyTree:
-    if num_stages == 1:
-        return h
-    pairs = [(stage, (stage + 1) % num_stages) for stage in range(num_stages if ring else num_stages - 1)]
-    return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), h)
 
 
 def _combine(outs: PyTree, table: Schedule, combine: Combine) -> PyTree:
@@ -324,13 +324,3 @@ def _table(schedule: str | Schedule, stage_params: PyTree, *, num_stages: int, n
         return circular_schedule(num_stages, count_rounds(stage_params), num_microbatches)
     hint = did_you_mean(schedule, ("gpipe", "circular")) or "use 'gpipe', 'circular' or a Schedule."
     raise MeshwrightError(f"pipeline: unknown schedule {schedule!r}.", hint=hint)
-
-
-def _warn_about_bubble(table: Schedule) -> None:
-    if table.num_microbatches < table.num_stages:
-        warnings.warn(
-            f"pipeline: {table.num_microbatches} microbatches on {table.num_stages} stages leave the devices idle "
-            f"{table.bubble_fraction:.0%} of the time.\nhint: use at least {table.num_stages} microbatches.",
-            MeshwrightWarning,
-            stacklevel=3,
-        )
