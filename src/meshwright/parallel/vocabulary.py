@@ -24,12 +24,7 @@ from meshwright.parallel.tensor import GatherOptions, refuse_options
 
 @jax.named_scope("embedding")
 def vocab_embed(
-    ids: jax.Array,
-    table: jax.Array,
-    *,
-    axis: str | None,
-    sequence_parallel: bool = True,
-    vocab_size: int | None = None,
+    ids: jax.Array, table: jax.Array, *, axis: str | None, sequence_parallel: bool = True, vocab_size: int | None = None
 ) -> jax.Array:
     """Looks up token embeddings; a token outside the vocabulary gives NaN.
 

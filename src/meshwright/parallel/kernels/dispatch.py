@@ -43,8 +43,7 @@ def uses_kernels(wanted: bool | None) -> bool:
     if chip not in ("gpu", "cpu") or (chip == "cpu" and mesh is not None and mesh.manual_axes):
         why = "JAX cannot interpret them on several CPU devices" if chip == "cpu" else f"this is {chip}"
         raise PlacementError(
-            f"kernels=True, but the kernels need GPUs; {why}.",
-            hint="leave kernels out to use them wherever possible.",
+            f"kernels=True, but the kernels need GPUs; {why}.", hint="leave kernels out to use them wherever possible."
         )
     return True
 

@@ -91,22 +91,11 @@ _residual_norm.defvjp(_norm_forward, _norm_backward)
 register_cost("residual_norm_gradient", linear_in=range(1, 3))
 
 
-def _norm_kernel(
-    h_ref: Any,
-    d_kept_ref: Any,
-    d_normed_ref: Any,
-    inverse_ref: Any,
-    scale_ref: Any,
-    d_h_ref: Any,
-    d_scale_ref: Any,
-    *,
-    rows: int,
-    features: int,
-    block: int,
-) -> None:
+def _norm_kernel(*refs: Any, rows: int, features: int, block: int) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
+    h_ref, d_kept_ref, d_normed_ref, inverse_ref, scale_ref, d_h_ref, d_scale_ref = refs
     columns = jnp.arange(block)  # Triton array sizes are powers of two.
     mask = columns < features if block > features else None
 
@@ -188,21 +177,11 @@ def softmax_gradient(logits: jax.Array, targets: jax.Array, factors: jax.Array, 
 register_cost("softmax_gradient", linear_in=range(2, 3))
 
 
-def _softmax_kernel(
-    logits_ref: Any,
-    targets_ref: Any,
-    factors_ref: Any,
-    d_logits_ref: Any,
-    log_sum_ref: Any,
-    of_target_ref: Any,
-    place_ref: Any,
-    *,
-    size: int,
-    z_loss: float,
-) -> None:
+def _softmax_kernel(*refs: Any, size: int, z_loss: float) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
+    logits_ref, targets_ref, factors_ref, d_logits_ref, log_sum_ref, of_target_ref, place_ref = refs
     row, piece = pl.program_id(0), _DEPTH * _LANES
     target, factor = targets_ref[row], factors_ref[row]
     offsets = lax.broadcasted_iota(jnp.int32, (_DEPTH, _LANES), 0) * _LANES

@@ -177,12 +177,7 @@ def matmul_scatter(
 
     rows, columns = _specs(x.ndim, axis)
     result: jax.Array = view.run(
-        ring,
-        x,
-        w,
-        plain=functools.partial(_product, out_dtype=None),
-        in_specs=(columns, P(axis, None)),
-        out_specs=rows,
+        ring, x, w, plain=functools.partial(_product, out_dtype=None), in_specs=(columns, P(axis, None)), out_specs=rows
     )
     return result
 
