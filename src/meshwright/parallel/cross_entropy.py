@@ -6,7 +6,7 @@ matmul to the other three. But the cotangent of a *sum* of losses is one scalar 
 forward pass computes the gradients next to the logits, and the backward pass only scales them.
 
 If a mesh axis splits the head, `P(None, axis)`, each device computes its columns of the logits. The rows of `x` are
-gathered once, their gradients scattered once, and devices exchange five numbers per token.
+gathered once, their gradients scattered once, and each device sends five numbers per token.
 """
 
 from __future__ import annotations
