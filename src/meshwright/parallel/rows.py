@@ -91,7 +91,12 @@ def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str, num_blocks
     structure: Any
     leaves, structure = jax.tree.flatten(batch)
     has_rows = [np.ndim(leaf) > 0 for leaf in leaves]
-    arrays = [_by_part(leaf, num_parts, num_blocks) for leaf, split in zip(leaves, has_rows, strict=True) if split]
+
+    def cut(leaf: Any) -> Any:
+        rest = np.shape(leaf)[1:]
+        if num_blocks > 1:
+            leaf = jnp.swapaxes(jnp.reshape(leaf, (num_blocks, num_parts, -1, *rest)), 0, 1)
+        return jnp.reshape(leaf, (num_parts, -1, *rest))
 
     def join(slices: Sequence[Any]) -> PyTree:
         rest = iter(slices)
@@ -99,15 +104,8 @@ def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str, num_blocks
             [next(rest) if split else leaf for leaf, split in zip(leaves, has_rows, strict=True)]
         )
 
+    arrays = [cut(leaf) for leaf, split in zip(leaves, has_rows, strict=True) if split]
     return Parts(arrays, join, rows // num_parts)
-
-
-def _by_part(leaf: Any, num_parts: int, num_blocks: int) -> Any:
-    rest = np.shape(leaf)[1:]
-    if num_blocks == 1:
-        return jnp.reshape(leaf, (num_parts, -1, *rest))
-    blocks = jnp.reshape(leaf, (num_blocks, num_parts, -1, *rest))
-    return jnp.reshape(jnp.swapaxes(blocks, 0, 1), (num_parts, -1, *rest))
 
 
 def _nearest(rows: int, num_parts: int, part: str) -> str:

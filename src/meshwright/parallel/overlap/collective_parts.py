@@ -167,7 +167,8 @@ def scatter_in_parts(
         wire: dtype in which partial sums are sent.
         kernels: use a kernel to cut the weights (`copy_kernels`).
     """
-    rows = [_by_device(operand, size) for operand in operands]
+    # [B, n * M, K] to [n, B, M, K], which copies nothing without B.
+    rows = [jnp.moveaxis(x.reshape(*x.shape[:-2], size, x.shape[-2] // size, x.shape[-1]), -3, 0) for x in operands]
     across = ceil_div(math.prod(rows[0].shape[:-1]), TILE_ROWS)
     edges = cut(weights[0].shape[-1], parts, unit=_TILE_COLUMNS, tiles=across)[::-1]
     cuts = list(zip(*(cut_columns(w, edges, kernels=kernels) for w in weights), strict=True))
@@ -180,12 +181,6 @@ def scatter_in_parts(
             sums[-1], product = tie((sums[-1], product))  # Otherwise XLA merges the transfers.
         sums.append(sum_scattered(product, axis, dim=0)[0])
     return jnp.concatenate(sums[::-1], axis=-1)
-
-
-def _by_device(x: Any, size: int) -> Any:
-    """Reshapes [B, n * M, K] to [n, B, M, K], where n is the device of each row; without B, this copies nothing."""
-    *lead, num_rows, width = x.shape
-    return jnp.moveaxis(x.reshape(*lead, size, num_rows // size, width), -3, 0)
 
 
 def multiply_all(operands: Sequence[Any], weights: Sequence[Any], dtype: Any) -> Any:

@@ -39,11 +39,6 @@ def dot_rows(a: Any, b: Any, dtype: Any = jnp.float32) -> Any:
     return lax.dot_general(a, b, ((dims, dims), ((), ())), preferred_element_type=dtype)
 
 
-def take_rows(x: Any, start: Any, size: int) -> Any:
-    """Returns `size` rows from a traced start."""
-    return lax.dynamic_slice_in_dim(x, start, size, axis=x.ndim - 2)
-
-
 def put_rows(buffer: Any, rows: Any, start: Any) -> Any:
     """Writes rows into a buffer at a traced start."""
     return lax.dynamic_update_slice_in_dim(buffer, rows.astype(buffer.dtype), start, axis=buffer.ndim - 2)
@@ -129,7 +124,7 @@ def scatter_sums(
             elif received is not None and form.tie == "product":
                 # On GPUs, XLA would otherwise merge the matmuls, which makes the hop synchronous.
                 start, _ = tie((start, previous))
-            slices = [take_rows(operand, start, rows) for operand in operands]
+            slices = [lax.dynamic_slice_in_dim(operand, start, rows, axis=operand.ndim - 2) for operand in operands]
             if received is None:
                 total = products(slices, wire)
             elif form.tie == "product":

@@ -116,13 +116,21 @@ def pipeline(
         by_round=schedule == "circular" or table.num_rounds > 1,
     )
     h_type, out_type = _flow(functions, axis)
-    place = axis_index(axis, who="pipeline")
+    place, end = axis_index(axis, who="pipeline"), table.num_virtual_stages - 1
 
     def tick(h: PyTree, row: Any) -> tuple[PyTree, PyTree]:
         stage, microbatch = (column[place] for column in row)
 
+        def enter(h: PyTree) -> PyTree:
+            return _mark(functions.enter(microbatch), h_type)
+
+        def leave(h: PyTree) -> PyTree:
+            return _mark(functions.leave(h, microbatch), out_type)
+
         def work(h: PyTree) -> tuple[PyTree, PyTree]:
-            return _work(functions, h, stage, microbatch, h_type, out_type)
+            h = enter(h) if end == 0 else lax.cond(stage == 0, enter, lambda h: h, h)
+            h = _mark(functions.run(h, stage, microbatch), h_type)
+            return h, leave(h) if end == 0 else lax.cond(stage == end, leave, lambda h: _zeros(out_type), h)
 
         if (table.stages != IDLE).all():
             return work(h)
@@ -190,20 +198,6 @@ class _Functions:
         targets = self._rows(microbatch)[2]
         with branch():
             return self.last(self.params[2], h) if targets is None else self.last(self.params[2], h, targets)
-
-
-def _work(
-    f: _Functions, h: PyTree, stage: Any, microbatch: Any, h_type: PyTree, out_type: PyTree
-) -> tuple[PyTree, PyTree]:
-    end = f.table.num_virtual_stages - 1
-    if end == 0:
-        h = _mark(f.enter(microbatch), h_type)
-    else:
-        h = lax.cond(stage == 0, lambda h: _mark(f.enter(microbatch), h_type), lambda h: h, h)
-    h = _mark(f.run(h, stage, microbatch), h_type)
-    if end == 0:
-        return h, _mark(f.leave(h, microbatch), out_type)
-    return h, lax.cond(stage == end, lambda h: _mark(f.leave(h, microbatch), out_type), lambda h: _zeros(out_type), h)
 
 
 def _combine(outs: PyTree, table: Schedule, combine: Combine) -> PyTree:
