@@ -1,12 +1,12 @@
-"""Two transformer layers, tensor-parallel, written twice, trained to the same loss on eight devices and on one.
+"""Trains two tensor-parallel transformer layers, written in two ways, to the same loss on eight devices and on one.
 
     python examples/tensor_parallel_block.py
 
-1. What is trained: causal attention and a gated MLP, twice, on made-up sequences.
-2. With Meshwright's layers: functions of global arrays. Activations are split by rows of the sequence.
-3. With the linen layers `TPDense`, `TPAsyncDense` and `ModelParallelismWrapper`, whose parameters belong to devices.
-   Activations are split by features.
-4. Training: both, on dp 2 x tp 4 and on one device, from the same global parameters.
+1. The task: two layers of causal attention and a gated MLP, on synthetic sequences.
+2. Meshwright's functions on global arrays, with activations split by rows of the sequence.
+3. The linen layers `TPDense`, `TPAsyncDense` and `ModelParallelismWrapper` with per-device parameters, and activations
+   split by features.
+4. Training of both, on dp:2,tp:4 and on one device, from the same global parameters.
 """
 
 import functools
@@ -25,11 +25,11 @@ from meshwright.parallel import axis_size, fused_column_dense, local_heads, loca
 DIM, HEADS, MLP, LAYERS, SEQ, BATCH, STEPS, RATE = 32, 4, 64, 2, 16, 8, 20, 0.5
 
 
-# --- 1. The model's parameters, its data, and what both versions share ---
+# --- 1. Parameters, data and functions that both versions share ---
 
 
 def init(key):
-    """The parameters as one device holds them: every mesh starts from these, and every result comes back to them."""
+    """Returns the global parameters, from which every run starts."""
 
     def dense(key, rows, columns):
         return {"kernel": jax.random.normal(key, (rows, columns)) / np.sqrt(rows)}
@@ -49,38 +49,38 @@ def init(key):
 
 
 def data(key):
-    """Sequences, and what the model must make of them: a mixture of each position's past."""
+    """Returns sequences, and their running means as targets."""
     x = jax.random.normal(key, (BATCH, SEQ, DIM))
     return x, jnp.cumsum(x, axis=1) / jnp.arange(1, SEQ + 1)[:, None]
 
 
 def attention(q, k, v, num_heads):
-    """Causal attention of the heads that are here: heads do not look at each other."""
+    """Causal attention over this device's heads."""
     q, k, v = (y.reshape(*y.shape[:2], num_heads, DIM // HEADS) for y in (q, k, v))
     return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(*q.shape[:2], -1)
 
 
 def squared_error(y, target, axes):
-    """This device's part of the mean over the whole batch, summed over the devices that hold different parts."""
+    """Mean over the global batch: each device's share, summed over `axes`."""
     part = jnp.sum((y - target) ** 2) / (BATCH * SEQ * DIM)
     return lax.psum(part, axes) if axes else part
 
 
-# --- 2. With our layers ---
+# --- 2. With Meshwright's functions ---
 
 COLUMN, ROW = P(None, "tp"), P("tp", None)
-OUR_LAYER = {
+LAYER_SPECS = {
     "attention_norm": {"scale": P()},
     **{name: {"kernel": COLUMN} for name in ("q", "k", "v", "gate", "up")},
     **{name: {"kernel": ROW, "bias": P()} for name in ("out", "down")},
     "mlp_norm": {"scale": P()},
 }
-OUR_SPECS = {f"layer_{index}": OUR_LAYER for index in range(LAYERS)}
-OUR_ROWS = P("dp", "tp")  # batch over dp, rows of the sequence over tp
+PLAIN_SPECS = {f"layer_{index}": LAYER_SPECS for index in range(LAYERS)}
+PLAIN_ROWS = P("dp", "tp")  # batch over dp, rows of the sequence over tp
 
 
-def our_model(params, x):
-    """Runs as it is: in the local view on slices, in a jit program under a mesh, or on one device."""
+def plain_model(params, x):
+    """Runs unchanged in the local view, in a jit program under a mesh, and on one device."""
     for p in params.values():
         h = sequence_norm(x, p["attention_norm"]["scale"], axis="tp")
         q, k, v = fused_column_dense(h, [p[name]["kernel"] for name in ("q", "k", "v")], axis="tp")
@@ -97,7 +97,7 @@ def our_model(params, x):
 
 
 class SplitNorm(nn.Module):
-    """RMSNorm of features that are split over tp: each device scales its own, and the mean is over all of them."""
+    """RMSNorm with features split over tp: each device scales its own, and the mean is over all features."""
 
     @nn.compact
     def __call__(self, x):
@@ -108,7 +108,7 @@ class SplitNorm(nn.Module):
 
 
 class LinenLayer(nn.Module):
-    """The same layer; each device says how many of the features are its own."""
+    """The same layer, with the number of features per device."""
 
     @nn.compact
     def __call__(self, x):
@@ -139,7 +139,7 @@ LINEN_FEATURES = P("dp", None, "tp")  # batch over dp, features over tp
 
 
 def linen_forms(ways):
-    """How each dense layer stores its parameters on so many devices."""
+    """Returns the form in which each dense layer stores its parameters on `ways` devices."""
     kinds = {
         **dict.fromkeys(("q", "k", "v"), DenseForm(tp_mode="gather", axis_size=ways, axis_name="tp")),
         "out": DenseForm(tp_mode="scatter", axis_size=ways, axis_name="tp"),
@@ -150,7 +150,7 @@ def linen_forms(ways):
 
 
 def linen_params(params, ways):
-    """The global parameters as those of `LinenModel`: dense layers by their converter, scales cut into devices' own."""
+    """Converts global parameters to those of `LinenModel`."""
 
     def stacked(layer):
         scales = {
@@ -163,7 +163,7 @@ def linen_params(params, ways):
 
 
 def global_params(params, ways):
-    """The way back."""
+    """Converts parameters of `LinenModel` to global ones."""
 
     def joined(layer):
         norms = ("attention_norm", "mlp_norm")
@@ -176,7 +176,7 @@ def global_params(params, ways):
 
 
 def train(model, params, specs, activations, mesh):
-    """Plain gradient descent; returns the loss of every step and the parameters after the last."""
+    """Runs gradient descent and returns all losses and the final parameters."""
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
 
     def loss(params, x, target):
@@ -202,23 +202,23 @@ def main():
     losses, finals = {}, {}
     for mesh in (mw.create_mesh("dp:1,tp:1", devices=1), mw.create_mesh("dp:2,tp:4")):
         where, ways = f"{mesh.size} device{'s' if mesh.size > 1 else ''}", mesh.shape["tp"]
-        losses["ours", where], finals["ours", where] = train(our_model, params, OUR_SPECS, OUR_ROWS, mesh)
+        losses["plain", where], finals["plain", where] = train(plain_model, params, PLAIN_SPECS, PLAIN_ROWS, mesh)
 
-        theirs = linen_params(params, ways)
+        start = linen_params(params, ways)
         apply = lambda params, x: LinenModel().apply({"params": params}, x)  # noqa: E731
-        results = train(apply, theirs, nn.get_partition_spec(theirs), LINEN_FEATURES, mesh)
+        results = train(apply, start, nn.get_partition_spec(start), LINEN_FEATURES, mesh)
         losses["linen", where], finals["linen", where] = results[0], global_params(results[1], ways)
 
     print("step  " + "  ".join(f"{f'{kind}, {where}':>16}" for kind, where in losses))
     for index in (0, 1, 2, 5, 10, STEPS - 1):
         print(f"{index:4}  " + "  ".join(f"{values[index]:16.6f}" for values in losses.values()))
 
-    reference = ("ours", "1 device")
+    reference = ("plain", "1 device")
     for case in losses:
         np.testing.assert_allclose(losses[case], losses[reference], rtol=1e-4, err_msg=str(case))
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), finals[case], finals[reference])
     assert losses[reference][-1] < 0.5 * losses[reference][0]
-    print("all four agree, in every step's loss and in every parameter at the end")
+    print("all four runs agree in every loss and every final parameter")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What each prints when it is through; an example that is not named here must only end well.
 VERIFIED = {f"verify_{kind}.py": "2 equal; " for kind in ("plain", "linen", "nnx", "equinox")}
-SAYS = {"tensor_parallel_block.py": "all four agree"} | VERIFIED
+SAYS = {"tensor_parallel_block.py": "all four runs agree"} | VERIFIED
 SLOW = {"tensor_parallel_block.py", "verify_linen.py", "verify_nnx.py", "verify_equinox.py"}
 
 

@@ -194,9 +194,9 @@ def test_it_works_in_the_local_view(use_scan):
         ),
         ({"x": np.ones((3, 2))}, 4, r"cannot make 4 minibatches of a batch of 3 rows(.|\n)*4 rows, or 3 minibatches"),
         ({"x": np.ones((4, 2)), "y": np.ones(3)}, 2, "leading dim: `x` has 4 rows, `y` has 3"),
-        ({"x": 1.0}, 2, "without any array that has rows"),
+        ({"x": 1.0}, 2, "no array has rows"),
         ({"x": np.ones((4, 2))}, 0, "num_minibatches=0"),
-        ({"x": np.ones((4, 2))}, 2.0, "not a whole number"),
+        ({"x": np.ones((4, 2))}, 2.0, "not an integer"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("use_scan", [False, True])

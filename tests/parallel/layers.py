@@ -1,4 +1,4 @@
-"""Tensor-parallel layers, ours and in plain jnp, with values for their arguments. Not a test; test files import it."""
+"""Tensor-parallel layers and their plain jnp versions, with test values. Imported by tests."""
 
 import functools
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from meshwright.parallel import (
     vocab_embed,
 )
 
-# Sizes that every axis size divides, all different, so that no two dims can be mistaken for each other.
+# All sizes differ, and every axis size divides them.
 BATCH, ROWS, DIM, HIDDEN, VOCAB = 2, 16, 6, 24, 40
 SPLIT, WHOLE = P("dp", "tp"), P("dp")
 FEATURES = P("dp", None, "tp")
 UP, DOWN = P(None, "tp"), P("tp")
-R, F = P(None, "tp"), P(None, None, "tp")  # rows and features, where there is no dp
+R, F = P(None, "tp"), P(None, None, "tp")  # rows and features, without dp
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def values():
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as a function of named arrays, the same in plain jnp, and how a mesh splits arrays and result."""
+    """A layer as a function of named arrays, its plain jnp version, and the specs of arguments and result."""
 
     ours: Any
     plain: Any
@@ -75,7 +75,7 @@ def cross_entropy(x, head, targets, mask=None):
 
 
 def block(a, sp=None, layers=None):
-    """A small model of all layers, with two uses of the row-split stream, so that gradients add up along it."""
+    """A small model of all layers that uses the row-split stream twice, so that its gradients add up."""
     if layers is None:
         embed = lambda ids, table: table[ids]  # noqa: E731
         norm, loss = normed, cross_entropy

@@ -1,4 +1,4 @@
-"""The chunked loss, ours and as one would write it down, with values. Not a test; test files import it."""
+"""The chunked loss and a naive version, with test values. Imported by tests."""
 
 import functools
 
@@ -11,14 +11,14 @@ from meshwright.parallel import LossSums, linear_cross_entropy, local_map
 
 from .one_device import mesh_of
 
-# Sizes that every axis size divides, all different, so that no two dims can be mistaken for each other.
+# All sizes differ, and every axis size divides them.
 BATCH, ROWS, DIM, VOCAB = 2, 16, 6, 40
 TOKENS, HEAD = P("dp"), P(None, "tp")
 
 
 @functools.cache
 def values():
-    """Weights between 0 and 1 of which a fifth are zero; logits that are far enough apart to be capped."""
+    """Weights from 0 to 1, a fifth of them zero; logits large enough to be capped."""
     rng = np.random.default_rng(0)
     return {
         "x": rng.standard_normal((BATCH, ROWS, DIM), np.float32),
@@ -29,7 +29,7 @@ def values():
 
 
 def naive(a, *, vocab_size=None, z_loss=0.0, label_smoothing=0.0, soft_cap=None):
-    """The same sums as one would write them down."""
+    """The same sums, written naively."""
     logits = a["x"].astype(jnp.float32) @ a["head"].astype(jnp.float32)[:, :vocab_size]
     logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
     log_p, weights = jax.nn.log_softmax(logits), a["weights"]

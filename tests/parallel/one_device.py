@@ -1,4 +1,4 @@
-"""Comparing a mesh to one device: the meshes, and how close is the same. Not a test; test files import it."""
+"""Meshes and tolerances for comparisons with one device. Imported by tests."""
 
 import functools
 
@@ -9,7 +9,7 @@ import meshwright as mw
 
 @functools.cache
 def mesh_of(ways):
-    """Data parallelism beside the tensor axis wherever devices are left for it."""
+    """Adds a data axis to the tensor axis if enough devices are left."""
     data = 2 if ways <= 4 else 1
     return mw.create_mesh(f"dp:{data},tp:{ways}", devices=data * ways)
 

@@ -1,4 +1,4 @@
-"""The chunked loss against `jax.nn.log_softmax` on one device: every view, option and chunk size, with gradients."""
+"""The chunked loss and its gradients equal `jax.nn.log_softmax` for every view, option and chunk size."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ OPTIONS = {
     "padded": {"vocab_size": 33},
     "everything": EVERYTHING,
 }
-# Of 2 x 16 tokens: all at once; four chunks; six of which the last is short; less than one row of each sequence.
+# For 2 x 16 tokens: one chunk, four chunks, a short last chunk, and less than one row of each sequence.
 CHUNKS = {"one": None, "several": 8, "ragged": 7, "flattened": 1}
 
 
@@ -36,7 +36,7 @@ def arguments(dtype="float32"):
 
 
 def with_grads(f, a):
-    """The sums, and the gradients of three times the total: a cotangent that is not one."""
+    """The sums and the gradients of three times the total, so that the cotangent is not 1."""
 
     def total(moving):
         sums = f(a | moving)
@@ -69,7 +69,7 @@ def ours(a, **options):
 
 
 def local(ways, sp, **options):
-    """In the local view: partial sums over dp, the same on every device of tp."""
+    """The local view: partial sums over dp, replicated over tp."""
 
     def f(a):
         sums = ours(a, axis="tp", sequence_parallel=sp, **options)
@@ -118,13 +118,13 @@ def test_one_device_equals_log_softmax(options, chunks):
 
 @pytest.mark.parametrize("axis", ["tp", None])
 @pytest.mark.parametrize("sp", [True, False])
-def test_axes_that_split_the_batch_of_a_global_program(axis, sp):
+def test_batch_axes_in_a_global_program(axis, sp):
     with jax.set_mesh(mesh_of(4)):
         split = {"axis": axis, "sequence_parallel": sp, "batch_axes": ("dp",), "chunk_rows": 8}
         check(lambda a: ours(a, **split, **EVERYTHING), "everything")
 
 
-def test_the_axis_may_be_automatic_inside_another_one_that_is_manual():
+def test_automatic_axis_inside_a_manual_one():
     specs = {"x": TOKENS, "head": P(), "targets": TOKENS, "weights": TOKENS}
 
     def f(a):
@@ -136,8 +136,8 @@ def test_the_axis_may_be_automatic_inside_another_one_that_is_manual():
 
 @pytest.mark.parametrize("view", ["plain", "local", "global"])
 @pytest.mark.parametrize("sp", [True, False])
-def test_bfloat16_is_as_close_as_its_digits(view, sp):
-    """Against float32 on the same rounded numbers: sums are as good, gradients are rounded once or twice."""
+def test_bfloat16_is_within_its_precision(view, sp):
+    """Compared with float32 on the same rounded values; gradients are rounded once or twice."""
     options = {"chunk_rows": 8, "logits_dtype": jnp.float32, **EVERYTHING}
     f = {
         "plain": lambda a: ours(a, **options),
@@ -157,7 +157,7 @@ def test_gradients_have_the_dtypes_of_their_arguments(dtypes):
     close(sums.total, naive(v | {"x": x, "head": head}).total, 2e-6, "total")
 
 
-def test_logits_are_rounded_to_the_dtype_of_x_unless_asked_otherwise():
+def test_logits_have_the_dtype_of_x_by_default():
     v = values()
     x, head = v["x"].astype(jnp.bfloat16), v["head"].astype(jnp.bfloat16)
     exact = linear_cross_entropy(x, head, v["targets"], logits_dtype=jnp.float32).total
@@ -182,22 +182,22 @@ def test_under_remat_and_vmap():
     close(grads[1], true["head"], 2e-6, "head")
 
 
-def test_what_does_not_fit():
+def test_bad_inputs():
     v = values()
     x, head, targets = v["x"], v["head"], v["targets"]
     cases = [
         (lambda: linear_cross_entropy(x, head.T, targets), r"cannot multiply x of shape \(2, 16, 6\) by .*\(40, 6\)"),
         (
             lambda: linear_cross_entropy(x, head, targets[:, :8]),
-            r"needs targets of shape \(2, 16\); they have \(2, 8\)",
+            r"needs targets of shape \(2, 16\); got \(2, 8\)",
         ),
         (lambda: linear_cross_entropy(x, head, targets, weights=v["weights"][0]), r"needs weights of shape \(2, 16\)"),
-        (lambda: linear_cross_entropy(x, head, v["weights"]), r"targets are float32.\nhint: give the integers"),
+        (lambda: linear_cross_entropy(x, head, v["weights"]), r"targets are float32.\nhint: pass integer token ids"),
         (
             lambda: linear_cross_entropy(x, head, targets, vocab_size=41),
-            r"vocab_size=41 of 40 columns.\nhint: use 1 to",
+            r"vocab_size=41 for 40 columns.\nhint: use 1 to",
         ),
-        (lambda: linear_cross_entropy(x, head, targets, label_smoothing=1.0), r"label_smoothing=1.0.\nhint: use 0 to"),
+        (lambda: linear_cross_entropy(x, head, targets, label_smoothing=1.0), r"label_smoothing=1.0.\nhint: use 0 or"),
         (lambda: linear_cross_entropy(x, head, targets, soft_cap=0.0), r"soft_cap=0.0.\nhint: use a positive number"),
         (lambda: linear_cross_entropy(x, head, targets, chunk_rows=0), r"chunk_rows=0.\nhint: use a positive number"),
     ]
@@ -206,7 +206,7 @@ def test_what_does_not_fit():
             call()
 
 
-def test_what_does_not_fit_a_mesh():
+def test_bad_inputs_on_a_mesh():
     v = values()
     x, head, targets = v["x"], v["head"], v["targets"]
     with jax.set_mesh(mesh_of(4)):

@@ -1,4 +1,4 @@
-"""How the chunked loss cuts rows: every row once, in any shape, with nothing lost between chunks."""
+"""Chunks of the chunked loss: every row once, for any shape."""
 
 import math
 
@@ -13,8 +13,8 @@ from meshwright.parallel.cross_entropy import _Rows
 from .losses import DIM, VOCAB, sums_and_grads, values
 
 
-def test_the_gradient_of_the_head_counts_exactly_over_many_chunks():
-    """1024 halves: in bfloat16, adding them one by one ends at 128."""
+def test_head_gradient_is_exact_over_many_chunks():
+    """In bfloat16, adding 1024 halves one by one stops at 128."""
     x, head, targets = jnp.ones((1024, 1), jnp.bfloat16), jnp.zeros((1, 2), jnp.bfloat16), jnp.zeros(1024, int)
     grad = jax.jit(jax.grad(lambda head: linear_cross_entropy(x, head, targets, chunk_rows=1).total))(head)
     np.testing.assert_array_equal(np.asarray(grad, np.float32), [[-512, 512]])
@@ -38,7 +38,7 @@ def test_any_number_of_leading_dims(shape, chunk_rows):
 @pytest.mark.parametrize(
     ("shape", "chunk_rows"), [((5,), 9), ((5,), 2), ((3, 4), 6), ((3, 4), 7), ((3, 4), 2), ((2, 3, 5), 12)]
 )
-def test_chunks_hold_every_row_once_and_no_more_than_asked(shape, chunk_rows):
+def test_chunks_hold_every_row_once_within_the_limit(shape, chunk_rows):
     rows = _Rows.of(shape, 100, chunk_rows)
     array = np.arange(1.0, math.prod(shape) * 2 + 1, dtype=np.float32).reshape(*shape, 2)
     chunks = np.asarray(rows.cut(jnp.asarray(array), features=True))
@@ -47,7 +47,7 @@ def test_chunks_hold_every_row_once_and_no_more_than_asked(shape, chunk_rows):
     np.testing.assert_array_equal(rows.join(jnp.asarray(chunks)), array)
 
 
-def test_the_default_chunk_is_half_a_gibibyte_or_2048_rows():
+def test_default_chunk_is_512_mib_or_2048_rows():
     for num_columns, rows in ((131072, 2048), (32768, 4096), (1024, 131072)):
         found = _Rows.of((16, 65536), 4 * num_columns, None)
         assert found.num_chunks == 16 * 65536 // rows

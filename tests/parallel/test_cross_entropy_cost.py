@@ -1,4 +1,4 @@
-"""What the chunked loss costs: the largest array, memory, matmuls and collectives of compiled programs."""
+"""Cost of the chunked loss in compiled programs: largest array, memory, matmuls and collectives."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ MANY, WIDE = 256, 4096
 
 
 def big():
-    """Enough rows and columns for logits to be by far the largest array."""
+    """Arguments whose logits are by far the largest array."""
     return (
         jax.ShapeDtypeStruct((2, MANY // 2, 8), jnp.float32),
         jax.ShapeDtypeStruct((8, WIDE), jnp.float32),
@@ -42,17 +42,17 @@ def kept_loss(x, head, targets, weights):
 
 
 def test_no_array_is_as_large_as_all_logits():
-    """The reference shows that the text and the memory would tell."""
+    """The reference loss shows that the checks would fail."""
     for f, least in ((loss, 1 / 8), (kept_loss, 1)):
         compiled = jax.jit(jax.value_and_grad(f, argnums=(0, 1))).lower(*big()).compile()
         assert largest_array(compiled.as_text()) == MANY * WIDE * least
         temporary = compiled.memory_analysis().temp_size_in_bytes
-        # One chunk's logits, their gradient, and the float32 gradient of the head beside it.
+        # One chunk's logits and their gradient, and the float32 gradient of the head.
         assert (temporary < 4 * MANY * WIDE * 0.4) == (f is loss)
 
 
 @pytest.mark.parametrize("view", ["local", "global"])
-def test_no_device_of_a_mesh_has_all_of_its_logits(view):
+def test_no_device_holds_all_of_its_logits(view):
     mesh = mesh_of(4)
     specs = (P("dp", "tp"), HEAD, TOKENS, TOKENS)
     split = functools.partial(loss, axis="tp")
@@ -64,7 +64,7 @@ def test_no_device_of_a_mesh_has_all_of_its_logits(view):
     ]
     with jax.set_mesh(mesh):
         text = jax.jit(jax.value_and_grad(split, argnums=(0, 1))).lower(*placed).compile().as_text()
-    # In the local view a chunk is of one device's rows; in the global one, of all devices' rows.
+    # In the local view a chunk has one device's rows; in the global view, rows of all devices.
     assert largest_array(text) == (32 if view == "local" else 16) * WIDE // 4
 
 
@@ -77,7 +77,7 @@ def test_three_matmuls_with_gradients_and_one_without():
 
 
 def collectives(f, specs, out):
-    """Kinds and bytes of all collectives, those of a loop as often as it runs."""
+    """Kinds and bytes of all collectives, counting loop iterations."""
     mesh = mesh_of(4)
     placed = [
         jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=jax.NamedSharding(mesh, spec))
@@ -89,11 +89,11 @@ def collectives(f, specs, out):
     return sorted((c.kind, c.trips, c.trips * c.bytes_moved) for c in read_schedule(text).collectives)
 
 
-def test_rows_travel_once_the_head_never_and_five_numbers_per_token():
+def test_sends_rows_once_and_five_numbers_per_token_but_never_the_head():
     specs = (P("dp", "tp"), HEAD, TOKENS, TOKENS)
 
     def grads(x, head, targets, weights):
-        # Each device's own gradient of the head: the sum over dp is the caller's.
+        # Keep each device's gradient of the head, without the sum over dp.
         return jax.grad(functools.partial(loss, axis="tp"), argnums=(0, 1))(
             x, pcast_varying(head, "dp"), targets, weights
         )
@@ -107,7 +107,7 @@ def test_rows_travel_once_the_head_never_and_five_numbers_per_token():
     assert [moved for _, _, moved in found] == [rows, num_chunks * 5 * 4 * 4 * 32, rows]
 
 
-def test_a_global_program_sums_the_gradient_of_the_head_once_if_told_how_the_batch_is_split():
+def test_batch_axes_sum_the_head_gradient_once_in_a_global_program():
     specs, slice_bytes = (P("dp", "tp"), HEAD, TOKENS, TOKENS), 8 * WIDE * 4 // 4
 
     def reduced(**options):

@@ -1,4 +1,4 @@
-"""What counts in the chunked loss and what does not: weights, targets, padding, ties and numbers that are huge."""
+"""The chunked loss with weights, bad targets, padding, ties and huge logits."""
 
 import contextlib
 
@@ -21,7 +21,7 @@ def mesh_in_force(view):
     ("view", "kind"),
     [("plain", bool), ("plain", np.float32), ("plain", np.int32), ("local", bool), ("global", np.float32)],
 )
-def test_what_has_no_weight_may_be_anything(view, kind):
+def test_zero_weights_ignore_bad_values(view, kind):
     v = values()
     weights = np.asarray(v["weights"] > 0, kind)
     x = np.where(weights[..., None] != 0, v["x"], np.nan)
@@ -39,7 +39,7 @@ def test_what_has_no_weight_may_be_anything(view, kind):
 
 
 @pytest.mark.parametrize("view", ["plain", "local", "global"])
-def test_a_target_outside_of_the_vocabulary_is_nan_where_it_counts(view):
+def test_targets_outside_the_vocabulary_give_nan(view):
     v = values()
     f, weights = view_functions()[view], np.ones_like(v["weights"])
     for bad in (-1, VOCAB, 10**6):
@@ -54,7 +54,7 @@ def test_a_target_outside_of_the_vocabulary_is_nan_where_it_counts(view):
         assert np.argwhere(np.isnan(dx).any(-1)).tolist() == [[1, 3]]
 
 
-def test_nothing_counts():
+def test_all_weights_zero():
     v = values()
     for x in (v["x"], np.full_like(v["x"], np.nan)):
         sums, grads = sums_and_grads(
@@ -83,7 +83,7 @@ def test_only_the_total_has_a_gradient():
 
 
 @pytest.mark.parametrize("view", ["plain", "local", "global"])
-def test_of_equal_logits_the_first_is_the_prediction(view):
+def test_ties_predict_the_first_token(view):
     v = values()
     targets = np.arange(BATCH * ROWS).reshape(BATCH, ROWS) % 8
     with mesh_in_force(view):
@@ -104,10 +104,10 @@ def test_huge_logits_stay_finite(view):
 
 
 @pytest.mark.parametrize("view", ["plain", "local", "global"])
-def test_columns_added_to_a_vocabulary_count_for_nothing_however_large(view):
-    """33 tokens on 8 devices: padded to 40, the last device has nothing but padding."""
+def test_padded_columns_are_ignored(view):
+    """33 tokens on 8 devices are padded to 40, so the last device has only padding."""
     v = values()
-    # Along each row of x, the padding has by far the largest logit, and a target the largest but for it.
+    # The padding has by far the largest logit of each row, and the target the second largest.
     head = np.concatenate([v["head"][:, :33], 1e3 * np.ones((DIM, 7), np.float32)], axis=1)
     x, weights = np.abs(v["x"]), np.ones_like(v["weights"])
     targets = (x @ head[:, :33]).argmax(-1)
@@ -131,7 +131,7 @@ def test_columns_added_to_a_vocabulary_count_for_nothing_however_large(view):
     assert not grads[1][:, 33:].any()
 
 
-def test_it_is_the_sum_of_the_losses_of_each_token():
+def test_sum_equals_per_token_losses():
     v = values()
     each, sums = jax.jit(lambda *a: (vocab_cross_entropy(*a, axis=None), linear_cross_entropy(*a)))(
         v["x"], v["head"], v["targets"]

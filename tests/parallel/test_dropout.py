@@ -1,4 +1,4 @@
-"""Random draws belong to rows and places of the global array, not to the devices or parts that hold them."""
+"""Random draws depend on positions in the global array, not on devices or parts."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ SHAPE = (8, 6, 16)
         ("dp:8,tp:1", P("dp", None, "tp")),
     ],
 )
-def test_a_split_array_is_dropped_as_the_whole_would_be(mesh, spec):
+def test_split_arrays_get_the_mask_of_the_whole(mesh, spec):
     x = jnp.arange(1.0, 1 + np.prod(SHAPE)).reshape(SHAPE)
     local = local_map(
         lambda x, key: dropout(x, 0.4, key, spec=spec), mesh=mw.create_mesh(mesh), in_specs=(spec, P()), out_specs=spec
@@ -35,7 +35,7 @@ def test_a_split_array_is_dropped_as_the_whole_would_be(mesh, spec):
     np.testing.assert_array_equal(jax.jit(local)(x, KEY), dropout(x, 0.4, KEY))
 
 
-def test_in_the_global_view_it_is_the_same_function():
+def test_global_view_equals_one_device():
     x = jnp.ones(SHAPE)
     sharding = jax.NamedSharding(mw.create_mesh("dp:4,tp:2"), P("dp", None, "tp"))
     got = jax.jit(lambda x: dropout(x, 0.4, KEY), in_shardings=sharding, out_shardings=sharding)(x)
@@ -55,7 +55,7 @@ def test_rate_scale_and_gradient(rate, dtype):
 
 
 def test_rows_and_columns_and_keys_are_independent():
-    """No two rows or columns share a mask, and neighbours agree on half of their elements."""
+    """No two rows or columns share a mask, and neighbors agree on half of their elements."""
     mask = np.asarray(dropout(jnp.ones((128, 128)), 0.5, KEY) != 0)
     for view in (mask, mask.T):
         assert len(np.unique(view, axis=0)) == 128
@@ -96,7 +96,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_parts_draw_what_the_whole_draws(name):
+def test_parts_draw_the_values_of_the_whole(name):
     cuts = [(0, 12), (0, 4), (4, 8), (11, 1)]
     draw_all = jax.jit(lambda: [DRAWS[name](row_key(KEY, first), rows) for first, rows in cuts])
     whole, *parts = (np.asarray(values, np.float32) for values in draw_all())
@@ -105,7 +105,7 @@ def test_parts_draw_what_the_whole_draws(name):
     assert len(np.unique(whole.reshape(12, -1), axis=0)) > 2
 
 
-def test_rows_count_on_from_a_row_key_and_old_keys_will_do():
+def test_row_keys_add_up_and_legacy_keys_work():
     draw = DRAWS["normal"]
     np.testing.assert_array_equal(draw(row_key(row_key(KEY, 3), 4), 2), draw(row_key(KEY, 7), 2))
     np.testing.assert_array_equal(draw(row_key(jax.random.PRNGKey(7), 1), 2), draw(row_key(KEY, 1), 2))

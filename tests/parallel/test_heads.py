@@ -1,4 +1,4 @@
-"""Heads over a tensor axis: whole ones, and those of keys and values that neighbours share."""
+"""Heads split over a tensor axis, and key/value heads shared by neighboring devices."""
 
 import functools
 
@@ -18,7 +18,7 @@ FEATURES = 16
 
 
 def grouped_scores(q, k, num_heads, num_kv_heads, *, axis):
-    """What attention does with heads: each of keys meets those of queries that use it."""
+    """Combines each key head with its query heads, like attention."""
     q = split_heads(q, num_heads, axis=axis)
     k = split_heads(k, num_kv_heads, axis=axis, shared=True)
     k = jnp.repeat(k, q.shape[-2] // k.shape[-2], axis=-2)
@@ -56,14 +56,14 @@ def test_heads_and_all_gradients_equal_one_device(ways, kv_heads, dtype, check_v
 
 
 @pytest.mark.parametrize(("ways", "kv_heads"), [(4, 2), (8, 2)])
-def test_the_global_view_has_all_heads(ways, kv_heads):
+def test_global_view_has_all_heads(ways, kv_heads):
     y = jnp.arange(2.0 * FEATURES).reshape(2, FEATURES)
     with jax.set_mesh(mesh_of(ways)):
         heads = jax.jit(lambda y: split_heads(y, kv_heads, axis="tp", shared=True))(y)
     np.testing.assert_array_equal(heads, y.reshape(2, kv_heads, -1))
 
 
-def test_errors_say_what_fits():
+def test_errors_suggest_head_counts():
     y = jnp.zeros((2, FEATURES))
     with jax.set_mesh(mesh_of(8)):
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Entering the local view: size-1 axes cost nothing, and errors name the cause."""
+"""`local_map`: size-1 axes are free, and errors name the cause."""
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +31,14 @@ def test_axes_of_size_one_leave_no_collectives():
     assert (schedule.count(), schedule.count("all-reduce")) == (1, 1)
 
 
-def test_on_one_device_the_function_runs_as_it_is():
+def test_one_device_runs_the_function_directly():
     mesh = mw.create_mesh("dp:1,tp:1", devices=1)
     f = local_map(lambda x: sum(async_gather(x, "tp")) * 2, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
     np.testing.assert_array_equal(f(jnp.arange(4.0)), np.arange(4.0) * 2)
     assert "shard_map" not in str(jax.make_jaxpr(f)(jnp.arange(4.0)))
 
 
-def test_the_mesh_in_force_is_used():
+def test_current_mesh_is_used():
     f = local_map(lambda x: lax.psum(x, "dp"), in_specs=P("dp"), out_specs=P())
     with jax.set_mesh(mw.create_mesh("dp:8")):
         np.testing.assert_array_equal(jax.jit(f)(jnp.arange(8.0)), [28.0])
@@ -64,7 +64,7 @@ def test_bad_input_28_output_declared_replicated_but_varying():
         f(jnp.arange(8.0))
 
 
-def test_misspelt_axes():
+def test_misspelled_axes():
     mesh = mw.create_mesh("dp:8")
     with pytest.raises(MeshError, match="local_map names axis 'pd'"):
         local_map(lambda x: x, mesh=mesh, in_specs=P("pd"), out_specs=P())(jnp.ones(8))
@@ -73,7 +73,7 @@ def test_misspelt_axes():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_vary_sums_gradients_once_and_only_where_missing(check_vma):
+def test_pcast_varying_sums_gradients_once(check_vma):
     mesh = mw.create_mesh("dp:4,tp:2")
 
     def loss(w, x):

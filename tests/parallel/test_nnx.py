@@ -1,4 +1,4 @@
-"""NNX modules: one set of parameters on every mesh, and the same function and gradients in every view."""
+"""NNX modules have the same parameters on every mesh, and the same results and gradients in every view."""
 
 import functools
 
@@ -24,7 +24,7 @@ from meshwright.parallel.nnx import (
     param_specs,
 )
 
-BATCH, ROWS, DIM, HIDDEN, VOCAB = 2, 16, 6, 24, 37  # 37 tokens, which no axis divides
+BATCH, ROWS, DIM, HIDDEN, VOCAB = 2, 16, 6, 24, 37  # no axis size divides 37 tokens
 
 
 class Model(nnx.Module):
@@ -67,7 +67,7 @@ def init(key, sp=True):
 
 @functools.cache
 def state_on(ways):
-    """Parameters made in their place. The option is the policy that makes random numbers the same on every mesh."""
+    """Parameters initialized in shards. The option makes random numbers the same on every mesh."""
     mesh = mesh_of(ways)
     specs = param_specs(jax.eval_shape(init, jax.random.key(0)))
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
@@ -123,7 +123,7 @@ def local_loss(graph, ways, specs):
 
 
 @pytest.mark.parametrize("ways", [2, 4, 8])
-def test_one_seed_gives_one_model_bit_for_bit_on_every_mesh(ways):
+def test_one_seed_gives_bitwise_equal_parameters_on_every_mesh(ways):
     one, many = (nnx.to_pure_dict(jax.device_get(state_on(w))) for w in (1, ways))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
         np.testing.assert_array_equal(a, b, strict=True)
@@ -154,14 +154,14 @@ def test_a_module_runs_without_a_mesh_and_under_nnx_transforms():
     check(loss, grads)
 
 
-def test_dtype_is_that_of_the_computation():
+def test_dtype_is_the_compute_dtype():
     graph, abstract = nnx.split(nnx.eval_shape(lambda: Model(True, nnx.Rngs(0), dtype=jnp.bfloat16)))
     loss, grads = jax.jit(jax.value_and_grad(local_loss(graph, 4, param_specs(abstract))))(state_on(4), *batch())
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
     check(loss, grads, tolerance=5e-2)
 
 
-def test_specs_of_modules_of_ours_and_others():
+def test_specs_of_mixed_modules():
     class Mixed(nnx.Module):
         def __init__(self, rngs):
             self.theirs = nnx.Linear(2, 3, rngs=rngs)
@@ -180,7 +180,7 @@ def test_leaving_out_a_bias_does_not_change_other_layers():
     np.testing.assert_array_equal(with_bias["k"]["kernel"], without["k"]["kernel"])
 
 
-def test_names_that_a_fused_layer_cannot_have():
+def test_bad_names_of_a_fused_layer():
     for names in ({}, {"__call__": 8}, {"names": 8}, {"not a name": 8}):
-        with pytest.raises(PlacementError, match=r"FusedColumnDense got layers named .*\nhint: names such as q, k, v"):
+        with pytest.raises(PlacementError, match=r"FusedColumnDense got layers named .*\nhint: use identifiers"):
             FusedColumnDense(2, names, axis="tp", rngs=nnx.Rngs(0))

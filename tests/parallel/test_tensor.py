@@ -1,4 +1,4 @@
-"""Tensor-parallel layers against one device: every layer, axis size and view, with the gradient of every argument."""
+"""Tensor-parallel layers equal one device: every layer, axis size, view and gradient."""
 
 import contextlib
 import functools
@@ -44,7 +44,7 @@ def weights_like(y):
 
 
 def grads_of(f, args, weight):
-    """The result, and the gradient of its weighted sum, which no symmetry of the layer can make zero."""
+    """The result and the gradient of its weighted sum, which no symmetry of the layer makes zero."""
 
     def total(moving):
         y = f(args | moving, weight)
@@ -63,8 +63,8 @@ def expected(name):
 
 
 def local(layer, ways, sp, *, marked=False):
-    """The layer in the local view. Where it marks nothing itself, JAX sums gradients over dp in their own dtype, which
-    XLA's CPU compiler cannot do in bfloat16; `marked` is for that (see `summing_dtype`)."""
+    """The layer in the local view. Set `marked` for bfloat16, which XLA's CPU compiler cannot sum over dp
+    (see `summing_dtype`)."""
 
     def f(a, weight):
         y = layer.ours(a | pcast_varying(floats(a), "dp") if marked else a, sp)
@@ -102,13 +102,13 @@ def test_global_view_equals_one_device(name, ways, sp):
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_without_a_mesh_it_is_the_plain_layer(name):
+def test_without_a_mesh_layers_are_plain(name):
     check(name, lambda a, _: BY_NAME[name].ours(a, True))
 
 
 @pytest.mark.parametrize("mesh", ["none", "global", "local"])
-def test_no_axis_means_one_device_whatever_the_mesh(mesh):
-    """In the local view of other axes too, where each device has its own rows."""
+def test_no_axis_means_one_device_on_any_mesh(mesh):
+    """Also in the local view of other axes, with different rows on each device."""
     v = values()
 
     def layers(a, axis):
@@ -150,13 +150,13 @@ def test_no_axis_means_one_device_whatever_the_mesh(mesh):
 @pytest.mark.parametrize("sp", [True, False])
 @pytest.mark.parametrize("ways", [1, 4, 8])
 @pytest.mark.parametrize("name", ["column", "row", "norm", "embed", "cross-entropy"])
-def test_bfloat16_is_as_close_as_its_digits(name, ways, sp):
-    """Eight bits: a result or a gradient that was summed in bfloat16, rather than rounded to it, would be further."""
+def test_bfloat16_is_within_its_precision(name, ways, sp):
+    """Results and gradients that were summed in bfloat16, not only rounded to it, would be further off."""
     check(name, local(BY_NAME[name], ways, sp, marked=True), dtype="bfloat16", tolerance=2e-2)
 
 
 @pytest.mark.parametrize("ways", [2, 4])
-def test_the_axis_may_be_automatic_inside_another_one_that_is_manual(ways):
+def test_automatic_axis_inside_a_manual_one(ways):
     layer = BY_NAME["model"]
 
     def f(a, weight):
@@ -175,7 +175,7 @@ def test_the_axis_may_be_automatic_inside_another_one_that_is_manual(ways):
 
 @pytest.mark.parametrize("sp", [True, False])
 def test_gradients_taken_inside_the_local_view(sp):
-    """As a train step does: parameters marked first, and each device's part of the sum differentiated."""
+    """Like a train step: mark the parameters, then differentiate each device's part of the sum."""
     layer, ways = BY_NAME["model"], 4
 
     def step(a, weight):
@@ -198,7 +198,7 @@ def test_gradients_taken_inside_the_local_view(sp):
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_without_vma_values_are_right(name):
-    """Gradients of what is replicated need vma; values do not."""
+    """Gradients of replicated arguments need vma; values do not."""
     layer = BY_NAME[name]
     y, *_ = expected(name)
     f = local_map(

@@ -1,4 +1,4 @@
-"""What tensor-parallel layers refuse, in words that say why: heads, slices, sizes, shapes, options and axes."""
+"""Errors of tensor-parallel layers: heads, slices, sizes, shapes, options and axes."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def run_locally(f, specs, *args, ways=4):
     return local_map(f, mesh=mesh_of(ways), in_specs=specs, out_specs=P())(*args)
 
 
-def test_an_argument_that_should_be_a_slice_and_is_whole():
+def test_whole_arguments_that_should_be_slices():
     v = values()
     text = r"{}: {} of shape .* is the same on every device of axis 'tp'; each needs its own slice.\nhint: name 'tp' in"
     whole = (P(), P(), P())
@@ -99,13 +99,13 @@ def test_shapes_that_do_not_fit():
         sequence_norm(v["x"], v["b_up"], axis="tp")
     with pytest.raises(PlacementError, match=r"ids must be .* of integers"):
         vocab_embed(v["x"], v["table"], axis="tp")
-    with pytest.raises(PlacementError, match=r"needs targets of shape \(2, 16\); they have \(2, 8\)"):
+    with pytest.raises(PlacementError, match=r"needs targets of shape \(2, 16\); got \(2, 8\)"):
         vocab_cross_entropy(v["x"], v["head"], v["targets"][:, :8], axis="tp")
-    with pytest.raises(PlacementError, match=r"needs targets of shape \(1, 16\); .*\nhint: targets are whole along"):
+    with pytest.raises(PlacementError, match=r"needs targets of shape \(1, 16\); .*\nhint: pass targets for all rows"):
         local_map(
             lambda *a: vocab_cross_entropy(*a, axis="tp"), mesh=mesh_of(4), in_specs=(SPLIT, UP, SPLIT), out_specs=WHOLE
         )(v["x"], v["head"], v["targets"])
-    with pytest.raises(PlacementError, match=r"vocab_size=41 of 40 columns.\nhint: use 1 to 40"):
+    with pytest.raises(PlacementError, match=r"vocab_size=41 for 40 columns.\nhint: use 1 to 40"):
         vocab_cross_entropy(v["x"], v["head"], v["targets"], axis="tp", vocab_size=41)
 
 
@@ -113,7 +113,7 @@ def test_no_axis_in_errors():
     v = values()
     with pytest.raises(PlacementError, match=r"hint: the bias must be \[24\]\.$"):
         column_dense(v["x"], v["gate"], v["b_down"], axis=None)
-    with pytest.raises(PlacementError, match=r"hint: targets must be x's shape without its last dim"):
+    with pytest.raises(PlacementError, match=r"hint: targets must have the shape of x without its last dim"):
         vocab_cross_entropy(v["x"], v["head"], v["targets"][:1], axis=None)
 
 

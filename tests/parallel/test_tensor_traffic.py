@@ -1,4 +1,4 @@
-"""What tensor-parallel layers send: kinds, counts and bytes of the collectives in compiled programs."""
+"""Collectives of tensor-parallel layers: kinds, counts and bytes in compiled programs."""
 
 import functools
 
@@ -37,7 +37,7 @@ def counts(found):
 
 
 @pytest.mark.parametrize("ways", [2, 8])
-def test_a_ring_has_one_hop_less_than_devices_and_nothing_else(ways):
+def test_ring_has_one_hop_fewer_than_devices(ways):
     v = values()
     run = functools.partial(collectives, ways=ways)
     column = run(
@@ -60,7 +60,7 @@ def test_a_ring_has_one_hop_less_than_devices_and_nothing_else(ways):
         assert sum(c.bytes_moved for c in found) == v["x"].nbytes * (ways - 1) / ways
 
 
-def test_without_sequence_parallelism_one_sum_per_pair_of_layers_and_direction():
+def test_without_sequence_parallelism_there_is_one_all_reduce_per_pass():
     v = values()
 
     def mlp(x, up, down):
@@ -78,7 +78,7 @@ def test_without_sequence_parallelism_one_sum_per_pair_of_layers_and_direction()
     assert counts(collectives(grads, specs, specs, args)) == {"all-reduce": 2}
 
 
-def test_the_norm_sums_its_scale_gradient_once_and_says_nothing_else():
+def test_norm_only_sums_its_scale_gradient():
     v = values()
     norm = functools.partial(sequence_norm, axis="tp")
     assert not collectives(norm, (R, P()), R, (v["x"], v["scale"]))
@@ -89,13 +89,13 @@ def test_the_norm_sums_its_scale_gradient_once_and_says_nothing_else():
     found = collectives(grads, (R, P()), (R, P()), (v["x"], v["scale"]))
     assert counts(found) == {"all-reduce": 1}
     assert found[0].bytes_moved == v["scale"].nbytes
-    # In bfloat16 the sum still is of float32 values.
+    # With bfloat16 the sum is still in float32.
     low = [value.astype(jnp.bfloat16) for value in (v["x"], v["scale"])]
     assert collectives(grads, (R, P()), (R, P()), low)[0].bytes_moved == 4 * DIM
 
 
 @pytest.mark.parametrize("sp", [True, False])
-def test_an_embedding_moves_rows_of_features_never_the_table(sp):
+def test_embedding_sends_rows_and_never_the_table(sp):
     v = values()
     embed = functools.partial(vocab_embed, axis="tp", sequence_parallel=sp)
     found = collectives(embed, (P(), DOWN), R if sp else P(), (v["ids"], v["table"]))
@@ -111,8 +111,8 @@ def test_an_embedding_moves_rows_of_features_never_the_table(sp):
 
 @pytest.mark.parametrize("view", ["local", "global"])
 @pytest.mark.parametrize("sp", [True, False])
-def test_a_loss_moves_three_numbers_per_token_beside_its_rows(sp, view):
-    """Neither logits nor head travel, forward or backward: the head is ten times as large as the rows."""
+def test_loss_sends_its_rows_and_three_numbers_per_token(sp, view):
+    """Neither pass sends logits or the head, which is ten times as large as the rows."""
     rng = np.random.default_rng(0)
     x, head = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((1, 8, 4), (4, 1024)))
     targets = jnp.asarray(rng.integers(0, 1024, (1, 8)))

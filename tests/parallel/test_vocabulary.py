@@ -1,4 +1,4 @@
-"""Vocabularies split over devices: tokens outside of them, masks, padding, and numbers that are large or many."""
+"""Split vocabularies with bad tokens, masks, padding, huge logits and frequent tokens."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ from .one_device import close, mesh_of
 
 
 @pytest.mark.parametrize("ways", [1, 4])
-def test_a_token_outside_of_the_vocabulary_is_nan_in_every_view(ways):
+def test_tokens_outside_the_vocabulary_give_nan_in_every_view(ways):
     v = values()
     ids = jnp.array([[0, VOCAB - 1, VOCAB, -1, -100, 3, 10**6, 7]])
     bad = np.array([False, False, True, True, True, False, True, False])
@@ -35,7 +35,7 @@ def test_a_token_outside_of_the_vocabulary_is_nan_in_every_view(ways):
         np.testing.assert_array_equal(np.isnan(loss[0]), bad)
 
 
-def test_masked_tokens_may_have_any_target_and_get_no_gradient():
+def test_masked_tokens_ignore_their_target_and_get_no_gradient():
     v = values()
     targets = jnp.where(v["mask"], v["targets"], -100)
 
@@ -53,8 +53,8 @@ def test_masked_tokens_may_have_any_target_and_get_no_gradient():
 
 
 @pytest.mark.parametrize("sp", [True, False])
-def test_columns_added_to_a_vocabulary_have_no_probability(sp):
-    """33 tokens on 8 devices: padded to 40, the last device has nothing but padding."""
+def test_padded_columns_get_no_probability(sp):
+    """33 tokens on 8 devices are padded to 40, so the last device has only padding."""
     v = values()
     head, targets = jnp.asarray(v["head"]).at[:, 33:].set(50.0), v["targets"] % 33
 
@@ -73,8 +73,8 @@ def test_columns_added_to_a_vocabulary_have_no_probability(sp):
 
 
 @pytest.mark.parametrize("ways", [1, 4])
-def test_a_frequent_token_counts_exactly_in_bfloat16(ways):
-    """1024 ones: in bfloat16, adding them one by one ends at 256."""
+def test_frequent_tokens_are_summed_exactly_in_bfloat16(ways):
+    """In bfloat16, adding 1024 ones one by one stops at 256."""
     ids, table = jnp.full((1, 1024), 5), jnp.zeros((8, 2), jnp.bfloat16)
     with jax.set_mesh(mesh_of(ways)):
         grad = jax.jit(jax.grad(lambda t: vocab_embed(ids, t, axis="tp").sum(dtype=jnp.float32)))(table)
@@ -83,8 +83,8 @@ def test_a_frequent_token_counts_exactly_in_bfloat16(ways):
 
 
 @pytest.mark.parametrize("sp", [True, False])
-def test_logits_are_float32_whatever_the_parameters_are(sp):
-    """In bfloat16, logits near 100 are 0.5 apart, and so would be the losses."""
+def test_logits_are_float32_for_bfloat16_parameters(sp):
+    """In bfloat16, logits near 100 have a precision of 0.5, and so would the losses."""
     x = jnp.full((1, 8, 1), 10.0, jnp.bfloat16)
     head = jnp.asarray(np.linspace(9.0, 11.0, 16)[None], jnp.bfloat16)
     targets = jnp.arange(8)[None]
@@ -107,8 +107,8 @@ def test_huge_logits_stay_finite():
     [("uint8", 256), ("int8", 128), ("uint16", 65536)],
 )
 @pytest.mark.parametrize("axis", [None, "tp"])
-def test_narrow_ids_of_a_vocabulary_as_large_as_their_dtype(dtype, vocab, axis):
-    """The size of the vocabulary does not fit their dtype, and must not wrap around in it."""
+def test_narrow_ids_with_a_vocabulary_as_large_as_their_dtype(dtype, vocab, axis):
+    """The vocabulary size must not overflow the dtype of the ids."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, vocab, (2, 8)).astype(dtype)
     table, x = rng.normal(size=(vocab, 4)).astype(np.float32), rng.normal(size=(2, 8, 4)).astype(np.float32)

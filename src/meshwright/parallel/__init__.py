@@ -1,4 +1,4 @@
-"""The local view: mechanisms on plain arrays, for use inside `shard_map`."""
+"""The local view: parallel operations on plain arrays, for use inside `shard_map`."""
 
 from meshwright.mesh.axes import axis_index, axis_size, is_manual, pcast_varying, varying_axes, view_of
 from meshwright.parallel.cross_entropy import LossSums, linear_cross_entropy

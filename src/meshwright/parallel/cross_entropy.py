@@ -1,12 +1,12 @@
-"""The loss of a language model without its logits: linear layer, softmax and cross-entropy in one, chunk by chunk.
+"""Fused linear layer, softmax and cross-entropy, computed in chunks of rows without storing all logits.
 
-At a vocabulary of 131072, logits in float32 take half a megabyte per token, and autodiff keeps them for the backward
-pass. Here a chunk of rows has its logits computed, used and forgotten. Computing them again for the gradient would cost
-a fourth matmul beside the three that there are. But a *sum* of losses has one number as its cotangent, which scales all
-gradients alike: so gradients are computed right where the logits are, in the forward pass, and scaled in the backward.
+With a vocabulary of 131072, float32 logits take half a megabyte per token, and autodiff keeps them for the backward
+pass. Here the logits of each chunk are discarded after use. Recomputing them in the backward pass would add a fourth
+matmul to the other three. But the cotangent of a *sum* of losses is one scalar that multiplies every gradient, so the
+forward pass computes the gradients next to the logits, and the backward pass only scales them.
 
-With the head split over a mesh axis, `P(None, axis)`, a device has its columns of each chunk's logits. What travels is
-the rows of `x`, once, the rows of its gradient, once, and five numbers per token and device.
+If a mesh axis splits the head, `P(None, axis)`, each device computes its columns of the logits. The rows of `x` are
+gathered once, their gradients scattered once, and each device sends five numbers per token.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from meshwright.parallel.overlap.ring_loops import dot, dot_rows
 from meshwright.parallel.vocabulary import check_targets, checked_vocab_size, own_zeros, whole_numbers
 from meshwright.specs import ceil_div
 
-# Every chunk reads and writes the float32 gradient of the head. On an H200, chunks of 1024 rows cost 6% more time than
-# 2048, and larger ones up to 2% less; smaller vocabularies have room for those.
+# Each chunk reads and writes the head's float32 gradient. On an H200, chunks of 1024 rows take 6% longer than chunks of
+# 2048, and larger ones up to 2% less, which small vocabularies have memory for.
 CHUNK_ROWS, CHUNK_BYTES = 2048, 512 * 2**20
-LOWEST = float(jnp.finfo(jnp.float32).min)  # not -inf, whose difference to itself is NaN
+LOWEST = float(jnp.finfo(jnp.float32).min)  # Not -inf, because -inf - -inf is NaN.
 
 
 class LossSums(NamedTuple):
-    """Sums over the tokens of a batch, each token times its weight; float32 scalars. Only `total` has a gradient."""
+    """Weighted sums over the tokens of a batch, as float32 scalars. Only `total` has a gradient."""
 
     total: Any
-    """Cross-entropy, with smoothed labels if asked for, and z-loss: what is differentiated."""
+    """Cross-entropy with label smoothing, plus z-loss."""
     cross_entropy: Any
     """`-log p(target)`, without label smoothing and z-loss."""
     z_loss: Any
     """`z_loss * log(sum(exp(logits)))**2`."""
     count: Any
-    """The weights alone."""
+    """The weights."""
     correct: Any
-    """Tokens whose largest logit is the target's; the first of several that are equally large."""
+    """Tokens whose target has the largest logit; ties go to the lowest token id."""
 
 
 class LossOptions(TypedDict, total=False):
-    """The options of `linear_cross_entropy`, for functions that pass them on; see there."""
+    """Options of `linear_cross_entropy`, for functions that pass them on."""
 
     axis: str | None
     sequence_parallel: bool
@@ -93,31 +93,30 @@ def linear_cross_entropy(
     logits_dtype: Any = None,
     kernels: bool | None = None,
 ) -> LossSums:
-    """Returns the summed loss of predicting `targets` from `x @ head`, and never holds more than a chunk of logits.
+    """Returns the summed cross-entropy of `x @ head`, holding only one chunk of logits at a time.
 
-    Value and gradient take three matmuls, as if logits were kept. For the loss of each token instead of a sum, use
-    `vocab_cross_entropy`, which keeps them. In the local view, the sums are the same on every device of `axis`, and are
-    of this device's rows along data axes: what `train.accumulate` wants.
+    Value and gradient take three matmuls, as if the logits were kept. For per-token losses, use `vocab_cross_entropy`,
+    which keeps them. In the local view, the sums are replicated over `axis` and cover this device's rows along data
+    axes, as `train.accumulate` expects.
 
     Args:
-        x: `[..., rows, D]`, split by rows over `axis`, or the same on every device with `sequence_parallel=False`.
-        head: `[D, V]`, split by columns; for a table that is both, its transpose. Its gradient is added up in float32.
-        targets: `[..., rows]`, whole on every device of the axis. One outside of the vocabulary makes the loss and its
-            gradients NaN.
-        weights: `[..., rows]`, floats or a mask. Where zero, target and `x` may be anything and nothing is added. They
-            are constants: they get no gradient.
-        axis: the mesh axis that splits the head; None where none does.
+        x: `[..., rows, D]`, split by rows over `axis`, or replicated if `sequence_parallel=False`.
+        head: `[D, V]`, split by columns. With tied embeddings, pass the transposed table. Its gradient is summed in
+            float32.
+        targets: `[..., rows]`, replicated over `axis`. One outside the vocabulary makes loss and gradients NaN.
+        weights: `[..., rows]`, floats or a mask, without gradient. Tokens of weight zero are ignored, even if NaN.
+        axis: the mesh axis that splits the head, or None.
         batch_axes: in a `jit` program, the axes that split the first dim of `x`. The head's gradient is then summed
-            over them once; XLA would sum it with every chunk.
-        vocab_size: where columns were added to make V divisible, how many are real; the others have no probability.
-        z_loss: adds this times the squared log of the softmax's denominator, which keeps logits from drifting.
-        label_smoothing: how much of the target's probability is spread evenly over the vocabulary.
-        soft_cap: bounds logits softly, to `soft_cap * tanh(logits / soft_cap)`.
-        chunk_rows: how many tokens have logits at a time; by default as many as fit into 512 MiB, and at least 2048.
-        logits_dtype: what logits are rounded to between the matmul, which adds in float32, and the softmax, which is in
-            float32; by default the dtype of `x`, as other trainers have it. float32 moves twice the bytes.
-        kernels: whether a kernel of ours makes the gradient of the softmax, where the head is whole, and without
-            `label_smoothing` and `soft_cap`; by default on GPUs.
+            over them once; XLA would sum it after every chunk.
+        vocab_size: number of real columns, if the head is padded (default: V). Padding gets no probability.
+        z_loss: coefficient of `log(sum(exp(logits)))**2`, which keeps logits from drifting.
+        label_smoothing: share of the target's probability to spread evenly over the vocabulary.
+        soft_cap: bound logits to `soft_cap * tanh(logits / soft_cap)` (default: no cap).
+        chunk_rows: tokens per chunk (default: as many as fit in 512 MiB, at least 2048).
+        logits_dtype: dtype of the logits between the float32 accumulation and the float32 softmax (default: that of
+            `x`). float32 moves twice the bytes of bfloat16.
+        kernels: use a Pallas kernel for the softmax gradient (default: on GPUs). It needs an unsplit head and no
+            `label_smoothing` or `soft_cap`.
 
     Example:
         >>> x, head, targets = jnp.zeros((2, 8, 4)), jnp.ones((4, 16)), jnp.zeros((2, 8), int)
@@ -152,8 +151,7 @@ def linear_cross_entropy(
     )
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
     operands = x, head, targets, lax.stop_gradient(weights)
-    # A custom gradient must have the type of what it is the gradient of, so all vary alike before it. The sums over
-    # data axes that this implies for their gradients happen outside, at the mark.
+    # The gradients of a custom_vjp must vary like its inputs, so gradients are summed over data axes at this pcast.
     everywhere: frozenset[str] = frozenset().union(*map(varying_axes, operands))
     x, head, targets, weights = pcast_varying(operands, sorted(name for name in everywhere if name != axis))
     if view.kind == "local" and sequence_parallel:
@@ -177,7 +175,7 @@ class _Options:
     kernels: bool | None
 
 
-# --- The sums, with their gradients where these are wanted ---
+# --- The sums and their gradients ---
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -194,10 +192,9 @@ _loss_sums.defvjp(lambda plan, *args: _run(plan, True, *args), _loss_sums_bwd)
 
 
 def _run(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
-    """Runs on this device's slices: as they are, or as an island of a program that XLA splits."""
     call: Callable[..., Any] = functools.partial(_on_device, plan, with_grads)
     if plan.island:
-        # The island is inside of the custom gradient, so that no backward pass goes through it.
+        # The island is inside the custom_vjp, so JAX never differentiates through it.
         axis = plan.axis if plan.axis in plan.island else None
         of_x, of_head, of_tokens = _specs(plan.batch_axes, axis, plan.gathers, x.ndim)
         call = local_map(
@@ -212,7 +209,7 @@ def _run(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any, weig
 
 def _specs(batch_axes: tuple[str, ...], axis: str | None, rows_split: bool, ndim: int) -> tuple[P, P, P]:
     of_rows = (axis,) if axis is not None and rows_split else ()
-    if ndim == 2:  # its rows are its batch
+    if ndim == 2:  # The rows are the batch.
         return P((*batch_axes, *of_rows)), P(None, axis), P(batch_axes)
     return P(batch_axes, *[None] * (ndim - 3), of_rows), P(None, axis), P(batch_axes)
 
@@ -222,13 +219,15 @@ def _on_device(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any
     kind = jnp.result_type(x.dtype, head.dtype)
     wire = jnp.dtype(plan.logits_dtype or kind)
     columns, rows = head.astype(kind), _Rows.of(targets.shape, head.shape[1] * wire.itemsize, plan.chunk_rows)
+    is_plain = plan.axis is None and plan.vocab_size == head.shape[1] and not (plan.soft_cap or plan.label_smoothing)
+    by_kernel = with_grads and is_plain and uses_kernels(plan.kernels)
 
     def step(dhead: Any, chunk: Any) -> tuple[Any, Any]:
         x_chunk, its_targets, its_weights = chunk
-        # Rows that do not count may be NaN, and zero times NaN is NaN.
+        # Rows of weight zero may be NaN, and 0 * NaN is NaN.
         x_chunk = jnp.where((its_weights != 0)[..., None], x_chunk, jnp.zeros_like(x_chunk))
         products = dot(x_chunk, columns, wire)
-        if with_grads and _suits_kernel(plan, head.shape[1]):
+        if by_kernel:
             sums, dlogits = _chunk_by_kernel(plan, products, its_targets, its_weights)
         else:
             sums, make_dlogits = _chunk_loss(plan, products.astype(jnp.float32), its_targets, its_weights)
@@ -236,7 +235,7 @@ def _on_device(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any
                 return dhead, (sums, None)
             dlogits = make_dlogits()
         dlogits = dlogits.astype(kind)
-        # Product and sum in one expression: XLA then adds inside the matmul, and needs no second buffer for it.
+        # In one expression, XLA adds inside the matmul and needs no second buffer.
         return dhead + dot_rows(x_chunk, dlogits), (sums, dot(dlogits, columns.T, x.dtype))
 
     start = None
@@ -244,7 +243,7 @@ def _on_device(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any
         axes = frozenset().union(*map(varying_axes, (whole, head, targets, weights)))
         start = pcast_varying(own_zeros(*head.shape), sorted(axes))
     chunks = rows.cut(whole.astype(kind), features=True), rows.cut(targets), rows.cut(weights)
-    # A loop, on any chip: written out, XLA adds up products in pairs, and holds several gradients of the head at once.
+    # Unrolled, XLA would add the products in pairs and hold several gradients of the head at once.
     dhead, (sums, dx) = lax.scan(step, start, chunks)
     sums = LossSums(*(part.sum(axis=0) for part in sums))
     sums = lax.psum(sums, plan.batch_axes) if plan.batch_axes else sums
@@ -257,7 +256,7 @@ def _on_device(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any
 
 
 def _summed_as(value: Any, grad: Any) -> Any:
-    """Sums a gradient over the axes that it varies along and its value does not; returns it in the value's dtype."""
+    """Sums a gradient over the axes along which only it varies, and casts it to the value's dtype."""
     axes = tuple(sorted(varying_axes(grad) - varying_axes(value)))
     summed = lax.psum(grad.astype(summing_dtype(grad.dtype)), axes) if axes else grad
     return summed.astype(value.dtype)
@@ -267,7 +266,7 @@ def _summed_as(value: Any, grad: Any) -> Any:
 
 
 def _chunk_loss(plan: _Options, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
-    """Returns the sums of a chunk, and a function that returns the gradient of `total` with respect to `products`."""
+    """Returns the sums of a chunk, and a function that returns the gradient of `total` for `products`."""
     num_columns, last = products.shape[-1], products.ndim - 1
     places, first = lax.broadcasted_iota(jnp.int32, products.shape, last), axis_index(plan.axis) * num_columns
     is_real: Any = True
@@ -277,11 +276,10 @@ def _chunk_loss(plan: _Options, products: Any, targets: Any, weights: Any) -> tu
     capped = _cap(products, plan.soft_cap)
     logits = jnp.where(is_real, capped, LOWEST)
 
-    # The largest is found before the cap: computed twice, capped values need not be equal to the last bit.
+    # Find the largest before the cap: capped values that are computed twice may differ in the last bit.
     peak = jnp.where(is_real, products, LOWEST).max(axis=-1)
     largest, is_peak = _cap(peak, plan.soft_cap), is_real & (products == peak[..., None])
-    # Relative to the largest, which the target's logit need not be: what is found from the same operands, XLA finds in
-    # the same pass over the logits.
+    # Take the target's logit relative to the largest, so that XLA reuses the pass that sums the exponentials.
     below, is_here = logits - largest[..., None], (targets >= first) & (targets < first + num_columns)
     found = _Found(
         largest=largest,
@@ -311,7 +309,7 @@ def _chunk_loss(plan: _Options, products: Any, targets: Any, weights: Any) -> tu
 
 
 def _factors(plan: _Options, targets: Any, weights: Any) -> Any:
-    """Returns the weights, NaN where a target that counts is none."""
+    """Returns the weights, with NaN for targets outside the vocabulary whose weight is not zero."""
     is_valid = (targets >= 0) & (targets < plan.vocab_size)
     return jnp.where((weights != 0) & ~is_valid, jnp.nan, weights)
 
@@ -332,12 +330,6 @@ def _sums(
     )
 
 
-def _suits_kernel(plan: _Options, num_columns: int) -> bool:
-    """Returns whether our kernel does a chunk; the others need other devices' logits, or other functions of them."""
-    is_plain = plan.axis is None and plan.vocab_size == num_columns and plan.soft_cap is None
-    return is_plain and not plan.label_smoothing and uses_kernels(plan.kernels)
-
-
 def _chunk_by_kernel(plan: _Options, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
     factor = _factors(plan, targets, weights)
     flat = products.reshape(-1, products.shape[-1]), targets.ravel(), factor.ravel()
@@ -353,17 +345,17 @@ def _cap(values: Any, soft_cap: float | None) -> Any:
 
 
 class _Found(NamedTuple):
-    """What is known of each token's logits from this device's columns, or from all."""
+    """Statistics of each token's logits, over this device's columns or over all columns."""
 
     largest: Any
-    exponentials: Any  # summed, relative to the largest
+    exponentials: Any  # Sum of exp(logits - largest).
     of_target: Any
-    place: Any  # of the largest; of the first, if there are several
-    logits: Any  # summed
+    place: Any  # Index of the (first) largest logit.
+    logits: Any  # Sum of the logits.
 
 
 def _over_devices(found: _Found, axis: str, num_columns: int) -> _Found:
-    """Combines what the devices of an axis know, in one exchange."""
+    """Combines the statistics of all devices along an axis, in one all-gather."""
     everyone = lax.all_gather(jnp.stack([part.astype(jnp.float32) for part in found], axis=-1), axis, to="invarying")
     largest, exponentials, of_target, place, logits = (everyone[..., index] for index in range(len(found)))
     top = largest.max(axis=0)
@@ -383,16 +375,16 @@ def _over_devices(found: _Found, axis: str, num_columns: int) -> _Found:
 
 @dataclass(frozen=True)
 class _Rows:
-    """How tokens of some shape are cut into equal chunks: every chunk takes rows from all over the last dim.
+    """How tokens are cut into equal chunks along their last dim.
 
-    Leading dims stay whole where the chunks are large enough for it, and a chunk's rows are `num_chunks` apart: so each
-    chunk has its share of the rows of each device, whichever of these dims XLA has split over devices.
+    Leading dims stay whole if chunks are large enough, and a chunk's rows are `num_chunks` apart. So every chunk has an
+    equal share of each device's rows, whichever dim XLA splits over devices.
     """
 
     shape: tuple[int, ...]
-    kept: tuple[int, ...]  # the shape that is cut, along its last dim
+    kept: tuple[int, ...]  # The shape that is cut, along its last dim.
     num_chunks: int
-    per_chunk: int  # of the dim that is cut
+    per_chunk: int
 
     @classmethod
     def of(cls, shape: tuple[int, ...], row_bytes: int, chunk_rows: int | None) -> _Rows:
@@ -403,7 +395,7 @@ class _Rows:
         return cls(shape, kept, num_chunks, ceil_div(kept[-1], num_chunks))
 
     def cut(self, array: Any, *, features: bool = False) -> Any:
-        """Returns `[num_chunks, ..., rows]`, with zeros, which count for nothing, added at the end."""
+        """Returns `[num_chunks, ..., rows]`, padded with zeros."""
         rest = array.shape[-1:] if features else ()
         array = array.reshape(*self.kept, *rest)
         where = len(self.kept) - 1
@@ -413,7 +405,7 @@ class _Rows:
         return jnp.moveaxis(array.reshape(*self.kept[:-1], self.per_chunk, self.num_chunks, *rest), where + 1, 0)
 
     def join(self, chunks: Any) -> Any:
-        """Returns `[..., rows, features]` from chunks, without what was added."""
+        """Returns `[..., rows, features]` from chunks, without the padding."""
         where, features = len(self.kept) - 1, chunks.shape[-1]
         joined = jnp.moveaxis(chunks, 0, where + 1)
         joined = joined.reshape(*self.kept[:-1], self.per_chunk * self.num_chunks, features)
@@ -424,7 +416,7 @@ class _Rows:
 
 
 def _automatic(view: AxisView, batch_axes: Sequence[str], x: Any) -> tuple[str, ...]:
-    """Returns those of the axes that XLA would split the batch over: neither manual nor of size 1."""
+    """Returns the batch axes that are automatic and larger than 1."""
     mesh = current_mesh()
     if mesh is None or not batch_axes:
         return ()
@@ -434,7 +426,7 @@ def _automatic(view: AxisView, batch_axes: Sequence[str], x: Any) -> tuple[str, 
     if x.shape[0] % ways:
         raise view.error(
             f"the first dim of x, of shape {x.shape}, cannot be split over the {ways} devices of {found}.",
-            hint="give the axes that the batch is split over, or none.",
+            hint="pass only the axes that split the batch, or none.",
         )
     return found
 
@@ -443,9 +435,9 @@ def _check_options(
     view: AxisView, targets: Any, label_smoothing: float, soft_cap: float | None, chunk_rows: int | None
 ) -> None:
     if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise view.error(f"targets are {targets.dtype}.", hint="give the integers that name the tokens.")
+        raise view.error(f"targets are {targets.dtype}.", hint="pass integer token ids.")
     if not 0 <= label_smoothing < 1:
-        raise view.error(f"label_smoothing={label_smoothing}.", hint="use 0 to below 1.")
+        raise view.error(f"label_smoothing={label_smoothing}.", hint="use 0 or more, and less than 1.")
     if soft_cap is not None and soft_cap <= 0:
         raise view.error(f"soft_cap={soft_cap}.", hint="use a positive number, or None for no cap.")
     if chunk_rows is not None and chunk_rows < 1:

@@ -1,4 +1,4 @@
-"""Dropout whose mask belongs to the global array: the same on one device, on any mesh, in any number of minibatches."""
+"""Dropout with the same mask on one device, on any mesh and for any number of minibatches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from meshwright.types import PRNGKeyArray
 
 
 def dropout(x: Any, rate: float, key: PRNGKeyArray, *, spec: P | None = None) -> Any:
-    """Zeroes each element with probability `rate`, and divides the others by `1 - rate`.
+    """Zeroes each element with probability `rate` and divides the others by `1 - rate`.
 
-    Every element's fate is a hash of the key and its place in the global array, so slices of an array on different
-    devices are treated as the whole array would be on one; nothing is communicated, and only the slice's own part of
-    the mask is computed.
+    The mask is a hash of the key and each element's position in the global array, so it does not depend on the mesh.
+    Each device computes only its slice of the mask, without communication.
 
     Args:
-        key: a key that is the same on all devices; from a `row_key`, rows count from its row on.
-        spec: how the manual axes split `x`. Axes of the global view need no mention: there `x` is whole.
+        key: a key that is the same on all devices. A `row_key` shifts the row positions.
+        spec: how the manual axes split `x`. Leave out automatic axes.
 
     Example:
         >>> import meshwright as mw
@@ -40,7 +39,7 @@ def dropout(x: Any, rate: float, key: PRNGKeyArray, *, spec: P | None = None) ->
         True
     """
     if not 0 <= rate <= 1:
-        raise PlacementError(f"dropout got rate={rate}.", hint="a probability, from 0 (keep all) to 1 (drop all).")
+        raise PlacementError(f"dropout got rate={rate}.", hint="use a probability from 0 (keep all) to 1 (drop all).")
     if rate == 0:
         return x
     if rate == 1:
@@ -51,7 +50,7 @@ def dropout(x: Any, rate: float, key: PRNGKeyArray, *, spec: P | None = None) ->
     if places:
         places[0] = global_rows(data, places[0])
     bits = bits_by_place(data[:2], places, sizes[1:])
-    # The upper 24 bits: a float32 holds their whole range, so that the comparison is exact.
+    # float32 holds 24 bits exactly, so the comparison is exact.
     uniform = (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
     return jnp.where(uniform < kept, x / jnp.asarray(kept, x.dtype), jnp.zeros_like(x))
 

@@ -1,7 +1,7 @@
-"""Gathering arrays that are split over a mesh axis, with the reduction of their gradients as the way back.
+"""FSDP collectives: all-gather parameters along a mesh axis, reduce-scatter their gradients.
 
-Dtypes can be chosen per direction, for what travels and for what is added up. On trees, a layout's specs say which
-leaves are split, and gradients are sums: what a loss that is already divided by the global count needs.
+You can choose a dtype for each direction, and for the sums. Gradients are sums over the axis, so divide the loss by
+the global count before you differentiate it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def gather_tree(
     grad_scatter_dtype: Any = None,
     grad_sum_dtype: Any = None,
 ) -> PyTree:
-    """Gathers, along one mesh axis, the leaves of a local tree whose specs name it; the others stay as they are.
+    """All-gathers the leaves whose specs name a mesh axis; other leaves are returned unchanged.
 
-    The gradient is the dual: slices of the **sum** over the axis. See `gather_array` for the dtypes.
+    Each gradient is this device's slice of the **sum** over the axis. See `gather_array` for the dtypes.
 
     Example:
         >>> import meshwright as mw
@@ -48,32 +48,28 @@ def gather_tree(
         16
     """
     axis_size(axis, who="gather_tree")
-    structure: Any  # jax's treedef has no type of its own to name
+    structure: Any
     leaves, structure = jax.tree.flatten_with_path(params)
     try:
         leaf_specs = structure.flatten_up_to(specs)
     except (ValueError, TypeError) as error:
         raise TreeError(f"gather_tree: params and specs differ in structure: {error}") from None
 
-    dtypes = {
-        "gather_dtype": gather_dtype,
-        "grad_scatter_dtype": grad_scatter_dtype,
-        "grad_sum_dtype": grad_sum_dtype,
-    }
+    back = {"grad_scatter_dtype": grad_scatter_dtype, "grad_sum_dtype": grad_sum_dtype}
 
     def gather(path: Any, leaf: Any, spec: Any) -> Any:
         spec = check_spec_type(spec, where="gather_tree")
         dim = dim_split_last_by(tuple(spec), axis, who=f"gather_tree: {format_spec(spec)}")
         with leaf_scope(path):
-            return leaf if dim is None else gather_array(leaf, dim=dim, axis=axis, **dtypes)
+            return leaf if dim is None else gather_array(leaf, dim=dim, axis=axis, gather_dtype=gather_dtype, **back)
 
     return structure.unflatten([gather(*leaf, spec) for leaf, spec in zip(leaves, leaf_specs, strict=True)])
 
 
 def leaf_scope(path: Any, prefix: str = "") -> Any:
-    """Returns a scope that names a parameter in compiled programs, for what is sent on its behalf, both ways.
+    """Returns a named scope for the collectives of one parameter.
 
-    `meshwright.plan.compiled.origin` reads it back, and profilers show it. It changes nothing that is computed.
+    `meshwright.plan.compiled.origin` reads the name from compiled programs, and profilers show it.
     """
     name = path if isinstance(path, str) else tree_path_to_string(path, sep="/")
     return jax.named_scope(f"params[{prefix}{name}]")
@@ -89,15 +85,23 @@ def gather_array(
     grad_sum_dtype: Any = None,
     mean_grads: bool = False,
 ) -> Any:
-    """Gathers the slices of an array along a dim; the gradient is the reduce-scatter of the whole's.
+    """All-gathers the slices of an array along one dim; its gradient is a reduce-scatter.
 
     Args:
-        gather_dtype: floats travel in this dtype, and arrive in their own.
-        grad_scatter_dtype: gradients travel back in this one.
-        grad_sum_dtype: gradients are added in this dtype, on arrival: an all-to-all moves the same bytes that a
-            reduce-scatter would, and each device sums what it receives. So they can travel in bfloat16 and be
-            added in float32.
-        mean_grads: divides gradients by the axis size.
+        gather_dtype: dtype in which floats are sent; they are cast back on arrival (default: the dtype of `x`).
+        grad_scatter_dtype: dtype in which gradients are sent (default: their own).
+        grad_sum_dtype: dtype in which gradients are summed. If set, an all-to-all replaces the reduce-scatter: it moves
+            the same bytes, and each device sums after arrival, so you can send bfloat16 and sum in float32.
+        mean_grads: divide gradients by the axis size.
+
+    Example:
+        >>> import meshwright as mw
+        >>> def loss(x):
+        ...     return (gather_array(x, dim=0, axis="fsdp") * jnp.arange(8.0)).sum()
+        >>> mesh = mw.create_mesh("fsdp:8")
+        >>> grad = mw.parallel.local_map(jax.grad(loss), mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))
+        >>> grad(jnp.ones(8)).tolist()  # summed over 8 devices
+        [0.0, 8.0, 16.0, 24.0, 32.0, 40.0, 48.0, 56.0]
     """
     ways = axis_size(axis, who="gather_array")
     if ways == 1:
@@ -116,7 +120,9 @@ def gather_array(
         if grad_sum_dtype is None:
             total = _sum_scattered(wire, axis=axis, ways=ways, dim=dim)
         else:
-            total = _sum_after_arrival(wire, axis=axis, ways=ways, dim=dim, dtype=_dtype(grad_sum_dtype))
+            pieces = jnp.stack(jnp.split(wire, ways, axis=dim))
+            arrived = lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0)
+            total = arrived.astype(_dtype(grad_sum_dtype)).sum(axis=0)
         total = total.astype(jnp.promote_types(total.dtype, dtype))
         return ((total / ways if mean_grads else total).astype(dtype),)
 
@@ -129,31 +135,26 @@ def _sum_scattered(x: Any, *, axis: str, ways: int, dim: int) -> Any:
     mesh = current_mesh()
     if chip_family(mesh) != "v5p":
         is_mixed = mesh is not None and set(mesh.axis_names) != set(mesh.manual_axes)
-        # What was asked for travels, but where it cannot be added up.
+        # XLA's CPU backend cannot sum 16-bit floats if some axes are automatic.
         dtype = summing_dtype(x.dtype) if is_mixed else x.dtype
         return lax.psum_scatter(x.astype(dtype), axis, scatter_dimension=dim, tiled=True).astype(x.dtype)
-    # Compiled for v5p (libtpu 0.0.42), a scatter of rows becomes an all-reduce of twice the bytes for some widths:
-    # 11008 features on 64 chips; 11264 and 28672 too on 256. Why is not known. Scattered as pieces along a dim of their
-    # own, all shapes that were tried stay scatters (benchmarks/scatter_forms.py).
+    # The v5p compiler (libtpu 0.0.42) turns a scatter of rows into an all-reduce of twice the bytes for some widths
+    # (11008 features on 64 chips; also 11264 and 28672 on 256), for unknown reasons. Scattering along a separate dim
+    # avoided that for all shapes tried (benchmarks/scatter_forms.py).
     first = jnp.moveaxis(x, dim, 0)
     pieces = first.reshape(ways, first.shape[0] // ways, *first.shape[1:])
     return jnp.moveaxis(lax.psum_scatter(pieces, axis, scatter_dimension=0), 0, dim)
 
 
-def _sum_after_arrival(x: Any, *, axis: str, ways: int, dim: int, dtype: Any) -> Any:
-    pieces = jnp.stack(jnp.split(x, ways, axis=dim))
-    return lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0).astype(dtype).sum(axis=0)
-
-
 def dim_split_last_by(names: tuple[Any, ...], axis: str, *, who: str) -> int | None:
-    """Returns the dim that an axis splits, or None; raises where other axes split it further."""
+    """Returns the dim that an axis splits, or None; raises if other axes split it further."""
     for dim, name in enumerate(names):
         axes = dim_axes(name)
         if axis in axes:
             if axes[-1] != axis:
                 raise PlacementError(
-                    f"{who}: dim {dim} is split over {axes}, and {axis!r} is not the last of them: gathering it alone "
-                    "would leave slices that are not next to each other.",
+                    f"{who}: dim {dim} is split over {axes}, and {axis!r} is not the last of them. Gathering only "
+                    f"{axis!r} would join slices that are not adjacent.",
                     hint=f"gather {axes[-1]!r} first, or name {axis!r} last.",
                 )
             return dim
@@ -166,16 +167,16 @@ def _dtype(spec: Any) -> Any:
 
 @dataclass(frozen=True)
 class Gather:
-    """How parts of a tree of slices become whole where they are used: what a loss gets that gathers layer by layer.
+    """All-gathers parts of a parameter tree on demand, for losses that gather layer by layer.
 
-    Indexing follows the tree, so that `gather["layers"]` belongs to `params["layers"]`; `layer()` is for one layer of
-    stacked ones, whose leading dim is gone. Calling it gathers; the gradient is the reduce-scatter.
+    Index it like the tree: `gather["layers"](params["layers"])` gathers that part. `layer()` gathers one layer of
+    stacked layers. The gradient is a reduce-scatter.
 
     Args:
-        dtypes: for each leaf, the dtype it travels in and arrives in; its own by default. Gradients come back in that
-            of the slices: of float32 slices that travel in bfloat16, sums are float32.
+        dtypes: dtype in which each leaf is sent and returned (default: its own). Gradients have the dtype of the
+            slices, so float32 slices sent in bfloat16 have float32 gradients.
         grad_scatter_dtype, grad_sum_dtype: see `gather_array`.
-        name: where in the tree of parameters this part is, for the names of what is sent.
+        name: path of this part in the parameter tree, for the named scopes of its collectives.
     """
 
     specs: PyTree
@@ -190,15 +191,15 @@ class Gather:
         return replace(self, specs=self.specs[name], dtypes=dtypes, name=f"{self.name}{name}/")
 
     def layer(self) -> Gather:
-        """Returns the same for one layer of leaves that are stacked along their leading dim."""
+        """Returns the `Gather` of one layer, for leaves that stack layers along their leading dim."""
 
         def of_one(spec: P) -> P:
             split = [axis for axis in dim_axes(spec[0]) if axis in self.axes] if len(spec) else []
             if split:
                 raise PlacementError(
-                    f"Gather: {self.name or 'layers'} of {format_spec(spec)} are split over {split[0]!r} along their "
-                    "stack. A device has some of the layers then, and cannot gather them one at a time.",
-                    hint="write rules that split another dim of stacked layers, or use sync='once'.",
+                    f"Gather: {self.name or 'layers'} of {format_spec(spec)} are split over {split[0]!r} along the "
+                    "layer dim. Each device holds only some layers, so they cannot be gathered one at a time.",
+                    hint="write rules that split another dim of the stacked layers, or use sync='once'.",
                 )
             return P(*spec[1:])
 
@@ -216,7 +217,7 @@ class Gather:
     def _whole(self, path: Any, leaf: Any, spec: P, dtype: Any) -> Any:
         back = {"grad_scatter_dtype": self.grad_scatter_dtype, "grad_sum_dtype": self.grad_sum_dtype}
         with leaf_scope(path, self.name):
-            for axis in reversed(self.axes):  # the last axis of a spec splits a dim last, and is gathered first
+            for axis in reversed(self.axes):  # The last axis of a spec splits a dim last, so gather it first.
                 dim = dim_split_last_by(tuple(spec), axis, who=f"Gather: {format_spec(spec)}")
                 if dim is not None:
                     leaf = gather_array(leaf, dim=dim, axis=axis, gather_dtype=dtype, **back)

@@ -1,9 +1,8 @@
-"""Heads of attention over a tensor axis: whole ones for each device, or one that neighbours share.
+"""Attention heads split over a tensor axis.
 
-Queries have many heads, and every device computes with some of them. Keys and values often have few, each of which
-several heads of queries use. Where there are fewer of those than devices, the columns that make one head lie on
-neighbouring devices: each computes its part, and they gather the whole head, which is little beside the rows of the
-block. Its gradient is the sum of what they found for it, each keeping its part.
+Each device computes some of the query heads. With grouped-query attention there can be fewer key/value heads than
+devices. Neighboring devices then share a head: each computes some of its features, and they all-gather the whole head,
+which is small compared to the rows of the block. The gradient is a reduce-scatter among the same devices.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from meshwright.specs import round_up
 
 
 def heads_fit(num_heads: int, ways: int, *, shared: bool = False) -> bool:
-    """Returns whether each of so many devices can have whole heads, or with `shared` one that it shares with others.
+    """Returns whether `ways` devices can split the heads evenly, or with `shared`, share each head evenly.
 
     Example:
         >>> heads_fit(16, 8), heads_fit(4, 8), heads_fit(4, 8, shared=True), heads_fit(3, 8, shared=True)
@@ -31,9 +30,12 @@ def heads_fit(num_heads: int, ways: int, *, shared: bool = False) -> bool:
 
 
 def local_heads(num_heads: int, *, axis: str | None, what: str = "heads") -> int:
-    """Returns how many of the heads the program sees here: one device's share in the local view, else all.
+    """Returns the number of heads visible to the program: one device's share in the local view, otherwise all.
 
-    Raises, in every view, where the axis does not divide them: a head cannot be split.
+    Raises in every view if the axis size does not divide the number of heads.
+
+    Args:
+        what: name of the heads in errors, e.g. "kv heads".
 
     Example:
         >>> import meshwright as mw
@@ -50,14 +52,14 @@ def local_heads(num_heads: int, *, axis: str | None, what: str = "heads") -> int
 def split_heads(
     y: jax.Array, num_heads: int, *, axis: str | None, shared: bool = False, what: str = "heads"
 ) -> jax.Array:
-    """Returns features as heads, `[..., heads, K]`: those that this device computes with.
+    """Reshapes features into this device's heads, `[..., heads, K]`.
 
     Args:
-        y: `[..., features]`, split by features over `axis`: what `column_dense` returns.
-        num_heads: of all devices together. The axis must divide it.
-        shared: the number of heads may divide the axis instead, as it may for keys and values. Then each device gets
-            the one head of which it has features. What there is of features must divide by the axis all the same.
-        what: what errors call them.
+        y: `[..., features]`, split by features over `axis`, as returned by `column_dense`.
+        num_heads: total number of heads; a multiple of the axis size.
+        shared: allow fewer heads than devices (for keys and values) if `num_heads` divides the axis size. Each device
+            then gets the whole head to which its features belong.
+        what: name of the heads in errors.
 
     Example:
         >>> import jax.numpy as jnp
@@ -79,24 +81,26 @@ def split_heads(
     if axis is not None and view.kind == "local":
         here = max(1, num_heads // ways)
         if together > 1:
-            y = _from_neighbours(axis, together, pcast_varying(y, axis))
-    elif together > 1 and _is_typed(y):
-        raise view.error(
-            f"{num_heads} {what} for {ways} devices of axis {axis!r}, which is explicit: heads would be split.",
-            hint="use the local view, or a mesh whose axes are automatic (AxisType.Auto).",
-        )
+            y = _from_neighbors(axis, together, pcast_varying(y, axis))
+    elif together > 1:
+        spec = tuple(jax.typeof(y).sharding.spec)  # Names the axes of each dim if they are explicit.
+        if len(spec) == y.ndim and spec[-1] is not None:
+            raise view.error(
+                f"{num_heads} {what} for {ways} devices of axis {axis!r}, which is explicit, would split heads.",
+                hint="use the local view, or a mesh whose axes are automatic (AxisType.Auto).",
+            )
     if here < 1 or y.shape[-1] % here:
-        raise view.error(f"{y.shape[-1]} features are not {here} {what} of one size.", hint="check the number.")
+        raise view.error(f"{y.shape[-1]} features are not {here} {what} of one size.", hint="check num_heads.")
     return y.reshape(*y.shape[:-1], here, y.shape[-1] // here)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _from_neighbours(axis: str, together: int, y: Any) -> Any:
-    """Gathers the last dim among each `together` neighbours."""
+def _from_neighbors(axis: str, together: int, y: Any) -> Any:
+    """All-gathers the last dim among groups of `together` neighboring devices."""
     return lax.all_gather(y, axis, axis=y.ndim - 1, tiled=True, axis_index_groups=_groups(axis, together))
 
 
-def _from_neighbours_bwd(axis: str, together: int, _: None, d_whole: Any) -> tuple[Any]:
+def _from_neighbors_bwd(axis: str, together: int, _: None, d_whole: Any) -> tuple[Any]:
     total = lax.psum_scatter(
         d_whole.astype(summing_dtype(d_whole.dtype)),
         axis,
@@ -107,17 +111,11 @@ def _from_neighbours_bwd(axis: str, together: int, _: None, d_whole: Any) -> tup
     return (total.astype(d_whole.dtype),)
 
 
-_from_neighbours.defvjp(lambda axis, together, y: (_from_neighbours(axis, together, y), None), _from_neighbours_bwd)
+_from_neighbors.defvjp(lambda axis, together, y: (_from_neighbors(axis, together, y), None), _from_neighbors_bwd)
 
 
 def _groups(axis: str, together: int) -> list[list[int]]:
     return [list(range(first, first + together)) for first in range(0, lax.axis_size(axis), together)]
-
-
-def _is_typed(y: Any) -> bool:
-    """Returns whether the last dim's type says that it is split, as it does on meshes with explicit axes."""
-    spec = tuple(jax.typeof(y).sharding.spec)
-    return len(spec) == y.ndim and spec[-1] is not None
 
 
 def _unfit(num_heads: int, ways: int, axis: str | None, what: str, *, shared: bool) -> PlacementError:

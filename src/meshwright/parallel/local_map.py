@@ -1,8 +1,4 @@
-"""Entering the local view, and running one operation in every view.
-
-`local_map` is `shard_map` without the axes that have one device, and with errors that name the cause. `AxisView` is
-what every layer asks: how a program sees arrays that an axis splits, which checks follow, and how to run there.
-"""
+"""`local_map` (a `shard_map` without size-1 axes) and `AxisView`, which runs one operation in any view."""
 
 from __future__ import annotations
 
@@ -32,15 +28,15 @@ def local_map(
     axes: Sequence[str] | None = None,
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """Returns `f` as a function of global arrays, run on every device's slice of them.
+    """Maps `f` over the shards of global arrays, like `jax.shard_map`.
 
-    Axes of size 1 are dropped first, so they cost nothing: on a mesh of one device `f` runs as it is.
+    Axes of size 1 are dropped first, so they cost nothing; on a mesh of one device, `f` is called directly.
 
     Args:
-        mesh: the mesh; by default the one in force when the result is called.
-        axes: the axes that become manual; all of the mesh by default. The others stay automatic.
-        check_vma: lets JAX check what is replicated. Without it, gradients of replicated values are wrong unless they
-            are reduced by hand.
+        mesh: the mesh (default: the current mesh when the result is called).
+        axes: the axes to make manual (default: all). The others stay automatic.
+        check_vma: let JAX check which values are replicated. If False, you must reduce the gradients of replicated
+            values yourself.
 
     Example:
         >>> import jax.numpy as jnp, meshwright as mw
@@ -58,20 +54,21 @@ def local_map(
             raise no_mesh_error("local_map")
         wanted = tuple(target.axis_names if axes is None else axes)
         require_axes(target, wanted, where="local_map")
-        require_axes(target, get_names_from_partition_spec([_leaves(in_specs), _leaves(out_specs)]), where="local_map")
+        specs = filter(_is_spec, jax.tree.leaves((in_specs, out_specs), is_leaf=_is_spec))
+        require_axes(target, get_names_from_partition_spec(list(specs)), where="local_map")
         manual = frozenset(axis for axis in wanted if target.shape[axis] > 1)
         if not manual:
             abstract = target if isinstance(target, AbstractMesh) else target.abstract_mesh
             with jax.sharding.use_abstract_mesh(abstract):
                 return f(*args)
+        kept_in, kept_out = jax.tree.map(
+            lambda spec: keep_axes(spec, manual.__contains__) if _is_spec(spec) else spec,
+            (in_specs, out_specs),
+            is_leaf=_is_spec,
+        )
         try:
             return jax.shard_map(
-                f,
-                mesh=target,
-                in_specs=_without_small_axes(in_specs, manual),
-                out_specs=_without_small_axes(out_specs, manual),
-                axis_names=manual,
-                check_vma=check_vma,
+                f, mesh=target, in_specs=kept_in, out_specs=kept_out, axis_names=manual, check_vma=check_vma
             )(*args)
         except ValueError as error:
             if "require replication which can't be statically inferred" not in str(error):
@@ -86,18 +83,25 @@ def local_map(
 
 
 def island(f: Callable[..., Any], *, axis: str, in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
-    """Returns `f` as one operation of a program in which an axis is automatic: only that axis is manual inside."""
+    """Runs `f` in the local view along one axis, inside a program in which that axis is automatic.
+
+    Example:
+        >>> import jax.numpy as jnp, meshwright as mw
+        >>> total = island(lambda x: jax.lax.psum(x.sum(), "tp"), axis="tp", in_specs=P("tp"), out_specs=P())
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     float(jax.jit(lambda x: total(x) / x.size)(jnp.arange(16.0)))
+        7.5
+    """
 
     @functools.wraps(f)
     def wrapped(*args: Any) -> Any:
         mesh = current_mesh()
         inner = f
         if mesh is not None and mesh.manual_axes:
-            # What the backward pass keeps from inside gets specs that name the axes outside, which JAX (0.10 to 0.12)
-            # cannot lower. It keeps arguments as they are, so here they are all that is kept.
+            # JAX 0.10 to 0.12 cannot lower residuals that name the outer manual axes, so only arguments are saved.
             inner = jax.checkpoint(f)
         mapped = local_map(inner, axes=(axis,), in_specs=in_specs, out_specs=out_specs)
-        # Sums over the axes outside, which gradients of arguments may need, must happen outside as well.
+        # Gradients that need a sum over an outer axis must be summed outside the island.
         return mapped(*pcast_alike(*args))
 
     return wrapped
@@ -105,12 +109,13 @@ def island(f: Callable[..., Any], *, axis: str, in_specs: PyTree, out_specs: PyT
 
 @dataclass(frozen=True)
 class AxisView:
-    """How an operation sees arrays that are split along an axis, with the checks that depend on it.
+    """The view in which an operation sees arrays split along an axis, with the matching argument checks.
 
     Args:
-        kind: what `view_of` returns.
-        ways: how many devices lie along the axis; 1 in the plain view.
-        who: the name of the operation, with which its errors begin.
+        axis: the mesh axis, or None for no split.
+        kind: the view, as returned by `view_of`.
+        ways: number of devices along the axis; 1 in the plain view.
+        who: name of the operation, used as the prefix of its errors.
     """
 
     axis: str | None
@@ -120,12 +125,12 @@ class AxisView:
 
     @classmethod
     def of(cls, axis: str | None, *, who: str) -> AxisView:
-        """Returns the view of the program that is traced here; raises if its mesh lacks the axis."""
+        """Returns the view of the program being traced; raises if its mesh lacks the axis."""
         return cls(axis, view_of(axis, who=who), ways_along(axis, who=who), who)
 
     @property
     def num_slices(self) -> int:
-        """How many of the slices that the program sees make up a whole array: 1 unless the view is local."""
+        """Number of visible slices that make up a whole array: 1 unless the view is local."""
         return self.ways if self.kind == "local" else 1
 
     def run(
@@ -136,18 +141,18 @@ class AxisView:
         out_specs: PyTree,
         plain: Callable[..., Any] | None = None,
     ) -> Any:
-        """Runs `local` on slices, in the global view as an island; in the plain view, `plain` if it is given."""
+        """Runs `local` on slices (as an island in the global view), or `plain` in the plain view if given."""
         if self.kind == "global":
             assert self.axis is not None
             return island(local, axis=self.axis, in_specs=in_specs, out_specs=out_specs)(*args)
         return (plain if plain is not None and self.kind == "plain" else local)(*args)
 
     def error(self, text: str, *, hint: str) -> PlacementError:
-        """Returns an error that begins with the operation's name."""
+        """Returns an error prefixed with the operation's name."""
         return PlacementError(f"{self.who}: {text}", hint=hint)
 
     def check_divides(self, size: int, what: str) -> None:
-        """Raises if the axis does not divide a dim that it splits."""
+        """Raises if the axis size does not divide `size`."""
         if size % self.ways:
             raise self.error(
                 f"{size} {what} cannot be split over {self.ways} devices of axis {self.axis!r}: {size} % {self.ways} = "
@@ -156,16 +161,16 @@ class AxisView:
             )
 
     def check_split(self, **slices: Any) -> None:
-        """Raises if an argument is whole on every device of a manual axis that should have split it."""
+        """Raises if an argument is replicated over a manual axis that should split it."""
         if self.kind != "local" or self.axis not in varying_axes(lax.axis_index(self.axis)):
-            return  # whole arrays are right here; or check_vma is off, and nothing is known
+            return  # The arrays are whole in this view, or check_vma is off.
         for name, value in slices.items():
             if self.axis not in varying_axes(value):
                 raise self.error(
                     f"{name} of shape {value.shape} is the same on every device of axis {self.axis!r}; each needs its "
                     "own slice.",
-                    hint=f"name {self.axis!r} in the spec of {name}; if the slices really are equal, mark it with "
-                    "vary.",
+                    hint=f"name {self.axis!r} in the spec of {name}; if the slices are equal on purpose, mark it with "
+                    "pcast_varying.",
                 )
 
     def check_matmul(self, x: Any, ws: Sequence[Any]) -> None:
@@ -178,13 +183,5 @@ class AxisView:
                 )
 
 
-def _leaves(specs: PyTree) -> list[Any]:
-    return [spec for spec in jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P)) if isinstance(spec, P)]
-
-
-def _without_small_axes(specs: PyTree, manual: frozenset[str]) -> PyTree:
-    return jax.tree.map(
-        lambda spec: keep_axes(spec, lambda axis: axis in manual) if isinstance(spec, P) else spec,
-        specs,
-        is_leaf=lambda node: isinstance(node, P),
-    )
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, P)

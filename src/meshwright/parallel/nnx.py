@@ -1,8 +1,8 @@
-"""Tensor-parallel NNX modules: global parameters, and the functions of `meshwright.parallel` on them.
+"""Tensor-parallel NNX modules: the functions of `meshwright.parallel` with global parameters.
 
-A module is made in the global view, with the parameters that one device would hold, whatever the mesh. It runs in every
-view: as it is on one device or in a `jit` program under a mesh; in the local view, after `nnx.split` outside of
-`local_map` and `nnx.merge` inside, on slices. `param_specs` gives the specs for that, and for placing the parameters.
+Create a module outside of `local_map`; its parameters are global arrays and do not depend on the mesh. Call it directly
+on one device or in a `jit` program under a mesh. For the local view, call `nnx.split` outside of `local_map` and
+`nnx.merge` inside. `param_specs` returns the specs for that, and for placing the parameters.
 """
 
 from __future__ import annotations
@@ -15,27 +15,21 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import PlacementError
-from meshwright.parallel.tensor import (
-    GatherOptions,
-    column_dense,
-    fused_column_dense,
-    row_dense,
-    sequence_norm,
-)
+from meshwright.parallel.tensor import GatherOptions, column_dense, fused_column_dense, row_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_cross_entropy, vocab_embed
 from meshwright.specs import round_up
 
 Initializer = Callable[..., Any]
 LECUN = nnx.initializers.lecun_normal()
 ZEROS = nnx.initializers.zeros_init()
-# Tokens are looked up, not multiplied: features of unit variance, whatever the size of the vocabulary.
+# Embeddings are looked up, not multiplied, so their variance should not depend on the vocabulary size.
 UNIT = nnx.initializers.normal(1.0)
 
 
 def param_specs(module_or_state: Any) -> Any:
-    """Returns how each parameter of a module is split, in the structure of its `nnx.state`.
+    """Returns a `PartitionSpec` for each parameter of a module, in the structure of its `nnx.state`.
 
-    Parameters of modules that are not from this file are whole on every device.
+    Parameters of modules from elsewhere are replicated.
 
     Example:
         >>> layer = RowDense(8, 4, axis="tp", rngs=nnx.Rngs(0))
@@ -47,7 +41,7 @@ def param_specs(module_or_state: Any) -> Any:
 
 
 class _Dense(nnx.Module):
-    """A dense layer whose kernel an axis splits along one dim: `split_dim` says which."""
+    """A dense layer whose kernel is split along `split_dim`."""
 
     split_dim: int
 
@@ -69,7 +63,7 @@ class _Dense(nnx.Module):
         by_columns = self.split_dim == 1
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
         self.kernel = nnx.Param(kernel, spec=P(None, axis) if by_columns else P(axis, None))
-        # The key is drawn either way, so that other layers do not change with this choice.
+        # Draw the key even without a bias, so that use_bias does not change the other layers.
         bias_key, bias_spec = rngs.params(), P(axis) if by_columns else P()
         self.bias = nnx.Param(bias_init(bias_key, (out_features,), param_dtype), spec=bias_spec) if use_bias else None
         self.axis = axis
@@ -78,7 +72,7 @@ class _Dense(nnx.Module):
         self.overlap = tuple(overlap.items())
 
     def weights(self) -> tuple[Any, Any]:
-        """Returns kernel and bias in the dtype of the computation."""
+        """Returns the kernel in the compute dtype, and the bias."""
         return _in(self.dtype, self.kernel[...]), None if self.bias is None else self.bias[...]
 
     def options(self) -> dict[str, Any]:
@@ -86,10 +80,10 @@ class _Dense(nnx.Module):
 
 
 class ColumnDense(_Dense):
-    """A dense layer whose outputs are split over a mesh axis: `kernel [in, out]`, `bias [out]`; see `column_dense`.
+    """A dense layer with its outputs split over a mesh axis: `kernel [in, out]`, `bias [out]`; see `column_dense`.
 
     Args:
-        dtype: inputs and kernel are cast to it; by default they must agree.
+        dtype: compute dtype of inputs and kernel (default: no cast).
         overlap: options of `gather_matmul`.
 
     Example:
@@ -105,10 +99,10 @@ class ColumnDense(_Dense):
 
 
 class RowDense(_Dense):
-    """A dense layer whose inputs are split over a mesh axis: `kernel [in, out]`, `bias [out]`; see `row_dense`.
+    """A dense layer with its inputs split over a mesh axis: `kernel [in, out]`, `bias [out]`; see `row_dense`.
 
     Args:
-        dtype: inputs and kernel are cast to it; by default they must agree.
+        dtype: compute dtype of inputs and kernel (default: no cast).
         overlap: options of `matmul_scatter`.
 
     Example:
@@ -124,11 +118,11 @@ class RowDense(_Dense):
 
 
 class FusedColumnDense(nnx.Module):
-    """Several `ColumnDense` layers with names, which share one gather of their input.
+    """Several named `ColumnDense` layers that share one all-gather of their input.
 
     Args:
-        out_features: the layers, with the features of each.
-        options: those of `ColumnDense`, for all of them.
+        out_features: output features of each layer, by name.
+        options: options of `ColumnDense`, the same for all layers.
 
     Example:
         >>> layer = FusedColumnDense(4, {"q": 16, "k": 8, "v": 8}, axis="tp", rngs=nnx.Rngs(0))
@@ -143,7 +137,7 @@ class FusedColumnDense(nnx.Module):
         if taken or not out_features:
             raise PlacementError(
                 f"FusedColumnDense got layers named {', '.join(map(repr, out_features)) or 'nothing'}.",
-                hint="names such as q, k, v, that are no attributes of a module.",
+                hint="use identifiers that a module does not use itself, e.g. q, k, v.",
             )
         for name, features in out_features.items():
             setattr(self, name, ColumnDense(in_features, features, **options))
@@ -188,8 +182,8 @@ class VocabEmbed(nnx.Module):
     """Token embeddings with the vocabulary split over a mesh axis: `embedding [V, D]`; see `vocab_embed`.
 
     Args:
-        pad_to_multiple_of: rounds the rows of the table up, so that every axis size you will use divides them. The
-            added rows are never looked up. Chosen once, for all meshes: parameters do not depend on the mesh.
+        pad_to_multiple_of: round the rows of the table up to a multiple of this (default: 1). Choose one that every
+            axis size you plan to use divides. The added rows are never looked up.
 
     Example:
         >>> embed = VocabEmbed(50, 4, axis="tp", pad_to_multiple_of=8, rngs=nnx.Rngs(0))
@@ -224,18 +218,18 @@ class VocabEmbed(nnx.Module):
         return vocab_embed(ids, _in(self.dtype, self.embedding[...]), **self._options())
 
     def loss(self, x: Any, targets: Any, *, mask: Any = None) -> Any:
-        """Returns each token's cross-entropy, with the table as the head too; see `vocab_cross_entropy`."""
+        """Returns each token's cross-entropy, with the table as the tied head; see `vocab_cross_entropy`."""
         head = _in(self.dtype, self.embedding[...]).T
         return vocab_cross_entropy(_in(self.dtype, x), head, targets, mask=mask, **self._options())
 
 
 class VocabHead(nnx.Module):
-    """The last layer and its loss, with the vocabulary split over a mesh axis: `kernel [D, V]`.
+    """The output layer and its loss, with the vocabulary split over a mesh axis: `kernel [D, V]`.
 
-    Calling it gives each token's loss in float32, zero where `mask` is False; see `vocab_cross_entropy`.
+    Call it for each token's loss in float32, which is zero if `mask` is False; see `vocab_cross_entropy`.
 
     Args:
-        pad_to_multiple_of: as in `VocabEmbed`; the added columns have no probability.
+        pad_to_multiple_of: see `VocabEmbed`. The added columns get no probability.
 
     Example:
         >>> head = VocabHead(4, 50, axis="tp", pad_to_multiple_of=8, rngs=nnx.Rngs(0))

@@ -1,8 +1,8 @@
-"""A batch by rows: cutting it into equal parts, and random keys that belong to rows rather than to parts.
+"""Splitting a batch by rows, and random keys that belong to rows.
 
-What is drawn from a row key for row 7 of a batch is the same whether the batch is computed whole, in minibatches, in
-the microbatches of a pipeline, or split over devices. Each part gets a key that knows the number of its first row, and
-every value drawn with shape `[rows, ...]` is a hash of the key, the number of its row and its place in the row.
+A row key draws the same values for row 7 of a batch whether the batch is whole, in minibatches, in microbatches or
+split over devices. Each part gets a key that holds the index of its first row, and every value drawn with shape
+`[rows, ...]` is a hash of the key, its row index and its position in the row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.types import PRNGKeyArray, PyTree
 
 
 class Parts(NamedTuple):
-    """A batch cut into equal parts: `arrays` have the parts as leading dim, `join` makes one part of their slices."""
+    """A batch cut into equal parts, stacked along a new leading dim; `join` builds one part from slices of `arrays`."""
 
     arrays: list[Any]
     join: Callable[[Sequence[Any]], PyTree]
@@ -35,46 +35,54 @@ class Parts(NamedTuple):
 
 
 def count_rows(batch: PyTree, *, who: str) -> int:
-    """Returns the leading dim that the arrays of a batch share; scalars have none and are not asked."""
+    """Returns the size of the leading dim that all arrays of a batch share, ignoring scalars."""
     sizes = {leaf.name: int(np.shape(leaf.value)[0]) for leaf in named_leaves(batch) if np.ndim(leaf.value)}
     if not sizes:
-        raise PlacementError(f"{who} got a batch without any array that has rows.")
+        raise PlacementError(f"{who} got a batch of scalars only; no array has rows.")
     (first, rows), *others = sizes.items()
     for name, size in others:
         if size != rows:
             raise PlacementError(
                 f"{who} got a batch whose arrays differ in their leading dim: `{first}` has {rows} rows, `{name}` has "
                 f"{size}.",
-                hint="give every array one row per example; what is the same for all examples may be a scalar.",
+                hint="give every array one row per example, or pass values that all examples share as scalars.",
             )
     return rows
 
 
 def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str, num_blocks: int = 1) -> Parts:
-    """Cuts the rows of a batch into equal parts; scalars go to every part as they are.
+    """Cuts the rows of a batch into equal parts; every part gets a copy of each scalar.
 
-    Parts are contiguous, or made of one slice out of each of `num_blocks` blocks of rows: where devices hold a block
-    each, every one of them then has its share of every part, and nothing moves. `part` is the word for one of them in
-    messages: minibatch, microbatch.
+    Args:
+        batch: a tree of arrays that share their leading dim, and scalars.
+        num_parts: number of parts.
+        who: name of the caller, for errors.
+        part: name of a part in errors: "minibatch" or "microbatch".
+        num_blocks: if above 1, each part takes an equal slice of every block of rows instead of contiguous rows. If
+            each device holds one block, no rows move between devices.
+
+    Example:
+        >>> split_rows({"x": np.arange(4)}, 2, who="example", part="minibatch").arrays[0].tolist()
+        [[0, 1], [2, 3]]
     """
     try:
         num_parts = operator.index(num_parts)
     except TypeError:
-        raise PlacementError(f"{who} got num_{part}es={num_parts!r}, which is not a whole number.") from None
+        raise PlacementError(f"{who} got num_{part}es={num_parts!r}, which is not an integer.") from None
     if num_parts < 1:
         raise PlacementError(f"{who} got num_{part}es={num_parts}.", hint="use 1 or more.")
     rows = count_rows(batch, who=who)
     if rows % (num_parts * num_blocks) or not rows:
         if num_blocks > 1:
             who = f"{who} (on {num_blocks} blocks of rows)"
-        own, ways = (rows, 1) if rows % num_blocks else (rows // num_blocks, num_blocks)
-        if ways == 1 and num_blocks > 1:
+        if rows % num_blocks:
             raise PlacementError(
                 f"{who}: a batch of {rows} rows cannot be split over {num_blocks} devices.",
                 hint=f"use {max(rows // num_blocks, 1) * num_blocks} or {round_up(rows, num_blocks)} rows.",
             )
+        own = rows // num_blocks
         why = (
-            f"cannot make {num_parts} {part}es of a batch of {own} rows: some would have none."
+            f"cannot make {num_parts} {part}es of a batch of {own} rows: some would be empty."
             if num_parts > own
             else f"cannot cut a batch of {own} rows into {num_parts} {part}es: {own} % {num_parts} = {own % num_parts}."
         )
@@ -83,7 +91,12 @@ def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str, num_blocks
     structure: Any
     leaves, structure = jax.tree.flatten(batch)
     has_rows = [np.ndim(leaf) > 0 for leaf in leaves]
-    arrays = [_by_part(leaf, num_parts, num_blocks) for leaf, split in zip(leaves, has_rows, strict=True) if split]
+
+    def cut(leaf: Any) -> Any:
+        rest = np.shape(leaf)[1:]
+        if num_blocks > 1:
+            leaf = jnp.swapaxes(jnp.reshape(leaf, (num_blocks, num_parts, -1, *rest)), 0, 1)
+        return jnp.reshape(leaf, (num_parts, -1, *rest))
 
     def join(slices: Sequence[Any]) -> PyTree:
         rest = iter(slices)
@@ -91,15 +104,8 @@ def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str, num_blocks
             [next(rest) if split else leaf for leaf, split in zip(leaves, has_rows, strict=True)]
         )
 
+    arrays = [cut(leaf) for leaf, split in zip(leaves, has_rows, strict=True) if split]
     return Parts(arrays, join, rows // num_parts)
-
-
-def _by_part(leaf: Any, num_parts: int, num_blocks: int) -> Any:
-    rest = np.shape(leaf)[1:]
-    if num_blocks == 1:
-        return jnp.reshape(leaf, (num_parts, -1, *rest))
-    blocks = jnp.reshape(leaf, (num_blocks, num_parts, -1, *rest))
-    return jnp.reshape(jnp.swapaxes(blocks, 0, 1), (num_parts, -1, *rest))
 
 
 def _nearest(rows: int, num_parts: int, part: str) -> str:
@@ -115,15 +121,17 @@ def _nearest(rows: int, num_parts: int, part: str) -> str:
 
 
 def row_key(rng: PRNGKeyArray, first_row: Any = 0, *, block: int = 0, stride: int = 0) -> PRNGKeyArray:
-    """Returns a key for a part of a batch that starts at row `first_row` of the whole.
+    """Returns a random key for a part of a batch, independent of how the batch is cut.
 
-    With `block`, the part is not contiguous: after every so many rows, the next starts `stride` after the last did.
+    Use it like any key: `split` and `fold_in` keep the row. Values drawn with rows as the leading dim, including
+    `flax.linen.Dropout` masks, do not depend on how the batch is cut. Draw values that all rows share, such as weight
+    noise, from an ordinary key: with row keys, two parts would see shifted copies of one sequence.
 
-    Use it like any key: `split` and `fold_in` keep the row. Values drawn with the rows as leading dim do not depend on
-    how the batch was cut; that includes the masks of `flax.linen.Dropout`. From a row key, the row is counted on.
-
-    A value that all rows share (noise on a weight, say) has no row: draw it from a key that was not given a row, since
-    two parts would otherwise see shifted copies of one sequence.
+    Args:
+        rng: a key. If it is a row key, `first_row` is added to its row.
+        first_row: index of the part's first row in the whole batch.
+        block: if above 0, the part is made of blocks of this many rows instead of contiguous rows.
+        stride: rows from the start of one block to the start of the next.
 
     Example:
         >>> key = jax.random.key(0)
@@ -136,19 +144,19 @@ def row_key(rng: PRNGKeyArray, first_row: Any = 0, *, block: int = 0, stride: in
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) and jax.random.key_impl(rng) == _ROW_KEYS:
         if block:
             raise PlacementError(
-                "row_key got block= with a key that has a row already.", hint="give the key before it."
+                "row_key got block= with a key that is already a row key.", hint="pass the original key."
             )
         data = jax.random.key_data(rng)
         words = jnp.concatenate([data[:3], (data[3] + first)[None], data[4:]])
     else:
-        words = jax.random.bits(rng, (2,), jnp.uint32)  # whatever the kind of the key, two words of it
+        words = jax.random.bits(rng, (2,), jnp.uint32)  # Works for any key implementation.
         words = jnp.concatenate([words, jnp.stack([first, *(jnp.full_like(first, n) for n in (0, block, stride))])])
     key: PRNGKeyArray = jax.random.wrap_key_data(words, impl=_ROW_KEYS)
     return key
 
 
 def global_rows(data: Any, rows: Any) -> Any:
-    """Returns the numbers that the rows of a part have in the whole batch, given the data of its key."""
+    """Returns the indices in the whole batch of a part's rows, given the data of its row key."""
     first, offset, block, stride = data[2], data[3], data[4], data[5]
     rows = rows + offset
     size = jnp.maximum(block, 1)
@@ -156,12 +164,13 @@ def global_rows(data: Any, rows: Any) -> Any:
 
 
 def bits_by_place(words: Any, places: Sequence[Any], sizes: Sequence[int], bit_width: int = 32) -> Any:
-    """Returns random bits for elements whose place in a larger array is given: one hash for each element.
+    """Hashes the position of each element in a larger array into random bits.
 
     Args:
-        words: two uint32 words of key.
-        places: for each dim of the larger array, the indices (uint32) of the elements along it, all of one shape.
-        sizes: the size of the larger array along each dim after the first.
+        words: two uint32 key words.
+        places: for each dim of the larger array, the elements' indices (uint32) along it, all of one shape.
+        sizes: size of the larger array along each dim after the first.
+        bit_width: bits per element.
     """
     if not places:
         places = (jnp.zeros((), jnp.uint32),)
@@ -170,7 +179,7 @@ def bits_by_place(words: Any, places: Sequence[Any], sizes: Sequence[int], bit_w
         within = within * jnp.uint32(size) + place
     shape = np.shape(places[0])
     operands = [jnp.broadcast_to(words[0], shape), jnp.broadcast_to(words[1], shape), places[0], within]
-    # The hash is one operation to JAX, which wants operands that vary along the same axes.
+    # The hash is one JAX primitive, whose operands must vary along the same axes.
     high, low = prng.threefry2x32_p.bind(*pcast_alike(*operands))
     if bit_width == 64:
         return (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
@@ -204,7 +213,7 @@ def _random_bits(data: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
     return bits_by_place(data[:2], [global_rows(data, places[0]), *places[1:]], shape[1:], bit_width)
 
 
-# The key of JAX's default generator, with four more words that say which rows are meant: see `global_rows`.
+# A threefry key with four more words for the rows; see `global_rows`.
 _ROW_KEYS = prng.define_prng_impl(
     key_shape=(6,),
     seed=_seed,

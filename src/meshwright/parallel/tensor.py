@@ -1,16 +1,16 @@
-"""Tensor-parallel layers on plain arrays: dense layers split by columns and by rows, and the norm between them.
+"""Tensor-parallel layers on plain arrays: column-parallel and row-parallel dense layers, and norms.
 
-A block enters by columns (`column_dense`: every device computes some of the features) and leaves by rows (`row_dense`:
-every device has a part of each sum). Between blocks, activations are split by rows of the sequence, or replicated with
-`sequence_parallel=False`. Parameters are the ones that a single device would hold. The specs that place them:
+A block starts with `column_dense`, where each device computes some of the features, and ends with `row_dense`, where
+each device computes a partial sum. Between blocks, activations are split by rows of the sequence, or replicated if
+`sequence_parallel=False`. Parameters are global arrays with these specs:
 
     column_dense   w [D, F] P(None, axis)   b [F] P(axis)      x split by rows -> by features
     row_dense      w [F, D] P(axis, None)   b [D] P()          x split by features -> by rows
     sequence_norm  scale [D] P()                               x split by rows -> the same
 
-Every function runs in three views, and is the same function in all: in the local view, with the collectives written
-here; in a `jit` program under a mesh, as an island or with XLA's own communication; and on one device. `axis=None` asks
-for the last of them, whatever the mesh: a model that has no tensor axis calls the same functions.
+Every function computes the same result in three views: in the local view, with explicit collectives; in a `jit` program
+under a mesh, as an island or with the collectives that XLA inserts; and on one device. `axis=None` selects the last one
+on any mesh, so models without a tensor axis can call the same functions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshwright.parallel.overlap.ring_loops import dot
 
 
 class ScatterOptions(TypedDict, total=False):
-    """How `matmul_scatter` hides its transfer; see there."""
+    """Overlap options of `matmul_scatter`."""
 
     form: Form | str | None
     grad_form: Form | str | None
@@ -40,7 +40,7 @@ class ScatterOptions(TypedDict, total=False):
 
 
 class GatherOptions(ScatterOptions, total=False):
-    """How `gather_matmul` hides its transfer; see there."""
+    """Overlap options of `gather_matmul`."""
 
     save_gathered: bool
 
@@ -54,13 +54,13 @@ def column_dense(
     sequence_parallel: bool = True,
     **overlap: Unpack[GatherOptions],
 ) -> jax.Array:
-    """Returns `x @ w + b` with the features of the result split over a mesh axis.
+    """Returns `x @ w + b` with the output features split over a mesh axis.
 
     Args:
-        x: `[..., rows, D]`; split by rows over `axis`, which are gathered while they are multiplied, or the same on
-            every device with `sequence_parallel=False`.
+        x: `[..., rows, D]`, split by rows over `axis`, or replicated if `sequence_parallel=False`.
         w: `[D, F]`, split by columns.
         b: `[F]`, split.
+        sequence_parallel: all-gather the rows of `x` while multiplying.
         overlap: options of `gather_matmul`.
 
     Example:
@@ -84,9 +84,9 @@ def fused_column_dense(
     sequence_parallel: bool = True,
     **overlap: Unpack[GatherOptions],
 ) -> tuple[jax.Array, ...]:
-    """Returns `column_dense` for several weights that share one gather of `x`: q, k and v, or gate and up.
+    """Applies `column_dense` with several weights that share one all-gather of `x`, e.g. q, k and v.
 
-    The weights stay separate arrays: columns of one wide matrix would be split in the middle of q, k or v.
+    The weights stay separate arrays, because an axis would split one wide matrix in the middle of q, k or v.
 
     Example:
         >>> import meshwright as mw
@@ -108,13 +108,13 @@ def row_dense(
     sequence_parallel: bool = True,
     **overlap: Unpack[ScatterOptions],
 ) -> jax.Array:
-    """Returns `x @ w + b`, where features of `x` and rows of `w` are split over a mesh axis; `b` counts once.
+    """Returns `x @ w + b` with the contracted dim split over a mesh axis; the bias is added once.
 
     Args:
-        x: `[..., rows, F]`, split by features: what `column_dense` returns.
+        x: `[..., rows, F]`, split by features, as returned by `column_dense`.
         w: `[F, D]`, split by rows.
-        b: `[D]`, the same on every device.
-        sequence_parallel: sums while multiplying and leaves each device its rows; otherwise every device gets all.
+        b: `[D]`, replicated.
+        sequence_parallel: reduce-scatter the rows while multiplying; if False, all-reduce.
         overlap: options of `matmul_scatter`.
 
     Example:
@@ -138,7 +138,7 @@ def row_dense(
     refuse_options(view, overlap)
     kind = jnp.result_type(x, w)
     y: jax.Array = dot(x, w, kind)
-    # After the sum, not before it: there, each device would add the bias.
+    # The bias is added after this sum; before it, every device would add it.
     y = lax.psum(y.astype(summing_dtype(kind)), axis).astype(kind) if view.kind == "local" else y
     return y if b is None else _add_bias(y, b)
 
@@ -153,15 +153,15 @@ def sequence_norm(
     eps: float = 1e-6,
     center: bool = False,
 ) -> jax.Array:
-    """Returns `x` divided by the root of its mean square over features, times `scale`: no communication.
+    """Applies RMSNorm over features to the rows on this device, without communication.
 
-    Each device normalises the rows that it has. The gradients of `scale` and `bias`, which all devices share, are
-    summed over the axis once, in float32.
+    The gradients of `scale` and `bias` are summed over the axis once, in float32.
 
     Args:
-        x: `[..., rows, D]`, split by rows over `axis`, or not.
-        scale: `[D]`, the same on every device.
-        center: subtracts the mean first; with `bias`, this is LayerNorm.
+        x: `[..., rows, D]`, split by rows over `axis`, or replicated.
+        scale: `[D]`, replicated.
+        bias: `[D]`, replicated.
+        center: subtract the mean first; with `bias`, this is LayerNorm.
 
     Example:
         >>> sequence_norm(jnp.array([[3.0, -3.0]]), jnp.array([1.0, 2.0]), axis="tp", eps=0.0).tolist()
@@ -190,7 +190,7 @@ def _norm_fwd(eps: float, center: bool, x: Any, scale: Any, bias: Any = None) ->
     wide = wide if mean is None else wide - mean
     inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     normed = wide * inverse * scale + (0.0 if bias is None else bias)
-    # What waits for the gradient is x as it came: a loop over layers would store float32 copies.
+    # Save x in its own dtype; a loop over layers would otherwise store float32 copies.
     return normed.astype(x.dtype), (x, scale, bias, mean, inverse)
 
 
@@ -220,7 +220,7 @@ def _columns(
 ) -> tuple[jax.Array, ...]:
     biases = (None,) * len(ws) if bs is None else tuple(bs)
     if len(biases) != len(ws):
-        raise view.error(f"got {len(biases)} biases for {len(ws)} weights.", hint="None for those without.")
+        raise view.error(f"got {len(biases)} biases for {len(ws)} weights.", hint="pass None for weights without one.")
     view.check_matmul(x, ws)
     for w, b in zip(ws, biases, strict=True):
         view.check_split(w=w, **({} if b is None else {"b": b}))
@@ -234,14 +234,14 @@ def _columns(
         ys = gather_matmul(x, ws, axis=view.axis, **overlap)
     else:
         refuse_options(view, overlap)
-        # Every device uses the whole of x: its gradient is the sum of theirs, once for all weights.
+        # Marking x once sums its gradient over devices once, for all weights.
         x = pcast_varying(x, view.axis)
         ys = tuple(dot(x, w, jnp.result_type(x, w)) for w in ws)
     return tuple(y if b is None else _add_bias(y, b) for y, b in zip(ys, biases, strict=True))
 
 
 def _add_bias(y: jax.Array, b: jax.Array) -> jax.Array:
-    # In float32, for the sake of the bias's gradient: a sum over all rows.
+    # In float32, because the gradient of the bias is a sum over all rows.
     return (y.astype(jnp.float32) + b.astype(jnp.float32)).astype(y.dtype)
 
 
@@ -250,14 +250,14 @@ def _check_bias(view: AxisView, b: jax.Array, w: jax.Array) -> None:
         raise view.error(
             f"a weight of shape {w.shape} and a bias of shape {b.shape} differ in output features.",
             hint=f"the bias must be [{w.shape[1]}]"
-            + (f", split over {view.axis!r} where the weight's columns are." if view.axis else "."),
+            + (f", split over {view.axis!r} if the weight's columns are." if view.axis else "."),
         )
 
 
 def refuse_options(view: AxisView, overlap: GatherOptions | ScatterOptions) -> None:
-    """Raises for options of a ring where there is none."""
+    """Raises if overlap options are given without sequence parallelism."""
     if overlap:
         raise view.error(
             f"{', '.join(f'{name}=' for name in overlap)} would have no effect with sequence_parallel=False.",
-            hint="there is no transfer beside the matmul then; leave it out.",
+            hint="leave it out: without sequence parallelism there is no transfer to overlap.",
         )

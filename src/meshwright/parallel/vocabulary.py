@@ -1,8 +1,8 @@
-"""Embedding and cross-entropy over a vocabulary that is split over a mesh axis: no device ever holds all logits.
+"""Embedding and cross-entropy with the vocabulary split over a mesh axis.
 
-The table `[V, D]` is split by rows, `P(axis, None)`, the head `[D, V]` by columns, `P(None, axis)`. A device looks up
-the tokens that are its own and contributes zeros for the rest; the sum over devices is the embedding. For the loss,
-what travels per token is three numbers: the largest logit, the sum of exponentials, and the target's logit.
+The table `[V, D]` is split by rows, `P(axis, None)`, and the head `[D, V]` by columns, `P(None, axis)`, so no device
+holds all logits. Each device looks up its own tokens and contributes zeros for the others; the sum over devices is the
+embedding. The loss exchanges three numbers per token: the largest logit, the sum of exponentials and the target logit.
 """
 
 from __future__ import annotations
@@ -24,21 +24,16 @@ from meshwright.parallel.tensor import GatherOptions, refuse_options
 
 @jax.named_scope("embedding")
 def vocab_embed(
-    ids: jax.Array,
-    table: jax.Array,
-    *,
-    axis: str | None,
-    sequence_parallel: bool = True,
-    vocab_size: int | None = None,
+    ids: jax.Array, table: jax.Array, *, axis: str | None, sequence_parallel: bool = True, vocab_size: int | None = None
 ) -> jax.Array:
-    """Returns the rows of `table` that `ids` name; NaN for a token outside of the vocabulary.
+    """Looks up token embeddings; a token outside the vocabulary gives NaN.
 
     Args:
-        ids: `[..., rows]` of whole numbers, the same on every device of the axis.
-        table: `[V, D]`, split by rows over `axis`. Its gradient is added up in float32.
-        sequence_parallel: returns `[..., rows, D]` split by rows, which the sum over devices gives for half the bytes;
-            otherwise every device gets all rows.
-        vocab_size: where rows were added to make V divisible, how many are real.
+        ids: `[..., rows]` integers, replicated over `axis`.
+        table: `[V, D]`, split by rows over `axis`. Its gradient is summed in float32.
+        sequence_parallel: return `[..., rows, D]` split by rows, for half the bytes; if False, return all rows on every
+            device.
+        vocab_size: number of real rows, if the table is padded (default: V).
 
     Example:
         >>> import meshwright as mw
@@ -52,7 +47,7 @@ def vocab_embed(
     if ids.ndim < 1 or table.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise view.error(
             f"got ids of shape {ids.shape} and type {ids.dtype}, and a table of shape {table.shape}.",
-            hint="ids must be [..., rows] of integers, and the table [V, D].",
+            hint="ids must be [..., rows] of integers and the table [V, D].",
         )
     view.check_split(table=table)
     vocab_size = checked_vocab_size(view, vocab_size, table.shape[0], "rows")
@@ -64,7 +59,7 @@ def vocab_embed(
     def look_up(ids: Any, table: Any) -> Any:
         assert axis is not None
         part = _lookup(ids, table, lax.axis_index(axis) * table.shape[0], vocab_size)
-        # Exact in any dtype: of the terms of each sum, all but one are zero.
+        # The sum is exact in any dtype, because all terms but one are zero.
         if sequence_parallel:
             return sum_scattered(part, axis)
         return lax.psum(part.astype(summing_dtype(part.dtype)), axis).astype(table.dtype)
@@ -91,18 +86,18 @@ def vocab_cross_entropy(
     vocab_size: int | None = None,
     **overlap: Unpack[GatherOptions],
 ) -> jax.Array:
-    """Returns each token's `-log softmax(x @ head)[target]` in float32, the same on every device of the axis.
+    """Returns each token's `-log softmax(x @ head)[target]` in float32, replicated over the axis.
 
-    Add it up and divide by the number of tokens that count in the whole batch, over all devices: the loss is then a sum
-    over data axes only, and `axis` needs no thought. Logits are kept for the backward pass: to train on a sum of
-    losses, use `linear_cross_entropy`, which never holds more than a chunk of them.
+    For a mean loss, sum it and divide by the number of valid tokens in the global batch; then sum over the data axes
+    only, not over `axis`. The backward pass keeps the logits. If you only need the sum of the losses, use
+    `linear_cross_entropy`, which never holds more than a chunk of them.
 
     Args:
-        x: `[..., rows, D]`, split by rows over `axis`, or the same on every device with `sequence_parallel=False`.
-        head: `[D, V]`, split by columns; for a table that is both, its transpose.
-        targets: `[..., rows]`, whole on every device of the axis. A target outside of the vocabulary gives NaN.
-        mask: where False, the loss is zero, and the target may be anything.
-        vocab_size: where columns were added to make V divisible, how many are real; the others have no probability.
+        x: `[..., rows, D]`, split by rows over `axis`, or replicated if `sequence_parallel=False`.
+        head: `[D, V]`, split by columns. With tied embeddings, pass the transposed table.
+        targets: `[..., rows]`, replicated over `axis`. A target outside the vocabulary gives NaN.
+        mask: `[..., rows]`. If False, the token's loss is zero, whatever its target.
+        vocab_size: number of real columns, if the head is padded (default: V). Padding gets no probability.
         overlap: options of `gather_matmul`.
 
     Example:
@@ -142,7 +137,7 @@ def vocab_cross_entropy(
 
 
 def _lookup(ids: Any, table: Any, first: Any, total: int) -> jax.Array:
-    """Returns the rows for those ids that lie in `first .. first + len(table)`, zero for the others."""
+    """Returns the rows of ids from `first` to `first + len(table)`, zero for other ids, NaN outside the vocabulary."""
     ids, table = pcast_alike(ids, table)
     rows = _take(table.shape[0], table.dtype, table, ids - first)
     return jnp.where(((ids >= 0) & (ids < total))[..., None], rows, jnp.asarray(jnp.nan, table.dtype))
@@ -156,7 +151,7 @@ def _take(num_rows: int, dtype: Any, table: Any, places: Any) -> Any:
 
 
 def _take_bwd(num_rows: int, dtype: Any, places: Any, d_rows: Any) -> tuple[Any, None]:
-    # A frequent token gets thousands of terms, which bfloat16 cannot count.
+    # Sum in float32: a frequent token gets thousands of terms, too many for bfloat16.
     inside = (places >= 0) & (places < num_rows)
     zeros = pcast_varying(own_zeros(num_rows, d_rows.shape[-1]), sorted(varying_axes(d_rows)))
     d_rows = jnp.where(inside[..., None], d_rows, jnp.zeros_like(d_rows)).astype(jnp.float32)
@@ -168,10 +163,9 @@ _take.defvjp(lambda *args: (_take(*args), args[-1]), _take_bwd)
 
 
 def own_zeros(*shape: int) -> Any:
-    """Returns float32 zeros to add to, which XLA does not take for the zeros of others.
+    """Returns float32 zeros that XLA does not share with other zeros of that shape.
 
-    It keeps one array for all zeros of a shape. Where that is added to, the others, which would need no memory, read a
-    copy: for a gradient's, one more pass over a table of the vocabulary in each of the places that use it.
+    A shared array must be copied before it is updated in place, which for a table costs one more pass over memory.
     """
     return jnp.broadcast_to(lax.optimization_barrier(jnp.float32(0)), shape)
 
@@ -186,7 +180,7 @@ def _cross_entropy(logits: Any, targets: Any, axis: str | None, vocab_size: int)
         available *= lax.axis_size(axis)
     if vocab_size < available:
         logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
-    # The largest logit only keeps the exponentials in range: the loss does not depend on it.
+    # The largest logit only keeps the exponentials in range; the loss does not depend on it.
     largest = lax.stop_gradient(logits).max(axis=-1)
     largest = lax.pmax(largest, axis) if axis is not None else largest
     exponentials = jnp.exp(logits - largest[..., None]).sum(axis=-1)
@@ -198,30 +192,30 @@ def _cross_entropy(logits: Any, targets: Any, axis: str | None, vocab_size: int)
 
 
 def whole_numbers(ids: Any) -> Any:
-    """Returns ids of tokens in 32 bits: compared with narrower ones, the size of a vocabulary would wrap around."""
+    """Widens token ids to 32 bits, so that the vocabulary size does not overflow their dtype."""
     ids = jnp.asarray(ids)
     narrow = jnp.issubdtype(ids.dtype, jnp.integer) and ids.dtype.itemsize < 4
     return ids.astype(jnp.int32) if narrow else ids
 
 
 def check_targets(view: AxisView, x: Any, rows_split: bool, **of_tokens: Any) -> None:
-    """Raises if arrays of one entry per token do not fit `x`, which may have only one device's rows."""
+    """Raises if per-token arrays do not match the shape of `x`, which may hold only one device's rows."""
     wanted = (*x.shape[:-2], x.shape[-2] * (view.num_slices if rows_split else 1))
     for name, value in of_tokens.items():
         if value is not None and value.shape != wanted:
             raise view.error(
-                f"x of shape {x.shape} needs {name} of shape {wanted}; they have {value.shape}.",
-                hint=f"{name} are whole along {view.axis!r}, whose devices each see all tokens of their rows."
+                f"x of shape {x.shape} needs {name} of shape {wanted}; got {value.shape}.",
+                hint=f"pass {name} for all rows on every device of axis {view.axis!r}."
                 if view.axis
-                else f"{name} must be x's shape without its last dim.",
+                else f"{name} must have the shape of x without its last dim.",
             )
 
 
 def checked_vocab_size(view: AxisView, vocab_size: int | None, seen: int, what: str) -> int:
-    """Returns how many rows or columns are real: all of them, of which `seen` are seen here, or as many as asked."""
+    """Returns the number of real rows or columns: `vocab_size`, or all of them (`seen` per visible slice)."""
     available = seen * view.num_slices
     if vocab_size is None:
         return available
     if not 1 <= vocab_size <= available:
-        raise view.error(f"vocab_size={vocab_size} of {available} {what}.", hint=f"use 1 to {available}.")
+        raise view.error(f"vocab_size={vocab_size} for {available} {what}.", hint=f"use 1 to {available}.")
     return vocab_size

@@ -1,4 +1,4 @@
-"""The kernels that cut a weight's columns (alone, in `matmul_scatter`, and where it runs) and that stack arrays."""
+"""Copy kernels: `cut_columns`, alone and in `matmul_scatter`, and `stack`."""
 
 import functools
 
@@ -17,13 +17,13 @@ from meshwright.parallel.kernels.copy_kernels import cut_columns, stack
 CUTS = [
     ((32, 512), ((256, 512), (0, 256)), "bfloat16"),
     ((64, 1024), ((768, 1024), (256, 768), (0, 256)), "float32"),
-    ((24, 448), ((384, 448), (0, 384)), "bfloat16"),  # 8 rows and 64 columns at once
+    ((24, 448), ((384, 448), (0, 384)), "bfloat16"),  # blocks of 8 rows and 64 columns
 ]
 
 
 @pytest.fixture
 def grids(monkeypatch):
-    """The grids of the kernels that were called."""
+    """Grids of all kernel calls."""
     seen, call = [], copy_kernels.call_kernel
     monkeypatch.setattr(copy_kernels, "call_kernel", lambda *args, **kw: seen.append(kw["grid"]) or call(*args, **kw))
     return seen
@@ -34,7 +34,7 @@ def weight(shape, dtype):
 
 
 @pytest.mark.parametrize(("shape", "edges", "dtype"), CUTS)
-def test_the_kernel_cuts_to_the_bit(shape, edges, dtype, grids):
+def test_kernel_cuts_bitwise(shape, edges, dtype, grids):
     w = weight(shape, dtype)
     parts = jax.jit(functools.partial(cut_columns, edges=edges, kernels=True))(w)
     assert len(grids) == 1
@@ -43,7 +43,7 @@ def test_the_kernel_cuts_to_the_bit(shape, edges, dtype, grids):
         np.testing.assert_array_equal(part, w[:, start:end])
 
 
-def test_derivatives_and_batches_are_those_of_slices(grids):
+def test_grad_and_vmap_equal_slicing(grids):
     shape, edges, _ = CUTS[0]
     w = weight((3, *shape), "float32") / 1000
 
@@ -69,7 +69,7 @@ def test_derivatives_and_batches_are_those_of_slices(grids):
     ],
     ids=["one part", "odd rows", "odd columns", "no rows"],
 )
-def test_what_does_not_fit_is_left_to_xla(shape, edges, grids):
+def test_unsupported_sizes_use_xla(shape, edges, grids):
     w = weight(shape, "float32")
     for part, (start, end) in zip(cut_columns(w, edges, kernels=True), edges, strict=True):
         np.testing.assert_array_equal(part, w[:, start:end])
@@ -77,15 +77,13 @@ def test_what_does_not_fit_is_left_to_xla(shape, edges, grids):
     assert not grids
 
 
-def test_kernels_are_not_used_where_there_are_none(grids):
-    """On CPUs by default, and where they are not wanted."""
+def test_kernels_are_off_by_default_on_cpus(grids):
     for kernels in (None, False):
         cut_columns(weight((32, 512), "float32"), ((0, 256), (256, 512)), kernels=kernels)
     assert not grids
 
 
-def test_a_cut_is_no_matmul():
-    """And flops are not said to be unknown."""
+def test_cut_does_not_count_as_matmul():
     shape, edges, dtype = CUTS[0]
     run = functools.partial(cut_columns, edges=edges, kernels=True)
     found = count_flops(lambda w: [part.T @ part for part in run(w)], weight(shape, dtype))
@@ -95,7 +93,7 @@ def test_a_cut_is_no_matmul():
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """What the kernel does, in operations that XLA can split over several CPU devices."""
+    """The same as the kernel, in operations that run on several CPU devices."""
     used = []
 
     def call(kernel, w, *, grid, outs, **_):
@@ -143,7 +141,7 @@ def arrays(count, shape, dtype):
     ("count", "shape", "dtype"),
     [(5, (32, 64), jnp.bfloat16), (6, (1024, 3), jnp.float32), (9, (16, 1024), jnp.float32)],
 )
-def test_the_kernel_stacks_to_the_bit(count, shape, dtype, monkeypatch):
+def test_kernel_stacks_bitwise(count, shape, dtype, monkeypatch):
     given, used = arrays(count, shape, dtype), []
     call = copy_kernels.call_kernel
     monkeypatch.setattr(copy_kernels, "call_kernel", lambda *args, **kw: used.append(kw["grid"]) or call(*args, **kw))
@@ -156,7 +154,7 @@ def test_the_kernel_stacks_to_the_bit(count, shape, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize(("count", "shape"), [(4, (64, 64)), (8, (30, 7))])
-def test_few_arrays_and_odd_sizes_are_left_to_xla(count, shape, monkeypatch):
+def test_few_arrays_and_odd_sizes_use_xla(count, shape, monkeypatch):
     monkeypatch.setattr(copy_kernels, "call_kernel", None)
     given = arrays(count, shape, jnp.float32)
     assert (stack(given, kernels=True) == jnp.stack(given)).all()

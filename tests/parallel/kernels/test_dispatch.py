@@ -12,7 +12,7 @@ from meshwright.parallel.kernels.dispatch import backed_by, uses_kernels
 
 
 def in_local_view(mesh, wanted):
-    """What is answered inside of shard_map, where one device's arrays are seen."""
+    """Returns the answer of `uses_kernels` inside shard_map."""
     answers = []
 
     def ask(x):
@@ -31,7 +31,7 @@ def test_cpus_get_kernels_on_request_only():
         assert uses_kernels(True)
 
 
-def test_gpus_get_them_wherever_arrays_are_one_devices(monkeypatch):
+def test_gpus_use_kernels_on_per_device_arrays(monkeypatch):
     monkeypatch.setattr(kernels, "chip_family", lambda mesh: "gpu")
     one, many = mw.create_mesh("dp:1", devices=1), mw.create_mesh("dp:4,tp:2")
     with jax.set_mesh(one):
@@ -42,14 +42,14 @@ def test_gpus_get_them_wherever_arrays_are_one_devices(monkeypatch):
     assert not in_local_view(many, False)
 
 
-def test_an_axis_that_types_speak_of_keeps_kernels_away(monkeypatch):
+def test_explicit_axes_disable_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "chip_family", lambda mesh: "gpu")
     mesh = jax.make_mesh((1,), ("dp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         assert not uses_kernels(None)
 
 
-def test_old_gpus_do_without(monkeypatch):
+def test_old_gpus_do_not_use_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "chip_family", lambda mesh: "gpu")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for capability, wanted in (("7.5", False), ("8.0", True), ("9.0", True), ("12.0", True)):
@@ -58,21 +58,21 @@ def test_old_gpus_do_without(monkeypatch):
         assert uses_kernels(None) is wanted, capability
 
 
-def test_what_cannot_be_is_refused(monkeypatch):
+def test_impossible_requests_raise(monkeypatch):
     with (
         jax.set_mesh(mw.create_mesh("dp:4,tp:2")),
         pytest.raises(PlacementError, match=r"XLA splits arrays over 'dp', 'tp' here"),
     ):
         uses_kernels(True)
-    with pytest.raises(PlacementError, match="on several CPU devices JAX cannot interpret them"):
+    with pytest.raises(PlacementError, match="JAX cannot interpret them on several CPU devices"):
         in_local_view(mw.create_mesh("dp:8"), True)
     monkeypatch.setattr(kernels, "chip_family", lambda mesh: "v5p")
-    with pytest.raises(PlacementError, match="for GPUs: not for v5p"):
+    with pytest.raises(PlacementError, match="need GPUs; this is v5p"):
         uses_kernels(True)
 
 
-def test_batches_and_derivatives_are_those_of_the_plain_function():
-    run = backed_by(lambda x, y: 3.0 * x * y, lambda x, y: 2.0 * x * y)  # not the same, to tell them apart
+def test_vmap_and_grad_use_the_plain_function():
+    run = backed_by(lambda x, y: 3.0 * x * y, lambda x, y: 2.0 * x * y)  # different, to tell them apart
     x, y = jnp.arange(4.0), jnp.float32(5)
     assert run(x, y).tolist() == (10 * x).tolist()
     assert jax.vmap(run, in_axes=(0, None))(x, y).tolist() == (15 * x).tolist()

@@ -1,4 +1,4 @@
-"""Kernels that make gradients: of a norm beside a residual stream, and of a softmax's cross-entropy."""
+"""Gradient kernels: RMSNorm with a residual stream, and softmax cross-entropy."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from meshwright.parallel.tensor import sequence_norm
 from ..losses import naive, values
 from ..one_device import close, mesh_of
 
-# Rows that fill programs and that do not, features that are powers of two and that are not.
+# Rows that do and do not fill programs; features that are and are not powers of two.
 SHAPES = [(2, 37, 64), (1, 32, 16), (3, 5, 24)]
 
 
@@ -31,7 +31,7 @@ def values_and_grads(norm, h, scale, cotangents):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 8e-3)])
-def test_the_kernel_is_the_norm_and_the_sum_of_both_gradients(shape, dtype, tolerance):
+def test_norm_kernel_sums_both_gradients(shape, dtype, tolerance):
     h, scale = normal(0, *shape, dtype=dtype), 1 + normal(1, shape[-1])
     cotangents = normal(2, *shape, dtype=dtype), normal(3, *shape, dtype=dtype)
 
@@ -46,7 +46,7 @@ def test_the_kernel_is_the_norm_and_the_sum_of_both_gradients(shape, dtype, tole
         close(got, np.asarray(true), tolerance, what)
 
 
-def test_without_kernels_it_is_the_plain_norm():
+def test_without_kernels_the_norm_is_plain():
     h, scale = normal(0, 2, 3, 8), normal(1, 8)
     same, normed = residual_norm(h, scale, axis=None, kernels=False)
     assert same is h
@@ -54,7 +54,7 @@ def test_without_kernels_it_is_the_plain_norm():
 
 
 def in_plain_jax(kernel, h, d_kept, d_normed, inverse, scale, *, outs, **_):
-    """What the kernel computes, row by row of its partial sums: JAX cannot interpret kernels on several devices."""
+    """The same as the kernel in plain JAX, which cannot interpret kernels on several devices."""
     wide, d_normed = (x.astype(jnp.float32) for x in (h, d_normed))
     unit, d_unit = wide * inverse[:, None], d_normed * scale
     d_h = (d_unit - unit * (d_unit * unit).mean(axis=1, keepdims=True)) * inverse[:, None] + d_kept
@@ -63,7 +63,7 @@ def in_plain_jax(kernel, h, d_kept, d_normed, inverse, scale, *, outs, **_):
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_the_scale_gets_its_gradient_from_all_devices_once(split, monkeypatch):
+def test_scale_gradient_is_summed_over_devices_once(split, monkeypatch):
     monkeypatch.setattr(kernels, "chip_family", lambda mesh: "gpu")
     monkeypatch.setattr(gradient_kernels, "call_kernel", in_plain_jax)
     h, scale, weights = normal(0, 4, 8, 16), 1 + normal(1, 16), normal(2, 2, 4, 8, 16)
@@ -89,7 +89,7 @@ def test_the_scale_gets_its_gradient_from_all_devices_once(split, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Rows of many pieces, without vocabularies that take long to interpret."""
+    """Makes rows of many pieces, but small enough to interpret."""
     monkeypatch.setattr(gradient_kernels, "_LANES", 16)
 
 
@@ -97,10 +97,10 @@ def logits_of(rows, size, dtype):
     return (4 * jax.random.normal(jax.random.key(0), (rows, size))).astype(dtype)
 
 
-# One piece and several, whole and not.
+# One piece and several, full and partial.
 @pytest.mark.parametrize("size", [7, 32, 96, 100])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 8e-3)])
-def test_gradient_and_facts_are_those_of_a_softmax(size, dtype, tolerance):
+def test_gradient_and_statistics_equal_a_softmax(size, dtype, tolerance):
     logits = logits_of(6, size, dtype)
     wide = np.asarray(logits, np.float64)
     targets = jnp.array([0, size - 1, size // 2, int(wide[3].argmax()), 3, 1])
@@ -116,7 +116,7 @@ def test_gradient_and_facts_are_those_of_a_softmax(size, dtype, tolerance):
     assert (np.asarray(found.place) == wide.argmax(axis=1)).all()
 
 
-def test_of_several_largest_the_first_is_named():
+def test_ties_go_to_the_first_logit():
     logits = jnp.zeros((2, 100)).at[0, jnp.array([40, 41, 99])].set(5.0).at[1, 99].set(5.0)
     assert softmax_gradient(logits, jnp.zeros(2, int), jnp.ones(2)).place.tolist() == [40, 99]
 
@@ -128,7 +128,7 @@ def test_large_and_infinite_logits_stay_in_range():
     assert found.log_sum.tolist() == [3e4, 0.0]
 
 
-def test_a_target_that_is_none_is_not_read():
+def test_targets_outside_the_vocabulary_are_not_read():
     found = softmax_gradient(jnp.zeros((2, 5)), jnp.array([-1, 5]), jnp.array([1.0, jnp.nan]))
     assert found.of_target.tolist() == [0.0, 0.0]
     np.testing.assert_allclose(found.d_logits[0], 0.2, rtol=1e-6)
@@ -145,7 +145,7 @@ def with_gradients(kernels, a, **options):
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_the_loss_by_the_kernel_is_the_loss(z_loss, monkeypatch):
+def test_loss_with_the_kernel_equals_the_loss(z_loss, monkeypatch):
     used, kernel = [], cross_entropy.softmax_gradient
     monkeypatch.setattr(cross_entropy, "softmax_gradient", lambda *a, **kw: used.append(1) or kernel(*a, **kw))
     a = values()
@@ -157,7 +157,7 @@ def test_the_loss_by_the_kernel_is_the_loss(z_loss, monkeypatch):
         close(got, np.asarray(true), 2e-6, "gradient")
 
 
-def test_what_does_not_count_may_be_anything_and_bad_targets_are_nan():
+def test_zero_weights_ignore_bad_values_and_bad_targets_are_nan():
     a = dict(values())
     weights = np.ones_like(a["weights"])
     weights[0, 3] = 0.0
@@ -173,7 +173,7 @@ def test_what_does_not_count_may_be_anything_and_bad_targets_are_nan():
 
 
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"soft_cap": 5.0}, {"vocab_size": 33}])
-def test_other_functions_of_the_logits_are_left_to_xla(options, monkeypatch):
+def test_unsupported_options_use_xla(options, monkeypatch):
     monkeypatch.setattr(cross_entropy, "softmax_gradient", None)
     sums, _ = with_gradients(True, values(), **options)
     close(sums.total, np.asarray(naive(values(), **options).total), 2e-6, "total")

@@ -1,4 +1,4 @@
-"""The matmul that writes products of gathered rows into their places: alone, in `gather_matmul`, and where it runs."""
+"""The matmul kernel that writes products of gathered rows in place, alone and in `gather_matmul`."""
 
 import functools
 import runpy
@@ -23,7 +23,7 @@ needs_refs = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels 
 
 
 def whole_numbers(seed, *shape, dtype="bfloat16"):
-    """Values whose products and sums are exact in float32, so that results can be compared to the bit."""
+    """Values with exact products and sums in float32, for bitwise comparison."""
     return jnp.asarray(np.random.default_rng(seed).integers(-4, 5, shape), dtype)
 
 
@@ -32,19 +32,19 @@ def whole_numbers(seed, *shape, dtype="bfloat16"):
     ("size", "blocks", "edges", "depth", "columns", "dtype"),
     [
         (8, 1, (0, 16, 48), 128, 256, "bfloat16"),
-        (4, 2, (0, 16, 64), 192, 384, "bfloat16"),  # tiles of 192 columns; 16 rows of 64 have one place
+        (4, 2, (0, 16, 64), 192, 384, "bfloat16"),  # tiles of 192 columns; runs of 16 rows
         (2, 8, (0, 8, 24, 32), 64, 128, "float16"),
         (1, 1, (0, 128), 64, 512, "bfloat16"),
     ],
 )
-def test_products_are_written_into_their_places(size, blocks, edges, depth, columns, dtype):
+def test_products_are_written_in_place(size, blocks, edges, depth, columns, dtype):
     values = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "kernel_values.py"))
     assert values["wrong_products"](size, blocks, edges, depth, columns, dtype) == 0
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """As if programs were for Hopper GPUs, with kernels."""
+    """Pretends that programs run on Hopper GPUs with kernels."""
     monkeypatch.setattr(matmul_kernel, "is_hopper", lambda mesh: True)
     monkeypatch.setattr(collective_matmul, "uses_kernels", lambda wanted: wanted is not False)
     monkeypatch.setattr(jax, "__version_info__", max(jax.__version_info__, (0, 11)))
@@ -56,7 +56,7 @@ def hopper(monkeypatch):
         ((2048, 8192), (3584,), ("bfloat16", "bfloat16", None), 8, True),
         ((2048, 8192), (3584, 1024, 128), ("bfloat16", "bfloat16", None), 8, True),
         ((4, 512, 4096), (1728,), ("float16", "float16", None), 8, True),
-        ((2048, 8192), (3584, 100), ("bfloat16", "bfloat16", None), 8, False),  # no whole tiles
+        ((2048, 8192), (3584, 100), ("bfloat16", "bfloat16", None), 8, False),  # partial tiles
         ((2048, 8200), (3584,), ("bfloat16", "bfloat16", None), 8, False),
         ((2056, 8192), (3584,), ("bfloat16", "bfloat16", None), 8, False),
         ((2048, 8192), (3584,), ("float32", "float32", None), 8, False),
@@ -66,13 +66,13 @@ def hopper(monkeypatch):
         ((2048, 8192), (3584, 0), ("bfloat16", "bfloat16", None), 8, False),
     ],
 )
-def test_what_it_can_write(hopper, shape, columns, dtypes, size, works):
+def test_supported_shapes_and_dtypes(hopper, shape, columns, dtypes, size, works):
     x = jax.ShapeDtypeStruct(shape, dtypes[0])
     weights = [jax.ShapeDtypeStruct((shape[-1], count), dtypes[1]) for count in columns]
     assert can_write(x, weights, dtypes[2], size) is works
 
 
-def test_other_chips_and_older_jax_do_without(hopper, monkeypatch):
+def test_other_chips_and_older_jax_do_not_use_it(hopper, monkeypatch):
     x, w = jax.ShapeDtypeStruct((2048, 8192), "bfloat16"), jax.ShapeDtypeStruct((8192, 3584), "bfloat16")
     monkeypatch.setattr(matmul_kernel, "is_interpreted", lambda: False)
     assert can_write(x, [w], None, 8)
@@ -83,13 +83,13 @@ def test_other_chips_and_older_jax_do_without(hopper, monkeypatch):
     assert not can_write(x, [w], None, 8)
 
 
-def test_units_are_whole_tiles_that_can_be_written():
+def test_row_units_fill_whole_tiles():
     assert [row_unit(together) for together in (1, 8, 16, 24, 32, 512)] == [128, 16, 8, 16, 8, 8]
     assert [tile_columns(columns) for columns in (3584, 1728, 128, 384, 1376)] == [256, 192, 128, 192, 256]
 
 
 def write_plainly(out, rows, w, *, size, num_blocks, shard_rows, start):
-    """What the kernel does, in operations that XLA can split over several CPU devices."""
+    """The same as the kernel, in operations that run on several CPU devices."""
     product = (rows @ w).reshape(size, num_blocks, -1, w.shape[1])
     if out is None:
         out = jnp.full((num_blocks * size * shard_rows, w.shape[1]), jnp.nan, rows.dtype)
@@ -100,8 +100,8 @@ def write_plainly(out, rows, w, *, size, num_blocks, shard_rows, start):
 
 @needs_refs
 @pytest.mark.parametrize("num_rows", [16, 64, 2048])
-def test_every_part_is_whole_tiles(hopper, num_rows, monkeypatch):
-    """Also where there are fewer tiles than parts."""
+def test_every_part_fills_whole_tiles(hopper, num_rows, monkeypatch):
+    """Even if there are fewer tiles than parts."""
     sizes = []
 
     def record(out, rows, w, **options):
@@ -119,7 +119,7 @@ def test_every_part_is_whole_tiles(hopper, num_rows, monkeypatch):
 
 @pytest.mark.parametrize("save_gathered", [False, True])
 @pytest.mark.parametrize(("lead", "ways"), [((), 8), ((2, 3), 4), ((2,), 2)])
-def test_gathers_that_write_equal_one_device(hopper, lead, ways, save_gathered, monkeypatch):
+def test_gathers_with_the_kernel_equal_one_device(hopper, lead, ways, save_gathered, monkeypatch):
     """Loss and all gradients, two weights at once."""
     used = []
     monkeypatch.setattr(collective_matmul, "can_write", lambda *_: True)
@@ -148,8 +148,8 @@ def test_gathers_that_write_equal_one_device(hopper, lead, ways, save_gathered, 
 
 
 @needs_refs
-def test_batches_and_second_derivatives_do_without_it(hopper):
-    """JAX has no rules for them; XLA's matmuls take over."""
+def test_vmap_and_second_derivatives_use_xla(hopper):
+    """The kernel has no rules for them."""
     x, w = jax.ShapeDtypeStruct((2, 8 * 64, 128), "bfloat16"), jax.ShapeDtypeStruct((128, 8 * 256), "bfloat16")
 
     def loss(x, w):
@@ -163,7 +163,7 @@ def test_batches_and_second_derivatives_do_without_it(hopper):
     assert "mpmd_map" not in found
 
 
-def test_asking_for_it_does_no_harm_where_nothing_comes_in_parts():
+def test_kernels_option_is_ignored_without_parts():
     x, w = jnp.ones((16, 4)), jnp.ones((4, 8))
     split = local_map(
         functools.partial(gather_matmul, axis="tp", form="ring", kernels=True),
@@ -175,7 +175,7 @@ def test_asking_for_it_does_no_harm_where_nothing_comes_in_parts():
 
 
 @needs_refs
-def test_its_operations_are_counted(hopper, monkeypatch):
+def test_flops_are_counted(hopper, monkeypatch):
     monkeypatch.setattr(matmul_kernel, "is_interpreted", lambda: True)
     rows, depth, columns = 8 * 64, 128, 8 * 256
     x, w = jax.ShapeDtypeStruct((rows, depth), "bfloat16"), jax.ShapeDtypeStruct((depth, columns), "bfloat16")
@@ -193,7 +193,7 @@ def test_its_operations_are_counted(hopper, monkeypatch):
     assert mine.by_dtype == plain.by_dtype
 
 
-def test_a_compiled_one_is_known_as_a_matmul():
+def test_compiled_kernel_is_recognized_as_a_matmul():
     program = parse_program(
         """HloModule jit_f, is_scheduled=true
 

@@ -1,4 +1,4 @@
-"""Overlapped matmuls against one device: every form, every axis size, both passes, every view."""
+"""Overlapped matmuls equal one device for every form, axis size, pass and view."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ from meshwright.plan.compiled.collectives import read_schedule
 
 from ..one_device import mesh_of
 
-# Every distinct form of the table, and the plain ones; ties differ in scheduling only, never in values.
+# Every form of the table and the plain ones; ties change only the scheduling, never the values.
 TABLE_FORMS = sorted({form for chip in FORMS.values() for form in chip.values()} | {WHOLE, PARTS, Form()}, key=str)
 ROWS, UP, DOWN = P("dp", "tp", None), P(None, "tp"), P("tp", None)
 BATCH, DIM = 2, 6
@@ -90,8 +90,8 @@ def test_named_forms_and_the_table_equal_one_device(ways, form):
 
 @pytest.mark.parametrize("form", ["ring", "both_ways", "parts", "whole"])
 @pytest.mark.parametrize("dtype", ["int8", "int32"])
-def test_sums_of_whole_numbers_and_fractions(form, dtype):
-    """Partial sums have the fractions of the weight, though rows have none; sums of whole numbers are exact."""
+def test_sums_of_integers_and_floats(form, dtype):
+    """Partial sums of integer rows and float weights are floats; sums of integers are exact."""
     rng = np.random.default_rng(0)
     x = rng.integers(-9, 9, (16, 8)).astype(dtype)
     for w in (rng.normal(size=(8, 8)).astype(np.float32), rng.integers(1, 2**22, (8, 8)).astype(np.int32)):
@@ -108,7 +108,7 @@ def test_sums_of_whole_numbers_and_fractions(form, dtype):
 
 
 @pytest.mark.parametrize("form", ["ring", "both_ways", "parts", "whole"])
-def test_kept_rows_give_the_same_weight_gradients(form):
+def test_save_gathered_gives_the_same_gradients(form):
     check(4, local_loss(4, form=form, grad_form=form, save_gathered=True))
 
 
@@ -125,7 +125,7 @@ def test_as_an_island_in_a_jit_program():
         check(4, loss)
 
 
-def test_without_a_mesh_it_is_a_matmul():
+def test_without_a_mesh_they_are_matmuls():
     x, gate, _, down, _ = problem(2)
     np.testing.assert_allclose(gather_matmul(x, gate, axis="tp"), x @ gate, rtol=1e-6)
     hidden = x @ gate
@@ -154,7 +154,7 @@ def test_bfloat16_accumulates_in_float32(form, wire):
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
-def test_bytes_are_the_least_possible(both_ways):
+def test_bytes_are_minimal(both_ways):
     ways = 8
     x, gate, up, down, weight = problem(ways)
     options = {"form": Form(both_ways=both_ways), "grad_form": Form(both_ways=both_ways)}
@@ -164,8 +164,8 @@ def test_bytes_are_the_least_possible(both_ways):
     assert sum(c.trips * c.bytes_moved for c in permutes) == 2 * gathered * (ways - 1) / ways
 
 
-def test_a_weight_that_does_not_vary_over_data_gets_the_sum_of_gradients():
-    """The replicated weight is marked outside the custom gradient, so its sum over dp happens exactly once."""
+def test_replicated_weights_sum_their_gradient_once():
+    """Replicated weights are marked outside the custom_vjp, so the sum over dp happens exactly once."""
     check(4, local_loss(4))
 
 
@@ -173,7 +173,7 @@ def test_the_choice_of_form():
     assert choose_form("gather_matmul", None, axis_size=8, width=64) == FORMS["cpu"]["gather_matmul"]
     assert choose_form("gather_matmul", "both_ways", axis_size=8, width=64) == Form(both_ways=True)
     assert choose_form("gather_matmul", WHOLE, axis_size=8, width=64) == WHOLE
-    with pytest.raises(PlacementError, match=r"there is no form 'rign'.\nhint: did you mean 'ring'"):
+    with pytest.raises(PlacementError, match=r"unknown form 'rign'.\nhint: did you mean 'ring'"):
         choose_form("gather_matmul", "rign", axis_size=8, width=64)
 
 
@@ -191,7 +191,7 @@ def test_bad_shapes_and_axes():
 
 
 def test_gradients_of_shared_rows_are_summed_newest_product_first():
-    # cuBLAS adds the second operand of such a sum to its result; the other way round XLA makes a pass of its own of it.
+    # In this order the addition is fused into the matmul; in the other order, XLA makes a separate pass.
     x, ws = jnp.ones((4, 8), jnp.bfloat16), tuple(jnp.ones((8, width), jnp.bfloat16) for width in (8, 16, 24))
 
     def pull(x, grads):
@@ -205,8 +205,8 @@ def test_gradients_of_shared_rows_are_summed_newest_product_first():
     assert made[sums[1].invars[1]] == sums[0].primitive.name
 
 
-def test_buffers_of_a_ring_are_made_where_they_are_filled():
-    """Made outside of a loop over layers, they would be copied in each of its rounds."""
+def test_ring_buffers_are_allocated_inside_loops():
+    """If allocated outside a loop over layers, they would be copied in every iteration."""
     x, gate, _, down, _ = problem(2)
 
     def layer(h, weights):
@@ -221,12 +221,12 @@ def test_buffers_of_a_ring_are_made_where_they_are_filled():
     whole = jax.make_jaxpr(jax.grad(split, argnums=(0, 1, 2)))(x, jnp.stack([gate] * 3), jnp.stack([down] * 3))
     passes = [equation.params["jaxpr"] for equation in whole.eqns if equation.primitive.name == "shard_map"]
     outside = [equation.primitive.name for one in passes for equation in getattr(one, "jaxpr", one).eqns]
-    assert outside.count("scan") == 2  # there and back
+    assert outside.count("scan") == 2  # forward and backward
     assert "empty" not in outside
 
 
-def test_many_at_once():
-    """`vmap` over a ring: its buffers get the new dim as well."""
+def test_vmap():
+    """The buffers of a ring get the new dim as well."""
     x, gate, *_ = problem(4)
     ring = local_map(
         lambda x, w: jax.vmap(lambda x, w: gather_matmul(x, w, axis="tp", form="ring"), in_axes=(0, None))(x, w),
@@ -243,7 +243,7 @@ def test_second_derivatives(save_gathered):
     loss = local_loss(4, form="ring", grad_form="ring", save_gathered=save_gathered)
 
     def along(loss):
-        """The Hessian's product with the arguments."""
+        """The product of the Hessian with the arguments."""
         first = jax.grad(loss, argnums=(0, 1, 2, 3))
         return jax.grad(lambda args: sum(jnp.vdot(g, a) for g, a in zip(first(*args, weight), args, strict=True)))
 
@@ -265,12 +265,12 @@ def test_second_derivatives(save_gathered):
         ),
     ],
 )
-def test_what_does_not_divide_in_a_jit_program_is_told(call, text):
+def test_sizes_that_do_not_divide_in_a_jit_program(call, text):
     with jax.set_mesh(mesh_of(4)), pytest.raises(PlacementError, match=text):
         call()
 
 
-def test_dtypes_have_their_short_names():
+def test_short_dtype_names():
     x, w = jnp.ones((8, 8)), jnp.ones((8, 8))
     with jax.set_mesh(mesh_of(4)):
         assert gather_matmul(x, w, axis="tp", out_dtype="bf16").dtype == jnp.bfloat16

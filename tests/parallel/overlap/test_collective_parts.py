@@ -1,4 +1,4 @@
-"""Overlapped matmuls in parts: how they are cut, what they compute, what they send, and when they are chosen."""
+"""Overlapped matmuls in parts: how they cut, compute and send, and when they are chosen."""
 
 import functools
 import itertools
@@ -44,7 +44,7 @@ def test_parts_cover_everything_once_and_in_order(total, parts, unit, tiles):
 @pytest.mark.parametrize(
     ("rows", "columns"), [(16384, 3584), (8192, 3584), (16384, 1792), (32768, 1728), (16384, 2304), (65536, 1024)]
 )
-def test_parts_take_no_more_rounds_of_tiles_than_the_whole(rows, columns):
+def test_parts_need_no_more_rounds_than_the_whole(rows, columns):
     """Rows of 8 devices, cut for tiles of 128 rows."""
     across = -(-columns // tile_columns(columns))
     sizes = [end - start for start, end in cut(rows // 8, PARTS.parts, unit=16, tiles=across)]
@@ -55,17 +55,17 @@ def test_parts_take_no_more_rounds_of_tiles_than_the_whole(rows, columns):
     assert len(sizes) >= 3
     assert sum(rounds(8 * size) for size in sizes) <= rounds(rows)
     assert sizes == sorted(sizes)
-    assert sizes[0] <= rows // 8 / 6  # what no matmul hides
+    assert sizes[0] <= rows // 8 / 6  # the exposed part
 
 
 @given(rows=st.integers(32, 512), columns=st.integers(8, 48))
 @settings(max_examples=100, deadline=None)
-def test_full_rounds_do_not_cost_the_parts(rows, columns):
-    """A scatter of tiles of 128 rows and 256 columns: columns are cut, and one may be a little more than a round."""
+def test_cutting_columns_costs_little(rows, columns):
+    """A scatter with tiles of 128 x 256 cuts columns, and one tile column may need slightly more than a round."""
     sizes = [(end - start) // 256 for start, end in cut(256 * columns, PARTS.parts, unit=256, tiles=rows)]
     in_one = math.ceil(columns * rows / MULTIPROCESSORS)
     more = sum(math.ceil(size * rows / MULTIPROCESSORS) for size in sizes) - in_one
-    exposed = in_one / 2 * sizes[0] / columns  # transfers take half as long as matmuls, where parts double
+    exposed = in_one / 2 * sizes[0] / columns  # parts that double assume transfers take half as long as matmuls
     assert more + exposed < 0.15 * in_one + 1.1
 
 
@@ -106,7 +106,7 @@ def reference(x, up, down, weight):
     ids=str,
 )
 def test_any_leading_dims_equal_one_device(lead, ways, form):
-    """Rows that do not divide into the parts; rows of all devices come back in order, whatever stands before them."""
+    """Rows need not divide into the parts, and come back in order for any leading dims."""
     values = problem(lead, ways)
     grads = jax.jit(jax.grad(loss_of(lead, ways, form), argnums=(0, 1, 2)))(*values)
     for got, true in zip(grads, jax.grad(reference, argnums=(0, 1, 2))(*values), strict=True):
@@ -126,7 +126,7 @@ def test_bfloat16_is_as_close_as_the_unsplit_form(ways):
         assert parts < 1.2 * whole < 2e-2
 
 
-def test_bytes_are_the_least_possible():
+def test_bytes_are_minimal():
     ways, lead = 8, (2,)
     x, up, down, weight = problem(lead, ways)
     compiled = jax.jit(loss_of(lead, ways, "parts")).lower(x, up, down, weight).compile()
@@ -135,7 +135,7 @@ def test_bytes_are_the_least_possible():
     assert sum(c.wire_bytes for c in moved) == 2 * x.nbytes * (ways - 1) / ways
 
 
-# --- When they are chosen ---
+# --- Choice of form ---
 
 
 @pytest.fixture
@@ -158,19 +158,19 @@ def on_a_gpu(monkeypatch):
         ("matmul_scatter_grad", 8, 3584, FORMS["gpu"]["matmul_scatter_grad"]),
     ],
 )
-def test_gpus_use_them_where_matmuls_take_as_long_as_transfers(on_a_gpu, operation, axis_size, width, form):
+def test_gpus_choose_the_form_by_width(on_a_gpu, operation, axis_size, width, form):
     assert choose_form(operation, None, axis_size=axis_size, width=width) == form
 
 
-def test_other_chips_do_not(monkeypatch):
+def test_other_chips_use_their_table(monkeypatch):
     for chip in ("v5e", "v5p", "v6e", "cpu"):
         monkeypatch.setattr(overlap_forms, "chip_family", lambda mesh, chip=chip: chip)
         chosen = choose_form("matmul_scatter", None, axis_size=8, width=8192)
         assert chosen == FORMS[chip]["matmul_scatter"]
 
 
-def test_beside_automatic_axes_everything_is_a_ring(on_a_gpu):
-    """XLA gathers what it split over other axes before any collective of an island but a hop: batches must not move."""
+def test_with_other_automatic_axes_all_forms_are_rings(on_a_gpu):
+    """In an island, XLA gathers arrays split over other axes before any collective that is not a hop."""
     mesh = mw.create_mesh("dp:2,tp:4")
     batch = jax.NamedSharding(mesh, P("dp", "tp", None))
     x, up, down, weight = problem((2,), 4)
@@ -190,8 +190,8 @@ def test_beside_automatic_axes_everything_is_a_ring(on_a_gpu):
 @pytest.mark.parametrize(
     "options", [{"ring": True}, {"ring": False, "tie": "next"}, {"ring": False, "both_ways": True}]
 )
-def test_parts_are_not_of_a_ring(options):
-    with pytest.raises(PlacementError, match=r"has parts, which are positive and of whole collectives, not of a ring"):
+def test_parts_need_ring_false(options):
+    with pytest.raises(PlacementError, match="parts must be positive and need ring=False"):
         Form(parts=(1, 2), **options)
     with pytest.raises(PlacementError, match="positive"):
         Form(ring=False, parts=(1, 0))

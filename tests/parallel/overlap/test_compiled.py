@@ -1,7 +1,7 @@
-"""Overlap as a tested property: the overlapped matmuls compiled for machines that are not here.
+"""Overlap of the matmuls in programs compiled for hardware that is not present.
 
-Needs libtpu (the `tpu` extra; `dev.py test` installs it where it exists) or JAX's CUDA plugin. Programs are compiled in
-one subprocess per target, because a compiler for another machine may change the state of the process it runs in.
+Needs libtpu (the `tpu` extra; `dev.py test` installs it if available) or JAX's CUDA plugin. Each target compiles in its
+own subprocess, because a compiler for other hardware may change the state of its process.
 """
 
 import json
@@ -16,8 +16,8 @@ from meshwright.plan.compiled.topology import can_compile_for
 
 ROOT = Path(__file__).parents[3]
 
-# Per target: operation -> most compute over the unsplit form that is accepted, as recorded in RESULTS.md plus 2%. It is
-# the estimate of one compiler, so it is checked with that release of libtpu. Hops, bytes and memory must hold with any.
+# Per target and operation: the largest accepted compute relative to the unsplit form, from RESULTS.md plus 2%. Only the
+# libtpu release that estimated compute checks it; hops, bytes and memory are checked with any release.
 RECORDED_LIBTPU = "0.0.42."
 TPU_FORWARD = {
     "v5e:16x16": {"gather": 1.06, "scatter": 1.13},
@@ -28,8 +28,8 @@ TPU_GRADIENTS = {
     "v5p:4x4x8": {"gather grad": 1.05, "scatter grad": 1.03, "two blocks": 1.03},
     "v5e:16x16": {"gather grad": 1.15, "scatter grad": 1.09, "scan of 4": 1.13},
 }
-# Per target and shape: operation -> transfers that are not hidden. In parts, that is one: a gather's first, a scatter's
-# last. The gradient of a scatter is a ring.
+# Per target, shape and operation: exposed transfers. Parts expose one: a gather's first, a scatter's last. The gradient
+# of a scatter is a ring.
 GPU = {
     ("h200:1x8", (16384, 8192, 28672)): {"gather": 1, "scatter": 1, "scatter grad": 0},
     ("h200:1x8", (16384, 4096, 14336)): {"gather": 1, "scatter": 1, "scatter grad": 0},
@@ -82,7 +82,7 @@ def test_forward_hides_every_hop_on_tpus(run_python, target):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TPU_GRADIENTS)
 def test_gradients_hide_every_hop_on_tpus(run_python, target):
-    """Blocks of a model need less memory than unsplit: what a ring gathered is let go before the next one begins."""
+    """Blocks of a model need less memory than unsplit, because gathered rows are freed before the next ring."""
     check(run_python, target, TPU_GRADIENTS[target], less_memory=("two blocks", "scan of 4"))
 
 
@@ -122,8 +122,8 @@ for form in (None, FORM):
 
 
 @pytest.mark.slow
-def test_weights_that_share_a_gather_stay_apart_on_gpus(run_python):
-    """Joined, they would be copied for each piece. Together they are wide enough for parts; the ring is asked for."""
+def test_weights_that_share_a_gather_stay_separate_on_gpus(run_python):
+    """Concatenated, they would be copied for each piece. By width they use parts, so the ring is requested too."""
     needs_compiler("h200:1x8")
     ring = "from meshwright.parallel.overlap.forms import FORMS\nFORM = FORMS['gpu']['gather_matmul']\n"
     done = run_python(ring + TWO_WEIGHTS, timeout=300)
@@ -164,7 +164,7 @@ print(len(written), len(copied))
 
 @pytest.mark.slow
 def test_products_of_a_gather_are_written_once_and_not_copied_in_loops_on_gpus(run_python):
-    """Four parts forwards, and four when a checkpointed layer is computed again."""
+    """Four parts forward, and four when remat recomputes a layer."""
     needs_compiler("h200:1x8")
     if jax.__version_info__ < (0, 11):
         pytest.skip("kernels take Refs since jax 0.11")
@@ -194,8 +194,8 @@ print(first.count("calls=%wrapped_slice"), entry.count("calls=%wrapped_slice"))
 
 
 @pytest.mark.slow
-def test_rows_are_cut_while_the_first_part_travels_on_gpus(run_python):
-    """It has no matmul beside it; later, each cut would stand between two matmuls. The first is cut before."""
+def test_rows_are_cut_during_the_first_transfer_on_gpus(run_python):
+    """It overlaps with no matmul; later, each cut would run between two matmuls. The first part is cut before it."""
     needs_compiler("h200:1x8")
     done = run_python(CUT_EARLY, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

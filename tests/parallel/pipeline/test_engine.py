@@ -1,4 +1,4 @@
-"""Pipelines give the loss and gradients of one device, on any mesh, schedule and number of microbatches."""
+"""Pipelines equal one device in loss and gradients, for any mesh, schedule and number of microbatches."""
 
 import faulthandler
 import functools
@@ -29,13 +29,13 @@ VOCAB, WIDTH, HIDDEN, LAYERS = 11, 8, 16, 8
 
 @pytest.fixture(autouse=True)
 def time_limit():
-    """A deadlock between devices sits in compiled code, where only the end of the process helps."""
+    """Ends the process on a deadlock, which compiled code cannot interrupt."""
     faulthandler.dump_traceback_later(300, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
 
 
-# --- A model with an embedding, layers and a head, and what one device computes for it ---
+# --- A model with an embedding, layers and a head ---
 
 
 def make_params(num_layers=LAYERS):
@@ -60,7 +60,7 @@ def make_batch(rows):
 
 
 def layer(p, h, gain, *, rng=None, tp=None):
-    """One residual layer; x/|x| at its end gives NaN gradients wherever it meets the zeros of an empty pipeline."""
+    """One residual layer that ends with x/|x|, whose gradient is NaN on the zeros of an empty pipeline."""
     inner = jnp.tanh((h * gain * p["scale"]) @ p["up"]) @ p["down"]
     inner = lax.psum(inner, tp) if tp else inner
     if rng is not None:
@@ -90,7 +90,7 @@ def one_device_loss(params, batch, rng=None):
 
 
 def split_numbers(params):
-    """Integers cannot be differentiated: they travel beside the weights."""
+    """Separates the integers, which cannot be differentiated."""
     layers = dict(params["layers"])
     return {**params, "layers": layers}, layers.pop("number")
 
@@ -156,7 +156,7 @@ def assert_close(got, expected, tolerance=1e-5):
 
 @functools.cache
 def one_device(rows, seed):
-    """The arguments, and what one device makes of them; the same for all meshes and schedules."""
+    """Arguments and the expected loss and gradients, for all meshes and schedules."""
     params, batch = make_params(), make_batch(rows)
     rng = None if seed is None else row_key(jax.random.key(seed))
     return params, batch, value_and_grads(functools.partial(one_device_loss, rng=rng), params, batch)
@@ -166,7 +166,7 @@ def check_against_one_device(mesh, *, rows, seed=None, **options):
     params, batch, expected = one_device(rows, seed)
     rng = None if seed is None else jax.random.key(seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mw.MeshwrightWarning)  # fewer microbatches than stages is part of the table
+        warnings.simplefilter("ignore", mw.MeshwrightWarning)  # the table has cases with fewer microbatches than stages
         got = value_and_grads(piped_loss(mesh, rng=rng, **options), params, batch)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got))
     assert_close(got, expected)
@@ -184,7 +184,7 @@ TABLE = [
     *(("dp:2,pp:2,tp:2", schedule, rounds, 4) for schedule, rounds in (("gpipe", 1), ("circular", 4))),
     ("pp:2,tp:4", "gpipe", 1, 2),
     ("dp:4,pp:2", "circular", 2, 2),
-    ("dp:1,pp:2,tp:1", "gpipe", 1, 2),  # axes of one device are left to XLA
+    ("dp:1,pp:2,tp:1", "gpipe", 1, 2),  # local_map drops axes of size 1
 ]
 
 
@@ -218,7 +218,7 @@ def test_without_remat_the_gradients_are_the_same():
     check_against_one_device(mesh_of("pp:4"), rows=8, num_microbatches=4, remat=False)
 
 
-# --- What comes out, and where ---
+# --- Results ---
 
 
 def double(params, h, *extras):
@@ -228,7 +228,7 @@ def double(params, h, *extras):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_output_is_on_the_last_stage_and_zeros_elsewhere(check_vma):
+def test_output_is_on_the_last_stage_and_zero_elsewhere(check_vma):
     x, shift = jnp.arange(1.0, 7.0).reshape(6, 1), jnp.arange(6.0).reshape(6, 1)
 
     def local(params, x, shift):
@@ -254,7 +254,7 @@ def test_ways_to_combine_microbatches(combine):
     np.testing.assert_array_equal(jax.jit(run)(jnp.array([2.0, 3.0]), x), expected)
 
 
-def test_trees_flow_through_and_axes_of_their_own_are_kept():
+def test_trees_keep_their_varying_axes():
     """One of two values varies along tp, the other does not, and the result keeps that."""
 
     def stage(params, h):
@@ -274,7 +274,7 @@ def test_trees_flow_through_and_axes_of_their_own_are_kept():
     np.testing.assert_array_equal(jax.jit(run)(jnp.array([2.0, 5.0]), jnp.ones((2, 1))), jnp.full((2, 1), 10.0))
 
 
-def test_circular_layers_are_a_reshape_of_stored_ones():
+def test_circular_layers_are_a_reshape():
     params = {"w": jnp.arange(24).reshape(12, 2)}
     staged = stage_layers(params, num_stages=2, num_rounds=3)
     shards = jax.device_put(staged["w"], jax.NamedSharding(mesh_of("pp:2"), P(None, "pp"))).addressable_shards
@@ -288,7 +288,7 @@ def test_circular_layers_are_a_reshape_of_stored_ones():
 
 
 def backward_temp_bytes(*, num_microbatches, schedule, num_rounds, remat=True):
-    """Temporary memory of a backward pass over weights that dwarf the activations (64 KiB against 64 B)."""
+    """Temporary memory of a backward pass with weights much larger than activations (64 KiB and 64 B)."""
     mesh, rows = mesh_of("pp:2"), num_microbatches * 2
     ahead = (num_rounds, 1) if schedule == "circular" else (1,)
     weights = jax.ShapeDtypeStruct((*ahead[:-1], 2 * ahead[-1], 128, 128), jnp.float32)
@@ -317,10 +317,10 @@ def test_weights_are_not_retained_per_microbatch(schedule, num_rounds):
     assert per_microbatch < 4 * activations  # one stage's weights are 64 times the activations
 
 
-# --- Schedules as data ---
+# --- Custom schedules ---
 
 
-def test_a_table_of_ones_own_runs():
+def test_custom_schedule():
     # GPipe with a pause between the two microbatches.
     table = Schedule(np.array([[0, -1], [-1, 1], [0, -1], [-1, 1]]), np.array([[0, -1], [-1, 0], [1, -1], [-1, 1]]))
     run = local_map(
@@ -355,16 +355,16 @@ def run_bad(x=None, mesh="pp:2", stage_fn=double, **options):
         ({"num_microbatches": 8}, "cannot make 8 microbatches of a batch of 4 rows"),
         ({"num_microbatches": 0}, "num_microbatches=0"),
         ({"axis": "ppp"}, "did you mean 'pp'"),
-        ({"schedule": "gpip"}, "no schedule 'gpip'(.|\n)*did you mean 'gpipe'"),
-        ({"schedule": gpipe_schedule(4, 2)}, "made for 4 stages; here there are 2"),
-        ({"schedule": gpipe_schedule(2, 4)}, "made for 4 microbatches; here there are 2"),
-        ({"schedule": circular_schedule(2, 2, 2)}, "leading dim is the rounds, of which there are 2"),
+        ({"schedule": "gpip"}, "unknown schedule 'gpip'(.|\n)*did you mean 'gpipe'"),
+        ({"schedule": gpipe_schedule(4, 2)}, "is for 4 stages; the pipeline has 2"),
+        ({"schedule": gpipe_schedule(2, 4)}, "is for 4 microbatches; the pipeline has 2"),
+        ({"schedule": circular_schedule(2, 2, 2)}, "needs the rounds \\(2\\) as its leading dim"),
         (
             {"stage_fn": lambda p, h: (h * p).astype(jnp.int32)},
             "takes float32\\[2, 1\\] but returns int32(.|\n)*first=",
         ),
         ({"last": lambda p, h: h.sum(), "last_params": ()}, "they are scalars(.|\n)*combine="),
-        ({"combine": "mean"}, "there is no way 'mean' to combine(.|\n)*concatenate, stack, sum"),
+        ({"combine": "mean"}, "unknown combine='mean'(.|\n)*concatenate, stack, sum"),
     ],
 )
 def test_bad_inputs(options, message):
@@ -386,8 +386,8 @@ def test_27_fewer_microbatches_than_stages():
         run_bad(mesh="pp:4")
 
 
-def test_a_closure_that_would_hang_is_an_error():
-    """The gradient of a replicated array inside the branch of one stage is a sum that the other stages never join."""
+def test_closures_that_would_deadlock_raise():
+    """A replicated array's gradient would be a sum in one stage's branch, which the other stages never join."""
 
     def local(params, shared, x):
         def stage(params, h):

@@ -1,4 +1,4 @@
-"""Schedules of pipelines as tables: the known ones are valid, and wrong ones are named."""
+"""Pipeline schedules: built-in tables are valid, and wrong tables raise."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from meshwright.parallel.pipeline.schedule import Schedule, circular_schedule, g
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4, 7, 8, 16])
-def test_schedules_are_valid_and_their_bubbles_as_computed(num_stages, num_microbatches):
+def test_schedules_are_valid_with_the_expected_bubble(num_stages, num_microbatches):
     gpipe = gpipe_schedule(num_stages, num_microbatches)
     assert gpipe.num_ticks == num_microbatches + num_stages - 1
     assert gpipe.bubble_fraction == pytest.approx((num_stages - 1) / gpipe.num_ticks)
@@ -25,15 +25,15 @@ def test_schedules_are_valid_and_their_bubbles_as_computed(num_stages, num_micro
 @pytest.mark.parametrize(
     ("stages", "microbatches", "message"),
     [
-        ([[0, -1], [-1, 1]], [[0, -1], [-1, -1]], "holds a stage and a microbatch, or -1 in both"),
-        ([[1, 0]], [[0, 0]], "tick 0, device 0: stage 1 of microbatch 0 runs on the wrong device; it lives on 1"),
-        ([[0, -1], [0, 1]], [[0, -1], [0, 0]], "was already run at tick 0"),
-        ([[0, -1], [-1, -1], [-1, 1]], [[0, -1], [-1, -1], [-1, 0]], "made at tick 1, but that ran at tick 0"),
-        ([[0, -1], [0, 1]], [[0, -1], [1, 0]], "leaves out 1 cells, first stage 1 of microbatch 1"),
+        ([[0, -1], [-1, 1]], [[0, -1], [-1, -1]], "needs a stage and a microbatch, or -1 in both"),
+        ([[1, 0]], [[0, 0]], "tick 0, device 0: stage 1 of microbatch 0 is on the wrong device; it must run on 1"),
+        ([[0, -1], [0, 1]], [[0, -1], [0, 0]], "already ran at tick 0"),
+        ([[0, -1], [-1, -1], [-1, 1]], [[0, -1], [-1, -1], [-1, 0]], "from tick 1, but that stage ran at tick 0"),
+        ([[0, -1], [0, 1]], [[0, -1], [1, 0]], "missing 1 cells, e.g. stage 1 of microbatch 1"),
         ([[0, -1, -1], [-1, 1, -1]], [[0, -1, -1], [-1, 0, -1]], "2 virtual stages on 3 devices"),
         ([0, 1], [0, 0], "two tables of ticks x devices"),
     ],
 )
-def test_wrong_tables_are_named(stages, microbatches, message):
+def test_wrong_tables_raise(stages, microbatches, message):
     with pytest.raises(mw.MeshwrightError, match=message):
         Schedule(np.array(stages), np.array(microbatches))

@@ -1,1 +1,1 @@
-"""Pallas kernels for GPUs, and the choice of where they run."""
+"""Pallas kernels for GPUs."""

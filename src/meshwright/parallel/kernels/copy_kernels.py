@@ -1,11 +1,11 @@
-"""Copies at the speed of memory: columns of a matrix as arrays of their own, and arrays put together as one.
+"""Copy kernels: split a matrix by columns, and stack arrays.
 
-Where a scatter sums columns in parts (`collective_parts`), each part is made with columns of the weight, and XLA gives
-cuBLAS whole arrays only. So it copies columns part by part, between the matmuls: small kernels, each of which waits for
-a matmul to end and lets the next one wait: up to 4% of the matmuls' time. `cut_columns` cuts them all at once.
+A scatter in parts (`collective_parts`) multiplies by some columns of the weight at a time. cuBLAS takes only contiguous
+arrays, so XLA copies the columns in small kernels between the matmuls, which takes up to 4% of the matmuls' time.
+`cut_columns` copies them all at once.
 
-To stack arrays, XLA finds for every element of the result which array it comes from. For 16 arrays in bfloat16 an H200
-does that at 0.85 TB/s, a fifth of what its memory can do. In `stack`, every program copies a piece of one array.
+When XLA stacks arrays, it looks up the source of every element. For 16 bfloat16 arrays it reaches 0.85 TB/s on an H200,
+a fifth of the memory bandwidth. In `stack`, every program copies a block of one array.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from meshwright.parallel.kernels.dispatch import backed_by, call_kernel, uses_ke
 
 # --- Columns of a matrix ---
 
-_ROWS, _COLUMNS = 32, 256  # that a program copies
-_FEW_ROWS, _FEW_COLUMNS = 8, 64  # fewer, and XLA does as well
+_ROWS, _COLUMNS = 32, 256  # Largest block that a program copies.
+_FEW_ROWS, _FEW_COLUMNS = 8, 64  # For smaller blocks, XLA is as fast.
 
 
 def cut_columns(w: Any, edges: Sequence[tuple[int, int]], *, kernels: bool | None = None) -> tuple[Any, ...]:
     """Returns `w[:, start:end]` for each pair of edges.
 
     Args:
-        edges: what they cut does not overlap, and is all of `w`.
-        kernels: whether a kernel of ours cuts; by default on GPUs, where the sizes fit its blocks.
+        edges: start and end of each part. The parts must cover `w` without overlap.
+        kernels: use a Pallas kernel (default: on GPUs, if the sizes fit its blocks).
 
     Example:
         >>> [part.tolist() for part in cut_columns(jnp.arange(6).reshape(2, 3), [(0, 1), (1, 3)])]
@@ -79,18 +79,17 @@ def _cut_kernel(w: Any, *parts: Any, edges: Sequence[tuple[int, int]], rows: int
             part[down, pl.ds(across - start, columns)] = block
 
 
-# --- Arrays put together ---
+# --- Stacking arrays ---
 
 _BLOCK_BYTES, _SMALLEST_BLOCK = 16384, 1024
-# XLA is as fast where it need not look far, and a kernel has no room for any number of arguments.
-_FEW, _MOST = 4, 256
+_FEW, _MOST = 4, 256  # For few arrays XLA is as fast, and the number of kernel arguments is limited.
 
 
 def stack(arrays: Sequence[jax.Array], *, kernels: bool | None = None) -> jax.Array:
     """Returns `jnp.stack(arrays)`.
 
     Args:
-        kernels: whether it is a kernel of ours; by default where that is possible and faster.
+        kernels: use a Pallas kernel (default: if possible and faster).
 
     Example:
         >>> stack([jnp.zeros(2), jnp.ones(2)]).tolist()
@@ -116,7 +115,7 @@ register_cost("stack", linear_in=range(_MOST))
 
 
 def _block(array: Any) -> int:
-    """Returns how many elements a program copies: a power of two that divides the array; 0 where that is too few."""
+    """Returns the elements that a program copies, a power of two that divides the array, or 0 if that is too small."""
     largest = min(array.size & -array.size, _BLOCK_BYTES // array.dtype.itemsize)
     return int(largest) if largest >= _SMALLEST_BLOCK else 0
 

@@ -1,7 +1,6 @@
-"""Kernels of our own for GPUs (Pallas, compiled by Triton): where they run, and how they are called.
+"""Dispatch of Pallas kernels (compiled by Triton): when to use them and how to call them.
 
-XLA writes one kernel for each pass that it makes over memory, and cannot be told to make fewer. A kernel of our own is
-worth its lines only where it saves a pass; each says which, and benchmarks/RESULTS.md has what it saved.
+Each kernel exists because it saves a pass over memory that XLA makes; benchmarks/RESULTS.md has the time saved.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from meshwright.mesh.build import current_mesh
 
 
 def uses_kernels(wanted: bool | None) -> bool:
-    """Returns whether kernels of ours are used here, instead of XLA's operations.
+    """Returns whether to use Pallas kernels instead of XLA's operations.
 
-    By default (None) on GPUs since Ampere, wherever a program sees arrays as one device has them: in the local view, or
-    on one device. In the global view XLA splits arrays, and cannot split a kernel that it knows nothing of. True asks
-    for them, also on one CPU device, where they are interpreted: slow, and for tests.
+    The default (None) uses them on Ampere or newer GPUs, in the local view or on one device; in the global view, XLA
+    cannot split a kernel. True requires them, and on one CPU device runs them in interpret mode, which is slow.
     """
     if wanted is False:
         return False
@@ -32,39 +30,38 @@ def uses_kernels(wanted: bool | None) -> bool:
     split = []
     if mesh is not None:
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        # An axis of one device splits nothing, but where types say what is split, kernels accept no such type.
+        # Kernels reject array types with explicit axes, even of size 1.
         kept = [axis for axis, kind in kinds if mesh.shape[axis] > 1 or kind == AxisType.Explicit]
         split = [axis for axis in kept if axis not in mesh.manual_axes]
     if wanted is None:
         return chip == "gpu" and not split and not _is_too_old()
     if split:
         raise PlacementError(
-            f"kernels=True, but XLA splits arrays over {', '.join(map(repr, split))} here, and cannot split kernels.",
-            hint="use view='local', or leave kernels out: they are then used where they can be.",
+            f"kernels=True, but XLA splits arrays over {', '.join(map(repr, split))} here and cannot split kernels.",
+            hint="use view='local', or leave kernels out to use them wherever possible.",
         )
     if chip not in ("gpu", "cpu") or (chip == "cpu" and mesh is not None and mesh.manual_axes):
-        where = "on several CPU devices JAX cannot interpret them" if chip == "cpu" else f"not for {chip}"
+        why = "JAX cannot interpret them on several CPU devices" if chip == "cpu" else f"this is {chip}"
         raise PlacementError(
-            f"kernels=True, but the kernels are for GPUs: {where}.",
-            hint="leave kernels out: they are then used where they can be.",
+            f"kernels=True, but the kernels need GPUs; {why}.", hint="leave kernels out to use them wherever possible."
         )
     return True
 
 
 def _is_too_old() -> bool:
-    """Returns whether Triton does without this GPU; where programs are compiled for others, those are not."""
+    """Returns whether Triton does not support this GPU; GPUs that are only compiled for always pass."""
     if jax.default_backend() != "gpu":
         return False
     return float(getattr(jax.local_devices()[0], "compute_capability", 8)) < 8
 
 
 def is_interpreted() -> bool:
-    """Returns whether kernels are interpreted here, for want of a GPU."""
+    """Returns whether kernels run in interpret mode, for lack of a GPU."""
     return chip_family(current_mesh()) != "gpu" and jax.default_backend() != "gpu"
 
 
 def backed_by(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `kernel` with the batches and derivatives of `plain`, which computes the same and has them."""
+    """Returns `kernel` with the vmap and jvp rules of `plain`, which computes the same."""
     batched = jax.custom_batching.custom_vmap(kernel)
 
     @batched.def_vmap
@@ -87,10 +84,10 @@ def call_kernel(
     name: str,
     aliases: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Any]:
-    """Runs a kernel whose references are whole arrays; returns arrays of the shapes and dtypes `outs`.
+    """Runs a Triton kernel on whole-array references and returns arrays with the shapes and dtypes in `outs`.
 
-    All arguments must vary along the same manual axes, and so do the results. `aliases` says which argument's memory
-    becomes which result's.
+    All arguments must vary along the same manual axes. `aliases` maps an argument's index to the result that reuses its
+    memory.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton

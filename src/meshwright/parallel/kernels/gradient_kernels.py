@@ -1,11 +1,11 @@
-"""Gradients in one pass over memory: of a norm beside a residual stream, and of a softmax's cross-entropy.
+"""Gradient kernels that read memory once: RMSNorm with a residual stream, and softmax cross-entropy.
 
-For the gradient of an RMSNorm XLA reads its operands twice: for the mean of each row, and for the result. A kernel that
-holds a row at a time reads them once, and adds the gradient that arrives along the residual stream on the way.
+For the gradient of an RMSNorm, XLA reads its operands twice: for the mean of each row and for the result. A kernel that
+holds one row at a time reads them once, and adds the gradient of the residual stream in the same pass.
 
-XLA passes over logits three times, for their largest, for their sum, and for the gradient, and each time reads them
-from memory. A kernel that has one row at a time finds largest and sum together, finds the row in the cache when it
-comes back to it, and writes the gradient over the logits.
+For the cross-entropy, XLA reads the logits three times: for the maximum, for the sum and for the gradient. A kernel
+that handles one row at a time computes maximum and sum together, rereads the row from the cache, and overwrites the
+logits with the gradient.
 
 Shapes: T rows or tokens, D features, V vocabulary.
 """
@@ -26,9 +26,9 @@ from meshwright.parallel.kernels.dispatch import call_kernel, uses_kernels
 from meshwright.parallel.tensor import sequence_norm
 from meshwright.specs import ceil_div
 
-# --- A norm beside a residual stream ---
+# --- RMSNorm with a residual stream ---
 
-# On an H200, 32768 rows of 2048: of 8 to 128 rows for each program, and 1 to 16 warps, these are among the best.
+# Among the fastest of 8 to 128 rows per program and 1 to 16 warps, for 32768 rows of 2048 features on an H200.
 _ROWS, _FEATURES_PER_WARP = 32, 512
 
 
@@ -36,13 +36,13 @@ _ROWS, _FEATURES_PER_WARP = 32, 512
 def residual_norm(
     h: jax.Array, scale: jax.Array, *, axis: str | None, eps: float = 1e-6, kernels: bool | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `h` as it is and `sequence_norm(h, scale)`; what comes after must use both.
+    """Returns `h` and `sequence_norm(h, scale)`; use both results.
 
-    Used on, the first makes the gradients of the two uses meet here, where their sum costs nothing.
+    If later code uses the returned `h`, both gradients of `h` meet in one kernel, which adds them for free.
 
     Args:
-        h: `[..., rows, D]`, split by rows over `axis`, or not.
-        kernels: whether the gradient is a kernel of ours; by default where that is possible and faster.
+        h: `[..., rows, D]`, split by rows over `axis`, or replicated.
+        kernels: use a Pallas kernel for the gradient (default: if possible and faster).
 
     Example:
         >>> h, x = residual_norm(jnp.array([[3.0, -3.0]]), jnp.array([1.0, 2.0]), axis=None, eps=0.0)
@@ -61,7 +61,7 @@ def _residual_norm(eps: float, h: Any, scale: Any) -> tuple[Any, Any]:
 
 
 def _norm_forward(eps: float, h: Any, scale: Any) -> tuple[tuple[Any, Any], Any]:
-    # By XLA, which adds up `h` in the same pass that finds the mean.
+    # Left to XLA, which fuses the residual addition that produces `h` into this pass.
     wide = h.astype(jnp.float32)
     inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (h, (wide * inverse * scale).astype(h.dtype)), (h, inverse, scale)
@@ -91,23 +91,12 @@ _residual_norm.defvjp(_norm_forward, _norm_backward)
 register_cost("residual_norm_gradient", linear_in=range(1, 3))
 
 
-def _norm_kernel(
-    h_ref: Any,
-    d_kept_ref: Any,
-    d_normed_ref: Any,
-    inverse_ref: Any,
-    scale_ref: Any,
-    d_h_ref: Any,
-    d_scale_ref: Any,
-    *,
-    rows: int,
-    features: int,
-    block: int,
-) -> None:
+def _norm_kernel(*refs: Any, rows: int, features: int, block: int) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    columns = jnp.arange(block)  # Triton's arrays have powers of two as sizes
+    h_ref, d_kept_ref, d_normed_ref, inverse_ref, scale_ref, d_h_ref, d_scale_ref = refs
+    columns = jnp.arange(block)  # Triton array sizes are powers of two.
     mask = columns < features if block > features else None
 
     def load(ref: Any) -> Any:
@@ -132,38 +121,38 @@ def _norm_kernel(
     triton.store(d_scale_ref.at[program, columns], d_scale, mask=mask)
 
 
-# --- The gradient of a softmax's cross-entropy ---
+# --- Softmax cross-entropy ---
 
-# A program reads a row in pieces of DEPTH x LANES logits, eight neighbours of each line for every thread. So a thread
-# finds the largest of DEPTH logits alone, and makes what it has summed relative to a new one once for all of them.
+# A program reads a row in pieces of DEPTH x LANES logits, eight neighbors per thread and line. Each thread finds the
+# maximum of DEPTH logits on its own and rescales its running sum once for all of them.
 _DEPTH, _NUM_WARPS = 2, 8
 _LANES = _NUM_WARPS * 32 * 8
 _LOWEST = float(jnp.finfo(jnp.float32).min)
-# Powers of two are one instruction, those of e ten, and instructions are what there is too much of here.
+# exp2 is one instruction and exp is ten, and this kernel is bound by instructions.
 _LOG2_E = math.log2(math.e)
 
 
 class Softmax(NamedTuple):
-    """The gradient of the cross-entropy with respect to each logit, `[T, V]`, and facts about each row, `[T]`."""
+    """Gradient of the cross-entropy for each logit, `[T, V]`, and statistics of each row, `[T]`."""
 
     d_logits: jax.Array
     log_sum: jax.Array
-    """The logarithm of the softmax's denominator."""
+    """Log of the softmax denominator."""
     of_target: jax.Array
-    """The target's logit; 0 where the target lies outside of the vocabulary."""
+    """The target's logit, or 0 if the target is outside the vocabulary."""
     place: jax.Array
-    """Where the largest logit is; the first of several."""
+    """Index of the (first) largest logit."""
 
 
 def softmax_gradient(logits: jax.Array, targets: jax.Array, factors: jax.Array, *, z_loss: float = 0.0) -> Softmax:
     """Returns the gradient of `sum(factors * (log_sum - of_target + z_loss * log_sum**2))`, in the logits' dtype.
 
-    Computes in float32, and reuses the memory of the logits. A kernel of ours: see `uses_kernels`.
+    A Pallas kernel that computes in float32 and overwrites the logits. Check `uses_kernels` before you call it.
 
     Args:
         logits: `[T, V]`.
-        targets: `[T]` of integers.
-        factors: `[T]`; where NaN, so is the gradient.
+        targets: `[T]` integers.
+        factors: `[T]`. NaN makes the gradient of its row NaN.
 
     Example:
         >>> found = softmax_gradient(jnp.zeros((1, 2)), jnp.array([1]), jnp.array([1.0]))
@@ -188,21 +177,11 @@ def softmax_gradient(logits: jax.Array, targets: jax.Array, factors: jax.Array, 
 register_cost("softmax_gradient", linear_in=range(2, 3))
 
 
-def _softmax_kernel(
-    logits_ref: Any,
-    targets_ref: Any,
-    factors_ref: Any,
-    d_logits_ref: Any,
-    log_sum_ref: Any,
-    of_target_ref: Any,
-    place_ref: Any,
-    *,
-    size: int,
-    z_loss: float,
-) -> None:
+def _softmax_kernel(*refs: Any, size: int, z_loss: float) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
+    logits_ref, targets_ref, factors_ref, d_logits_ref, log_sum_ref, of_target_ref, place_ref = refs
     row, piece = pl.program_id(0), _DEPTH * _LANES
     target, factor = targets_ref[row], factors_ref[row]
     offsets = lax.broadcasted_iota(jnp.int32, (_DEPTH, _LANES), 0) * _LANES
@@ -214,14 +193,14 @@ def _softmax_kernel(
         values = triton.load(logits_ref.at[row, places], mask=mask, other=None if mask is None else _LOWEST)
         return places, mask, values.astype(jnp.float32)
 
-    # Before the gradient is written over it.
+    # Read it before the gradient overwrites it.
     of_target = logits_ref[row, jnp.clip(target, 0, size - 1)].astype(jnp.float32)
 
     def read(index: Any, carry: Any) -> Any:
         largest, total = carry
         _, _, values = load(index)
         new = jnp.maximum(largest, jnp.max(values, axis=0))
-        # Subtracted before they are multiplied: lanes without a logit must come to exactly 0 here.
+        # Subtract before multiplying, so that lanes without a logit give exactly 0.
         exponentials = jnp.exp2((values - new[None]) * _LOG2_E)
         return new, total * jnp.exp2((largest - new) * _LOG2_E) + jnp.sum(exponentials, axis=0)
 

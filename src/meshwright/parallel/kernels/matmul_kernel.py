@@ -1,13 +1,12 @@
-"""Products of gathered rows, written where they belong: a matmul of our own for Hopper GPUs (Pallas, by Mosaic).
+"""A matmul for Hopper GPUs (Pallas, Mosaic GPU) that writes products of gathered rows into their final place.
 
-If rows are gathered in parts (`collective_parts`), each part has rows of every device, and its products belong into as
-many places of the result. XLA's matmuls write arrays of their own, which one more pass puts together: 4 to 8% of the
-matmul. This one writes into the result itself.
+If rows are gathered in parts (`collective_parts`), each part has rows of every device, whose products belong in
+different places of the result. XLA's matmuls write separate arrays, and one more pass joins them, which takes 4 to 8%
+of the matmul's time. This kernel writes into the result directly.
 
-Each block of the kernel makes one tile of 128 rows. One of its three warpgroups fetches pieces of rows and weights, the
-two others multiply 64 rows each. There is a block for each tile and not, as is usual, one for each multiprocessor that
-works through many: beside the matmul runs a transfer, which holds some multiprocessors, and the tiles of blocks that
-wait for those would be late, all of them.
+Each block of the kernel computes one tile of 128 rows. One of its three warpgroups fetches pieces of rows and weights;
+the other two multiply 64 rows each. A persistent kernel, with one block per multiprocessor, would be late here: the
+overlapped transfer occupies some multiprocessors, and all tiles of the blocks that wait for them would be delayed.
 
 Shapes: n devices, B = leading dims, M = rows of one device's shard, M' = those in this part, K, F = features.
 """
@@ -30,28 +29,28 @@ from meshwright.mesh.build import current_mesh
 from meshwright.parallel.kernels.dispatch import is_interpreted
 
 TILE_ROWS = 128
-_WIDTHS = (256, 192, 128)  # of tiles, in columns; the first that divides a weight's
-_DEPTH, _STAGES = 64, 4  # features of a piece that is fetched, and how many pieces are under way
-_SQUARE = 64  # results leave in squares: what one warpgroup's rows and one row of swizzled memory have in common
-_BAND = 8  # tiles of neighbouring rows that go together, so that they find the weights in the cache
+_WIDTHS = (256, 192, 128)  # Tile widths in columns; the first that divides the weight's columns is used.
+_DEPTH, _STAGES = 64, 4  # Features per fetched piece, and pieces in flight.
+_SQUARE = 64  # Results are written in squares of this side: a warpgroup's rows, and a row of swizzled memory.
+_BAND = 8  # Neighboring row tiles that run together, so that they find the weights in the cache.
 _FETCHING_REGISTERS = 40
-_LEAST_ROWS = 8  # that can be written at once, because shared memory comes in tiles of so many rows
+_LEAST_ROWS = 8  # Rows per write, because shared memory is tiled by this many rows.
 
 
 def tile_columns(num_columns: int) -> int:
-    """Returns how many columns the tiles of a product have."""
+    """Returns the tile width for a product with this many columns."""
     return next((width for width in _WIDTHS if num_columns % width == 0), _WIDTHS[0])
 
 
 def row_unit(together: int) -> int:
-    """Returns the least number of rows of each of `together` shards that make whole tiles and can be written."""
+    """Returns the fewest rows of each of `together` shards that fill whole tiles and can be written."""
     return max(TILE_ROWS // math.gcd(TILE_ROWS, together), _LEAST_ROWS)
 
 
 def can_write(x: Any, weights: Sequence[Any], out_dtype: Any, size: int) -> bool:
-    """Returns whether `write_product` can make the products of gathered `x` [B, M, K] and these weights, on this chip.
+    """Returns whether `write_product` supports gathered `x` [B, M, K] and these weights on this chip.
 
-    It needs 16-bit floats throughout, and sizes that are whole tiles; Refs as arguments of kernels came with jax 0.11.
+    It needs 16-bit floats, sizes that fill whole tiles, and jax 0.11 for Refs as kernel arguments.
     """
     *lead, num_rows, width = x.shape
     dtypes = {jnp.dtype(kind) for kind in (x.dtype, out_dtype or x.dtype, *(w.dtype for w in weights))}
@@ -67,13 +66,12 @@ def can_write(x: Any, weights: Sequence[Any], out_dtype: Any, size: int) -> bool
 
 
 def write_product(out: Any, rows: Any, w: Any, *, size: int, num_blocks: int, shard_rows: int, start: int) -> Any:
-    """Returns `out` with the products of `rows` and `w` in their places; the memory of `out` is used again.
+    """Writes the products of `rows` and `w` into their places in `out`, reusing its memory.
 
     Args:
-        out: `[B * n * M, F]`; None for the first part: then it is made, and nothing else is in it. Kernels write into
-            Refs, which must not be said to differ between devices; so neither is this, though it does. It is for the
-            caller to say so when all parts are there.
-        rows: `[n * B * M', K]`: of each of the n devices, rows `start` to `start + M'` of each of its B blocks.
+        out: `[B * n * M, F]`, or None for the first part, which allocates it. It is not marked as varying over devices,
+            because kernels cannot write into varying Refs; the caller marks it after the last part.
+        rows: `[n * B * M', K]`: rows `start` to `start + M'` of each of the B blocks of each of the n devices.
         w: `[K, F]`.
         size: n.
         num_blocks: B.
@@ -102,13 +100,13 @@ def write_product(out: Any, rows: Any, w: Any, *, size: int, num_blocks: int, sh
     )
     if out is None:
         return kernel(rows, w)
-    # A Ref that is seen outside of this would keep JAX from differentiating loops around it, and from remat.
+    # If the Ref were visible outside, JAX could neither differentiate nor remat loops around it.
     return pl.run_state(lambda ref: kernel(rows, w, ref))(out)
 
 
 def _cost(equation: Any) -> Tally:
     rows, w = (value.aval for value in equation.invars[:2])
-    product = rows.shape[0], w.shape[1]  # the array that it is written into is larger
+    product = rows.shape[0], w.shape[1]  # The output array is larger.
     num_elements = rows.size + w.size + math.prod(product)
     flops = Counter({rows.dtype.name: matmul_flops(product, rows.shape[1:])})
     return Tally(by_dtype=flops, moved=num_elements * rows.dtype.itemsize)
@@ -120,12 +118,12 @@ register_cost("write_product", _cost)
 def _kernel(
     rows: Any, w: Any, out: Any, squares: Any, *, width: int, place: Callable[[Any], Any], together: int
 ) -> None:
-    """Makes one tile of `width` columns.
+    """Computes one tile of `width` columns.
 
     Args:
-        squares: two for each warpgroup that multiplies: results on their way out.
-        place: from a row's number to that of its product's row in `out`.
-        together: how many neighbouring rows have neighbouring places.
+        squares: two output buffers for each multiplying warpgroup.
+        place: maps a row's index to its row in `out`.
+        together: number of consecutive rows that stay consecutive in `out`.
     """
     pl, mosaic = _pallas()
     grid = rows.shape[0] // TILE_ROWS, w.shape[1] // width
@@ -147,7 +145,7 @@ def _kernel(
             run(total)
             product = total[...].astype(out.dtype)
             for number, column in enumerate(range(0, width, _SQUARE)):
-                mosaic.wait_smem_to_gmem(1, wait_read_only=True)  # two squares; the one before the last has left
+                mosaic.wait_smem_to_gmem(1, wait_read_only=True)  # One of the two buffers is free again.
                 square = squares.at[me, number % 2]
                 square[...] = product[:, column : column + _SQUARE]
                 mosaic.commit_smem()
@@ -173,13 +171,13 @@ def _kernel(
 
 
 def _swizzled() -> tuple[Any, ...]:
-    """Returns how arrays lie in shared memory for matmuls to read them: rows of 128 bytes, in tiles of 8 of them."""
+    """Returns the shared-memory layout that the matmuls read: tiles of 8 rows of 128 bytes, swizzled."""
     _, mosaic = _pallas()
     return mosaic.TilingTransform((_LEAST_ROWS, _SQUARE)), mosaic.SwizzleTransform(2 * _SQUARE)
 
 
 def _pallas() -> tuple[Any, Any]:
-    """Returns Pallas and its part for GPUs since Hopper. Importing them takes a second, and types differ by version."""
+    """Imports Pallas and Mosaic GPU on first use, because the import takes a second."""
     from jax.experimental import pallas
     from jax.experimental.pallas import mosaic_gpu
 

@@ -1,1 +1,1 @@
-"""Matmuls that hide their collectives: the operations, their form on each chip, and the loops underneath."""
+"""Matmuls that overlap their collectives, and the best form for each chip."""

@@ -1,10 +1,10 @@
-"""Matmuls that hide their collective: gather rows while multiplying, or multiply while summing and scattering rows.
+"""Matmuls that overlap their collective: all-gather then multiply, or multiply then reduce-scatter.
 
-Sequence parallelism keeps activations split by rows between blocks. Entering a tensor-parallel block, rows must be
-gathered; leaving it, partial products must be summed and rows scattered. Done in one piece, either transfer stalls
-the matmul units. Here it is cut into hops around a ring, and each hop runs beside the matmul of what is already
-there; forward and backward. The same call works in every view: inside `shard_map` it runs the ring, in a plain
-`jit` program under a mesh it runs the ring as an island, and without the axis, or with None, it is an ordinary matmul.
+Sequence parallelism keeps activations split by rows between blocks. A tensor-parallel block starts with an all-gather
+of rows and ends with a reduce-scatter of partial products. As one collective, either one stalls the matmul units.
+Here the transfer is cut into hops around a ring (or into parts), and each hop overlaps with the matmul of the piece
+before it, forward and backward. The same call works in every view: in `shard_map` it runs the ring, in a `jit` program
+under a mesh it runs the ring as an island, and without a mesh or axis it is an ordinary matmul.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from meshwright.parallel.overlap.ring_loops import (
 )
 
 GATHERED_ROWS = "gathered_rows"
-"""The name (`jax.ad_checkpoint.checkpoint_name`) of what `save_gathered` keeps, for policies of `jax.checkpoint`."""
+"""The `checkpoint_name` of the rows that `save_gathered` keeps, for `jax.checkpoint` policies."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,18 @@ def gather_matmul(
     out_dtype: Any = None,
     kernels: bool | None = None,
 ) -> Any:
-    """Returns `gather(x) @ w`, with the rows of `x` gathered along a mesh axis while they are multiplied.
+    """Returns `all_gather(x) @ w`, gathering the rows of `x` along a mesh axis while multiplying.
 
     Args:
         x: `[..., rows, K]`, split by rows over `axis`.
-        w: `[K, F]`, split by columns over `axis`; or a tuple of such weights, which share one gather.
-        form: `"ring"`, `"both_ways"`, `"parts"`, `"whole"` or a `Form`; by default what measured best on this chip.
-        grad_form: the same for the backward pass.
+        w: `[K, F]`, split by columns over `axis`, or a tuple of such weights that share one gather.
+        form: `"ring"`, `"both_ways"`, `"parts"`, `"whole"` or a `Form` (default: the best one measured on this chip).
+        grad_form: the same, for the backward pass.
         save_gathered: keep the gathered rows for the weight's gradient instead of gathering them again.
-        wire_dtype: the dtype in which the backward's partial sums travel; that of `x` by default.
-        out_dtype: the dtype of the products, which are float32 inside; that of `x` and `w` by default.
-        kernels: whether a kernel of ours writes products into their places, where rows come in parts and it can; by
-            default on Hopper GPUs.
+        wire_dtype: dtype in which the backward pass sends partial sums (default: that of `x`).
+        out_dtype: dtype of the products, which accumulate in float32 (default: that of `x` and `w`).
+        kernels: use a Pallas kernel that writes products in place, if rows are gathered in parts and shapes allow
+            (default: on Hopper GPUs).
 
     Returns:
         `[..., rows * n, F]`, split by columns; a tuple of them for a tuple of weights.
@@ -100,7 +100,7 @@ def gather_matmul(
     out_dtype = None if out_dtype is None else as_dtype(out_dtype)
 
     def multiply(x: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
-        uses = _uses(x, len(weights))
+        uses = (x,) if len(weights) == 1 else _forked(len(weights), x)
         return tuple(_product(use, weight, out_dtype) for use, weight in zip(uses, weights, strict=True))
 
     def ring(x: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -135,15 +135,16 @@ def matmul_scatter(
     wire_dtype: Any = None,
     kernels: bool | None = None,
 ) -> jax.Array:
-    """Returns `x @ w` summed over a mesh axis, each device keeping its own rows, summed while they are multiplied.
+    """Returns `reduce_scatter(x @ w)`, summing rows over a mesh axis while multiplying.
 
     Args:
-        x: `[..., rows, K]`, split by columns over `axis`; rows must divide evenly among the devices.
+        x: `[..., rows, K]`, split by columns over `axis`. The axis size must divide the rows.
         w: `[K, F]`, split by rows over `axis`.
-        form: `"ring"`, `"both_ways"`, `"parts"`, `"whole"` or a `Form`; by default what measured best on this chip.
-        grad_form: the same for the backward pass.
-        wire_dtype: the dtype in which partial sums travel; that of `x` by default. float32 doubles the bytes.
-        kernels: whether a kernel of ours cuts the weight, where columns are summed in parts; by default on GPUs.
+        form: `"ring"`, `"both_ways"`, `"parts"`, `"whole"` or a `Form` (default: the best one measured on this chip).
+        grad_form: the same, for the backward pass.
+        wire_dtype: dtype in which partial sums are sent (default: that of `x`). float32 sends twice the bytes of
+            bfloat16.
+        kernels: use a Pallas kernel to cut the weight, if columns are summed in parts (default: on GPUs).
 
     Returns:
         `[..., rows / n, F]`, split by rows.
@@ -176,28 +177,18 @@ def matmul_scatter(
 
     rows, columns = _specs(x.ndim, axis)
     result: jax.Array = view.run(
-        ring,
-        x,
-        w,
-        plain=functools.partial(_product, out_dtype=None),
-        in_specs=(columns, P(axis, None)),
-        out_specs=rows,
+        ring, x, w, plain=functools.partial(_product, out_dtype=None), in_specs=(columns, P(axis, None)), out_specs=rows
     )
     return result
 
 
 def _specs(num_dims: int, axis: str | None) -> tuple[P, P]:
-    """Returns the specs of arrays that an axis splits by rows, and by columns."""
+    """Returns the specs that split an array by rows and by columns."""
     lead = [None] * (num_dims - 2)
     return P(*lead, axis, None), P(*lead, None, axis)
 
 
 # --- gather_matmul and its gradient ---
-
-
-def _uses(x: Any, count: int) -> tuple[Any, ...]:
-    """Returns `x` for each of its uses; its gradient is added up in an order in which cuBLAS can do it."""
-    return (x,) if count == 1 else tuple(_forked(count, x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -206,8 +197,8 @@ def _forked(count: int, x: Any) -> list[Any]:
 
 
 def _forked_bwd(count: int, _: None, grads: list[Any]) -> tuple[Any]:
-    # The newest product first: XLA lets a matmul add to its result what the other operand of a sum is, but looks only
-    # at the first operand that is a matmul. JAX's order puts the sum there, whose matmul adds to something already.
+    # XLA fuses an addition into the first operand that is a matmul, so put the newest product first; in JAX's order the
+    # first one already has an addition fused into it.
     return (functools.reduce(lambda total, grad: grad + total, reversed(grads)),)
 
 
@@ -223,9 +214,8 @@ def _gather_forward(plan: _Choices, x: Any, weights: tuple[Any, ...], *, keep: b
     if not plan.writes:
         return _gather_and_multiply(plan, keep, x, weights)
     plain = functools.partial(_gather_and_multiply, replace(plan, writes=False), keep)
-    found: tuple[tuple[Any, ...], Any] = backed_by(plain, functools.partial(_gather_and_multiply, plan, keep))(
-        x, weights
-    )
+    run = backed_by(plain, functools.partial(_gather_and_multiply, plan, keep))
+    found: tuple[tuple[Any, ...], Any] = run(x, weights)
     return found
 
 
@@ -265,31 +255,28 @@ def _gather_fwd(plan: _Choices, x: Any, weights: tuple[Any, ...]) -> tuple[Any, 
 def _gather_bwd(plan: _Choices, saved: Any, d_outs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     kept, weights = saved
     num_rows = d_outs[0].shape[-2] // plan.size
-    d_outs = tuple(d_out.astype(_out_dtype(kept, w)) for d_out, w in zip(d_outs, weights, strict=True))
-    # Without this, XLA finds that the forward gathered the same rows and keeps them, which is not what was asked.
-    kept, d_outs = tie((kept, d_outs))
-
+    grads = [d_out.astype(_out_dtype(kept, w)) for d_out, w in zip(d_outs, weights, strict=True)]
+    # Otherwise XLA reuses the rows of the forward pass and keeps them in memory.
+    kept, grads = tie((kept, grads))
     turned = [w.T for w in weights]
 
-    def products(slices: list[Any], dtype: Any) -> Any:
-        return multiply_all(slices, turned, dtype)
+    def products(blocks: list[Any], dtype: Any) -> Any:
+        return multiply_all(blocks, turned, dtype)
 
     gathered = kept if plan.save_gathered else None
     if not plan.backward.ring:
         if plan.backward.parts:
-            dx = scatter_in_parts(d_outs, turned, plan.axis, plan.size, plan.backward.parts, plan.wire)
+            dx = scatter_in_parts(grads, turned, plan.axis, plan.size, plan.backward.parts, plan.wire)
         else:
-            dx = sum_scattered(products(list(d_outs), plan.wire), plan.axis)
+            dx = sum_scattered(products(grads, plan.wire), plan.axis)
         if gathered is None:
             gathered = lax.all_gather(kept, plan.axis, axis=kept.ndim - 2, tiled=True)
     elif gathered is not None:
-        dx = scatter_sums(products, list(d_outs), num_rows, plan.axis, plan.size, plan.backward, plan.wire)
+        dx = scatter_sums(products, grads, num_rows, plan.axis, plan.size, plan.backward, plan.wire)
     else:
-        dx, gathered = scatter_beside_gather(
-            products, list(d_outs), kept, plan.axis, plan.size, plan.backward, plan.wire
-        )
-    d_weights = tuple(dot_rows(gathered, d, w.dtype) for d, w in zip(d_outs, weights, strict=True))
-    return _both_before_what_follows(plan, dx.astype(kept.dtype), d_weights)
+        dx, gathered = scatter_beside_gather(products, grads, kept, plan.axis, plan.size, plan.backward, plan.wire)
+    d_weights = tuple(dot_rows(gathered, d, w.dtype) for d, w in zip(grads, weights, strict=True))
+    return _finish_both(plan, dx.astype(kept.dtype), d_weights)
 
 
 _gather_matmul.defvjp(_gather_fwd, _gather_bwd)
@@ -300,18 +287,16 @@ _gather_matmul.defvjp(_gather_fwd, _gather_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul_scatter(plan: _Choices, x: Any, w: Any) -> Any:
-    out_dtype = _out_dtype(x, w)
     if plan.forward.parts:
         summed = scatter_in_parts([x], [w], plan.axis, plan.size, plan.forward.parts, plan.wire, kernels=plan.kernels)
-        return summed.astype(out_dtype)
-    if not plan.forward.ring:
-        partial = dot(x, w, plan.wire)
-        return sum_scattered(partial, plan.axis).astype(out_dtype)
-    num_rows = x.shape[-2] // plan.size
-    summed = scatter_sums(
-        lambda s, dtype: dot(s[0], w, dtype), [x], num_rows, plan.axis, plan.size, plan.forward, plan.wire
-    )
-    return summed.astype(out_dtype)
+    elif plan.forward.ring:
+        num_rows = x.shape[-2] // plan.size
+        summed = scatter_sums(
+            lambda s, dtype: dot(s[0], w, dtype), [x], num_rows, plan.axis, plan.size, plan.forward, plan.wire
+        )
+    else:
+        summed = sum_scattered(dot(x, w, plan.wire), plan.axis)
+    return summed.astype(_out_dtype(x, w))
 
 
 def _scatter_bwd(plan: _Choices, saved: Any, d_out: Any) -> tuple[Any, Any]:
@@ -334,21 +319,17 @@ def _scatter_bwd(plan: _Choices, saved: Any, d_out: Any) -> tuple[Any, Any]:
 
     buffers = empty_rows(x, x.shape[-2], x.shape[-1], x.dtype), empty_rows(x, x.shape[-2], w.shape[-1], d_out.dtype)
     dx, gathered = tie(gather_pieces(d_out, plan.axis, plan.size, plan.backward, visit, buffers))
-    return _both_before_what_follows(plan, dx, dot_rows(x, gathered, w.dtype))
+    return _finish_both(plan, dx, dot_rows(x, gathered, w.dtype))
 
 
 _matmul_scatter.defvjp(lambda plan, x, w: (_matmul_scatter(plan, x, w), (x, w)), _scatter_bwd)
 
 
-# --- What both have in common ---
+# --- Shared by both ---
 
 
-def _both_before_what_follows(plan: _Choices, dx: Any, d_weights: Any) -> tuple[Any, Any]:
-    """Returns gradients that are used once both are there.
-
-    The weight's needs all gathered rows. XLA would put it off, since only the input's is waited for, and hold the rows
-    of one ring through the next ones.
-    """
+def _finish_both(plan: _Choices, dx: Any, d_weights: Any) -> tuple[Any, Any]:
+    """Ties both gradients, so that XLA does not delay the weight's and hold its gathered rows through later rings."""
     if not plan.backward.ring:
         return dx, d_weights
     both: tuple[Any, Any] = tie((dx, d_weights))
@@ -356,11 +337,10 @@ def _both_before_what_follows(plan: _Choices, dx: Any, d_weights: Any) -> tuple[
 
 
 def _products(plan: _Choices, piece: Any, weights: tuple[Any, ...]) -> list[Any]:
-    """Multiplies one piece of rows with each weight of a forward gather."""
     products: list[Any] = []
     for w in weights:
         if products and (plan.forward.parts or plan.forward.tie == "next"):
-            # On GPUs: XLA would join the weights, multiply once and cut the product, which copies all of them.
+            # On GPUs, XLA would concatenate the weights, multiply once and split the product, which copies all of them.
             piece, products[-1] = tie((piece, products[-1]))
         products.append(_product(piece, w, plan.out))
     return products
@@ -371,7 +351,7 @@ def _product(piece: Any, w: Any, out_dtype: Any) -> Any:
 
 
 def _wire_dtype(asked: Any, x: Any, *weights: Any) -> Any:
-    """Returns the dtype in which partial sums travel: that of `x`, unless it has no place for their fractions."""
+    """Returns the dtype in which partial sums are sent: that of `x` if it is a float, otherwise the promoted dtype."""
     if asked is not None:
         return as_dtype(asked)
     return x.dtype if is_float(x.dtype) else jnp.result_type(x.dtype, *(w.dtype for w in weights))

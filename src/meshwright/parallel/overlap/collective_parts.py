@@ -1,14 +1,14 @@
-"""The loops of the form in parts: whole collectives, each of a part of what travels, beside large matmuls.
+"""Overlapped matmuls in parts: several collectives, each with a part of every shard, overlapped with large matmuls.
 
-A ring multiplies one device's rows at a time. On a GPU such matmuls are small: the last round of tiles leaves
-multiprocessors idle, and each sum that is passed on is another pass over it. Here each collective carries a part of
-every device's shard, so that the matmuls are as large as the parts, and the library that moves the data also adds it
-up. A gather cuts rows, smallest part first: nothing can be multiplied before it is there. A scatter cuts columns,
-smallest part last, since nothing is left to multiply beside it. Every other transfer has a matmul beside it.
+A ring multiplies one device's rows at a time. On a GPU such matmuls are small: their last round of tiles leaves
+multiprocessors idle, and passing on a partial sum costs another pass over it. Here each collective carries a part of
+every device's shard, so matmuls are as large as the parts, and NCCL does the sums. A gather cuts rows, smallest part
+first, because the first transfer has no matmul to overlap with. A scatter cuts columns, smallest part last, for the
+same reason at its end.
 
-Devices are a dim of their own while rows travel, the first one: so rows lie in memory as the transfer needs them, and
-leading dims may be split over other axes. Gathered rows have no other dim beside it when they pass a barrier, since XLA
-would use that freedom to lay out the products anew, part by part, which is a pass over all of them.
+During transfers, devices are a separate leading dim, so rows lie in memory as the collective needs them, and other axes
+may split the leading dims. Gathered rows are otherwise flat when they pass a barrier: with more dims, XLA would change
+the layout of each part's product, which costs a pass over it.
 
 Shapes: n devices, B = leading dims, M = rows of one device's shard, K, F = features.
 """
@@ -31,22 +31,22 @@ from meshwright.parallel.overlap.ring_loops import dot, sum_scattered, tie
 from meshwright.specs import ceil_div
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200. One round of a matmul is one tile on each of them, all at once."""
+"""Multiprocessors of an H100 or H200. One round of a matmul computes one tile on each."""
 
 _TILE_COLUMNS = 256
-_FEW_ROUNDS, _FEW_PARTS = 24, 8  # above, a round that is not full costs little, and there are many ways to look at
-_LAUNCH = 0.1  # of a kernel, in rounds; about 10 us of 100
+_FEW_ROUNDS, _FEW_PARTS = 24, 8  # Above these, a partial round costs little and the search is slow.
+_LAUNCH = 0.1  # Cost of a kernel launch, in rounds: about 10 us of 100 us.
 
 
 def cut(total: int, parts: Sequence[int], *, unit: int, tiles: int) -> list[tuple[int, int]]:
-    """Returns the start and end of each part of `total`, about in proportion to `parts`.
+    """Returns the start and end of each part of `total`, roughly in proportion to `parts`.
 
-    Where a matmul has few rounds of tiles, parts but the last are made of full ones, since a round that is half full
-    takes as long; else of units. There may be fewer parts than asked for, and none is empty.
+    If a matmul has few rounds of tiles, all parts but the last have full rounds, because a partial round takes as long
+    as a full one. Empty parts are dropped.
 
     Args:
-        unit: parts are multiples of it if `total` is one, or is large; else they are of any size.
-        tiles: how many tiles one unit makes.
+        unit: parts are multiples of this if `total` is one or is large; otherwise they have any size.
+        tiles: number of tiles in one unit.
 
     Example:
         >>> cut(2048, (1, 2, 4, 7), unit=16, tiles=14)  # 14 rounds of 132 tiles
@@ -70,10 +70,10 @@ def _rounds(units: int, tiles: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _quickest(units: int, tiles: int, parts: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the units of each part, at most as many parts as asked for, in the least time.
+    """Returns the number of units in each part that minimizes the total time, in rounds, with at most `len(parts)`.
 
-    How fast `parts` grow says how fast transfers are: where they grow most, the transfer of a part takes as long as the
-    matmul of the one before. All is counted in rounds. The first transfer and the last matmul have nothing beside them.
+    The largest growth between neighboring `parts` is taken as the ratio of matmul time to transfer time. The first
+    transfer and the last matmul do not overlap.
     """
     growth = max(1.0, *(after / before for before, after in itertools.pairwise(parts)))
     sending = _rounds(units, tiles) / units / growth
@@ -86,7 +86,7 @@ def _quickest(units: int, tiles: int, parts: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _ways(units: int, tiles: int, most: int, least: int = 1) -> Iterator[tuple[int, ...]]:
-    """Yields the ways to cut units into parts, of which all but the last have full rounds, no fewer than before."""
+    """Yields the ways to cut units into parts that do not shrink and, except for the last, have full rounds."""
     yield (units,)
     if most == 1:
         return
@@ -109,12 +109,12 @@ def gather_in_parts(
     *,
     written: Sequence[Any] = (),
 ) -> tuple[Any, ...]:
-    """Gathers rows in parts, calls `multiply(rows)` for each and returns its results with their rows in order.
+    """Gathers rows in parts, calls `multiply(rows)` on each and returns the results with all rows in order.
 
     Args:
-        columns: of the largest product that is made.
-        multiply: from `[n, B * M', K]`, M' rows of each device, to arrays that differ in their last dim only.
-        written: weights whose products a kernel writes (`matmul_kernel`); those come first among the results.
+        columns: columns of the largest product.
+        multiply: maps `[n, B * M', K]`, with M' rows of each device, to arrays that differ only in their last dim.
+        written: weights whose products a kernel writes (`matmul_kernel`); these products come first in the results.
     """
     *lead, num_rows, width = x.shape
     blocks = math.prod(lead)
@@ -128,9 +128,9 @@ def gather_in_parts(
     for index, (start, end) in enumerate(edges):
         rows, last = arriving, index == len(edges) - 1
         if index == 0:
-            cuts, rows = tie((cuts, rows))  # all are cut while the first travels, beside which there is no matmul
+            cuts, rows = tie((cuts, rows))  # Cut all parts during the first transfer, which has no matmul to overlap.
         if not last:
-            # One transfer after the other: XLA would make one of them all.
+            # Otherwise XLA merges all transfers into one.
             following, rows = tie((cuts[index + 1], rows))
             arriving = lax.all_gather(following, axis)
         flat = rows.reshape(-1, width)
@@ -140,10 +140,10 @@ def gather_in_parts(
         ]
         results = multiply(rows)
         if not last:
-            # The next part is used once these products are there: the matmuls would be merged.
+            # Otherwise XLA merges the matmuls.
             arriving, results, outs = tie((arriving, results, outs))
         found.append([jnp.moveaxis(r.reshape(size, *lead, end - start, r.shape[-1]), 0, -3) for r in results])
-    # Left as one concatenation, the pass over the results can be part of whatever uses them next.
+    # XLA can fuse one concatenation into its consumer.
     joined = (jnp.concatenate(pieces, axis=-2) for pieces in zip(*found, strict=True))
     whole = (*pcast_varying(outs, sorted(varying_axes(x))), *joined)
     return tuple(result.reshape(*lead, size * num_rows, result.shape[-1]) for result in whole)
@@ -159,15 +159,16 @@ def scatter_in_parts(
     *,
     kernels: bool | None = False,
 ) -> Any:
-    """Returns the sum over devices of `sum(x @ w)`, each device keeping its rows; columns are summed in parts.
+    """Returns the reduce-scatter of `sum(x @ w)` over rows, computed in parts of columns.
 
     Args:
         operands: `[B, n * M, K]` each.
         weights: `[K, F]` each, one per operand.
-        wire: the dtype in which partial sums travel.
-        kernels: whether a kernel cuts the weights (`copy_kernels`).
+        wire: dtype in which partial sums are sent.
+        kernels: use a kernel to cut the weights (`copy_kernels`).
     """
-    rows = [_by_device(operand, size) for operand in operands]
+    # [B, n * M, K] to [n, B, M, K], which copies nothing without B.
+    rows = [jnp.moveaxis(x.reshape(*x.shape[:-2], size, x.shape[-2] // size, x.shape[-1]), -3, 0) for x in operands]
     across = ceil_div(math.prod(rows[0].shape[:-1]), TILE_ROWS)
     edges = cut(weights[0].shape[-1], parts, unit=_TILE_COLUMNS, tiles=across)[::-1]
     cuts = list(zip(*(cut_columns(w, edges, kernels=kernels) for w in weights), strict=True))
@@ -175,21 +176,15 @@ def scatter_in_parts(
     for index in range(len(edges)):
         product = multiply_all(rows, cuts[index], wire)
         if index < len(edges) - 1:
-            cuts[index + 1], product = tie((cuts[index + 1], product))  # else the matmuls are merged
+            cuts[index + 1], product = tie((cuts[index + 1], product))  # Otherwise XLA merges the matmuls.
         if sums:
-            sums[-1], product = tie((sums[-1], product))  # else the transfers are
+            sums[-1], product = tie((sums[-1], product))  # Otherwise XLA merges the transfers.
         sums.append(sum_scattered(product, axis, dim=0)[0])
     return jnp.concatenate(sums[::-1], axis=-1)
 
 
-def _by_device(x: Any, size: int) -> Any:
-    """Makes a first dim of the devices that rows belong to, [B, n * M, K] to [n, B, M, K]; no copy without B."""
-    *lead, num_rows, width = x.shape
-    return jnp.moveaxis(x.reshape(*lead, size, num_rows // size, width), -3, 0)
-
-
 def multiply_all(operands: Sequence[Any], weights: Sequence[Any], dtype: Any) -> Any:
-    """Returns the sum of `x @ w` over pairs of operand and weight, added up in float32."""
+    """Returns the sum of `x @ w` over pairs of operand and weight, accumulated in float32."""
     if len(weights) == 1:
         return dot(operands[0], weights[0], dtype)
     return sum(dot(x, w) for x, w in zip(operands, weights, strict=True)).astype(dtype)

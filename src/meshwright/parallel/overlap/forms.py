@@ -1,8 +1,8 @@
-"""What hides communication on which chip: forms of overlapped matmuls, compiler options for whole collectives.
+"""Forms of the overlapped matmuls and compiler options that hide communication, by chip.
 
-Forms were measured by compiling [16384, 8192] @ [8192, 28672] in bfloat16 ahead of time (benchmarks/RESULTS.md has the
-runs): hops hidden behind a matmul, the compiler's estimate of compute over that of the unsplit form, and temporary
-memory. A form that looks equivalent can lose everything to the compiler's scheduling, which is why there is a table.
+Each form was chosen by compiling [16384, 8192] @ [8192, 28672] in bfloat16 ahead of time (see benchmarks/RESULTS.md)
+and reading the hidden hops, the compiler's compute estimate relative to the unsplit form, and temporary memory. Forms
+that look equivalent can differ completely in how the compiler schedules them, hence the table.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Tie = Literal["none", "next", "between", "slice", "late_slice", "operand", "prod
 
 @dataclass(frozen=True)
 class Form:
-    """How shards travel and how the compiler is kept from undoing it.
+    """How shards travel in an overlapped matmul, and which barriers keep the compiler from undoing it.
 
     Args:
-        ring: False is the unsplit form: one collective beside one matmul; or, with `parts`, several of both.
-        both_ways: half of each shard travels up and half down, using both directions of each link at once.
-        tie: what an optimization barrier ties together at each step; see `loops`.
-        parts: without a ring, the sizes of the parts that travel, relative to each other, smallest first. The transfer
-            of the first one is not hidden: a gather begins with it, a scatter ends with it. See `parts`.
+        ring: if False, use one collective and one matmul, or with `parts`, several of both.
+        both_ways: send half of each shard up and half down, to use both directions of each link.
+        tie: the values that pass one optimization barrier at each step; see `ring_loops`.
+        parts: without a ring, the relative sizes of the parts, smallest first. A gather starts with the smallest part
+            and a scatter ends with it; that transfer is not hidden. See `collective_parts`.
     """
 
     ring: bool = True
@@ -42,8 +42,8 @@ class Form:
         of_a_ring = self.ring or self.both_ways or self.tie != "none"
         if self.parts and (of_a_ring or min(self.parts) < 1):
             raise PlacementError(
-                f"{self} has parts, which are positive and of whole collectives, not of a ring.",
-                hint="for example Form(ring=False, parts=(1, 2, 4, 7)).",
+                f"{self}: parts must be positive and need ring=False without both_ways and tie.",
+                hint="use e.g. Form(ring=False, parts=(1, 2, 4, 7)).",
             )
 
 
@@ -107,10 +107,10 @@ _in_branch: ContextVar[bool] = ContextVar("in_branch", default=False)
 
 @contextlib.contextmanager
 def branch() -> Iterator[None]:
-    """Marks what is traced inside as code that only some devices run: a stage of a pipeline.
+    """Marks traced code that only some devices run, such as a pipeline stage.
 
-    XLA's CPU backend makes every hop of a ring wait for all devices of the program, and would wait for ever there.
-    Collectives by groups wait for their group only.
+    There, a ring would hang on XLA's CPU backend, where every hop waits for all devices of the program. Grouped
+    collectives wait only for their group.
     """
     token = _in_branch.set(True)
     try:
@@ -120,45 +120,40 @@ def branch() -> Iterator[None]:
 
 
 def choose_form(operation: Operation, form: Form | str | None, *, axis_size: int, width: int) -> Form:
-    """Returns the form to use: the caller's, or the table's for this chip.
+    """Returns the caller's form, or the table's entry for this chip.
 
     Args:
-        width: features per device that each travelling row is multiplied with, or is a product of.
+        width: features on one device that each gathered row is multiplied by, or each scattered row is summed over.
     """
     if isinstance(form, str):
         if form not in _NAMED:
             hint = did_you_mean(form, _NAMED) or f"use one of: {', '.join(_NAMED)}, or a Form."
-            raise PlacementError(f"{operation}: there is no form {form!r}.", hint=hint)
+            raise PlacementError(f"{operation}: unknown form {form!r}.", hint=hint)
         return _NAMED[form]
     if form is not None:
         return form
     family = chip_family(current_mesh())
     if family == "cpu" and _in_branch.get():
         return WHOLE
-    if family == "gpu" and _has_automatic_axes():
-        return _GPU_ISLAND[operation]
     if family == "gpu":
+        mesh = current_mesh()
+        if mesh is not None and any(size > 1 and axis not in mesh.manual_axes for axis, size in mesh.shape.items()):
+            return _GPU_ISLAND[operation]
         for least_size, least_width, parts in GPU_PARTS.get(operation, []):
             if axis_size >= least_size and width >= least_width:
                 return parts
     return FORMS[family][operation]
 
 
-def _has_automatic_axes() -> bool:
-    """Whether XLA may have split arrays over axes that this code does not see."""
-    mesh = current_mesh()
-    return mesh is not None and any(size > 1 and axis not in mesh.manual_axes for axis, size in mesh.shape.items())
-
-
 # --- Whole collectives ---
 
-# Rings hide what they move by their own form. A gather of a layer's weights (FSDP) is one instruction, and only the
-# compiler can make it asynchronous. Its defaults do that on GPUs, and not on TPUs. Read off a compiled train step of a
-# 7B decoder on 64 chips (benchmarks/RESULTS.md); no such machine was timed.
+# An all-gather of a layer's weights (FSDP) is one instruction, and only the compiler can make it asynchronous. By
+# default it does so on GPUs but not on TPUs. These options were chosen on a 7B decoder's train step, compiled for 64
+# chips (benchmarks/RESULTS.md); none was timed on hardware.
 
-# SparseCores carry collectives while the matmul units work. By default all of a v5p's and a v6e's are synchronous, and
-# a reduce-scatter over a whole slice becomes an all-reduce, of twice the bytes. Async collective fusion, the other
-# way, hid half of a v5p's gathers and left the all-reduces.
+# SparseCores run collectives during matmuls. By default, collectives on v5p and v6e are synchronous, and a
+# reduce-scatter over a whole slice becomes an all-reduce of twice the bytes. The alternative, async collective fusion,
+# hid half of the all-gathers on v5p and kept the all-reduces.
 _SPARSE_CORE: dict[str, Any] = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
@@ -167,10 +162,10 @@ _SPARSE_CORE: dict[str, Any] = {
     "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
     "xla_tpu_sparse_core_reduce_scatter_offload_min_size_in_bytes": "0",
 }
-# A layer's weights in one gather, which starts a layer ahead: of seven, three were left exposed.
+# Gather a layer's weights at once, one layer ahead; as seven all-gathers, three were exposed.
 _COMBINED: dict[str, Any] = {"xla_gpu_all_gather_combine_threshold_bytes": 2**30}
-# Where layers are written out, XLA combines the gradients of all of them, and scatters them when all is done: so these
-# go one by one. In a loop, one scatter for each layer hides more (89% of all bytes for 85%, with fsdp:8,tp:8).
+# With unrolled layers, XLA would combine the gradients of all layers and scatter them at the end, so scatter them one
+# by one. In a loop, one scatter per layer hides more (89% of all bytes instead of 85%, with fsdp:8,tp:8).
 _ONE_BY_ONE: dict[str, Any] = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20}
 
 OPTIONS: dict[str, dict[str, Any]] = {"v5p": _SPARSE_CORE, "v6e": _SPARSE_CORE, "gpu": _COMBINED}
@@ -178,12 +173,13 @@ OPTIONS_WRITTEN_OUT: dict[str, dict[str, Any]] = {"gpu": _ONE_BY_ONE}
 
 
 def overlap_options(mesh: AnyMesh, *, written_out: bool = False) -> dict[str, Any]:
-    """Returns `compiler_options` for `make_train_step` that hide collectives on the chips of a mesh; often none.
+    """Returns `compiler_options` for `make_train_step` that hide collectives on a mesh's chips; often empty.
 
-    `written_out`: layers are not in a loop (`Execution(layers="unroll")`).
+    The options belong to certain compilers (jax 0.10 with libtpu 0.0.42; jax 0.10 to 0.12 on GPUs). Another version may
+    reject one, with an error that names it.
 
-    They are names of one compiler version (jax 0.10 with libtpu 0.0.42; jax 0.10 to 0.12 on GPUs): another may refuse
-    one of them, with an error that names it.
+    Args:
+        written_out: set this if layers are unrolled (`Execution(layers="unroll")`).
 
     Example:
         >>> import meshwright as mw

@@ -1,9 +1,9 @@
-"""The loops under the overlapped matmuls: pieces that arrive and are used, partial sums that are passed on.
+"""Ring loops of the overlapped matmuls: gather pieces around a ring, or pass partial sums around it.
 
-All loops are unrolled in Python. XLA then sees each hop as its own instruction and can run it beside a matmul; in a
-`fori_loop` it cannot. Left alone, XLA merges the small matmuls, starts hops too early or splits the additions off,
-each of which exposes hops or costs memory. `optimization_barrier` prevents that: values that pass through one
-barrier together cannot be moved across each other. Which ties are needed differs between chips (`forms`).
+All loops are unrolled in Python, because XLA overlaps hops with matmuls only if each hop is a separate instruction, not
+in a `fori_loop`. By default XLA merges the small matmuls, starts hops too early or splits off the additions, each of
+which exposes hops or costs memory. An `optimization_barrier` (a tie) prevents that: XLA cannot reorder values that pass
+through one barrier together. Which ties are needed depends on the chip (`forms`).
 
 Shapes: rows are the second to last dim. B = leading dims, M = rows of one device's shard, K, F = features.
 """
@@ -26,23 +26,17 @@ tie = lax.optimization_barrier
 
 
 def dot(a: Any, b: Any, dtype: Any = jnp.float32) -> Any:
-    """Multiplies the last dim of `a` with the first of `b`, accumulating in float32 inside the matmul unit.
+    """Contracts the last dim of `a` with the first of `b`, accumulating in float32.
 
-    A product that is to be narrower is asked for as such: on GPUs the cast of a float32 one is a pass of its own, and
-    the gradient of that cast a matmul in float32.
+    Ask for the dtype you need: on GPUs, casting a float32 product costs a pass, and its gradient a float32 matmul.
     """
     return lax.dot_general(a, b, (((a.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype)
 
 
 def dot_rows(a: Any, b: Any, dtype: Any = jnp.float32) -> Any:
-    """Contracts all dims but the last of `a` and `b`: the gradient of a weight."""
+    """Contracts all dims but the last of `a` and `b`, as for the gradient of a weight."""
     dims = tuple(range(a.ndim - 1))
     return lax.dot_general(a, b, ((dims, dims), ((), ())), preferred_element_type=dtype)
-
-
-def take_rows(x: Any, start: Any, size: int) -> Any:
-    """Returns `size` rows from a traced start."""
-    return lax.dynamic_slice_in_dim(x, start, size, axis=x.ndim - 2)
 
 
 def put_rows(buffer: Any, rows: Any, start: Any) -> Any:
@@ -51,32 +45,29 @@ def put_rows(buffer: Any, rows: Any, start: Any) -> Any:
 
 
 def empty_rows(like: Any, num_rows: int, num_features: int, dtype: Any) -> Any:
-    """Returns an uninitialised buffer that varies as `like` does; filling it with zeros would cost a pass over it."""
+    """Returns an uninitialized buffer that varies like `like`; zeroing it would cost a pass over it."""
     shape = (*like.shape[:-2], num_rows, num_features)
-    # JAX takes what depends on nothing out of a loop that it differentiates; the buffer would be copied in each round.
-    # Into a function with a rule of its own for batches, it does not look.
+    # JAX hoists constants out of loops that it differentiates, which would copy the buffer in every iteration. It does
+    # not look into functions with a custom vmap rule.
     kept_inside = jax.custom_batching.custom_vmap(lambda _: lax.empty(shape, dtype))
     kept_inside.def_vmap(lambda size, *_: (lax.empty((size, *shape), dtype), True))
     return pcast_varying(kept_inside(lax.stop_gradient(like)), sorted(varying_axes(like)))
 
 
 def sum_scattered(x: Any, axis: str, *, dim: int = -2) -> Any:
-    """Sums over devices in one collective, each device keeping its own part of one dim: the rows."""
+    """Reduce-scatters one dim over an axis, the rows by default."""
     wide = x.astype(summing_dtype(x.dtype))
     return lax.psum_scatter(wide, axis, scatter_dimension=dim % x.ndim, tiled=True).astype(x.dtype)
 
 
 def shift(x: PyTree, axis: str, size: int, *, up: bool = True) -> PyTree:
-    """Sends every array one place along a ring of known size and returns what arrives."""
+    """Sends every array to the next device of a ring and returns the arrays received."""
     pairs = [(j, (j + 1) % size if up else (j - 1) % size) for j in range(size)]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), x)
 
 
 def gather_pieces(x: Any, axis: str, size: int, form: Form, visit: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-    """Sends shards around the ring and calls `carry = visit(carry, piece, start_row)` for each piece as it arrives.
-
-    Every row of the gathered array is visited exactly once, this device's own first.
-    """
+    """Sends shards around the ring and calls `carry = visit(carry, piece, start_row)` on each, this device's first."""
     num_rows, place = x.shape[-2], lax.axis_index(axis)
     half = _half(num_rows, form)
     pieces = [x[..., :half, :], x[..., half:, :]] if half else [x]
@@ -88,7 +79,7 @@ def gather_pieces(x: Any, axis: str, size: int, form: Form, visit: Callable[[Any
             carry = visit(carry, piece, first_row + half if way else first_row)
             tied = form.tie == "next" or (form.tie == "between" and way == 0) or (not half and form.tie != "none")
             if tied and not last:
-                # The next piece may be used only after this product is written: else the products are merged.
+                # Use the next piece only after this product is written; otherwise XLA merges the products.
                 arriving[way], carry = tie((arriving[way], carry))
         pieces = arriving
     return carry
@@ -104,19 +95,19 @@ def scatter_sums(
     wire: Any,
     between: Callable[[int, Any], Any] | None = None,
 ) -> Any:
-    """Sums row blocks over devices, each block ending on the device it belongs to.
+    """Reduce-scatters row blocks around the ring; each block ends on the device that owns it.
 
     Args:
-        products: from one block of rows of each operand, and a dtype, to their product.
-        operands: the arrays whose rows are taken.
-        num_rows: rows of one block.
-        wire: the dtype in which partial sums travel.
-        between: called after each step with its number and an accumulator; returns the accumulator, tied to whatever
-            else is to be in step with the ring.
+        products: maps one block of rows of each operand, and a dtype, to their product.
+        operands: the arrays whose rows are multiplied.
+        num_rows: rows in one block.
+        wire: dtype in which partial sums are sent.
+        between: called after each step with its index and an accumulator; returns the accumulator, tied to other work
+            that should keep pace with the ring.
     """
     place, half = lax.axis_index(axis), _half(num_rows, form)
     rows = half or num_rows
-    # Whole numbers stay whole numbers in sums: float32 has only 24 bits for them.
+    # Integers are summed as integers, because float32 holds only 24 bits exactly.
     wide = jnp.float32 if is_float(wire) else wire
     sums: list[Any] = [None, None] if half else [None]
     previous: Any = None
@@ -128,22 +119,22 @@ def scatter_sums(
             if received is not None and form.tie == "operand":
                 operands, received, sums[before] = tie((operands, received, sums[before]))
             elif received is not None and form.tie == "late_slice":
-                # Cutting it late keeps fewer slices in memory.
+                # Slicing late keeps fewer slices in memory.
                 start, _ = tie((start, sums[before]))
             elif received is not None and form.tie == "product":
-                # On GPUs: without this tie the matmuls are merged, which makes the hop synchronous.
+                # On GPUs, XLA would otherwise merge the matmuls, which makes the hop synchronous.
                 start, _ = tie((start, previous))
-            slices = [take_rows(operand, start, rows) for operand in operands]
+            slices = [lax.dynamic_slice_in_dim(operand, start, rows, axis=operand.ndim - 2) for operand in operands]
             if received is None:
                 total = products(slices, wire)
             elif form.tie == "product":
-                # On GPUs: without the tie, the library takes the received buffer as its own accumulator.
+                # On GPUs, cuBLAS would otherwise use the received buffer as its accumulator.
                 received, product = tie((received, products(slices, wire)))
                 total = (product.astype(wide) + received.astype(wide)).astype(wire)
             else:
                 if form.tie in ("slice", "late_slice"):
-                    # The slice is multiplied once the partial sum is here: the addition then stays inside the matmul,
-                    # and the previous chain's hop runs beside it.
+                    # Multiply after the partial sum arrives: the addition then stays inside the matmul, which overlaps
+                    # with the other direction's hop.
                     slices, received, sums[before] = tie((slices, received, sums[before]))
                 total = (products(slices, wide) + received.astype(wide)).astype(wire)
             sums[chain] = previous = total
@@ -155,34 +146,34 @@ def scatter_sums(
 def scatter_beside_gather(
     products: Callable[[list[Any], Any], Any], operands: list[Any], x: Any, axis: str, size: int, form: Form, wire: Any
 ) -> tuple[Any, Any]:
-    """Scatters the input's gradient and, beside the same matmuls, gathers the rows that the weight's gradient needs.
+    """Scatters the input's gradient and gathers the rows for the weight's gradient, overlapped with the same matmuls.
 
-    The weight's gradient is then one large matmul. Adding to it shard by shard would read and write the float32
-    accumulator once per hop, which costs up to 1.5 times the matmul itself.
+    The weight's gradient is then one large matmul. Accumulating it shard by shard would read and write the float32
+    accumulator at every hop, which costs up to 1.5 times the matmul.
     """
     num_rows, place = x.shape[-2], lax.axis_index(axis)
     half = _half(num_rows, form)
-    travelling = [x[..., :half, :], x[..., half:, :]] if half else [x]
+    traveling = [x[..., :half, :], x[..., half:, :]] if half else [x]
     buffer = put_rows(empty_rows(x, num_rows * size, x.shape[-1], x.dtype), x, place * num_rows)
-    state = {"travelling": travelling, "buffer": buffer}
+    state = {"traveling": traveling, "buffer": buffer}
 
     def hop(step: int, total: Any) -> Any:
         if step == size - 1:
             return total
-        arrived = [shift(part, axis, size, up=way == 0) for way, part in enumerate(state["travelling"])]
+        arrived = [shift(part, axis, size, up=way == 0) for way, part in enumerate(state["traveling"])]
         arrived, total, buffer = tie((arrived, total, state["buffer"]))
         for way, part in enumerate(arrived):
             source = lax.rem(place + (size - 1 - step if way == 0 else step + 1), size)
             buffer = put_rows(buffer, part, source * num_rows + way * half)
-        state.update(travelling=arrived, buffer=buffer)
+        state.update(traveling=arrived, buffer=buffer)
         return total
 
     dx = scatter_sums(products, operands, num_rows, axis, size, form, wire, between=hop)
-    # The large matmul must not start between the hops: it would hold its operands for the whole ring.
+    # If the large matmul started between hops, it would hold its operands for the whole ring.
     gathered, dx = tie((state["buffer"], dx))
     return dx, gathered
 
 
 def _half(num_rows: int, form: Form) -> int:
-    """Returns how many rows of a shard travel up; 0 where it travels whole."""
+    """Returns the number of rows of a shard that travel up, or 0 if the shard is not split."""
     return num_rows // 2 if form.both_ways and num_rows % 2 == 0 else 0

@@ -1,1 +1,1 @@
-"""Pipelines: schedules as tables, and the engine that runs them."""
+"""Pipeline schedules and the engine that runs them."""

@@ -1,13 +1,12 @@
-"""Pipeline parallelism: the layers of a model spread over a mesh axis, with microbatches flowing through them.
+"""Pipeline parallelism: layers split over a mesh axis, with microbatches flowing through them.
 
-Every device runs the same loop over the ticks of a schedule (`parallel.pipeline.schedule`): look up what is to be
-done, do it or idle, pass the result on. Three things make its gradients right and cheap, and are easily lost:
+Every device runs the same loop over the ticks of a schedule: look up its stage and microbatch, run it or idle, send the
+result to the next device. Three details keep the gradients correct and cheap:
 
-* Idle ticks run nothing (`cond`), since a stage run on the zeros of an empty pipeline can make NaN out of the zero
-  gradients that come back for them.
-* Whatever is differentiated is marked as varying before the loop. The mark's gradient is a sum over devices; inside
-  the loop it would stand in a branch that only some devices take, and the others would wait for them for ever.
-* A tick is checkpointed as a whole, including the choice of weights: per tick, only the microbatch's activations stay.
+* Idle ticks run nothing (`cond`), because a stage that runs on zeros can turn zero gradients into NaN.
+* All differentiated inputs are marked as varying before the loop. The gradient of that mark is a sum over devices,
+  which would deadlock inside a branch that only some devices take.
+* Each tick is checkpointed as a whole, including the choice of weights, so only its activations are kept.
 """
 
 from __future__ import annotations
@@ -52,35 +51,33 @@ def pipeline(
     everywhere: bool = False,
     remat: bool = True,
 ) -> PyTree:
-    """Runs a batch through stages that lie along a mesh axis, in the local view; the result is on the last stage.
+    """Runs a batch through pipeline stages along a mesh axis, in the local view.
 
-    On the other stages the result is zeros, so that a sum over the axis (`everywhere=True`) gives it to all.
+    The result is on the last stage and zero on the others, unless `everywhere=True`.
 
     Args:
-        stage_fn: `stage_fn(params, h, *extras)`, which returns what the next stage takes as `h`; it gets `rng=` as well
-            where that is given. It may communicate along other axes, not along this one. On simulated CPU devices,
-            where a hop of a ring waits for all devices, overlapped matmuls take their unsplit form in it; a ring of
-            your own would hang there.
-        stage_params: this device's slice of the layers: what `stage_layers` gives, split over `axis`. Under a circular
-            schedule the leading dim is the rounds, and `stage_fn` gets one of them at a time.
-        x: the batch that enters the first stage: activations, or whatever `first` makes them of.
-        extras: more arrays with the batch's rows, cut into microbatches along with it (masks, positions). What is the
-            same for all rows is closed over.
-        schedule: "gpipe", "circular", or a table of your own.
-        first: `first(first_params, x)`, run on the first stage only: an embedding, say.
-        last: `last(last_params, h)`, or `last(last_params, h, targets)` where these are given, run on the last stage
-            only: a head, or a head and the loss.
-        rng: a key, or a tree of them. A microbatch's key belongs to its rows (`row_key`), so that what is drawn does
-            not depend on `num_microbatches`; it is the same in all stages, which fold in the number of their layer.
-        combine: what becomes of the microbatches' results: put together along the rows, stacked, or summed (losses).
-        everywhere: sends the result to all stages.
-        remat: computes each tick again in the backward pass. Without it, all that the backward pass needs is kept, and
-            that includes a copy of the stage's weights for every tick.
+        stage_fn: `stage_fn(params, h, *extras)` returns the next stage's `h`; with `rng`, it is also passed `rng=`. It
+            may communicate along other axes but not along `axis`. On simulated CPU devices, custom `ppermute` rings
+            hang inside it, and the overlapped matmuls use their unsplit form.
+        stage_params: this device's slice of the output of `stage_layers`, split over `axis`. With a circular schedule,
+            the leading dim is the rounds, and `stage_fn` gets one round at a time.
+        x: the batch that enters the first stage, or the input of `first`.
+        extras: more arrays to cut into microbatches, e.g. masks or positions. Close over values that all rows share.
+        schedule: "gpipe", "circular" or a `Schedule`.
+        first: `first(first_params, x)`, run only on the first stage, e.g. an embedding.
+        last: `last(last_params, h)`, or `last(last_params, h, targets)` with `targets`, run only on the last stage,
+            e.g. a head and the loss.
+        rng: a key or a tree of keys. Each microbatch gets its rows' keys (`row_key`), so the values drawn do not depend
+            on `num_microbatches`. All stages get the same key; fold in the layer index.
+        combine: concatenate the microbatches' results along rows, stack them, or sum them (e.g. losses).
+        everywhere: send the result to all stages.
+        remat: recompute each tick in the backward pass. If False, residuals are kept, including a copy of the stage's
+            weights for every tick.
 
     Example:
         >>> import meshwright as mw
         >>> from jax.sharding import PartitionSpec as P
-        >>> layers = jnp.full((8, 1, 1), 2.0)  # eight layers that double
+        >>> layers = jnp.full((8, 1, 1), 2.0)  # Each of eight layers doubles its input.
         >>> def stage(params, h):
         ...     return jax.lax.scan(lambda h, w: (h @ w, None), h, params)[0]
         >>> run = mw.parallel.local_map(
@@ -94,11 +91,17 @@ def pipeline(
     """
     if combine not in get_args(Combine):
         hint = did_you_mean(str(combine), get_args(Combine)) or f"use one of: {', '.join(get_args(Combine))}."
-        raise PlacementError(f"pipeline: there is no way {combine!r} to combine results.", hint=hint)
+        raise PlacementError(f"pipeline: unknown combine={combine!r}.", hint=hint)
     num_stages = axis_size(axis, who="pipeline")
     table = _table(schedule, stage_params, num_stages=num_stages, num_microbatches=num_microbatches)
-    _warn_about_bubble(table)
-    # The deadlock of the second point above: every mark is set here, none in a branch.
+    if num_microbatches < num_stages:
+        warnings.warn(
+            f"pipeline: {num_microbatches} microbatches on {num_stages} stages leave the devices idle "
+            f"{table.bubble_fraction:.0%} of the time.\nhint: use at least {num_stages} microbatches.",
+            MeshwrightWarning,
+            stacklevel=2,
+        )
+    # Mark everything here: inside a branch, the marks' gradients would deadlock.
     shared = _in_mesh_order(frozenset({axis}).union(*map(varying_axes, jax.tree.leaves((x, extras, targets)))))
     functions = _Functions(
         stage_fn=stage_fn,
@@ -113,28 +116,37 @@ def pipeline(
         by_round=schedule == "circular" or table.num_rounds > 1,
     )
     h_type, out_type = _flow(functions, axis)
-    place = axis_index(axis, who="pipeline")
+    place, end = axis_index(axis, who="pipeline"), table.num_virtual_stages - 1
 
     def tick(h: PyTree, row: Any) -> tuple[PyTree, PyTree]:
         stage, microbatch = (column[place] for column in row)
 
-        def work(h: PyTree) -> tuple[PyTree, PyTree]:
-            return _work(functions, h, stage, microbatch, h_type, out_type)
+        def enter(h: PyTree) -> PyTree:
+            return _mark(functions.enter(microbatch), h_type)
 
-        done: tuple[PyTree, PyTree]
+        def leave(h: PyTree) -> PyTree:
+            return _mark(functions.leave(h, microbatch), out_type)
+
+        def work(h: PyTree) -> tuple[PyTree, PyTree]:
+            h = enter(h) if end == 0 else lax.cond(stage == 0, enter, lambda h: h, h)
+            h = _mark(functions.run(h, stage, microbatch), h_type)
+            return h, leave(h) if end == 0 else lax.cond(stage == end, leave, lambda h: _zeros(out_type), h)
+
         if (table.stages != IDLE).all():
-            done = work(h)
-        else:
-            done = lax.cond(stage != IDLE, work, lambda h: (h, _zeros(out_type)), h)
+            return work(h)
+        done: tuple[PyTree, PyTree] = lax.cond(stage != IDLE, work, lambda h: (h, _zeros(out_type)), h)
         return done
 
     if remat:
-        # Around the whole tick: inside the branch, the weights chosen for it would be handed out as values to keep.
+        # Checkpoint the whole tick; inside the branch, the chosen weights would be saved as residuals.
         tick = jax.checkpoint(tick, prevent_cse=False)
+
+    senders = range(num_stages if table.num_rounds > 1 else num_stages - 1)
+    pairs = [(stage, (stage + 1) % num_stages) for stage in senders]
 
     def step(h: PyTree, row: Any) -> tuple[PyTree, PyTree]:
         h, out = tick(h, row)
-        return _pass_on(h, axis, num_stages, ring=table.num_rounds > 1), out
+        return h if num_stages == 1 else jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), h), out
 
     _, outs = lax.scan(step, _zeros(h_type), (jnp.asarray(table.stages), jnp.asarray(table.microbatches)))
     result = _combine(outs, table, combine)
@@ -148,7 +160,7 @@ def pipeline(
 
 @dataclass(frozen=True)
 class _Functions:
-    """The user's functions and what they are given."""
+    """The user's functions and their arguments."""
 
     stage_fn: Callable[..., PyTree]
     first: Callable[..., PyTree] | None
@@ -188,27 +200,6 @@ class _Functions:
             return self.last(self.params[2], h) if targets is None else self.last(self.params[2], h, targets)
 
 
-def _work(
-    f: _Functions, h: PyTree, stage: Any, microbatch: Any, h_type: PyTree, out_type: PyTree
-) -> tuple[PyTree, PyTree]:
-    end = f.table.num_virtual_stages - 1
-    if end == 0:
-        h = _mark(f.enter(microbatch), h_type)
-    else:
-        h = lax.cond(stage == 0, lambda h: _mark(f.enter(microbatch), h_type), lambda h: h, h)
-    h = _mark(f.run(h, stage, microbatch), h_type)
-    if end == 0:
-        return h, _mark(f.leave(h, microbatch), out_type)
-    return h, lax.cond(stage == end, lambda h: _mark(f.leave(h, microbatch), out_type), lambda h: _zeros(out_type), h)
-
-
-def _pass_on(h: PyTree, axis: str, num_stages: int, *, ring: bool) -> PyTree:
-    if num_stages == 1:
-        return h
-    pairs = [(stage, (stage + 1) % num_stages) for stage in range(num_stages if ring else num_stages - 1)]
-    return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), h)
-
-
 def _combine(outs: PyTree, table: Schedule, combine: Combine) -> PyTree:
     ticks = table.finished_at()
     in_a_row = (np.diff(ticks) == 1).all()
@@ -221,7 +212,7 @@ def _combine(outs: PyTree, table: Schedule, combine: Combine) -> PyTree:
             return results
         if results.ndim < 2:
             raise PlacementError(
-                "pipeline cannot put the microbatches' results together along their rows: they are scalars.",
+                "pipeline cannot concatenate the microbatches' results along rows: they are scalars.",
                 hint='use combine="sum" or combine="stack".',
             )
         return results.reshape(-1, *results.shape[2:])
@@ -229,7 +220,7 @@ def _combine(outs: PyTree, table: Schedule, combine: Combine) -> PyTree:
     return jax.tree.map(merge, outs)
 
 
-# --- What flows between stages ---
+# --- Types of the arrays between stages ---
 
 
 @dataclass(frozen=True)
@@ -245,7 +236,7 @@ class _Type:
 
 
 def _flow(f: _Functions, axis: str) -> tuple[PyTree, PyTree]:
-    """Returns the types of what stages pass on and of what the last one gives; checks the user's functions."""
+    """Returns the types of `h` and of the result, and checks the user's functions."""
     zero = pcast_varying(jnp.int32(0), axis)
     h_type = _trace(lambda: f.enter(zero), axis, name="first")
     while True:
@@ -253,22 +244,20 @@ def _flow(f: _Functions, axis: str) -> tuple[PyTree, PyTree]:
         wider = _join_types(h_type, made)
         if wider == h_type:
             break
-        h_type = wider  # A stage may make what it gets vary along more axes; then what it gets has to as well.
+        h_type = wider  # A stage may return an `h` that varies along more axes; then its input must vary as well.
     return h_type, _trace(lambda: f.leave(_zeros(h_type), zero), axis, name="last")
 
 
 def _trace(call: Callable[[], PyTree], axis: str, *, name: str) -> PyTree:
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)()
-    checked = axis in varying_axes(
-        pcast_varying(jnp.int32(0), axis)
-    )  # not where check_vma is off, or the axis has size 1
+    # False if check_vma is off or the axis has size 1.
+    checked = axis in varying_axes(pcast_varying(jnp.int32(0), axis))
     for value in jaxpr.consts:
         outside = isinstance(value, jax.core.Tracer) and is_float(value.dtype)
         if checked and outside and axis not in varying_axes(value):
             raise PlacementError(
-                f"pipeline: {name} closes over a {value.dtype} array of shape {value.shape} that is the same on all "
-                f"stages. Its gradient would be summed over {axis!r} in a branch that only one stage takes, and never "
-                "end.",
+                f"pipeline: {name} closes over a {value.dtype} array of shape {value.shape} that is replicated over "
+                f"{axis!r}. Its gradient would be a sum over {axis!r} inside one stage's branch, which deadlocks.",
                 hint=f"pass it through {name}'s parameters, or close over "
                 f"meshwright.parallel.pcast_varying(array, {axis!r}).",
             )
@@ -285,9 +274,9 @@ def _join_types(taken: PyTree, made: PyTree) -> PyTree:
     )
     if not same:
         raise PlacementError(
-            f"pipeline: a stage takes {jax.tree.map(str, taken)} but returns {jax.tree.map(str, made)}; stages in the "
-            "middle must return what they take.",
-            hint="what changes shapes at the ends goes into first= (an embedding) and last= (a head).",
+            f"pipeline: a stage takes {jax.tree.map(str, taken)} but returns {jax.tree.map(str, made)}; input and "
+            "output must have the same shapes and dtypes.",
+            hint="move layers that change shapes into first= (an embedding) or last= (a head).",
         )
     return jax.tree.map(
         lambda a, b: _Type(a.shape, a.dtype, _in_mesh_order(frozenset(a.axes) | frozenset(b.axes))), taken, made
@@ -317,7 +306,7 @@ def _table(schedule: str | Schedule, stage_params: PyTree, *, num_stages: int, n
             ("microbatches", num_microbatches, schedule.num_microbatches),
         ):
             if ours != theirs:
-                raise MeshwrightError(f"the schedule was made for {theirs} {name}; here there are {ours}.")
+                raise MeshwrightError(f"the schedule is for {theirs} {name}; the pipeline has {ours}.")
         if schedule.num_rounds > 1:
             count_rounds(stage_params, schedule.num_rounds)
         return schedule
@@ -328,14 +317,4 @@ def _table(schedule: str | Schedule, stage_params: PyTree, *, num_stages: int, n
     if schedule == "circular":
         return circular_schedule(num_stages, count_rounds(stage_params), num_microbatches)
     hint = did_you_mean(schedule, ("gpipe", "circular")) or "use 'gpipe', 'circular' or a Schedule."
-    raise MeshwrightError(f"pipeline knows no schedule {schedule!r}.", hint=hint)
-
-
-def _warn_about_bubble(table: Schedule) -> None:
-    if table.num_microbatches < table.num_stages:
-        warnings.warn(
-            f"pipeline: {table.num_microbatches} microbatches on {table.num_stages} stages leave the devices idle "
-            f"{table.bubble_fraction:.0%} of the time.\nhint: use at least {table.num_stages} microbatches.",
-            MeshwrightWarning,
-            stacklevel=3,
-        )
+    raise MeshwrightError(f"pipeline: unknown schedule {schedule!r}.", hint=hint)

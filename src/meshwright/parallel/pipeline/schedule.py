@@ -1,8 +1,8 @@
-"""Pipeline schedules as data: which virtual stage and which microbatch each device works on at each tick.
+"""Pipeline schedules as tables: the virtual stage and microbatch that each device runs at each tick.
 
-A pipeline of `num_stages` devices runs `num_stages * num_rounds` virtual stages; virtual stage `s` lives on device
-`s % num_stages`. A schedule is a table; what runs it (`engine`) knows no schedule by name. The table holds the forward
-pass: the backward pass is its mirror image, which JAX derives. `stage_layers` makes stages of stored layers.
+A pipeline of `num_stages` devices runs `num_stages * num_rounds` virtual stages; virtual stage `s` runs on device
+`s % num_stages`. The table describes the forward pass; JAX derives the backward pass, its mirror image. The `engine`
+runs any table. `stage_layers` arranges stacked layers as stages.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ IDLE = -1
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A table of work, checked when it is made.
+    """A pipeline schedule, validated on construction.
+
+    A microbatch must run virtual stage `s + 1` at the tick after stage `s`, because devices send their result at the
+    end of each tick and keep nothing.
 
     Args:
-        stages: `[ticks, devices]`, the virtual stage a device runs at a tick, -1 where it is idle.
-        microbatches: `[ticks, devices]`, the microbatch it runs it on, -1 where it is idle.
-
-    A microbatch reaches virtual stage `s + 1` at the tick after it left stage `s`: devices pass on what they made at
-    the end of each tick and keep nothing.
+        stages: `[ticks, devices]`, the virtual stage that a device runs, or -1 if idle.
+        microbatches: `[ticks, devices]`, the microbatch that it runs, or -1 if idle.
     """
 
     stages: np.ndarray[Any, Any]
@@ -43,38 +43,38 @@ class Schedule:
         object.__setattr__(self, "microbatches", microbatches)
         if stages.ndim != 2 or stages.shape != microbatches.shape or not stages.size:
             raise MeshwrightError(
-                f"a schedule is two tables of ticks x devices; got shapes {stages.shape} and {microbatches.shape}."
+                f"a schedule needs two tables of ticks x devices; got shapes {stages.shape} and {microbatches.shape}."
             )
         self._check()
 
     @property
     def num_ticks(self) -> int:
-        """Steps from the first microbatch's entry to the last one's exit."""
+        """Number of ticks."""
         return int(self.stages.shape[0])
 
     @property
     def num_stages(self) -> int:
-        """Devices in the pipeline."""
+        """Number of devices in the pipeline."""
         return int(self.stages.shape[1])
 
     @property
     def num_virtual_stages(self) -> int:
-        """Stages that a microbatch passes, over all rounds."""
+        """Number of stages that a microbatch passes, over all rounds."""
         return int(self.stages.max()) + 1
 
     @property
     def num_rounds(self) -> int:
-        """How often a microbatch passes each device."""
+        """Number of times that a microbatch passes each device."""
         return self.num_virtual_stages // self.num_stages
 
     @property
     def num_microbatches(self) -> int:
-        """Parts that the batch is cut into."""
+        """Number of microbatches."""
         return int(self.microbatches.max()) + 1
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of device ticks spent idle.
+        """Share of device ticks spent idle.
 
         Example:
             >>> gpipe_schedule(4, 4).bubble_fraction, circular_schedule(4, 3, 4).bubble_fraction
@@ -83,14 +83,14 @@ class Schedule:
         return float((self.stages == IDLE).mean())
 
     def finished_at(self) -> np.ndarray[Any, Any]:
-        """Returns, for each microbatch, the tick at which it leaves the last virtual stage."""
+        """Returns the tick at which each microbatch leaves the last virtual stage."""
         ticks, devices = np.nonzero(self.stages == self.num_virtual_stages - 1)
         finished = np.empty(self.num_microbatches, np.int64)
         finished[self.microbatches[ticks, devices]] = ticks
         return finished
 
     def __str__(self) -> str:
-        """Returns the table as text: a line per device, `stage:microbatch` per tick."""
+        """Returns one line per device, with `stage:microbatch` for each tick."""
         cells = [
             [f"{stage}:{microbatch}" if stage != IDLE else "." for stage, microbatch in zip(*row, strict=True)]
             for row in zip(self.stages.T, self.microbatches.T, strict=True)
@@ -104,11 +104,11 @@ class Schedule:
     def _check(self) -> None:
         busy = self.stages != IDLE
         if not busy.any() or (busy != (self.microbatches != IDLE)).any() or self.stages[busy].min() < 0:
-            raise MeshwrightError("a schedule's cell holds a stage and a microbatch, or -1 in both tables.")
+            raise MeshwrightError("each cell of a schedule needs a stage and a microbatch, or -1 in both tables.")
         if self.num_virtual_stages % self.num_stages:
             raise MeshwrightError(
-                f"a schedule of {self.num_virtual_stages} virtual stages on {self.num_stages} devices leaves rounds "
-                "unfinished.",
+                f"a schedule of {self.num_virtual_stages} virtual stages on {self.num_stages} devices has an "
+                "incomplete round.",
                 hint="use a multiple of the number of devices.",
             )
         when = np.full((self.num_virtual_stages, self.num_microbatches), IDLE)
@@ -116,27 +116,27 @@ class Schedule:
             stage, microbatch = int(self.stages[tick, device]), int(self.microbatches[tick, device])
             cell = f"tick {tick}, device {device}: stage {stage} of microbatch {microbatch}"
             if stage % self.num_stages != device:
-                raise MeshwrightError(f"{cell} runs on the wrong device; it lives on {stage % self.num_stages}.")
+                raise MeshwrightError(f"{cell} is on the wrong device; it must run on {stage % self.num_stages}.")
             if when[stage, microbatch] != IDLE:
-                raise MeshwrightError(f"{cell} was already run at tick {when[stage, microbatch]}.")
+                raise MeshwrightError(f"{cell} already ran at tick {when[stage, microbatch]}.")
             if stage and when[stage - 1, microbatch] != tick - 1:
                 before = when[stage - 1, microbatch]
-                ran = f"ran at tick {before}" if before != IDLE else "has not run before"
+                ran = f"ran at tick {before}" if before != IDLE else "has not run"
                 raise MeshwrightError(
-                    f"{cell} needs what stage {stage - 1} made at tick {tick - 1}, but that {ran}.",
-                    hint="a stage must follow the one before it at the very next tick.",
+                    f"{cell} needs the result of stage {stage - 1} from tick {tick - 1}, but that stage {ran}.",
+                    hint="run each stage one tick after the previous one.",
                 )
             when[stage, microbatch] = tick
         missing = np.argwhere(when == IDLE)
         if len(missing):
             stage, microbatch = missing[0]
             raise MeshwrightError(
-                f"the schedule leaves out {len(missing)} cells, first stage {stage} of microbatch {microbatch}."
+                f"the schedule is missing {len(missing)} cells, e.g. stage {stage} of microbatch {microbatch}."
             )
 
 
 def gpipe_schedule(num_stages: int, num_microbatches: int) -> Schedule:
-    """Returns the table in which microbatches follow each other through the stages, one tick apart.
+    """Returns a GPipe schedule: microbatches pass through the stages one tick apart.
 
     Example:
         >>> print(gpipe_schedule(2, 3))
@@ -148,11 +148,11 @@ def gpipe_schedule(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def circular_schedule(num_stages: int, num_rounds: int, num_microbatches: int) -> Schedule:
-    """Returns the table in which every microbatch passes the ring of devices `num_rounds` times.
+    """Returns a circular (interleaved) schedule: every microbatch passes all devices `num_rounds` times.
 
-    With `r` rounds a device holds `r` thin slices of the model instead of one thick one, and idles for `1/r` of the
-    time that GPipe's schedule does. Microbatches go round in groups of `num_stages`, so that each returns to the first
-    device just when that is free and nothing has to wait in a queue.
+    With `r` rounds, a device holds `r` thin slices of the model instead of one thick one, and its idle time is `1/r` of
+    GPipe's. Microbatches circulate in groups of `num_stages`, so each returns to the first device just as it becomes
+    free.
 
     Example:
         >>> print(circular_schedule(2, 2, 2))
@@ -164,33 +164,28 @@ def circular_schedule(num_stages: int, num_rounds: int, num_microbatches: int) -
         if value < 1:
             raise MeshwrightError(f"a pipeline schedule cannot have {value} {name}.", hint="use 1 or more.")
     groups = ceil_div(num_microbatches, num_stages)
-    # A device's k-th turn, counted from the moment the first microbatch could reach it.
+    # Ticks since the first microbatch could reach a device.
     turn = np.arange(groups * num_rounds * num_stages + num_stages - 1)[:, None] - np.arange(num_stages)
     per_group = num_rounds * num_stages
     microbatch = turn // per_group * num_stages + turn % num_stages
     stage = turn % per_group // num_stages * num_stages + np.arange(num_stages)
     busy = (turn >= 0) & (microbatch < num_microbatches) & (turn < groups * per_group)
-    used = np.flatnonzero(busy.any(axis=1))[-1] + 1  # a last group that is not full ends early
+    used = np.flatnonzero(busy.any(axis=1))[-1] + 1  # A partial last group ends early.
     return Schedule(np.where(busy, stage, IDLE)[:used], np.where(busy, microbatch, IDLE)[:used])
 
 
 # --- Layers as stages ---
-#
-# Parameters are stored as `[num_layers, ...]` in the order of the layers, whatever the mesh. For one round, `P(axis)`
-# gives each device its stage. When microbatches pass the devices several times, device `d` of `n` needs the slices `d`,
-# `d + n`, `d + 2n`, ...; as `[num_rounds, num_layers / num_rounds, ...]`, split by `P(None, axis)`, it has just these.
-# That is a reshape: it keeps the order of layers, and does not depend on the mesh.
-#
-# What it costs depends on where it happens. Inside a step whose state is split by `P(axis)`, XLA moves the weights to
-# their stages and the gradients back, once per step. A run that wants to save this keeps its state in the second form,
-# and calls `unstage_layers` where it writes a checkpoint.
 
 
 def stage_layers(params: PyTree, *, num_stages: int, num_rounds: int = 1) -> PyTree:
-    """Returns stacked layers in the form that a pipeline splits over its axis; checks that they divide.
+    """Arranges layers stacked as `[num_layers, ...]` for a pipeline. Call it in the global view, before `local_map`.
 
-    For one round that is how they are stored, split by `P(axis)`. For several it is `[num_rounds, layers per round,
-    ...]`, split by `P(None, axis)`. Call it in the global view, before `local_map`; see the comment above.
+    With one round, the layers stay as they are; split them by `P(axis)`. With several, they are reshaped to
+    `[num_rounds, layers per round, ...]`; split them by `P(None, axis)`, which gives device `d` of `n` the slices `d`,
+    `d + n`, `d + 2n`, and so on. The order of the layers stays the same on any mesh.
+
+    If the state is split by `P(axis)`, XLA moves weights to their stages and gradients back in every step. To avoid
+    that, keep the state in the staged form and call `unstage_layers` when you write a checkpoint.
 
     Example:
         >>> stage_layers({"w": jnp.zeros((12, 5))}, num_stages=2, num_rounds=3)["w"].shape
@@ -200,7 +195,7 @@ def stage_layers(params: PyTree, *, num_stages: int, num_rounds: int = 1) -> PyT
     for leaf in named_leaves(params):
         layers = np.shape(leaf.value)[0] if np.ndim(leaf.value) else None
         if layers is None:
-            raise LayoutError(f"`{leaf.name}` is a scalar: it has no leading dim of layers to split over stages.")
+            raise LayoutError(f"`{leaf.name}` is a scalar; it has no layer dim to split over stages.")
         if layers % chunks or not layers:
             rounds = f" x {num_rounds} rounds" if num_rounds > 1 else ""
             near = sorted({max(layers // chunks, 1) * chunks, round_up(layers, chunks)} - {0})
@@ -216,7 +211,7 @@ def stage_layers(params: PyTree, *, num_stages: int, num_rounds: int = 1) -> PyT
 
 
 def unstage_layers(params: PyTree, *, num_rounds: int = 1) -> PyTree:
-    """Returns layers in the form they are stored in, `[num_layers, ...]`: the inverse of `stage_layers`.
+    """Stacks staged layers as `[num_layers, ...]` again; the inverse of `stage_layers`.
 
     Example:
         >>> unstage_layers({"w": jnp.zeros((3, 4, 5))}, num_rounds=3)["w"].shape
@@ -228,14 +223,14 @@ def unstage_layers(params: PyTree, *, num_rounds: int = 1) -> PyTree:
 
 
 def count_rounds(stage_params: PyTree, rounds: int | None = None) -> int:
-    """Returns the leading dim that staged layers share: the rounds. Raises where they differ, or from `rounds`."""
+    """Returns the number of rounds, the leading dim of staged layers; raises if they differ from it or `rounds`."""
     for leaf in named_leaves(stage_params):
         found = int(np.shape(leaf.value)[0]) if np.ndim(leaf.value) else 0
         rounds = found if rounds is None else rounds
         if found != rounds or not found:
             raise LayoutError(
-                f"`{leaf.name}` has shape {np.shape(leaf.value)}; under a circular schedule its leading dim is the "
-                f"rounds{f', of which there are {rounds}' if rounds else ''}.",
-                hint="stage_layers(params, num_stages=..., num_rounds=...), split by P(None, axis), gives that form.",
+                f"`{leaf.name}` has shape {np.shape(leaf.value)}; a circular schedule needs the rounds"
+                f"{f' ({rounds})' if rounds else ''} as its leading dim.",
+                hint="use stage_layers(params, num_stages=..., num_rounds=...), split by P(None, axis).",
             )
     return rounds or 1
