@@ -81,8 +81,8 @@ def test_rules_output(cli, arguments, code, text):
         (["cli_job:goood"], "error: module 'cli_job' has no attribute 'goood'.\nhint: did you mean 'good'?"),
         (["cli_job"], "error: 'cli_job' does not name a job.\nhint: "),
         (["cli_job:homeless"], "error: no mesh was given, and the job names none.\nhint: "),
-        (["cli_job:good", "--mesh", "fsdp"], "error: mesh 'fsdp': cannot read 'fsdp'.\nhint: "),
-        (["cli_job:good", "--mesh", "fsdp:-1"], "leaves a size open"),
+        (["cli_job:good", "--mesh", "fsdp"], "error: mesh 'fsdp': cannot parse 'fsdp'.\nhint: "),
+        (["cli_job:good", "--mesh", "fsdp:-1"], "has a size of -1"),
         (["cli_job:good", "--picture", "layers/9/w"], "error: the layout has no leaf 'layers/9/w'.\nhint: "),
     ],
 )
@@ -212,8 +212,8 @@ def test_verify_simulates_devices(tmp_path):
     ("arguments", "text"),
     [
         (["cli_job:good"], "error: verify: the job has no loss.\nhint: "),
-        (["verify_job:good", "--mesh", "fsdp:16"], "error: fsdp=16 = 16 but there are only 8 devices."),
-        (["verify_job:good", "--devices", "9"], "error: devices=9 of 8 available."),
+        (["verify_job:good", "--mesh", "fsdp:16"], "error: the mesh fsdp=16 needs 16 devices, but there are 8."),
+        (["verify_job:good", "--devices", "9"], "error: devices=9 is out of range; 8 are available."),
     ],
 )
 def test_verify_errors_go_to_stderr(verify_cli, arguments, text):
