@@ -214,14 +214,14 @@ ERRORS = [
         "leaves without a rule",
         lambda: layout([("bias", P())], {"a": [{"kernel": X}, {"kernel": X}], "bias": struct(8), "out": struct(8, 3)}),
         mw.LayoutError,
-        r"^no rule matches 3 of the leaves:\n  `a/0/kernel` \(8, 8\) and 1 like it\n  `out` \(8, 3\)\n"
+        r"^no rule matches 3 leaves:\n  `a/0/kernel` \(8, 8\) and 1 more like it\n  `out` \(8, 3\)\n"
         r"hint: add \(r\"a/\\d\+/kernel\$\", P\('fsdp', None\)\), \(r\"out\$\", P\('fsdp', None\)\)\.$",
     ),
     (
         "leaves without a rule",
         lambda: mw.match_partition_rules([("bias", P())], {"bias": struct(8), "w": X, "v": X}),
         mw.LayoutError,
-        r"^no rule matches 2 of the leaves:\n  `v` \(8, 8\)\n  `w` \(8, 8\)\n"
+        r"^no rule matches 2 leaves:\n  `v` \(8, 8\)\n  `w` \(8, 8\)\n"
         r"hint: add \(r\"v\$\", P\(None, None\)\), \(r\"w\$\"",
     ),
     (
@@ -338,12 +338,12 @@ WARNINGS = [
     (
         "shadowed rule",
         lambda: layout([("kernel", P()), ("up/kernel", P("tp"))], {"up": {"kernel": X}}),
-        r"rule 1 `up/kernel` is shadowed: rule 0 took `up/kernel` first",
+        r"rule 1 `up/kernel` is shadowed: rule 0 matches `up/kernel` first",
     ),
     (
         "large leaf that is whole",
         lambda: layout([("w", P())], {"w": struct(2048, 2048)}),
-        r"w 2048x2048 is whole on every device: 16\.0 MiB each",
+        r"w 2048x2048 is replicated on every device: 16\.0 MiB each",
     ),
 ]
 
@@ -407,5 +407,5 @@ def test_layout_error_carries_the_whole_report():
     assert report.unmatched == ("u", "v")
     assert [(problem.name, problem.problem.padded) for problem in report.indivisible] == [("w", 8)]
     assert re.search(
-        r"no rule matches 2 of the leaves:.*1 leaf not fitting the mesh fsdp=4 x tp=2:", str(caught.value), re.S
+        r"no rule matches 2 leaves:.*1 leaf does not fit the mesh fsdp=4 x tp=2:", str(caught.value), re.S
     )

@@ -109,7 +109,7 @@ def test_item_13_specs_are_checked_against_the_leaf(spec, text, given):
 
 def test_item_13_a_letter_inside_a_word_is_remarked():
     with pytest.warns(
-        mw.MeshwrightWarning, match=r"rule 0 `k` took `block/bias` by a letter inside a word.*\(\^\|/\)k\(/\|\$\)"
+        mw.MeshwrightWarning, match=r"rule 0 `k` matches inside a word of `block/bias`.*\(\^\|/\)k\(/\|\$\)"
     ):
         mw.match_partition_rules([("k", P()), (".*", P())], {"block": {"bias": host(4)}})
     with warnings.catch_warnings():

@@ -25,14 +25,14 @@ def idle(*texts):
         (["embed", "attn", ".*"], []),
         (["embed", "attn", ""], []),
         (["embed", "attn", "temperature"], []),  # of one element: needs no rule, may have one
-        (["embed", ".*", "attn"], ["rule 2 `attn` is shadowed: rule 1 took `layers/0/attn/query` first"]),
+        (["embed", ".*", "attn"], ["rule 2 `attn` is shadowed: rule 1 matches `layers/0/attn/query` first"]),
         (["embed", "attn", "temprature"], ["rule 2 `temprature` matches no leaf; the closest path is `temperature`"]),
         (["embed", "attn", "Q" * 9], ["rule 2 `QQQQQQQQQ` matches no leaf"]),
         (
             ["attn/quary", "attn", "embed/w", "^embed"],
             [
                 "rule 0 `attn/quary` matches no leaf; the closest path is `layers/0/attn/query`",
-                "rule 3 `^embed` is shadowed: rule 2 took `embed/w` first",
+                "rule 3 `^embed` is shadowed: rule 2 matches `embed/w` first",
             ],
         ),
     ],
@@ -48,7 +48,7 @@ def test_rules_that_did_nothing(texts, found):
 def test_letters_inside_words(text, remarked):
     hits = inside_word_hits(mw.match_rules([(text, P()), (".*", P())], TREE))
     assert bool(hits) is remarked
-    assert all(f"rule 0 `{text}` took `layers/0/attn/query`" in hit for hit in hits)
+    assert all(f"rule 0 `{text}` matches inside a word of `layers/0/attn/query`" in hit for hit in hits)
 
 
 @pytest.mark.parametrize(

@@ -135,5 +135,5 @@ def test_weight_decay_mask():
 
 
 def test_weight_decay_mask_takes_a_list():
-    with pytest.raises(mw.RuleError, match=r"must be a list of patterns, not 'bias'\.\nhint: write \['bias'\]"):
+    with pytest.raises(mw.RuleError, match=r"must be a list of patterns; got 'bias'\.\nhint: pass \['bias'\]"):
         mw.get_weight_decay_mask("bias")

@@ -129,7 +129,7 @@ def test_an_optimizer_state_alone(optimizer):
     alone = mw.explain_layout(RULES, opt_state, MESH)
     assert alone.ok
     for leaf in alone.leaves:
-        assert leaf.spec == expected[leaf.name] or leaf.reason == "statistic of another rank; pass params= to split it"
+        assert leaf.spec == expected[leaf.name] or leaf.reason == "statistic of another rank; pass params= to shard it"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "MultiSteps of masked adafactor"])

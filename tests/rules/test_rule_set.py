@@ -36,7 +36,7 @@ def test_compiled_patterns_are_accepted():
         (3, "not a .regex, PartitionSpec. pair"),
         ((3, P()), "pattern 3 is not a string"),
         ((re.compile(b"x"), P()), "pattern b'x' is not a string"),
-        ((re.compile("x", re.IGNORECASE), P()), r"the flags of .* would be lost\.\nhint: write them into the pattern"),
+        ((re.compile("x", re.IGNORECASE), P()), r"the flags of .* would be lost\.\nhint: put them in the pattern"),
     ],
 )
 def test_what_is_no_rule(rule, text):
@@ -69,7 +69,7 @@ def test_logical_rules(names, spec, mapping):
     ("names", "text"),
     [
         (("embd",), r"rule 0 `w`: logical axis 'embd' is not in the mapping .*\nhint: did you mean 'embed'"),
-        (("zzzzz",), r"\nhint: add 'zzzzz': None to leave such dims whole"),
+        (("zzzzz",), r"\nhint: add 'zzzzz': None to replicate these dims"),
         ("embed", r"must be a tuple of logical names\.\nhint: write"),
         (P("embed"), "must be a tuple of logical names"),
         (("embed", "embed"), "'embed' and 'embed' both map to mesh axis 'fsdp'"),
