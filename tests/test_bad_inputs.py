@@ -229,7 +229,7 @@ ERRORS = [
         lambda: layout([("w", P("fsdp", "tp", None))], {"w": X}),
         mw.LayoutError,
         r"`w` \(rule 0\): P\('fsdp', 'tp', None\) has 3 entries; the shape \(8, 8\) has rank 2\.\n"
-        r"hint: use no more than 2 of them",
+        r"hint: use at most 2 entries",
     ),
     (
         "spec longer than a shape",
@@ -242,7 +242,7 @@ ERRORS = [
         lambda: mw.Rules([("w", P("tp", ("fsdp", "tp")))]),
         mw.RuleError,
         r"^rule 0 `w`: P\('tp', \('fsdp', 'tp'\)\) uses axis 'tp' more than once \(dims \[0, 1\]\)\.\n"
-        r"hint: .*one dim only",
+        r"hint: .*only one dim",
     ),
     (
         "axis for two dims",

@@ -63,7 +63,7 @@ def test_arrays_are_split_as_asked(kind, spec, assert_placed):
     with jax.set_mesh(where):
         if auto_before_explicit:
             with pytest.raises(
-                mw.PlacementError, match=r"split by an Auto axis before an Explicit.*\nhint: name the Explicit"
+                mw.PlacementError, match=r"lists an Auto axis before an Explicit.*\nhint: list the Explicit"
             ):
                 mw.with_sharding_constraint(value, spec)
             return

@@ -48,9 +48,9 @@ def test_stack_and_unreplicate():
 @pytest.mark.parametrize(
     ("metrics", "options", "text"),
     [
-        ({"a": {"loss": jnp.float32(1)}}, {"unreplicate": True}, r"`a/loss` is a scalar; .*\nhint: drop unreplicate"),
+        ({"a": {"loss": jnp.float32(1)}}, {"unreplicate": True}, r"`a/loss` is a scalar, .*\nhint: drop unreplicate"),
         ([], {"stack": True}, "at least one step"),
-        ([{"a": 1.0}, {"a": 1.0, "b": {"c": 2.0}}], {"stack": True}, "metrics of step 1 differ .* in: b/c"),
+        ([{"a": 1.0}, {"a": 1.0, "b": {"c": 2.0}}], {"stack": True}, "steps 1 and 0 have different metrics: b/c"),
     ],
 )
 def test_what_cannot_be_fetched(metrics, options, text):

@@ -166,7 +166,7 @@ def test_tree_apply():
         ({"a": abs}, {"b": 1}, "differ in structure"),
         ({"a": abs}, {"a": 1, "b": 2}, "differ in structure"),
         ([abs, abs], [1], "differ in structure"),
-        ({"a": 3}, {"a": 1}, "must hold functions; found 3"),
+        ({"a": 3}, {"a": 1}, "must contain functions; found 3"),
     ],
 )
 def test_tree_apply_refuses_what_does_not_pair(fns, tree, text):

@@ -72,7 +72,7 @@ def test_alias_refuses_to_hide_the_original(run_python, tmp_path):
     """
     result = run_python(code, str(tmp_path))
     assert result.returncode == 0, result.stderr
-    message = "the original 'fjformer' is installed here; aliasing would hide it."
+    message = "the original 'fjformer' is installed, and an alias would hide it."
     hint = "hint: uninstall it, or import from meshwright.compat.fjformer."
     assert result.stdout.splitlines() == [message, hint] * 2
 
