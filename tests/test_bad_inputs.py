@@ -59,7 +59,8 @@ ERRORS = [
         "mesh of other than all devices",
         lambda: mw.create_mesh("data:3,tensor:2"),
         mw.MeshError,
-        r"^the mesh data=3 x tensor=2 needs 6 devices, but there are 8\.\nhint: use data=4, or pass devices=jax\.devices\(\)\[:6\]$",
+        r"^the mesh data=3 x tensor=2 needs 6 devices, but there are 8\.\n"
+        r"hint: use data=4, or pass devices=jax\.devices\(\)\[:6\]$",
     ),
     (
         "mesh of other than all devices",
@@ -406,6 +407,4 @@ def test_layout_error_carries_the_whole_report():
     report = caught.value.report
     assert report.unmatched == ("u", "v")
     assert [(problem.name, problem.problem.padded) for problem in report.indivisible] == [("w", 8)]
-    assert re.search(
-        r"no rule matches 2 leaves:.*1 leaf does not fit the mesh fsdp=4 x tp=2:", str(caught.value), re.S
-    )
+    assert re.search(r"no rule matches 2 leaves:.*1 leaf does not fit the mesh fsdp=4 x tp=2:", str(caught.value), re.S)

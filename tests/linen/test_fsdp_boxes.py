@@ -188,7 +188,7 @@ def test_defect_10_the_threshold_counts_global_elements():
 
 
 def test_defect_10_an_indivisible_parameter_is_a_warning_with_numbers():
-    with pytest.warns(MeshwrightWarning, match=r"`block/w`, with 105 elements, stays whole .*free dims \(7, 15\)"):
+    with pytest.warns(MeshwrightWarning, match=r"`block/w`, with 105 elements, stays replicated .*free dims \(7, 15\)"):
         got = trace(lambda w: shard_params({"block": {"w": w}}, "fsdp", 100), jnp.ones((7, 15)))
     assert got["block"]["w"].shape == (7, 15)
 

@@ -159,9 +159,7 @@ def test_layers_inside_of_a_model():
     assert list(params["block"]["down"]) == ["shard_0", "shard_1", "shard_2", "shard_3"]
     assert list(params["head"]) == ["Dense_0"]
     equal(to_global(params, forms), whole)
-    with pytest.raises(
-        TreeError, match=r"no 'blokc' on the way to a layer at `blokc/up`.*\nhint: did you mean 'block'"
-    ):
+    with pytest.raises(TreeError, match=r"no 'blokc' found on the path `blokc/up`.*\nhint: did you mean 'block'"):
         to_global(params, {"blokc/up": forms["head"]})
 
 
@@ -172,22 +170,27 @@ def test_layers_inside_of_a_model():
             to_global,
             {"other": {}, "module": {}},
             {"tp_mode": "gather", "axis_size": 4},
-            r"holds module; this one holds other",
+            r"expected a layer with module; got other",
         ),
-        (to_global, {"module": {"kernel": 1}}, {"tp_mode": "gather", "axis_size": 4}, r"on 4 devices holds `sharded`"),
+        (
+            to_global,
+            {"module": {"kernel": 1}},
+            {"tp_mode": "gather", "axis_size": 4},
+            r"expected `sharded` in `module`",
+        ),
         (
             to_global,
             from_global(GLOBAL, DenseForm(tp_mode="gather", axis_size=2)),
             {"tp_mode": "gather", "axis_size": 4},
-            r"kernel has shape \(2, 24, 24\); on 4 devices, its dim -3 has that size.\nhint: convert global arrays",
+            r"kernel has shape \(2, 24, 24\); on 4 devices, dim -3 must have that size.\nhint: convert outside",
         ),
         (
             to_global,
             from_global(GLOBAL, DenseForm(tp_mode="gather", axis_size=2, pieces=True)),
             {"tp_mode": "gather", "axis_size": 4, "pieces": True},
-            r"holds shard_0, shard_1, shard_2, shard_3; this one holds shard_0, shard_1",
+            r"expected a layer with shard_0, shard_1, shard_2, shard_3; got shard_0, shard_1",
         ),
-        (from_global, {"kernel": 1, "scale": 1}, {"tp_mode": "gather", "axis_size": 4}, r"a dense layer holds kernel"),
+        (from_global, {"kernel": 1, "scale": 1}, {"tp_mode": "gather", "axis_size": 4}, r"a dense layer has a kernel"),
         (from_global, GLOBAL, {"tp_mode": "gather", "axis_size": 5}, r"48 outputs, which 5 .*48 % 5 = 3"),
         (from_global, GLOBAL, {"tp_mode": "scatter", "axis_size": 5}, r"24 inputs, which 5 .*24 % 5 = 4"),
         (from_global, GLOBAL, {"tp_mode": "gather", "axis_size": 16, "pieces": True}, r"24 inputs, which 16"),

@@ -421,7 +421,7 @@ def test_bad_inputs_of_the_layers(layer):
 
 
 def test_bad_input_scatter_of_outputs_that_do_not_divide():
-    with pytest.raises(PlacementError, match=r"splits its 10 outputs over the 4 .*10 % 4 = 2.\nhint: .* 12 features"):
+    with pytest.raises(PlacementError, match=r"cannot split 10 outputs over the 4 .*10 % 4 = 2.\nhint: .* 12 features"):
         trace(TPDense(functools.partial(nn.Dense, features=10), "tp", tp_mode="scatter"))
 
 

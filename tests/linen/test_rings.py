@@ -195,7 +195,7 @@ def test_called_outside_shard_map():
 @pytest.mark.parametrize("scatter", [async_scatter, async_scatter_split])
 def test_wrong_number_of_entries(scatter):
     with pytest.raises(
-        PlacementError, match=r"got 3 entries for axis 'tp' of 4 devices(.|\n)*hint: give one entry per"
+        PlacementError, match=r"got 3 entries for axis 'tp' of 4 devices(.|\n)*hint: pass one entry per"
     ):
         on_ring(lambda s: scatter([s] * 3, "tp"), 4, out=P("tp"))(shards(4))
 
@@ -248,7 +248,7 @@ def test_bad_shapes():
         lambda x, w: gather_matmul_by_features(x, w, axis="tp"), mesh=mesh, in_specs=(UP, UP), out_specs=UP
     )
     with pytest.raises(
-        PlacementError, match=r"4 slices of 2 features cannot multiply(.|\n)*hint: the weight must be \[8"
+        PlacementError, match=r"4 slices of 2 features do not fit(.|\n)*hint: pass a weight of shape \[8"
     ):
         gather(jnp.ones((3, 8)), jnp.ones((7, 4)))
     scatter = local_map(

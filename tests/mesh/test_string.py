@@ -109,7 +109,7 @@ def test_errors_quote_the_part_that_does_not_parse(text, names, error):
 
 
 def test_dcn_must_divide_the_axis():
-    with pytest.raises(MeshError, match=r"'dp' has size 6, which its `@dcn=4` does not divide\.\nhint: .* multiple of 4"):
+    with pytest.raises(MeshError, match=r"'dp' has size 6, which its `@dcn=4` does not divide\.\nhint: .* a multiple"):
         parse_mesh("dp:-1@dcn=4,tp:2").resolve(12)
 
 

@@ -1,7 +1,7 @@
 """Drop-in modules for code written for fjformer and xlstm_jax.
 
-Change the import prefix (`fjformer.partition_utils` -> `meshwright.compat.fjformer.partition_utils`). If you cannot edit
-the code, call `alias("fjformer")` before importing it.
+Change the import prefix from `fjformer.partition_utils` to `meshwright.compat.fjformer.partition_utils`. If you cannot
+edit the code, call `alias("fjformer")` before importing it.
 """
 
 from __future__ import annotations

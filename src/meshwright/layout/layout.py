@@ -154,10 +154,8 @@ class Layout:
 
     def summary(self) -> str:
         """Returns the totals in one line."""
-        return (
-            f"{count_leaves(len(self.leaves))} on {describe_mesh(self.mesh)}: {format_bytes(self.bytes_total)} in total, "
-            f"{format_bytes(self.bytes_per_device)} per device"
-        )
+        total, each = format_bytes(self.bytes_total), format_bytes(self.bytes_per_device)
+        return f"{count_leaves(len(self.leaves))} on {describe_mesh(self.mesh)}: {total} in total, {each} per device"
 
     def table(self, *, collapse: bool = True) -> str:
         """Returns the table of leaves as text; with `collapse=False`, every layer has its own row."""

@@ -99,6 +99,7 @@ def format_bytes(count: float) -> str:
 
 
 def count_leaves(count: int) -> str:
+    """Formats a number of leaves."""
     return f"{count} leaf" if count == 1 else f"{count} leaves"
 
 

@@ -250,10 +250,10 @@ class IdleRule:
     leaf: str | None
 
     def __str__(self) -> str:
+        rule = f"rule {self.index} `{self.rule.pattern.text}`"
         if self.by is not None:
-            return f"rule {self.index} `{self.rule.pattern.text}` is shadowed: rule {self.by} matches `{self.leaf}` first"
-        closest = f"; the closest path is `{self.leaf}`" if self.leaf else ""
-        return f"rule {self.index} `{self.rule.pattern.text}` matches no leaf{closest}"
+            return f"{rule} is shadowed: rule {self.by} matches `{self.leaf}` first"
+        return f"{rule} matches no leaf" + (f"; the closest path is `{self.leaf}`" if self.leaf else "")
 
 
 def idle_rules(matches: RuleMatches) -> list[IdleRule]:

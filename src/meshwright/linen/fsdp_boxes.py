@@ -1,7 +1,8 @@
-"""Fully-sharded data parallelism on boxed trees: parameters split between steps, gathered where they are used.
+"""Fully sharded data parallelism on boxed trees: parameters are stored in slices and gathered for use.
 
-Boxes say what is split, the loss is each device's own mean, and gradients are means over devices. The same on plain
-trees, with a layout's specs in place of boxes and sums in place of means, is `meshwright.parallel.fsdp.gather_tree`.
+Boxes name the split dims, each device computes its own mean loss, and gradients are means over devices.
+`meshwright.parallel.fsdp.gather_tree` does the same on plain trees, with specs instead of boxes and sums instead of
+means.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from meshwright.types import PyTree
 
 
 def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -> PyTree:
-    """Keeps this device's slice of every large parameter, in a box that names the axis on the dim that was split.
+    """Returns this device's slice of every large parameter, in a box that names the axis on the split dim.
 
-    The largest dim that has no name yet and that the axis divides is the one split; the first of equals.
+    The split dim is the largest one without a name that the axis divides (the first of equal ones).
 
     Args:
-        min_weight_size: parameters with fewer elements stay whole on every device. Elements are counted over the axes
-            that a box already names, so that shards of a large array count as that array. A large parameter that
-            cannot be split stays whole too, with a warning.
+        params: the parameters, in boxes or not.
+        axis_name: the mesh axis.
+        min_weight_size: parameters with fewer elements stay replicated. For a parameter that other axes already split,
+            the elements of all its shards count. A large parameter that cannot be split stays replicated, with a
+            warning.
 
     Example:
         >>> import meshwright as mw
@@ -51,7 +54,7 @@ def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -
         ...     ),
         ...     jnp.ones((3, 16)),
         ... )
-        >>> kept.names, kept.value.shape  # seen from outside, the slices are the whole again
+        >>> kept.names, kept.value.shape  # outside of shard_map, the slices form the full array
         ((None, 'fsdp'), (3, 16))
     """
     ways = axis_size(axis_name, who="shard_params")
@@ -70,8 +73,8 @@ def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -
             name = tree_path_to_string(path, sep="/")
             free = ", ".join(str(value.shape[dim]) for dim, name in enumerate(names) if name is None) or "none"
             warnings.warn(
-                f"`{name}`, with {num_elements:,} elements, stays whole on every device of axis {axis_name!r}: its "
-                f"local shape is {jnp.shape(value)}, and none of its free dims ({free}) divides by {ways}.\n"
+                f"`{name}`, with {num_elements:,} elements, stays replicated on every device of axis {axis_name!r}: "
+                f"its local shape is {jnp.shape(value)}, and {ways} divides none of its free dims ({free}).\n"
                 f"hint: pad one of them to a multiple of {ways}, or raise min_weight_size.",
                 MeshwrightWarning,
                 stacklevel=2,
@@ -85,15 +88,25 @@ def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -
 
 
 def gather_params(params: PyTree, axis_name: str, gather_dtype: Any = None, grad_scatter_dtype: Any = None) -> PyTree:
-    """Gathers every parameter that is split over a mesh axis; its box loses that name, and goes if it was the last.
+    """Gathers every parameter that a mesh axis splits, and removes the axis from its box.
 
-    Gradients of the gathered parameters are means over the axis, back in slices. So are those of the others where the
-    parameters vary over the axis, or `check_vma` is off. With `check_vma` on, JAX gives those of replicated ones as a
-    sum; `sync_gradients` knows which is which, so call it on the gradients in any case.
+    The gradient of a gathered parameter is the mean over the axis, again in slices. So is the gradient of any other
+    parameter that varies along the axis, or if `check_vma` is off. With `check_vma` on, JAX returns the gradient of a
+    replicated parameter as a sum. Always call `sync_gradients` on the gradients: it handles each case.
 
     Args:
-        gather_dtype: floats travel in this dtype, and arrive in their own.
-        grad_scatter_dtype: gradients travel back in this one.
+        params: the parameters, in boxes or not.
+        axis_name: the mesh axis.
+        gather_dtype: the dtype in which floats are sent; the results have their original dtype.
+        grad_scatter_dtype: the dtype in which gradients are sent back.
+
+    Example:
+        >>> import meshwright as mw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> full = lambda w: gather_params(nn.Partitioned(w, ("fsdp",)), "fsdp")[None]
+        >>> run = mw.parallel.local_map(full, mesh=mw.create_mesh("fsdp:8"), in_specs=P("fsdp"), out_specs=P("fsdp"))
+        >>> run(jnp.arange(8)).shape  # each of 8 devices has all 8 elements
+        (8, 8)
     """
     axis_size(axis_name, who="gather_params")
 
@@ -113,12 +126,14 @@ def gather_params(params: PyTree, axis_name: str, gather_dtype: Any = None, grad
 def gather_array_with_mean_grads(
     x: Any, axis: int, axis_name: str, gather_dtype: Any = None, grad_scatter_dtype: Any = None
 ) -> Any:
-    """Gathers the slices of an array along a dim; the gradient is the mean over devices of each slice's part.
+    """Gathers the slices of an array along a dim; the gradient of a slice is the mean over devices.
 
     Args:
-        axis: the dim that is split.
-        gather_dtype: floats travel in this dtype, and arrive in their own.
-        grad_scatter_dtype: gradients travel back in this one.
+        x: this device's slice.
+        axis: the split dim.
+        axis_name: the mesh axis.
+        gather_dtype: the dtype in which floats are sent; the result has the original dtype.
+        grad_scatter_dtype: the dtype in which gradients are sent back.
 
     Example:
         >>> import meshwright as mw
@@ -141,10 +156,11 @@ def shard_module_params(
     gather_dtype: Any = None,
     grad_scatter_dtype: Any = None,
 ) -> Callable[..., Any]:
-    """Returns a linen module class (or constructor) whose parameters are stored split and gathered when it is called.
+    """Returns a linen module class (or constructor) that stores its parameters in slices and gathers them when called.
 
     Args:
         target: a module class, a partial of one, or any function that returns a module.
+        axis_name: the mesh axis.
         min_weight_size: see `shard_params`.
         gather_dtype: see `gather_params`.
         grad_scatter_dtype: see `gather_params`.
@@ -186,7 +202,7 @@ def shard_module_params(
 
 
 class _ShardedModule(nn.Module):
-    """What a function returns, with its variables mapped; the inner module adds no level to the tree."""
+    """The module from a constructor, with its variables mapped; the inner module adds no level to the tree."""
 
     make: Callable[[], nn.Module]
     lift: Callable[..., Any]
@@ -202,10 +218,10 @@ class _ShardedModule(nn.Module):
 
 
 def sync_gradients(grads: PyTree, axis_names: str | Sequence[str]) -> PyTree:
-    """Returns the mean of the gradients over mesh axes, leaving out those that a leaf's box says it is split over.
+    """Returns the mean of the gradients over mesh axes, except the axes that split a leaf according to its box.
 
-    The loss must be each device's own, not yet reduced over these axes. Right with `check_vma` on and off: where
-    JAX already summed a gradient (that of a replicated parameter, with the check on), the sum is divided.
+    The loss must be each device's own, not yet reduced over these axes. Works with `check_vma` on and off: if JAX
+    already summed a gradient (that of a replicated parameter, with the check on), the sum is divided.
 
     Example:
         >>> import meshwright as mw
@@ -239,12 +255,11 @@ def sync_gradients(grads: PyTree, axis_names: str | Sequence[str]) -> PyTree:
 
 
 def _with_mean_grads(x: Any, axis: str) -> Any:
-    """Returns a whole array whose gradient is the mean over an axis, in so far as its type can say so."""
+    """Makes the gradient of an array its mean over an axis, if its type allows that."""
     if axis_size(axis, who="gather_params") == 1 or not is_float(x.dtype):
         return x
     if _is_checked(axis) and axis not in varying_axes(x):
-        # The gradient of a replicated value is replicated, so its type cannot tell a mean from a sum. JAX's own is
-        # the sum, here and for every parameter that never passes through this function: sync_gradients divides.
+        # JAX sums the gradient of a replicated value in any case, so sync_gradients divides it.
         return pcast_varying(x, axis)
     identity = jax.custom_vjp(lambda x: x)
     identity.defvjp(lambda x: (x, None), lambda _, grad: (pcast_varying(_mean(grad, axis), axis),))
@@ -256,7 +271,7 @@ def _mean(x: Any, axes: Any) -> Any:
 
 
 def _is_checked(axis: str) -> bool:
-    """Returns whether `check_vma` is on: only then does the type of an index say that it varies."""
+    """Returns whether `check_vma` is on; only then does the type of an axis index vary."""
     return axis in varying_axes(lax.axis_index(axis))
 
 
@@ -268,4 +283,4 @@ def _without(name: Any, axis: str) -> Any:
 def _num_shards(names: Sequence[Any]) -> int:
     mesh = current_mesh()
     sizes: Any = mesh.shape if mesh is not None else {}
-    return math.prod(sizes.get(axis, 1) for name in names for axis in dim_axes(name))  # a name may be no mesh axis
+    return math.prod(sizes.get(axis, 1) for name in names for axis in dim_axes(name))  # other names count as 1

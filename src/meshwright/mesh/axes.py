@@ -73,7 +73,7 @@ def axis_size(axis: str | None, *, who: str = "axis_size") -> int:
     if mesh is None:
         raise MeshError(
             f"{who} was called outside of shard_map, with no mesh that has axis {axis!r}.",
-            hint="call it in a function that you pass to meshwright.parallel.local_map or jax.shard_map.",
+            hint="call it inside a function that you pass to meshwright.parallel.local_map or jax.shard_map.",
         )
     require_axes(mesh, (axis,), where=who)
     size = int(mesh.shape[axis])

@@ -120,10 +120,15 @@ def initialize_mesh(parallel_config: Any, device_array: Any = None, init_distrib
         init_distributed_on_slurm: whether to start JAX's distributed runtime under Slurm.
 
     Example:
-        >>> sizes = {"data": 2, "fsdp": 2, "pipeline": 1, "model": -1}
-        >>> config = {f"{role}_axis_name": role for role in sizes} | {f"{role}_axis_size": n for role, n in sizes.items()}
+        >>> config = {
+        ...     "data_axis_name": "dp",
+        ...     "fsdp_axis_name": "fsdp",
+        ...     "pipeline_axis_name": "pp",
+        ...     "model_axis_name": "tp",
+        ... }
+        >>> config |= {"data_axis_size": 2, "fsdp_axis_size": 2, "pipeline_axis_size": 1, "model_axis_size": -1}
         >>> dict(initialize_mesh(config).shape)
-        {'data': 2, 'fsdp': 2, 'pipeline': 1, 'model': 2}
+        {'dp': 2, 'fsdp': 2, 'pp': 1, 'tp': 2}
     """
     axes = []
     for role in ("data", "fsdp", "pipeline", "model"):
@@ -326,9 +331,8 @@ def _pick_devices(backend: str, devices: Sequence[jax.Device] | int | None) -> S
         if devices is None:
             return available
         if not 1 <= devices <= len(available):
-            raise MeshError(
-                f"devices={devices} is out of range; {len(available)} are available.", hint=f"use 1 to {len(available)}."
-            )
+            count = len(available)
+            raise MeshError(f"devices={devices} is out of range; {count} are available.", hint=f"use 1 to {count}.")
         return available[:devices]
     chosen = list(devices)
     if not chosen or len({id(device) for device in chosen}) != len(chosen):
