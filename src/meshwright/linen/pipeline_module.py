@@ -71,10 +71,11 @@ def execute_pipeline(
     Example:
         >>> import meshwright as mw
         >>> from jax.sharding import PartitionSpec as P
-        >>> stages = lambda x: execute_pipeline(lambda h: h + 1, x, num_microbatches=2, model_axis_name="pp")
-        >>> run = mw.parallel.local_map(stages, mesh=mw.create_mesh("pp:8"), in_specs=P(), out_specs=P("pp"))
-        >>> run(jnp.zeros(4))[-4:].tolist()  # on the last of 8 stages
-        [8.0, 8.0, 8.0, 8.0]
+        >>> stages = lambda x: execute_pipeline(lambda h: h + 1, x, num_microbatches=4, model_axis_name="pp")
+        >>> mesh = mw.create_mesh("pp:2", devices=2)
+        >>> run = mw.parallel.local_map(stages, mesh=mesh, in_specs=P(), out_specs=P("pp"))
+        >>> run(jnp.zeros(4)).tolist()  # zeros on the first stage, then the output of the second
+        [0.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0]
     """
     axis_size(model_axis_name, who="execute_pipeline")
     args, kwargs = _marked((args, kwargs), x, model_axis_name)
