@@ -72,7 +72,7 @@ ERRORS = [
         "mesh of other than all devices",
         lambda: mw.create_mesh("a:3,b:3"),
         mw.MeshError,
-        r"^a=3 x b=3 = 9 but .* 8 devices\.\nhint: choose sizes .* 8$",
+        r"^the mesh a=3 x b=3 needs 9 devices, .* 8\.\nhint: choose sizes .* 8$",
     ),
     (
         "two sizes left open",
@@ -96,7 +96,7 @@ ERRORS = [
         "size 0, negative or fractional",
         lambda: mw.create_mesh("dp:0,tp:-1"),
         mw.MeshError,
-        r"axis 'dp' has size 0\.\nhint: sizes are 1 or more, or -1",
+        r"axis 'dp' has size 0\.\nhint: use a size of 1 or more, or -1",
     ),
     (
         "size 0, negative or fractional",
@@ -114,7 +114,7 @@ ERRORS = [
         "axis twice",
         lambda: mw.create_mesh("dp:2,dp:4"),
         mw.MeshError,
-        r"axis 'dp' appears more than once\.\nhint: .* must differ",
+        r"axis 'dp' appears more than once\.\nhint: .* different name",
     ),
     ("axis twice", lambda: mw.create_mesh((2, 4), ("a", "a")), mw.MeshError, r"axis 'a' appears more than once"),
     (

@@ -1,37 +1,17 @@
 import contextlib
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 import meshwright as mw
 from meshwright import P
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+from .meshes import AUTO, EXPLICIT, host, legacy, mesh
+
 KINDS = {"auto": AUTO, "explicit": EXPLICIT, "mixed": (EXPLICIT, AUTO), "mixed other way": (AUTO, EXPLICIT)}
-
-
-def mesh(axis_types=AUTO):
-    return mw.create_mesh("dp:4,tp:2", axis_types=axis_types)
-
-
-def host(*shape, dtype=np.float32):
-    return np.arange(np.prod(shape), dtype=dtype).reshape(shape)
-
-
-@contextlib.contextmanager
-def legacy(mesh):
-    # Deprecated in newer JAX, and still what much code uses.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        mesh.__enter__()
-    try:
-        yield
-    finally:
-        mesh.__exit__(None, None, None)
 
 
 def constrained(x, specs, **options):

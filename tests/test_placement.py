@@ -1,38 +1,14 @@
-import contextlib
-import warnings
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 import meshwright as mw
 from meshwright import P
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-KINDS = {"auto": AUTO, "explicit": EXPLICIT, "mixed": (EXPLICIT, AUTO), "mixed other way": (AUTO, EXPLICIT)}
-
-
-def mesh(axis_types=AUTO):
-    return mw.create_mesh("dp:4,tp:2", axis_types=axis_types)
-
-
-def host(*shape, dtype=np.float32):
-    return np.arange(np.prod(shape), dtype=dtype).reshape(shape)
-
-
-@contextlib.contextmanager
-def legacy(mesh):
-    # Deprecated in newer JAX, and still what much code uses.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        mesh.__enter__()
-    try:
-        yield
-    finally:
-        mesh.__exit__(None, None, None)
+from .meshes import host, legacy, mesh
 
 
 def make_tree():
@@ -85,7 +61,7 @@ def test_gather_casts_too():
 
 def test_floats_do_not_become_integers():
     shard, _ = mw.make_shard_and_gather_fns({"w": P()}, "int8", mesh=mesh())
-    with pytest.raises(mw.PlacementError, match=r"cannot be cast to int8.*\nhint: "):
+    with pytest.raises(mw.PlacementError, match=r"cannot cast a float32 array to int8.*\nhint: "):
         mw.tree_apply(shard, {"w": host(8)})
 
 
@@ -94,7 +70,7 @@ def test_floats_do_not_become_integers():
 )
 def test_64_bits_are_not_cut_in_half_unasked(value, dtype):
     shard, _ = mw.make_shard_and_gather_fns({"w": P()}, dtype, mesh=mesh())
-    with pytest.raises(mw.PlacementError, match=r"64 would become .*32 .*jax_enable_x64 is off\.\nhint: cast it to"):
+    with pytest.raises(mw.PlacementError, match=r"64 array would become .*32 .*jax_enable_x64 is off\.\nhint: cast it to"):
         mw.tree_apply(shard, {"w": value})
 
 

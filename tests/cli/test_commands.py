@@ -50,7 +50,7 @@ def test_rules_shows_the_layout_and_the_report(cli):
     code, out, err = cli("rules", "cli_job:good")
     assert (code, err) == (0, "")
     assert "layers/{0..2}/w (x3)  8x8    float32  0 `w`  P('fsdp', 'tp')          96 B" in out
-    assert "4 leaves on fsdp=4 x tp=2: 792 B in total,  120 B per device" in out
+    assert "4 leaves on fsdp=4 x tp=2: 792 B in total, 120 B per device" in out
     assert out.rstrip().endswith("no problems found.")
 
 

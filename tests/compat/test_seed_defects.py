@@ -12,10 +12,7 @@ import pytest
 import meshwright as mw
 from meshwright import P
 
-
-def host(*shape, dtype=np.float32):
-    return np.arange(np.prod(shape), dtype=dtype).reshape(shape)
-
+from ..meshes import host
 
 # --- 9 and 11: the parts that live in the foundation ---
 

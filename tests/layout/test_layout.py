@@ -90,8 +90,8 @@ def test_text_forms():
     layout = mw.make_layout(RULES, make_tree(), mesh())
     text = str(layout)
     assert "blocks/{0..1}/kernel (x2)  8x6     float32   0 `kernel`   P('fsdp', 'tp')          48 B" in text
-    assert text.endswith("8 leaves on fsdp=4 x tp=2: 508 B in total,  120 B per device")
-    assert repr(layout) == "<Layout 8 leaves on fsdp=4 x tp=2: 508 B in total,  120 B per device>"
+    assert text.endswith("8 leaves on fsdp=4 x tp=2: 508 B in total, 120 B per device")
+    assert repr(layout) == "<Layout 8 leaves on fsdp=4 x tp=2: 508 B in total, 120 B per device>"
     assert "blocks/1/kernel" in layout.table(collapse=False)
 
 
@@ -266,9 +266,9 @@ def test_donating_takes_only_what_was_on_the_mesh():
         (
             {"w": np.ones((8, 4), np.float32)},
             mw.PlacementError,
-            r"`w` is float32\[8, 4\]; the layout .* float32\[8, 8\]",
+            r"`w` is float32\[8, 4\], but the layout .* float32\[8, 8\]",
         ),
-        ({"w": np.ones((8, 8), np.int32)}, mw.PlacementError, r"`w` is int32\[8, 8\]; .*\nhint: "),
+        ({"w": np.ones((8, 8), np.int32)}, mw.PlacementError, r"`w` is int32\[8, 8\], .*\nhint: "),
         ({"v": np.ones((8, 8), np.float32)}, mw.LayoutError, r"missing: w; extra: v"),
         ({"w": [np.ones((8, 8), np.float32)]}, mw.LayoutError, r"missing: w; extra: w/0"),
     ],
@@ -290,7 +290,7 @@ def test_same_names_in_other_containers():
 def test_64_bits_are_not_cut_in_half_unasked(dtype):
     tree = {"w": np.arange(8, dtype=dtype)}
     layout = mw.make_layout([("w", P("fsdp"))], tree, mesh())
-    with pytest.raises(mw.PlacementError, match=r"64 would become .*32 on the mesh, .*\nhint: cast it"):
+    with pytest.raises(mw.PlacementError, match=r"64 array would become .*32 on the mesh, .*\nhint: cast it"):
         layout.shard(tree)
 
 

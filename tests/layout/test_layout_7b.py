@@ -46,7 +46,7 @@ def test_exact_layout_without_a_device(no_devices):
     assert layout.report().ok
     assert layout.report().concerns() == []
     assert "params/layers/{0..31}/mlp/up/kernel (x32)" in text
-    assert text.endswith(f"{len(layout.leaves)} leaves on fsdp=32 x tp=8: 75.3 GiB in total,  304.3 MiB per device")
+    assert text.endswith(f"{len(layout.leaves)} leaves on fsdp=32 x tp=8: 75.3 GiB in total, 304.3 MiB per device")
 
 
 def test_without_the_optional_axis(no_devices):

@@ -413,7 +413,7 @@ def test_gradients_that_travel_in_bfloat16_can_be_added_in_float32():
         (
             lambda: gather_array(jnp.ones(2), dim=0, axis="fsdp", gather_dtype="int8"),
             PlacementError,
-            "cannot be cast to int8",
+            "cannot cast a float32 array to int8",
         ),
         (lambda: gather_array(jnp.ones(2), dim=0, axis="fsdp", gather_dtype="bf61"), PlacementError, "is not a dtype"),
     ],
