@@ -163,7 +163,7 @@ def test_unstack_leaves_other_leaves_alone():
         (lambda x: stack_params(x, "tp", mask_except=4), r"shard 4 is out of range .* 4 shards .*\nhint: use 0 to 3"),
         (
             lambda x: unstack_params(nn.Partitioned(x, ("tp", None)), "tp"),
-            r"named 'tp' and has size 2.*\nhint: unstack",
+            r"named 'tp' and has size 2.*\nhint: call it inside",
         ),
         (lambda x: split_array_over_mesh(x, "tp", 2), r"dim 2 is out of range for an array with 2 dims"),
         (lambda x: split_array_over_mesh(x[0, 0], "tp", 0), r"with 0 dims.\nhint: pass an array with at least one dim"),
