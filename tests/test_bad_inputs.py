@@ -1,4 +1,4 @@
-"""Bad meshes, rules and specs: each gets a message that says what, where, the numbers, and the nearest fix."""
+"""Bad meshes, rules and specs, each with an error that has the values and a fix."""
 
 import re
 import types
@@ -53,7 +53,7 @@ def call_shard_function_without_mesh():
     mw.tree_apply(shard, {"w": np.ones(8, np.float32)})
 
 
-# what is wrong, what is done, the error, and the text it must hold (a regular expression over the whole message)
+# the mistake, a call with it, the error, and a regular expression for its message
 ERRORS = [
     (
         "mesh of other than all devices",
@@ -356,7 +356,7 @@ def test_warning(act, text):
 
 
 @pytest.mark.parametrize("size", [(2047, 2048), (2048, 2048)])
-def test_only_large_leaves_on_several_devices_are_remarked(size):
+def test_only_large_leaves_on_several_devices_cause_a_warning(size):
     assert bool(mw.explain_layout([("w", P())], {"w": struct(*size)}, mw.create_abstract_mesh("dp:2")).concerns()) is (
         size == (2048, 2048)
     )
@@ -364,7 +364,7 @@ def test_only_large_leaves_on_several_devices_are_remarked(size):
 
 
 def test_catastrophic_pattern_does_not_hang(run_python):
-    # With `re` the first of these takes seconds and the second outlives the universe; the limit only ends a hang.
+    # With `re`, the first would take seconds and the second would never finish; the timeout ends a hang.
     code = """
     import meshwright as mw
     import numpy as np
@@ -383,7 +383,7 @@ def test_catastrophic_pattern_does_not_hang(run_python):
 
 
 def test_allowed_backtracking_is_bounded():
-    # About the most freedom that is allowed on a path of this length.
+    # This is close to the limit for a path of this length.
     search = mw.rules.rule_set.compile_pattern("a?" * 3 + ".*.*X$").search
     assert search("X" + "a" * 100) is None
     with pytest.raises(mw.RuleError, match="too many places"):
@@ -401,7 +401,7 @@ def test_errors_are_one_family_of_value_errors():
     assert issubclass(mw.MeshwrightWarning, UserWarning)
 
 
-def test_layout_error_carries_the_whole_report():
+def test_layout_error_has_the_full_report():
     with pytest.raises(mw.LayoutError) as caught:
         layout([("w", P("fsdp"))], {"w": struct(6, 8), "v": X, "u": X})
     report = caught.value.report

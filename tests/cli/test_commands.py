@@ -213,7 +213,7 @@ def test_verify_simulates_devices(tmp_path):
     [
         (["cli_job:good"], "error: verify: the job has no loss.\nhint: "),
         (["verify_job:good", "--mesh", "fsdp:16"], "error: the mesh fsdp=16 needs 16 devices, but there are 8."),
-        (["verify_job:good", "--devices", "9"], "error: devices=9 is out of range; 8 are available."),
+        (["verify_job:good", "--devices", "9"], "error: devices=9 of 8 available."),
     ],
 )
 def test_verify_errors_go_to_stderr(verify_cli, arguments, text):

@@ -1,4 +1,4 @@
-"""A 7B-parameter decoder with its adamw state on 256 devices that are not here."""
+"""The layout of a 7B-parameter decoder and its AdamW state on an abstract mesh of 256 devices."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "layout_7b.py"
 VOCAB, DIM, MLP, LAYERS = 32_000, 4_096, 11_008, 32
 MATRICES = 2 * VOCAB * DIM + LAYERS * (4 * DIM * DIM + 3 * DIM * MLP)
 NORMS = (2 * LAYERS + 1) * DIM
-COPIES = 3  # the parameters and adamw's two moments, all in float32
-COUNTERS = 2 * 4  # the step, and adamw's own count
+COPIES = 3  # the parameters and AdamW's two moments, all in float32
+COUNTERS = 2 * 4  # the step and AdamW's count
 
 
 @pytest.fixture

@@ -28,13 +28,13 @@ def mesh_specs(draw):
 
 
 @given(mesh_specs())
-def test_written_specs_read_back_equal(spec):
+def test_mesh_strings_round_trip(spec):
     assert parse_mesh(str(spec)) == spec
     assert str(parse_mesh(str(spec))) == str(spec)
 
 
 @given(mesh_specs(), st.randoms(use_true_random=False))
-def test_order_of_names_is_the_caller_s(spec, random):
+def test_names_set_the_order_of_axes(spec, random):
     order = list(spec.names)
     random.shuffle(order)
     reordered = parse_mesh(str(spec), order)
@@ -43,7 +43,7 @@ def test_order_of_names_is_the_caller_s(spec, random):
 
 
 @given(mesh_specs(), st.integers(1, 24))
-def test_resolved_sizes_multiply_to_the_devices(spec, factor):
+def test_resolved_sizes_have_the_number_of_devices_as_product(spec, factor):
     fixed = math.prod(size for size in spec.sizes if size != -1)
     free = -1 in spec.sizes
     num_devices = fixed * factor if free else fixed

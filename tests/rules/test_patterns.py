@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import meshwright as mw
 from meshwright.rules.rule_set import compile_pattern
 
-# Short texts: `re` itself is the judge here, and it may backtrack.
+# Short texts, because the reference is `re`, which may backtrack.
 texts = st.text("abAB/_1.é\n", max_size=7)
 
 atoms = st.sampled_from(

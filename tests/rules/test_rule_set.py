@@ -17,7 +17,7 @@ def test_rules_are_a_sequence_of_pairs():
     assert mw.Rules(rules.entries, optional_axes="tp") == rules
 
 
-def test_optional_axes_go_only_where_the_mesh_lacks_them():
+def test_optional_axes_are_dropped_only_if_the_mesh_lacks_them():
     rules = mw.Rules([("a", P("dp", "tp")), ("b", P(("dp", "tp"), "sp"))], optional_axes=("tp", "sp"))
     assert rules.on(mw.create_abstract_mesh("dp:2,tp:2,sp:2")) is rules
     assert list(rules.on(mw.create_abstract_mesh("dp:2,sp:2"))) == [("a", P("dp", None)), ("b", P("dp", "sp"))]
@@ -39,7 +39,7 @@ def test_compiled_patterns_are_accepted():
         ((re.compile("x", re.IGNORECASE), P()), r"the flags of .* would be lost\.\nhint: put them in the pattern"),
     ],
 )
-def test_what_is_no_rule(rule, text):
+def test_malformed_rules(rule, text):
     with pytest.raises(mw.RuleError, match=f"^rule 1: .*{text}"):
         mw.Rules([("a", P()), rule])
 

@@ -382,7 +382,7 @@ def test_a_job_that_draws_its_batches(name):
         ({}, {"tolerance": 0.0}, "tolerance=0.0"),
         ({}, {"num_steps": 0}, "num_steps=0"),
         ({}, {"devices": 1}, "one device only"),
-        ({}, {"devices": 99}, "devices=99 is out of range; 8 are available"),
+        ({}, {"devices": 99}, "devices=99 of 8 available"),
         ({}, {"meshes": "dp:3,tp:4"}, "dp=3 x tp=4 = 12"),
         ({"loss": None}, {}, "verify: the job has no loss"),
     ],

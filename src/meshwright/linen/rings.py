@@ -136,7 +136,7 @@ def async_scatter_split(xs: Sequence[PyTree], axis_name: str) -> PyTree:
 def gather_matmul_by_features(x: jax.Array, w: jax.Array, *, axis: str, both_ways: bool = True) -> jax.Array:
     """Returns `gather(x) @ w` for `x` split by its last dim and `w` split by columns.
 
-    The result is split by its last dim. Outside of `shard_map` the ring runs in a `shard_map` of its own; without a
+    The result is split by its last dim. Outside of `shard_map` the ring runs in its own `shard_map`; without a
     mesh this is an ordinary matmul.
 
     Example:
@@ -171,7 +171,7 @@ def gather_matmul_by_features(x: jax.Array, w: jax.Array, *, axis: str, both_way
 def matmul_scatter_by_features(x: jax.Array, w: jax.Array, *, axis: str, both_ways: bool = False) -> jax.Array:
     """Returns this device's columns of the sum of `x @ w` over devices, for `x` split by its last dim and `w` by rows.
 
-    Outside of `shard_map` the ring runs in a `shard_map` of its own; without a mesh this is an ordinary matmul.
+    Outside of `shard_map` the ring runs in its own `shard_map`; without a mesh this is an ordinary matmul.
 
     Example:
         >>> import meshwright as mw

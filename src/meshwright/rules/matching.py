@@ -71,7 +71,7 @@ class RuleMatches:
 
 
 def match_rules(rules: Any, tree: PyTree, *, params: PyTree | None = None) -> RuleMatches:
-    """Matches rules against parameters, an optimizer state or a train state; a leaf without a rule is no error.
+    """Matches rules against parameters, an optimizer state or a train state; does not raise if no rule matches.
 
     If `tree` is an optimizer state alone, pass `params` for the parameters' shapes; without them, statistics whose rank
     differs from their parameter's are replicated.
