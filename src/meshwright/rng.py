@@ -28,10 +28,9 @@ def fold_rng_over_axis(rng: PRNGKeyArray, axis_name: str | Sequence[str]) -> PRN
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> draw = lambda key: jax.random.bits(fold_rng_over_axis(key, "tp"), (1,))
-        >>> bits = jax.shard_map(draw, mesh=mw.create_mesh("tp:8"), in_specs=P(), out_specs=P("tp"))(jax.random.key(0))
-        >>> len(set(bits.tolist()))
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     len(set(jax.shard_map(draw, in_specs=mw.P(), out_specs=mw.P("tp"))(jax.random.key(0)).tolist()))
         8
     """
     for name in (axis_name,) if isinstance(axis_name, str) else axis_name:

@@ -191,7 +191,6 @@ class Layout:
         """Places a tree on the mesh.
 
         Args:
-            tree: arrays on the host or on devices.
             donate: donate arrays that are on the mesh with another sharding: their memory is reused or freed.
             reshard: accept arrays on another mesh, which otherwise raise an error.
         """
@@ -246,7 +245,6 @@ class Layout:
         """Reads a layout that `to_json` wrote.
 
         Args:
-            text: the JSON text.
             like: a tree of the same structure (default: the layout's trees are flat dicts from leaf name to leaf).
             mesh: a mesh with the same axes (default: an abstract mesh).
         """

@@ -36,7 +36,6 @@ def accumulate_gradients(
         state: a train state, of which `params` and `apply_fn` are used.
         batch: arrays with a common leading dim, which is split into minibatches; scalars go to every minibatch.
         rng: a random key or None; each minibatch gets its own `row_key`.
-        num_minibatches: the number of minibatches.
         loss_fn: `loss_fn(params, apply_fn, minibatch, rng) -> (loss, (metrics, mutable_variables))`.
         use_scan: compile one minibatch and loop over it, instead of unrolling the loop.
         weight_key: the metric whose count is the denominator of the loss. If `metrics[weight_key]` is a `(sum, count)`

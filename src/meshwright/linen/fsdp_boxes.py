@@ -35,37 +35,32 @@ def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -
     The split dim is the largest one without a name that the axis divides (the first of equal ones).
 
     Args:
-        params: the parameters, in boxes or not.
-        axis_name: the mesh axis.
-        min_weight_size: parameters with fewer elements stay replicated. For a parameter that other axes already split,
-            the elements of all its shards count. A large parameter that cannot be split stays replicated, with a
-            warning.
+        params: arrays in boxes or not.
+        min_weight_size: parameters with fewer elements, counted over all shards, stay replicated. A larger parameter
+            that cannot be split stays replicated, with a warning.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
-        >>> mesh = mw.create_mesh("fsdp:8")
-        >>> kept = jax.eval_shape(
-        ...     jax.shard_map(
-        ...         lambda w: shard_params({"w": w}, "fsdp", min_weight_size=1)["w"],
-        ...         mesh=mesh,
-        ...         in_specs=P(),
-        ...         out_specs=P(None, "fsdp"),
-        ...     ),
-        ...     jnp.ones((3, 16)),
-        ... )
-        >>> kept.names, kept.value.shape  # outside of shard_map, the slices form the full array
-        ((None, 'fsdp'), (3, 16))
+        >>> shard = lambda w: shard_params(w, "fsdp", min_weight_size=1)
+        >>> with jax.set_mesh(mw.create_mesh("fsdp:8")):
+        ...     kept = jax.shard_map(shard, in_specs=mw.P(), out_specs=mw.P(None, "fsdp"))(jnp.ones((3, 16)))
+        >>> kept.names, kept.value.addressable_shards[0].data.shape
+        ((None, 'fsdp'), (3, 2))
     """
     ways = axis_size(axis_name, who="shard_params")
     if ways == 1:
         return params
+    mesh = current_mesh()
+    assert mesh is not None
+    sizes = dict(mesh.shape)
 
     def shard(path: Any, leaf: Any) -> Any:
         value, names = open_box(leaf)
         if any(axis_name in dim_axes(name) for name in names):
             return leaf
-        num_elements = math.prod(jnp.shape(value)) * _num_shards(names)
+        # Names that are not mesh axes split nothing.
+        num_shards = math.prod(sizes.get(axis, 1) for name in names for axis in dim_axes(name))
+        num_elements = math.prod(jnp.shape(value)) * num_shards
         if num_elements < min_weight_size:
             return leaf
         fitting = [dim for dim, name in enumerate(names) if name is None and value.shape[dim] % ways == 0]
@@ -95,17 +90,15 @@ def gather_params(params: PyTree, axis_name: str, gather_dtype: Any = None, grad
     replicated parameter as a sum. Always call `sync_gradients` on the gradients: it handles each case.
 
     Args:
-        params: the parameters, in boxes or not.
-        axis_name: the mesh axis.
+        params: arrays in boxes or not.
         gather_dtype: the dtype in which floats are sent; the results have their original dtype.
         grad_scatter_dtype: the dtype in which gradients are sent back.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> full = lambda w: gather_params(nn.Partitioned(w, ("fsdp",)), "fsdp")[None]
-        >>> run = mw.parallel.local_map(full, mesh=mw.create_mesh("fsdp:8"), in_specs=P("fsdp"), out_specs=P("fsdp"))
-        >>> run(jnp.arange(8)).shape  # each of 8 devices has all 8 elements
+        >>> with jax.set_mesh(mw.create_mesh("fsdp:8")):
+        ...     jax.shard_map(full, in_specs=mw.P("fsdp"), out_specs=mw.P("fsdp"))(jnp.arange(8)).shape  # all 8 on each
         (8, 8)
     """
     axis_size(axis_name, who="gather_params")
@@ -129,19 +122,16 @@ def gather_array_with_mean_grads(
     """Gathers the slices of an array along a dim; the gradient of a slice is the mean over devices.
 
     Args:
-        x: this device's slice.
         axis: the split dim.
-        axis_name: the mesh axis.
         gather_dtype: the dtype in which floats are sent; the result has the original dtype.
         grad_scatter_dtype: the dtype in which gradients are sent back.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
-        >>> def loss(x):
-        ...     return (gather_array_with_mean_grads(x, 0, "dp") * jax.lax.axis_index("dp")).sum()
-        >>> grads = jax.shard_map(jax.grad(loss), mesh=mw.create_mesh("dp:8"), in_specs=P("dp"), out_specs=P("dp"))
-        >>> grads(jnp.ones(8)).tolist()[:2]  # the mean of 0..7
+        >>> loss = lambda x: (gather_array_with_mean_grads(x, 0, "dp") * jax.lax.axis_index("dp")).sum()
+        >>> with jax.set_mesh(mw.create_mesh("dp:8")):
+        ...     grads = jax.shard_map(jax.grad(loss), in_specs=mw.P("dp"), out_specs=mw.P("dp"))(jnp.ones(8))
+        >>> grads.tolist()[:2]  # the mean of 0..7
         [3.5, 3.5]
     """
     return gather_array(
@@ -160,21 +150,15 @@ def shard_module_params(
 
     Args:
         target: a module class, a partial of one, or any function that returns a module.
-        axis_name: the mesh axis.
         min_weight_size: see `shard_params`.
-        gather_dtype: see `gather_params`.
-        grad_scatter_dtype: see `gather_params`.
+        gather_dtype: see `gather_params`, as for `grad_scatter_dtype`.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> layer = shard_module_params(nn.Dense, "fsdp", min_weight_size=1)(features=8)
-        >>> boxes = jax.eval_shape(
-        ...     mw.parallel.local_map(layer.init, mesh=mw.create_mesh("fsdp:8"), in_specs=P(), out_specs=P("fsdp")),
-        ...     jax.random.key(0),
-        ...     jnp.ones((1, 4)),
-        ... )
-        >>> boxes["params"]["kernel"].names
+        >>> mesh = mw.create_mesh("fsdp:8")
+        >>> init = mw.parallel.local_map(layer.init, mesh=mesh, in_specs=mw.P(), out_specs=mw.P("fsdp"))
+        >>> jax.eval_shape(init, jax.random.key(0), jnp.ones((1, 4)))["params"]["kernel"].names
         (None, 'fsdp')
     """
     if isinstance(target, nn.Module):
@@ -225,15 +209,10 @@ def sync_gradients(grads: PyTree, axis_names: str | Sequence[str]) -> PyTree:
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> step = lambda w, x: sync_gradients(jax.grad(lambda w: (w * x).sum())(w), "dp")
-        >>> for check in (True, False):
-        ...     mean = jax.shard_map(
-        ...         step, mesh=mw.create_mesh("dp:8"), in_specs=(P(), P("dp")), out_specs=P(), check_vma=check
-        ...     )
-        ...     print(mean(1.0, jnp.arange(8.0)))
-        3.5
-        3.5
+        >>> with jax.set_mesh(mw.create_mesh("dp:8")):
+        ...     jax.shard_map(step, in_specs=(mw.P(), mw.P("dp")), out_specs=mw.P())(1.0, jnp.arange(8.0))
+        Array(3.5, dtype=float32, weak_type=True)
     """
     names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     sizes = {axis: axis_size(axis, who="sync_gradients") for axis in names}
@@ -278,9 +257,3 @@ def _is_checked(axis: str) -> bool:
 def _without(name: Any, axis: str) -> Any:
     rest = tuple(other for other in dim_axes(name) if other != axis)
     return rest if len(rest) > 1 else rest[0] if rest else None
-
-
-def _num_shards(names: Sequence[Any]) -> int:
-    mesh = current_mesh()
-    sizes: Any = mesh.shape if mesh is not None else {}
-    return math.prod(sizes.get(axis, 1) for name in names for axis in dim_axes(name))  # other names count as 1

@@ -32,7 +32,6 @@ class DenseForm:
 
     Attributes:
         tp_mode: the layer's `tp_mode`. With `"none"`, or an axis size of 1, the layer is a plain one.
-        axis_size: number of devices along the axis.
         pieces: whether the layer is a `TPAsyncDense`, which stores one kernel per pair of devices.
         name: the name of the inner layer; for a plain layer, the default `module` stands for flax's `Dense_0`.
         original_split_scatter: set this for parameters that xlstm_jax trained with `use_bidirectional_scatter=True`,

@@ -39,20 +39,16 @@ class ModelParallelismWrapper(nn.Module):
     axis size globally.
 
     Attributes:
-        model_axis_name: the mesh axis.
         module_fn: constructs the inner module; called with `name="sharded"` and `module_kwargs`.
         mask_except_model_idx: the only device with non-zero variables (default: all). On the other devices, variables
             are masked at creation and at use, so their gradients are zero too.
         split_rngs: give each device its own random keys, for parameters and all other streams such as dropout.
-        module_kwargs: keyword arguments of `module_fn`.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> layer = ModelParallelismWrapper("tp", nn.Dense, module_kwargs=FrozenDict(features=4))
-        >>> init = mw.parallel.local_map(layer.init, mesh=mw.create_mesh("tp:8"), in_specs=P(), out_specs=P("tp"))
-        >>> variables = jax.eval_shape(init, jax.random.key(0), jnp.ones((2, 3)))
-        >>> kernel = variables["params"]["sharded"]["kernel"]
+        >>> init = mw.parallel.local_map(layer.init, mesh=mw.create_mesh("tp:8"), in_specs=mw.P(), out_specs=mw.P("tp"))
+        >>> kernel = jax.eval_shape(init, jax.random.key(0), jnp.ones((2, 3)))["params"]["sharded"]["kernel"]
         >>> kernel.names, kernel.value.shape
         (('tp', None, None), (8, 3, 4))
     """
@@ -131,21 +127,16 @@ class TPDense(nn.Module):
     Attributes:
         dense_fn: constructs one device's layer, with the features of one device (`"gather"`) or all features
             (`"scatter"`); must accept `kernel_init`, `use_bias` and `name`.
-        model_axis_name: the mesh axis.
-        tp_mode: `"gather"`, `"scatter"` or `"none"` (default).
         skip_communication: skip the collective, if the inputs are already gathered or the partial sums are added later.
         kernel_init: initializer of the full kernel, of which each device keeps its part.
         kernel_init_adjustment: factor applied to the initial kernel.
-        use_bias: whether to add a bias.
         dense_name: the name of the inner layer; a plain layer with the default name gets flax's name.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> layer = TPDense(functools.partial(nn.Dense, features=2), "tp", tp_mode="gather")
-        >>> init = mw.parallel.local_map(
-        ...     layer.init, mesh=mw.create_mesh("tp:8"), in_specs=(P(), P(None, "tp")), out_specs=P("tp")
-        ... )
+        >>> mesh, specs = mw.create_mesh("tp:8"), (mw.P(), mw.P(None, "tp"))
+        >>> init = mw.parallel.local_map(layer.init, mesh=mesh, in_specs=specs, out_specs=mw.P("tp"))
         >>> params = jax.eval_shape(init, jax.random.key(0), jnp.ones((3, 8)))["params"]
         >>> params["module"]["sharded"]["kernel"].value.shape
         (8, 8, 2)
@@ -194,24 +185,16 @@ class TPAsyncDense(nn.Module):
     `shard_0`.
 
     Attributes:
-        dense_fn: constructs a piece, with the output features of one device; must accept `kernel_init`, `use_bias` and
-            `name`.
-        model_axis_name: the mesh axis.
-        tp_mode: `"gather"`, `"scatter"` or `"none"` (default).
-        kernel_init: initializer of the full kernel, of which each piece is a part.
-        kernel_init_adjustment: factor applied to the initial kernel.
-        use_bias: whether to add a bias.
+        dense_fn: constructs a piece, with the output features of one device in either mode; see `TPDense`.
         dense_name: ignored; accepted for compatibility.
         use_bidirectional_gather: send shards both ways around the ring; the result is the same.
         use_bidirectional_scatter: send halves of the sums both ways around the ring; the result is the same.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> layer = TPAsyncDense(functools.partial(nn.Dense, features=2), "tp", tp_mode="gather")
-        >>> init = mw.parallel.local_map(
-        ...     layer.init, mesh=mw.create_mesh("tp:8"), in_specs=(P(), P(None, "tp")), out_specs=P("tp")
-        ... )
+        >>> mesh, specs = mw.create_mesh("tp:8"), (mw.P(), mw.P(None, "tp"))
+        >>> init = mw.parallel.local_map(layer.init, mesh=mesh, in_specs=specs, out_specs=mw.P("tp"))
         >>> params = jax.eval_shape(init, jax.random.key(0), jnp.ones((3, 8)))["params"]
         >>> len(params), params["shard_7"]["sharded"]["kernel"].value.shape
         (8, (8, 1, 2))

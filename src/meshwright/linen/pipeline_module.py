@@ -34,10 +34,9 @@ def execute_pipeline_step(
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> tick = lambda x: execute_pipeline_step(lambda h: h + 1, x, x, model_axis_name="pp")[0]
-        >>> run = mw.parallel.local_map(tick, mesh=mw.create_mesh("pp:8"), in_specs=P("pp"), out_specs=P("pp"))
-        >>> run(jnp.arange(8)).tolist()  # each stage gets its predecessor's output
+        >>> with jax.set_mesh(mw.create_mesh("pp:8")):  # each stage gets the output of the stage before
+        ...     jax.shard_map(tick, in_specs=mw.P("pp"), out_specs=mw.P("pp"))(jnp.arange(8)).tolist()
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
     num_stages = axis_size(model_axis_name, who="execute_pipeline_step")
@@ -64,17 +63,13 @@ def execute_pipeline(
             shapes and dtypes of `x`. Its random streams differ by stage and by row, not by microbatch.
         x: the batch, which is split into microbatches along its rows.
         args: more arguments of the module, split like `x`, except scalars, flags and None.
-        num_microbatches: the number of microbatches.
-        model_axis_name: the mesh axis.
         kwargs: more arguments, the same for all microbatches.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> stages = lambda x: execute_pipeline(lambda h: h + 1, x, num_microbatches=4, model_axis_name="pp")
-        >>> mesh = mw.create_mesh("pp:2", devices=2)
-        >>> run = mw.parallel.local_map(stages, mesh=mesh, in_specs=P(), out_specs=P("pp"))
-        >>> run(jnp.zeros(4)).tolist()  # zeros on the first stage, then the output of the second
+        >>> with jax.set_mesh(mw.create_mesh("pp:2", devices=2)):  # zeros on the first stage, the output on the second
+        ...     jax.shard_map(stages, in_specs=mw.P(), out_specs=mw.P("pp"))(jnp.zeros(4)).tolist()
         [0.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0]
     """
     axis_size(model_axis_name, who="execute_pipeline")
@@ -104,7 +99,9 @@ def execute_pipeline(
     def call(variables: PyTree, h: PyTree, *rows: PyTree, rng: PyTree = None) -> PyTree:
         return stage.apply(variables, h, *merged(rows), rngs=rng, **kwargs)
 
-    streams = {name: fold_rng_over_axis(module.make_rng(name), model_axis_name) for name in _streams(module)}
+    # The "params" stream is used only to create variables, before the pipeline runs.
+    names = sorted(name for name in (module.scope.rngs if module.scope else ()) if name != "params")
+    streams = {name: fold_rng_over_axis(module.make_rng(name), model_axis_name) for name in names}
     return run(call, variables, x, *extras, rng=streams or None)
 
 
@@ -119,20 +116,10 @@ def _marked(tree: PyTree, x: PyTree, axis: str) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def _streams(module: nn.Module) -> list[str]:
-    scope = module.scope  # "params" is used only to create variables, before the pipeline runs
-    return [] if scope is None else sorted(name for name in scope.rngs if name != "params")
-
-
 class PipelineModule(nn.Module):
     """A linen module that runs its inner module as a pipeline, with one stage per device of a mesh axis.
 
-    Wrap the inner module in `ModelParallelismWrapper` to give each stage its own parameters.
-
-    Attributes:
-        model_axis_name: the mesh axis of the stages.
-        num_microbatches: the number of microbatches.
-        module_fn: constructs the inner module.
+    `module_fn` constructs the inner module; wrap it in `ModelParallelismWrapper` to give each stage its own parameters.
     """
 
     model_axis_name: str

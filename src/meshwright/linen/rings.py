@@ -32,12 +32,10 @@ def async_gather(x: PyTree, axis_name: str, shift_up: bool = True) -> list[PyTre
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> ring = lambda x: jnp.stack(async_gather(x, "tp"))
-        >>> gathered = mw.parallel.local_map(
-        ...     ring, mesh=mw.create_mesh("tp:8"), in_specs=P("tp"), out_specs=P(None, "tp")
-        ... )
-        >>> gathered(jnp.arange(8))[1].tolist()  # entry 1 is the shard of the device below
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     gathered = jax.shard_map(ring, in_specs=P("tp"), out_specs=P(None, "tp"))(jnp.arange(8))
+        >>> gathered[1].tolist()  # entry 1 is the shard of the device below
         [7, 0, 1, 2, 3, 4, 5, 6]
     """
     size = axis_size(axis_name, who="async_gather")
@@ -52,12 +50,10 @@ def async_gather_bidirectional(x: PyTree, axis_name: str, shift_up: bool = True)
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> ring = lambda x: jnp.stack(async_gather_bidirectional(x, "tp"))
-        >>> gathered = mw.parallel.local_map(
-        ...     ring, mesh=mw.create_mesh("tp:8"), in_specs=P("tp"), out_specs=P(None, "tp")
-        ... )
-        >>> gathered(jnp.arange(8))[:, 0].tolist()  # the entries of device 0
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     gathered = jax.shard_map(ring, in_specs=P("tp"), out_specs=P(None, "tp"))(jnp.arange(8))
+        >>> gathered[:, 0].tolist()  # the entries of device 0
         [0, 7, 6, 5, 4, 3, 2, 1]
     """
     size = axis_size(axis_name, who="async_gather_bidirectional")
@@ -79,10 +75,10 @@ def async_gather_split(x: PyTree, axis_name: str) -> list[PyTree]:
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> ring = lambda x: jnp.concatenate(async_gather_split(x, "tp"))
-        >>> gathered = mw.parallel.local_map(ring, mesh=mw.create_mesh("tp:8"), in_specs=P("tp"), out_specs=P("tp"))
-        >>> gathered(jnp.arange(16))[:16].tolist()  # on device 0: left halves from below, right halves from above
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     gathered = jax.shard_map(ring, in_specs=P("tp"), out_specs=P("tp"))(jnp.arange(16))
+        >>> gathered[:16].tolist()  # on device 0: left halves from below, right halves from above
         [0, 14, 12, 10, 8, 6, 4, 2, 1, 3, 5, 7, 9, 11, 13, 15]
     """
     left, right = _halves(x, who="async_gather_split")
@@ -97,10 +93,9 @@ def async_scatter(xs: Sequence[PyTree], axis_name: str, shift_up: bool = True) -
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> ring = lambda x: async_scatter([x * (k == 0) for k in range(8)], "tp")
-        >>> moved = mw.parallel.local_map(ring, mesh=mw.create_mesh("tp:8"), in_specs=P("tp"), out_specs=P("tp"))
-        >>> moved(jnp.arange(8)).tolist()  # entry 0 goes seven devices up, which is one device down
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):  # entry 0 goes seven devices up, which is one device down
+        ...     jax.shard_map(ring, in_specs=P("tp"), out_specs=P("tp"))(jnp.arange(8)).tolist()
         [1, 2, 3, 4, 5, 6, 7, 0]
     """
     size = _checked_count(xs, axis_name, who="async_scatter")
@@ -115,10 +110,9 @@ def async_scatter_split(xs: Sequence[PyTree], axis_name: str) -> PyTree:
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> ring = lambda x: async_scatter_split([x * (k == 0) for k in range(8)], "tp")
-        >>> moved = mw.parallel.local_map(ring, mesh=mw.create_mesh("tp:8"), in_specs=P("tp"), out_specs=P("tp"))
-        >>> moved(jnp.arange(16)).tolist()  # entry 0 goes seven devices up, which is one device down
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):  # entry 0 goes seven devices up, which is one device down
+        ...     jax.shard_map(ring, in_specs=P("tp"), out_specs=P("tp"))(jnp.arange(16)).tolist()
         [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1]
     """
     size = _checked_count(xs, axis_name, who="async_scatter_split")

@@ -26,15 +26,11 @@ def split_array_over_mesh(x: Any, axis_name: str, split_axis: int) -> Any:
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
-        >>> cut = mw.parallel.local_map(
-        ...     lambda x: split_array_over_mesh(x, "tp", 0),
-        ...     mesh=mw.create_mesh("tp:8"),
-        ...     in_specs=P(),
-        ...     out_specs=P("tp"),
-        ... )
-        >>> cut(jnp.arange(16)).tolist() == list(range(16))
-        True
+        >>> cut = lambda x: split_array_over_mesh(x, "tp", 0)
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     x = jax.shard_map(cut, in_specs=mw.P(), out_specs=mw.P("tp"))(jnp.arange(16))
+        >>> x.addressable_shards[3].data.tolist()
+        [6, 7]
     """
     ways = axis_size(axis_name, who="split_array_over_mesh")
     dim = _checked_dim(split_axis, jnp.ndim(x), who="split_array_over_mesh")
@@ -55,8 +51,7 @@ def stack_params(params: PyTree, axis_name: str, axis: int = 0, mask_except: jax
     """Adds a dim for a mesh axis to every leaf, in a box: size 1 on each device, the axis size globally.
 
     Args:
-        params: the parameters; names in existing boxes are kept.
-        axis_name: the mesh axis.
+        params: arrays in boxes or not; names in boxes are kept.
         axis: the position of the new dim; negative values count from the end of the new shape.
         mask_except: the only shard that keeps its values (default: all). The others become zero and get zero gradients.
             Negative values count from the last shard.

@@ -177,6 +177,14 @@ def set_XLA_flags() -> None:
     """Adds flags for training on GPUs to `XLA_FLAGS`, without changing flags that are already set.
 
     Raises if JAX has already started, because XLA has read its flags by then.
+
+    Example:
+        >>> _ = jax.devices()  # starts JAX
+        >>> set_XLA_flags()
+        Traceback (most recent call last):
+            ...
+        meshwright.errors.MeshError: set_XLA_flags was called after JAX started, so it would have no effect.
+        hint: call it before any code that uses an array or jax.devices(), or pass compiler_options to jax.jit.
     """
     if _jax_has_started():
         raise MeshError(

@@ -119,11 +119,13 @@ MeshAxis(name='tp', size=2, dcn=1)), plain_order=False)
     body = text.strip()
     plain_order = body.startswith("!")
     parts = [part.strip() for part in body.removeprefix("!").split(",")]
-    matches = [_AXIS.fullmatch(part) for part in parts]
-    for part, match in zip(parts, matches, strict=True):
+    axes = []
+    for part in parts:
+        match = _AXIS.fullmatch(part)
         if match is None:
             raise MeshError(f"mesh {text!r}: cannot parse {part!r}.", hint=_EXAMPLE)
-    axes = [_read_axis(match) for match in matches if match is not None]
+        dcn = 1 if match["at"] is None else int(match["dcn"]) if match["dcn"] else None
+        axes.append(MeshAxis(match["name"] or "", int(match["size"]), dcn))
     named = [axis.name != "" for axis in axes]
     if any(named) and not all(named):
         raise MeshError(f"mesh {text!r} mixes sizes with and without names.", hint="name all axes, or none.")
@@ -144,11 +146,6 @@ def check_counts(num_sizes: int, names: Sequence[str]) -> None:
             f"got {num_sizes} axis sizes for {len(names)} axis names ({', '.join(names)}).",
             hint="pass one size per name; an axis of size 1 costs nothing.",
         )
-
-
-def _read_axis(match: re.Match[str]) -> MeshAxis:
-    dcn = 1 if match["at"] is None else int(match["dcn"]) if match["dcn"] else None
-    return MeshAxis(match["name"] or "", int(match["size"]), dcn)
 
 
 def _in_order_of(names: Sequence[str], axes: list[MeshAxis], text: str) -> list[MeshAxis]:

@@ -161,7 +161,9 @@ def find_subjects(tree: PyTree, params: PyTree | None = None) -> list[Subject]:
     Pass `params` if the tree does not contain the parameters, whose paths and shapes are needed.
     """
     in_state = _field(tree, "params") is not None and _field(tree, "opt_state") is not None
-    if not in_state and not _holds_optax_state(tree):  # parameters alone, the common case
+    if not in_state and (
+        "optax" not in sys.modules or not any(map(_is_optax_state, jax.tree.leaves(tree, is_leaf=_is_optax_state)))
+    ):
         return [Subject((name,), _shape_of(value), _dtype_of(name, value)) for name, _, value in each_named_leaf(tree)]
     params = _field(tree, "params") if params is None and in_state else params
     shapes = {leaf.name: _shape_of(leaf.value) for leaf in each_named_leaf(params)}
@@ -203,10 +205,6 @@ def _optimizer_prefixes(node: Any, depth: int, prefix: int) -> Iterator[int]:
             yield from _optimizer_prefixes(leaf, depth + len(path), prefix)
         else:
             yield prefix
-
-
-def _holds_optax_state(tree: PyTree) -> bool:
-    return "optax" in sys.modules and any(map(_is_optax_state, jax.tree.leaves(tree, is_leaf=_is_optax_state)))
 
 
 def _is_optax_state(node: Any) -> bool:

@@ -35,5 +35,11 @@ __all__ = [
 
 
 def with_sharding_constraint(x: PyTree, partition_specs: PyTree) -> PyTree:
-    """Constrains arrays on the current mesh and raises for an unknown axis; without a mesh, does nothing."""
+    """Constrains arrays on the current mesh and raises for an unknown axis; without a mesh, does nothing.
+
+    Example:
+        >>> from meshwright import P
+        >>> with_sharding_constraint(1.0, P("dp"))
+        1.0
+    """
     return x if current_mesh() is None else _strict_with_sharding_constraint(x, partition_specs)
