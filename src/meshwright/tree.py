@@ -71,10 +71,7 @@ def named_tree_map(
         {'a': {'b': 'a/b=1'}}
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, *others: f(tree_path_to_string(path, sep), leaf, *others),
-        tree,
-        *rest,
-        is_leaf=is_leaf,
+        lambda path, leaf, *others: f(tree_path_to_string(path, sep), leaf, *others), tree, *rest, is_leaf=is_leaf
     )
 
 
@@ -88,22 +85,18 @@ def tree_apply(fns: PyTree, tree: PyTree) -> PyTree:
         >>> tree_apply({"a": abs, "b": str}, {"a": -1, "b": -1})
         {'a': 1, 'b': '-1'}
     """
-    functions, values, structure = _pairs(fns, tree)
-    ways = {getattr(function, "apply_many", _one_by_one) for function in functions}
-    apply_many = ways.pop() if len(ways) == 1 else _one_by_one
-    return structure.unflatten(apply_many(functions, values))
-
-
-def _pairs(fns: PyTree, tree: PyTree) -> tuple[list[Any], list[Any], Any]:
     structure: Any  # JAX does not export the type of a treedef
     functions, structure = jax.tree.flatten(fns)
     for function in functions:
         if not callable(function):
             raise TreeError(f"the first tree must contain functions; found {function!r}.")
     try:
-        return functions, structure.flatten_up_to(tree), structure
+        values = structure.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         raise TreeError(f"the tree of functions and the tree of values differ in structure: {error}") from None
+    ways = {getattr(function, "apply_many", _one_by_one) for function in functions}
+    apply_many = ways.pop() if len(ways) == 1 else _one_by_one
+    return structure.unflatten(apply_many(functions, values))
 
 
 def _one_by_one(functions: Sequence[Any], values: Sequence[Any]) -> list[Any]:

@@ -92,11 +92,7 @@ def test_defect_1_gradients_are_those_of_the_global_mean_loss(mesh, mode):
 
     batch = P(("dp", "fsdp"))
     run = local_map(
-        local,
-        mesh=mesh_of(mesh),
-        in_specs=(specs, batch, batch),
-        out_specs=(P(), specs),
-        check_vma=mode != "unchecked",
+        local, mesh=mesh_of(mesh), in_specs=(specs, batch, batch), out_specs=(P(), specs), check_vma=mode != "unchecked"
     )
     got_loss, got = jax.jit(run)(boxed, X, Y)
     np.testing.assert_allclose(got_loss, loss, rtol=1e-5)

@@ -170,10 +170,7 @@ def rich_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, title:
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", header_style="bold")
     for heading in headings:
         table.add_column(
-            heading,
-            justify="right" if heading in _RIGHT else "left",
-            overflow="fold",
-            no_wrap=heading in _NARROW,
+            heading, justify="right" if heading in _RIGHT else "left", overflow="fold", no_wrap=heading in _NARROW
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))

@@ -274,11 +274,7 @@ def _shared_key(layer: nn.Module) -> Any:
 
 
 def _part_of_whole(
-    init_fn: Initializer,
-    shared_key: Any,
-    *,
-    inputs: tuple[Any, int] = (0, 1),
-    outputs: tuple[Any, int] = (0, 1),
+    init_fn: Initializer, shared_key: Any, *, inputs: tuple[Any, int] = (0, 1), outputs: tuple[Any, int] = (0, 1)
 ) -> Initializer:
     """Returns an initializer that initializes the full kernel and returns part `inputs[0]` of `inputs[1]` of its rows.
 

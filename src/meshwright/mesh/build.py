@@ -394,8 +394,7 @@ def _config_value(config: Any, key: str) -> Any:
     value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
     if value is None:
         raise MeshError(
-            f"the parallel config has no {key!r}.",
-            hint="set {data,fsdp,pipeline,model}_axis_name and _axis_size.",
+            f"the parallel config has no {key!r}.", hint="set {data,fsdp,pipeline,model}_axis_name and _axis_size."
         )
     return value
 

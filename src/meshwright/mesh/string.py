@@ -73,20 +73,25 @@ class MeshSpec:
         fixed = math.prod(size for size in self.sizes if size != -1)
         shown = " x ".join(f"{axis.name}={axis.size}" for axis in self.axes if axis.size != -1)
         free = next((axis for axis in self.axes if axis.size == -1), None)
-        if free is not None:
-            if num_devices % fixed:
-                raise MeshError(
-                    f"cannot fill in {free.name}=-1: {shown} = {fixed} does not divide {num_devices} devices.",
-                    hint=f"choose sizes whose product divides {num_devices}.",
-                )
-            axes = tuple(replace(a, size=num_devices // fixed) if a is free else a for a in self.axes)
-            return MeshSpec(axes, self.plain_order)._checked_dcn()
-        if fixed != num_devices:
+        if free is not None and num_devices % fixed:
+            raise MeshError(
+                f"cannot fill in {free.name}=-1: {shown} = {fixed} does not divide {num_devices} devices.",
+                hint=f"choose sizes whose product divides {num_devices}.",
+            )
+        if free is None and fixed != num_devices:
             raise MeshError(
                 f"the mesh {shown} needs {fixed} devices, but there are {num_devices}.",
                 hint=self._nearest_fix(fixed, num_devices),
             )
-        return self._checked_dcn()
+        axes = tuple(replace(axis, size=num_devices // fixed) if axis is free else axis for axis in self.axes)
+        resolved = MeshSpec(axes, self.plain_order)
+        for axis, dcn in zip(axes, resolved.dcn_sizes, strict=True):
+            if axis.size % dcn:
+                raise MeshError(
+                    f"axis {axis.name!r} has size {axis.size}, which its `@dcn={dcn}` does not divide.",
+                    hint=f"use a size that is a multiple of {dcn}, or another `@dcn=`.",
+                )
+        return resolved
 
     def _nearest_fix(self, product: int, num_devices: int) -> str:
         subset = f"pass devices=jax.devices()[:{product}]" if product < num_devices else None
@@ -95,15 +100,6 @@ class MeshSpec:
             if num_devices % others == 0:
                 return ", or ".join(filter(None, [f"use {axis.name}={num_devices // others}", subset]))
         return subset or f"choose sizes whose product is {num_devices}"
-
-    def _checked_dcn(self) -> MeshSpec:
-        for axis, dcn in zip(self.axes, self.dcn_sizes, strict=True):
-            if axis.size % dcn:
-                raise MeshError(
-                    f"axis {axis.name!r} has size {axis.size}, which its `@dcn={dcn}` does not divide.",
-                    hint=f"use a size that is a multiple of {dcn}, or another `@dcn=`.",
-                )
-        return self
 
 
 def parse_mesh(text: str, names: Sequence[str] | None = None) -> MeshSpec:
