@@ -193,7 +193,8 @@ def make_shard_and_gather_fns(
 
     Args:
         partition_specs: a tree of `PartitionSpec` or `NamedSharding`.
-        dtype_specs: a dtype for all float leaves, or a tree of dtypes (default: keep); other leaves are not cast.
+        dtype_specs: a dtype or its name for all float leaves, or a tree of them (default: keep); other leaves are not
+            cast.
         mesh: the mesh (default: the current mesh, now or when the functions are called).
 
     Example:

@@ -2,8 +2,8 @@
 
 Grammar: `[!]AXIS[,AXIS...]`. Each AXIS is `name:size`, or a bare `size` for the next of the given names. `size` is
 positive, or -1 (once) for all remaining devices. `@dcn` after a size puts the axis on the slow network between slices
-or hosts; with `fsdp:8@dcn=2`, 2 of the 8 parts cross that network. A leading `!` keeps the devices in JAX's order
-instead of ordering them by their links.
+or hosts; `fsdp:8@dcn=2` spans 2 of them, with 4 devices in each. A leading `!` keeps the devices in JAX's order instead
+of ordering them by their links.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXAMPLE = 'write axes as name:size, for example "dp:2,fsdp:-1,tp:2" or "dp:2@dc
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One mesh axis, of which a factor `dcn` of its `size` crosses the slow network (None: all of it)."""
+    """One mesh axis; `dcn` is the factor of its `size` that crosses the slow network (None: the whole size)."""
 
     name: str
     size: int
