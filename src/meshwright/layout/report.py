@@ -194,9 +194,15 @@ class LayoutReport:
         if self.ok:
             return None
         parts, hints = [], []
-        if self.matches.unmatched:
-            parts.append(unmatched_message(self.matches.unmatched))
-            hints.append(suggested_rules(self.matches.unmatched, self.mesh))
+        if unmatched := self.matches.unmatched:
+            groups: dict[str, list[Subject]] = {}
+            for subject in unmatched:
+                groups.setdefault(generalise(subject.names[-1]), []).append(subject)
+            parts.append(f"no rule matches {count_leaves(len(unmatched))}:")
+            parts += [f"  `{group[0].name}` {group[0].shape}{_and_more(group)}" for group in groups.values()]
+            specs = [format_spec(_suggested_spec(group[0].shape, self.mesh)) for group in groups.values()]
+            rules = [f'(r"{pattern}$", {spec})' for pattern, spec in zip(groups, specs, strict=True)]
+            hints.append("add " + ", ".join(rules))
         if self.problems:
             do = "does" if len(self.problems) == 1 else "do"
             parts.append(f"{count_leaves(len(self.problems))} {do} not fit the mesh {describe_mesh(self.mesh)}:")
@@ -308,24 +314,6 @@ def inside_word_hits(matches: RuleMatches) -> list[str]:
 def generalise(name: str) -> str:
     """Returns a pattern that matches the same leaf of all layers: numbers become `\\d+`."""
     return re.sub(r"\d+", r"\\d+", re.escape(name).replace(r"\-", "-"))
-
-
-def unmatched_message(unmatched: Sequence[Subject]) -> str:
-    """Returns the list of leaves without a rule, with one line for the same leaf of all layers."""
-    groups: dict[str, list[Subject]] = {}
-    for subject in unmatched:
-        groups.setdefault(generalise(subject.names[-1]), []).append(subject)
-    lines = [f"  `{members[0].name}` {members[0].shape}{_and_more(members)}" for members in groups.values()]
-    return f"no rule matches {count_leaves(len(unmatched))}:\n" + "\n".join(lines)
-
-
-def suggested_rules(unmatched: Sequence[Subject], mesh: AnyMesh) -> str:
-    """Returns rules for the unmatched leaves, ready to paste."""
-    suggestions: dict[str, str] = {}
-    for subject in unmatched:
-        pattern = f"{generalise(subject.names[-1])}$"
-        suggestions.setdefault(pattern, f'(r"{pattern}", {format_spec(_suggested_spec(subject.shape, mesh))})')
-    return "add " + ", ".join(suggestions.values())
 
 
 def _suggested_spec(shape: tuple[int, ...], mesh: AnyMesh) -> P:

@@ -186,27 +186,20 @@ def set_XLA_flags() -> None:
         meshwright.errors.MeshError: set_XLA_flags was called after JAX started, so it would have no effect.
         hint: call it before any code that uses an array or jax.devices(), or pass compiler_options to jax.jit.
     """
-    if _jax_has_started():
+    config: Any = jax.config
+    num_devices = config.jax_num_cpu_devices
+    try:  # JAX has no public query for whether it has started, but then it refuses to change this setting
+        config.update("jax_num_cpu_devices", 2 if num_devices == 1 else 1)
+    except RuntimeError:
         raise MeshError(
             "set_XLA_flags was called after JAX started, so it would have no effect.",
             hint="call it before any code that uses an array or jax.devices(), or pass compiler_options to jax.jit.",
-        )
+        ) from None
+    config.update("jax_num_cpu_devices", num_devices)
     present = os.environ.get("XLA_FLAGS", "")
     known = set(re.findall(r"--(\w+)", present))
     added = [f"--{name}={value}" for name, value in GPU_FLAGS.items() if name not in known]
     os.environ["XLA_FLAGS"] = " ".join([present, *added]).strip()
-
-
-def _jax_has_started() -> bool:
-    # JAX has no public query for this, but it refuses to change this setting after it has started.
-    config: Any = jax.config
-    before = config.jax_num_cpu_devices
-    try:
-        config.update("jax_num_cpu_devices", 2 if before == 1 else 1)
-    except RuntimeError:
-        return True
-    config.update("jax_num_cpu_devices", before)
-    return False
 
 
 def current_mesh() -> AbstractMesh | None:
