@@ -23,7 +23,7 @@ def layout(rules, tree, mesh="fsdp:4,tp:2", **options):
     return mw.make_layout(rules, tree, mw.create_abstract_mesh(mesh), **options)
 
 
-def constrain_misspelt():
+def constrain_misspelled():
     with jax.set_mesh(mw.create_mesh("data:4,model:2")):
         mw.with_sharding_constraint(jnp.ones((8, 8)), P("modle"))
 
@@ -56,38 +56,38 @@ def call_shard_function_without_mesh():
 # the mistake, a call with it, the error, and a regular expression for its message
 ERRORS = [
     (
-        "mesh of other than all devices",
+        "wrong number of devices",
         lambda: mw.create_mesh("data:3,tensor:2"),
         mw.MeshError,
         r"^the mesh data=3 x tensor=2 needs 6 devices, but there are 8\.\n"
         r"hint: use data=4, or pass devices=jax\.devices\(\)\[:6\]$",
     ),
     (
-        "mesh of other than all devices",
+        "wrong number of devices",
         lambda: mw.create_mesh("data:8,tensor:2"),
         mw.MeshError,
         r"^the mesh data=8 x tensor=2 needs 16 devices, but there are 8\.\nhint: use data=4$",
     ),
     (
-        "mesh of other than all devices",
+        "wrong number of devices",
         lambda: mw.create_mesh("a:3,b:3"),
         mw.MeshError,
         r"^the mesh a=3 x b=3 needs 9 devices, .* 8\.\nhint: choose sizes .* 8$",
     ),
     (
-        "two sizes left open",
+        "two sizes of -1",
         lambda: mw.create_mesh("dp:-1,tp:-1"),
         mw.MeshError,
         r"'dp' and 'tp' all have size -1.*\nhint: write the size of every axis but one",
     ),
     (
-        "two sizes left open",
+        "two sizes of -1",
         lambda: mw.create_mesh((-1, -1, 1, 1)),
         mw.MeshError,
         r"'dp' and 'fsdp' all have size -1.*\nhint: ",
     ),
     (
-        "open size that does not fit",
+        "-1 that cannot be filled in",
         lambda: mw.create_mesh("dp:3,tp:-1"),
         mw.MeshError,
         r"^cannot fill in tp=-1: dp=3 = 3 does not divide 8 devices\.\nhint: .* divides 8",
@@ -118,38 +118,38 @@ ERRORS = [
     ),
     ("axis twice", lambda: mw.create_mesh((2, 4), ("a", "a")), mw.MeshError, r"axis 'a' appears more than once"),
     (
-        "sizes and names of different number",
+        "different numbers of sizes and names",
         lambda: mw.create_mesh((2, 4), ("a", "b", "c")),
         mw.MeshError,
         r"^got 2 axis sizes for 3 axis names \(a, b, c\)\.\nhint: pass one size per name",
     ),
     (
-        "sizes and names of different number",
+        "different numbers of sizes and names",
         lambda: mw.get_jax_mesh("2,2,2", ("a", "b")),
         mw.MeshError,
         r"^got 3 axis sizes for 2 axis names \(a, b\)\.\nhint: ",
     ),
     (
-        "misspelt axis",
-        constrain_misspelt,
+        "misspelled axis",
+        constrain_misspelled,
         mw.MeshError,
         r"names axis 'modle'; the mesh has axes: data, model\.\nhint: did you mean 'model'\?",
     ),
     (
-        "misspelt axis",
+        "misspelled axis",
         lambda: layout([("w", P("modle"))], {"w": X}, "data:4,model:2"),
         mw.LayoutError,
         r"`w` \(rule 0\): P\('modle'\) names axis 'modle'; the mesh has axes: data, model\.\n"
         r"hint: did you mean 'model'\?",
     ),
     (
-        "misspelt axis",
+        "misspelled axis",
         lambda: mw.make_shard_and_gather_fns({"w": P("modle")}, mesh=mw.create_mesh("model:8")),
         mw.MeshError,
         r"'modle'; .*\nhint: did you mean 'model'\?",
     ),
     (
-        "misspelt axis",
+        "misspelled axis",
         lambda: mw.get_jax_mesh("dp:2,modle:4", ("dp", "model")),
         mw.MeshError,
         r"has an axis 'modle'; the expected axes are: dp, model\.\nhint: did you mean 'model'\?",
@@ -194,19 +194,19 @@ ERRORS = [
         r"nothing to repeat.*\n {4}\*bias\n {4}\^\nhint: ",
     ),
     (
-        "pattern of exponential time",
+        "pattern that could take exponential time",
         lambda: mw.Rules([(r"(a+)+(?=/bias)", P())]),
         mw.RuleError,
         r"could take exponential time .*is repeated.*\nhint: remove the nested repetition",
     ),
     (
-        "pattern of exponential time",
+        "pattern that could take exponential time",
         lambda: mw.Rules([(r"(\w+)+\1/bias", P())]),
         mw.RuleError,
         r"could take exponential time .*\nhint: ",
     ),
     (
-        "pattern of exponential time",
+        "pattern that could take exponential time",
         lambda: mw.Rules([(r"((a{1,99}){1,99})+", P())]),
         mw.RuleError,
         r"exponential time.*\nhint: ",
@@ -239,14 +239,14 @@ ERRORS = [
         r"has 3 entries; .* has rank 2",
     ),
     (
-        "axis for two dims",
+        "axis on two dims",
         lambda: mw.Rules([("w", P("tp", ("fsdp", "tp")))]),
         mw.RuleError,
         r"^rule 0 `w`: P\('tp', \('fsdp', 'tp'\)\) uses axis 'tp' more than once \(dims \[0, 1\]\)\.\n"
         r"hint: .*only one dim",
     ),
     (
-        "axis for two dims",
+        "axis on two dims",
         lambda: mw.logical_rules([("w", ("heads", "mlp"))], {"heads": "tp", "mlp": "tp"}),
         mw.RuleError,
         r"logical axes 'heads' and 'mlp' both map to mesh axis 'tp'\.\nhint: map one of them",
@@ -342,7 +342,7 @@ WARNINGS = [
         r"rule 1 `up/kernel` is shadowed: rule 0 matches `up/kernel` first",
     ),
     (
-        "large leaf that is whole",
+        "large replicated leaf",
         lambda: layout([("w", P())], {"w": struct(2048, 2048)}),
         r"w 2048x2048 is replicated on every device: 16\.0 MiB each",
     ),

@@ -20,7 +20,7 @@ COUNTERS = 2 * 4  # the step and AdamW's count
 @pytest.fixture
 def no_devices(monkeypatch):
     def refuse(*args, **kwargs):
-        raise AssertionError("a device was asked for")
+        raise AssertionError("a device was used")
 
     for name in ("devices", "local_devices", "device_count", "local_device_count", "device_put", "default_backend"):
         monkeypatch.setattr(jax, name, refuse)
