@@ -1,4 +1,4 @@
-"""The parameters of a 7B-parameter decoder with their adamw state, and rules for them: nothing is allocated.
+"""The layout of a 7B-parameter decoder and its AdamW state, computed without allocating anything.
 
 meshwright rules examples/layout_7b.py:job --mesh "fsdp:32,tp:8"
 """
@@ -12,7 +12,7 @@ from meshwright import P
 
 VOCAB, DIM, MLP, LAYERS = 32_000, 4_096, 11_008, 32
 
-# Logical names say what dims mean; one mapping says where they go.
+# Rules give each dim a logical name, and one mapping assigns the names to mesh axes.
 RULES = mw.logical_rules(
     [
         ("embed/table", ("vocab", "embed")),
@@ -29,7 +29,7 @@ RULES = mw.logical_rules(
 
 
 def init_params(key):
-    """One leaf per layer, as a plain nested dict."""
+    """Returns the parameters as a nested dict."""
 
     def dense(rows, columns):
         return {"kernel": jax.random.normal(key, (rows, columns), jnp.float32)}
@@ -49,7 +49,7 @@ def init_params(key):
 
 
 def init(key):
-    """A whole train state: the rules above also place the optimizer's moments."""
+    """Returns a train state; the rules above also apply to the optimizer's moments."""
     params = init_params(key)
     optimizer = optax.adamw(3e-4)
     return {"params": params, "opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}

@@ -1,4 +1,4 @@
-"""Bad meshes, rules and specs: each gets a message that says what, where, the numbers, and the nearest fix."""
+"""Bad meshes, rules and specs, each with an error that has the values and a fix."""
 
 import re
 import types
@@ -23,7 +23,7 @@ def layout(rules, tree, mesh="fsdp:4,tp:2", **options):
     return mw.make_layout(rules, tree, mw.create_abstract_mesh(mesh), **options)
 
 
-def constrain_misspelt():
+def constrain_misspelled():
     with jax.set_mesh(mw.create_mesh("data:4,model:2")):
         mw.with_sharding_constraint(jnp.ones((8, 8)), P("modle"))
 
@@ -53,49 +53,50 @@ def call_shard_function_without_mesh():
     mw.tree_apply(shard, {"w": np.ones(8, np.float32)})
 
 
-# what is wrong, what is done, the error, and the text it must hold (a regular expression over the whole message)
+# the mistake, a call with it, the error, and a regular expression for its message
 ERRORS = [
     (
-        "mesh of other than all devices",
+        "wrong number of devices",
         lambda: mw.create_mesh("data:3,tensor:2"),
         mw.MeshError,
-        r"^data=3 x tensor=2 = 6 of 8 devices\.\nhint: data=4, or devices=jax\.devices\(\)\[:6\]$",
+        r"^the mesh data=3 x tensor=2 needs 6 devices, but there are 8\.\n"
+        r"hint: use data=4, or pass devices=jax\.devices\(\)\[:6\]$",
     ),
     (
-        "mesh of other than all devices",
+        "wrong number of devices",
         lambda: mw.create_mesh("data:8,tensor:2"),
         mw.MeshError,
-        r"^data=8 x tensor=2 = 16 but there are only 8 devices\.\nhint: data=4$",
+        r"^the mesh data=8 x tensor=2 needs 16 devices, but there are 8\.\nhint: use data=4$",
     ),
     (
-        "mesh of other than all devices",
+        "wrong number of devices",
         lambda: mw.create_mesh("a:3,b:3"),
         mw.MeshError,
-        r"^a=3 x b=3 = 9 but .* 8 devices\.\nhint: choose sizes .* 8$",
+        r"^the mesh a=3 x b=3 needs 9 devices, .* 8\.\nhint: choose sizes .* 8$",
     ),
     (
-        "two sizes left open",
+        "two sizes of -1",
         lambda: mw.create_mesh("dp:-1,tp:-1"),
         mw.MeshError,
-        r"'dp' and 'tp' are all -1.*\nhint: give every axis but one",
+        r"'dp' and 'tp' all have size -1.*\nhint: write the size of every axis but one",
     ),
     (
-        "two sizes left open",
+        "two sizes of -1",
         lambda: mw.create_mesh((-1, -1, 1, 1)),
         mw.MeshError,
-        r"'dp' and 'fsdp' are all -1.*\nhint: ",
+        r"'dp' and 'fsdp' all have size -1.*\nhint: ",
     ),
     (
-        "open size that does not fit",
+        "-1 that cannot be filled in",
         lambda: mw.create_mesh("dp:3,tp:-1"),
         mw.MeshError,
-        r"^tp=-1 cannot be filled in: dp=3 = 3 does not divide 8 devices\.\nhint: .* divides 8",
+        r"^cannot fill in tp=-1: dp=3 = 3 does not divide 8 devices\.\nhint: .* divides 8",
     ),
     (
         "size 0, negative or fractional",
         lambda: mw.create_mesh("dp:0,tp:-1"),
         mw.MeshError,
-        r"axis 'dp' has size 0\.\nhint: sizes are 1 or more, or -1",
+        r"axis 'dp' has size 0\.\nhint: use a size of 1 or more, or -1",
     ),
     (
         "size 0, negative or fractional",
@@ -107,70 +108,70 @@ ERRORS = [
         "size 0, negative or fractional",
         lambda: mw.create_mesh((2, 4.0), ("a", "b")),
         mw.MeshError,
-        r"axis 'b' has size 4\.0, which is not a whole number",
+        r"axis 'b' has size 4\.0, which is not an integer",
     ),
     (
         "axis twice",
         lambda: mw.create_mesh("dp:2,dp:4"),
         mw.MeshError,
-        r"axis 'dp' appears more than once\.\nhint: .* must differ",
+        r"axis 'dp' appears more than once\.\nhint: .* different name",
     ),
     ("axis twice", lambda: mw.create_mesh((2, 4), ("a", "a")), mw.MeshError, r"axis 'a' appears more than once"),
     (
-        "sizes and names of different number",
+        "different numbers of sizes and names",
         lambda: mw.create_mesh((2, 4), ("a", "b", "c")),
         mw.MeshError,
-        r"^2 axis sizes for 3 axis names \(a, b, c\)\.\nhint: give one size per name",
+        r"^got 2 axis sizes for 3 axis names \(a, b, c\)\.\nhint: pass one size per name",
     ),
     (
-        "sizes and names of different number",
+        "different numbers of sizes and names",
         lambda: mw.get_jax_mesh("2,2,2", ("a", "b")),
         mw.MeshError,
-        r"^3 axis sizes for 2 axis names \(a, b\)\.\nhint: ",
+        r"^got 3 axis sizes for 2 axis names \(a, b\)\.\nhint: ",
     ),
     (
-        "misspelt axis",
-        constrain_misspelt,
+        "misspelled axis",
+        constrain_misspelled,
         mw.MeshError,
         r"names axis 'modle'; the mesh has axes: data, model\.\nhint: did you mean 'model'\?",
     ),
     (
-        "misspelt axis",
+        "misspelled axis",
         lambda: layout([("w", P("modle"))], {"w": X}, "data:4,model:2"),
         mw.LayoutError,
         r"`w` \(rule 0\): P\('modle'\) names axis 'modle'; the mesh has axes: data, model\.\n"
         r"hint: did you mean 'model'\?",
     ),
     (
-        "misspelt axis",
+        "misspelled axis",
         lambda: mw.make_shard_and_gather_fns({"w": P("modle")}, mesh=mw.create_mesh("model:8")),
         mw.MeshError,
         r"'modle'; .*\nhint: did you mean 'model'\?",
     ),
     (
-        "misspelt axis",
+        "misspelled axis",
         lambda: mw.get_jax_mesh("dp:2,modle:4", ("dp", "model")),
         mw.MeshError,
-        r"names axis 'modle'; expected the axes: dp, model\.\nhint: did you mean 'model'\?",
+        r"has an axis 'modle'; the expected axes are: dp, model\.\nhint: did you mean 'model'\?",
     ),
     (
         "no mesh",
         lambda: mw.with_sharding_constraint(jnp.ones(8), P("tp")),
         mw.MeshError,
-        r"with_sharding_constraint\(P\('tp'\)\) needs a mesh, and none is active here\.\nhint: .*jax\.set_mesh\(mesh\)",
+        r"with_sharding_constraint\(P\('tp'\)\) needs a mesh, but none is set\.\nhint: .*jax\.set_mesh\(mesh\)",
     ),
     (
         "no mesh",
         call_shard_function_without_mesh,
         mw.MeshError,
-        r"make_shard_and_gather_fns needs a mesh, and none .*\nhint: wrap",
+        r"make_shard_and_gather_fns needs a mesh, but none .*\nhint: wrap",
     ),
     *(
         (
             "another mesh",
             call,
             mw.PlacementError,
-            rf"^{what} lives on the mesh x=8; the mesh in use is fsdp=4 x tp=2\.\n"
+            rf"^{what} is on the mesh x=8, but the current mesh is fsdp=4 x tp=2\.\n"
             r"hint: .*reshard=True",
         )
         for call, what in (
@@ -193,19 +194,19 @@ ERRORS = [
         r"nothing to repeat.*\n {4}\*bias\n {4}\^\nhint: ",
     ),
     (
-        "pattern of exponential time",
+        "pattern that could take exponential time",
         lambda: mw.Rules([(r"(a+)+(?=/bias)", P())]),
         mw.RuleError,
         r"could take exponential time .*is repeated.*\nhint: remove the nested repetition",
     ),
     (
-        "pattern of exponential time",
+        "pattern that could take exponential time",
         lambda: mw.Rules([(r"(\w+)+\1/bias", P())]),
         mw.RuleError,
         r"could take exponential time .*\nhint: ",
     ),
     (
-        "pattern of exponential time",
+        "pattern that could take exponential time",
         lambda: mw.Rules([(r"((a{1,99}){1,99})+", P())]),
         mw.RuleError,
         r"exponential time.*\nhint: ",
@@ -214,14 +215,14 @@ ERRORS = [
         "leaves without a rule",
         lambda: layout([("bias", P())], {"a": [{"kernel": X}, {"kernel": X}], "bias": struct(8), "out": struct(8, 3)}),
         mw.LayoutError,
-        r"^no rule matches 3 of the leaves:\n  `a/0/kernel` \(8, 8\) and 1 like it\n  `out` \(8, 3\)\n"
+        r"^no rule matches 3 leaves:\n  `a/0/kernel` \(8, 8\) and 1 more like it\n  `out` \(8, 3\)\n"
         r"hint: add \(r\"a/\\d\+/kernel\$\", P\('fsdp', None\)\), \(r\"out\$\", P\('fsdp', None\)\)\.$",
     ),
     (
         "leaves without a rule",
         lambda: mw.match_partition_rules([("bias", P())], {"bias": struct(8), "w": X, "v": X}),
         mw.LayoutError,
-        r"^no rule matches 2 of the leaves:\n  `v` \(8, 8\)\n  `w` \(8, 8\)\n"
+        r"^no rule matches 2 leaves:\n  `v` \(8, 8\)\n  `w` \(8, 8\)\n"
         r"hint: add \(r\"v\$\", P\(None, None\)\), \(r\"w\$\"",
     ),
     (
@@ -229,7 +230,7 @@ ERRORS = [
         lambda: layout([("w", P("fsdp", "tp", None))], {"w": X}),
         mw.LayoutError,
         r"`w` \(rule 0\): P\('fsdp', 'tp', None\) has 3 entries; the shape \(8, 8\) has rank 2\.\n"
-        r"hint: use no more than 2 of them",
+        r"hint: use at most 2 entries",
     ),
     (
         "spec longer than a shape",
@@ -238,14 +239,14 @@ ERRORS = [
         r"has 3 entries; .* has rank 2",
     ),
     (
-        "axis for two dims",
+        "axis on two dims",
         lambda: mw.Rules([("w", P("tp", ("fsdp", "tp")))]),
         mw.RuleError,
         r"^rule 0 `w`: P\('tp', \('fsdp', 'tp'\)\) uses axis 'tp' more than once \(dims \[0, 1\]\)\.\n"
-        r"hint: .*one dim only",
+        r"hint: .*only one dim",
     ),
     (
-        "axis for two dims",
+        "axis on two dims",
         lambda: mw.logical_rules([("w", ("heads", "mlp"))], {"heads": "tp", "mlp": "tp"}),
         mw.RuleError,
         r"logical axes 'heads' and 'mlp' both map to mesh axis 'tp'\.\nhint: map one of them",
@@ -322,7 +323,7 @@ WARNINGS = [
     (
         "tensor axis across hosts",
         warn_of_spanning_axis,
-        r"axis 'tp' \(8 ways\) spans 2 hosts or slices of 4 devices: .*12 to 50 GB/s.*ten times slower.*\n"
+        r"axis 'tp' \(size 8\) spans 2 hosts or slices of 4 devices\. .*12 to 50 GB/s.*ten times slower.*\n"
         r"hint: keep tp <= 4",
     ),
     (
@@ -338,12 +339,12 @@ WARNINGS = [
     (
         "shadowed rule",
         lambda: layout([("kernel", P()), ("up/kernel", P("tp"))], {"up": {"kernel": X}}),
-        r"rule 1 `up/kernel` is shadowed: rule 0 took `up/kernel` first",
+        r"rule 1 `up/kernel` is shadowed: rule 0 matches `up/kernel` first",
     ),
     (
-        "large leaf that is whole",
+        "large replicated leaf",
         lambda: layout([("w", P())], {"w": struct(2048, 2048)}),
-        r"w 2048x2048 is whole on every device: 16\.0 MiB each",
+        r"w 2048x2048 is replicated on every device: 16\.0 MiB each",
     ),
 ]
 
@@ -355,7 +356,7 @@ def test_warning(act, text):
 
 
 @pytest.mark.parametrize("size", [(2047, 2048), (2048, 2048)])
-def test_only_large_leaves_on_several_devices_are_remarked(size):
+def test_only_large_leaves_on_several_devices_cause_a_warning(size):
     assert bool(mw.explain_layout([("w", P())], {"w": struct(*size)}, mw.create_abstract_mesh("dp:2")).concerns()) is (
         size == (2048, 2048)
     )
@@ -363,7 +364,7 @@ def test_only_large_leaves_on_several_devices_are_remarked(size):
 
 
 def test_catastrophic_pattern_does_not_hang(run_python):
-    # With `re` the first of these takes seconds and the second outlives the universe; the limit only ends a hang.
+    # With `re`, the first would take seconds and the second would never finish; the timeout ends a hang.
     code = """
     import meshwright as mw
     import numpy as np
@@ -382,7 +383,7 @@ def test_catastrophic_pattern_does_not_hang(run_python):
 
 
 def test_allowed_backtracking_is_bounded():
-    # About the most freedom that is allowed on a path of this length.
+    # This is close to the limit for a path of this length.
     search = mw.rules.rule_set.compile_pattern("a?" * 3 + ".*.*X$").search
     assert search("X" + "a" * 100) is None
     with pytest.raises(mw.RuleError, match="too many places"):
@@ -400,12 +401,10 @@ def test_errors_are_one_family_of_value_errors():
     assert issubclass(mw.MeshwrightWarning, UserWarning)
 
 
-def test_layout_error_carries_the_whole_report():
+def test_layout_error_has_the_full_report():
     with pytest.raises(mw.LayoutError) as caught:
         layout([("w", P("fsdp"))], {"w": struct(6, 8), "v": X, "u": X})
     report = caught.value.report
     assert report.unmatched == ("u", "v")
     assert [(problem.name, problem.problem.padded) for problem in report.indivisible] == [("w", 8)]
-    assert re.search(
-        r"no rule matches 2 of the leaves:.*1 leaf not fitting the mesh fsdp=4 x tp=2:", str(caught.value), re.S
-    )
+    assert re.search(r"no rule matches 2 leaves:.*1 leaf does not fit the mesh fsdp=4 x tp=2:", str(caught.value), re.S)

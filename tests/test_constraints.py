@@ -1,41 +1,21 @@
 import contextlib
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 import meshwright as mw
 from meshwright import P
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+from .meshes import AUTO, EXPLICIT, host, legacy, mesh
+
 KINDS = {"auto": AUTO, "explicit": EXPLICIT, "mixed": (EXPLICIT, AUTO), "mixed other way": (AUTO, EXPLICIT)}
 
 
-def mesh(axis_types=AUTO):
-    return mw.create_mesh("dp:4,tp:2", axis_types=axis_types)
-
-
-def host(*shape, dtype=np.float32):
-    return np.arange(np.prod(shape), dtype=dtype).reshape(shape)
-
-
-@contextlib.contextmanager
-def legacy(mesh):
-    # Deprecated in newer JAX, and still what much code uses.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        mesh.__enter__()
-    try:
-        yield
-    finally:
-        mesh.__exit__(None, None, None)
-
-
 def constrained(x, specs, **options):
-    """Eagerly and under jit, which must agree."""
+    """Returns the results of an eager and a traced call."""
     eager = mw.with_sharding_constraint(x, specs, **options)
     traced = jax.jit(lambda x: mw.with_sharding_constraint(x, specs, **options))(x)
     return eager, traced
@@ -57,13 +37,13 @@ def constrained(x, specs, **options):
     ],
     ids=str,
 )
-def test_arrays_are_split_as_asked(kind, spec, assert_placed):
+def test_arrays_are_sharded_as_the_spec_says(kind, spec, assert_placed):
     value, where = host(8, 8), mesh(kind)
     auto_before_explicit = kind == (AUTO, EXPLICIT) and ("dp", "tp") in tuple(spec)
     with jax.set_mesh(where):
         if auto_before_explicit:
             with pytest.raises(
-                mw.PlacementError, match=r"split by an Auto axis before an Explicit.*\nhint: name the Explicit"
+                mw.PlacementError, match=r"lists an Auto axis before an Explicit.*\nhint: list the Explicit"
             ):
                 mw.with_sharding_constraint(value, spec)
             return
@@ -85,7 +65,7 @@ def test_legacy_context_of_an_explicit_mesh_is_not_silently_ignored():
 
 @pytest.mark.parametrize(
     ("kind", "enter"),
-    # JAX takes shardings over Explicit axes only under their mesh.
+    # JAX accepts shardings over Explicit axes only if their mesh is set.
     [*((kind, jax.set_mesh) for kind in KINDS.values()), (AUTO, legacy), (AUTO, lambda mesh: contextlib.nullcontext())],
     ids=[*KINDS, "auto, with mesh", "auto, no mesh"],
 )
@@ -100,12 +80,12 @@ def test_named_shardings(kind, enter, assert_placed):
 
 def test_named_sharding_of_another_mesh():
     sharding = NamedSharding(mw.create_mesh("x:8"), P("x"))
-    with jax.set_mesh(mesh()), pytest.raises(mw.PlacementError, match="the NamedSharding lives on the mesh x=8"):
+    with jax.set_mesh(mesh()), pytest.raises(mw.PlacementError, match="the NamedSharding is on the mesh x=8"):
         mw.with_sharding_constraint(jnp.ones((8, 8)), sharding)
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-def test_unconstrained_dims_stay_as_they_are(kind, assert_placed):
+def test_unconstrained_dims_do_not_change(kind, assert_placed):
     where, value = mesh(kind), host(8, 8)
     with jax.set_mesh(where):
         x = mw.with_sharding_constraint(jnp.asarray(value), P(None, "tp"))
@@ -117,7 +97,7 @@ def test_unconstrained_dims_stay_as_they_are(kind, assert_placed):
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_unconstrained_beside_a_split_dim(kind):
-    # With both kinds of axes, the compiler is free in the unconstrained dim; the other one is settled.
+    # With both types of axes, the compiler chooses the unconstrained dim only.
     with jax.set_mesh(mesh(kind)):
         x = mw.with_sharding_constraint(jnp.asarray(host(8, 8)), P(None, "tp"))
         for result in constrained(x, P("dp", P.UNCONSTRAINED)):
@@ -136,18 +116,18 @@ def test_trees_of_specs(assert_placed):
             np.testing.assert_array_equal(result["c"], tree["c"])
 
 
-def test_none_leaves_everything_alone():
+def test_none_skips_a_tree():
     x = jnp.ones(3)
     assert mw.with_sharding_constraint(x, None) is x
     assert mw.with_sharding_constraint({"a": [x]}, None)["a"][0] is x
 
 
-def test_without_a_mesh_only_specs_that_ask_for_nothing_pass():
+def test_without_a_mesh_only_empty_specs_are_accepted():
     x = jnp.ones((4, 4))
     assert mw.with_sharding_constraint(x, P()) is x
     assert mw.with_sharding_constraint(x, P(None, P.UNCONSTRAINED)) is x
     assert mw.with_sharding_constraint(x, P("tp"), optional_axes=("tp",)) is x
-    with pytest.raises(mw.MeshError, match="none is active"):
+    with pytest.raises(mw.MeshError, match="none is set"):
         jax.jit(lambda x: mw.with_sharding_constraint(x, P("tp")))(x)
 
 
@@ -161,7 +141,7 @@ def test_optional_axes_are_skipped_and_others_are_not(assert_placed):
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_indivisible_dims_are_an_error(kind):
-    # Plain JAX replicates such an array without a word on some versions.
+    # Some versions of JAX silently replicate such an array.
     with jax.set_mesh(mesh(kind)):
         for act in (mw.with_sharding_constraint, jax.jit(mw.with_sharding_constraint, static_argnums=1)):
             with pytest.raises(
@@ -173,7 +153,7 @@ def test_indivisible_dims_are_an_error(kind):
 
 
 @pytest.mark.parametrize("spec", [("dp",), ["dp"], "dp"])
-def test_what_is_no_spec(spec):
+def test_objects_that_are_not_specs(spec):
     with jax.set_mesh(mesh()), pytest.raises(ValueError, match=r"not a PartitionSpec|structure|None for|Expected"):
         mw.with_sharding_constraint(jnp.ones((8, 8)), spec)
 
@@ -183,7 +163,7 @@ def test_what_is_no_spec(spec):
     "spec", [P("dp", "tp"), P(None, "tp"), P("tp", "dp"), P(("dp", "tp"), P.UNCONSTRAINED)], ids=str
 )
 def test_inside_partly_manual_shard_map(kind, spec, assert_placed):
-    """Manual axes are left out of the spec; the rest is applied to the slice at hand."""
+    """Manual axes are skipped; the other axes constrain the device's slice."""
     where, value, seen = mesh(kind), host(16, 8), []
     rest = mw.specs.keep_axes(spec, lambda axis: axis != "dp")
 
@@ -205,7 +185,7 @@ def test_inside_partly_manual_shard_map(kind, spec, assert_placed):
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_inside_fully_manual_shard_map_nothing_is_left_to_do(kind):
+def test_inside_fully_manual_shard_map_nothing_changes(kind):
     value, jaxprs = host(8, 8), []
 
     def inner(x):
@@ -219,7 +199,7 @@ def test_inside_fully_manual_shard_map_nothing_is_left_to_do(kind):
     assert len(jaxprs[0].eqns) == 0
 
 
-def test_misspelt_axis_inside_shard_map():
+def test_misspelled_axis_inside_shard_map():
     mapped = jax.shard_map(
         lambda x: mw.with_sharding_constraint(x, P("dpp")), mesh=mesh(), in_specs=P("dp"), out_specs=P("dp")
     )

@@ -68,7 +68,7 @@ def test_keys_are_not_cast():
 
 
 def test_floats_do_not_become_integers():
-    with pytest.raises(mw.PlacementError, match=r"float32 array cannot be cast to int8.*\nhint: give a float dtype"):
+    with pytest.raises(mw.PlacementError, match=r"cannot cast a float32 array to int8.*\nhint: pass a float dtype"):
         cast_target(jnp.dtype("float32"), jnp.dtype("int8"))
 
 

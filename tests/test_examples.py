@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-# What each prints when it is through; an example that is not named here must only end well.
+# The text that an example must print; all must exit with 0.
 VERIFIED = {f"verify_{kind}.py": "2 equal; " for kind in ("plain", "linen", "nnx", "equinox")}
 SAYS = {"tensor_parallel_block.py": "all four runs agree"} | VERIFIED
 SLOW = {"tensor_parallel_block.py", "verify_linen.py", "verify_nnx.py", "verify_equinox.py"}
@@ -29,7 +29,7 @@ def test_an_example_runs(path, tmp_path):
         [sys.executable, "-W", "error", str(path)],
         capture_output=True,
         text=True,
-        cwd=tmp_path,  # an example must not depend on where it is run
+        cwd=tmp_path,  # an example must not depend on the current directory
         env=env,
         timeout=600,
     )

@@ -1,4 +1,4 @@
-"""What importing the package does not do."""
+"""Importing the package starts no backend and needs few dependencies."""
 
 import pytest
 

@@ -19,7 +19,7 @@ def test_scalars_become_floats_and_arrays_numpy():
     np.testing.assert_array_equal(result["grad"]["hist"], np.arange(3, dtype=np.int32), strict=True)
 
 
-def test_values_on_a_mesh_are_fetched_whole():
+def test_arrays_on_a_mesh_are_gathered():
     mesh = mw.create_mesh("dp:8")
     value = jax.device_put(np.arange(8, dtype=np.float32), NamedSharding(mesh, P("dp")))
     np.testing.assert_array_equal(mw.get_metrics({"x": value})["x"], np.arange(8, dtype=np.float32), strict=True)
@@ -48,11 +48,11 @@ def test_stack_and_unreplicate():
 @pytest.mark.parametrize(
     ("metrics", "options", "text"),
     [
-        ({"a": {"loss": jnp.float32(1)}}, {"unreplicate": True}, r"`a/loss` is a scalar; .*\nhint: drop unreplicate"),
+        ({"a": {"loss": jnp.float32(1)}}, {"unreplicate": True}, r"`a/loss` is a scalar, .*\nhint: drop unreplicate"),
         ([], {"stack": True}, "at least one step"),
-        ([{"a": 1.0}, {"a": 1.0, "b": {"c": 2.0}}], {"stack": True}, "metrics of step 1 differ .* in: b/c"),
+        ([{"a": 1.0}, {"a": 1.0, "b": {"c": 2.0}}], {"stack": True}, "steps 1 and 0 have different metrics: b/c"),
     ],
 )
-def test_what_cannot_be_fetched(metrics, options, text):
+def test_metrics_that_cannot_be_fetched(metrics, options, text):
     with pytest.raises(mw.TreeError, match=text):
         mw.get_metrics(metrics, **options)

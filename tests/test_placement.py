@@ -1,38 +1,14 @@
-import contextlib
-import warnings
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 import meshwright as mw
 from meshwright import P
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-KINDS = {"auto": AUTO, "explicit": EXPLICIT, "mixed": (EXPLICIT, AUTO), "mixed other way": (AUTO, EXPLICIT)}
-
-
-def mesh(axis_types=AUTO):
-    return mw.create_mesh("dp:4,tp:2", axis_types=axis_types)
-
-
-def host(*shape, dtype=np.float32):
-    return np.arange(np.prod(shape), dtype=dtype).reshape(shape)
-
-
-@contextlib.contextmanager
-def legacy(mesh):
-    # Deprecated in newer JAX, and still what much code uses.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        mesh.__enter__()
-    try:
-        yield
-    finally:
-        mesh.__exit__(None, None, None)
+from .meshes import host, legacy, mesh
 
 
 def make_tree():
@@ -60,7 +36,7 @@ DTYPES = {
     "source", [lambda tree: tree, lambda tree: jax.tree.map(jnp.asarray, tree)], ids=["host", "jax"]
 )
 @pytest.mark.parametrize(("dtypes", "meant"), DTYPES.values(), ids=DTYPES)
-def test_every_form_of_dtype(dtypes, meant, source, assert_placed):
+def test_all_forms_of_dtype_specs(dtypes, meant, source, assert_placed):
     tree = source(make_tree())
     shard, gather = mw.make_shard_and_gather_fns(SPECS, dtypes, mesh=mesh())
     placed = mw.tree_apply(shard, tree)
@@ -85,20 +61,22 @@ def test_gather_casts_too():
 
 def test_floats_do_not_become_integers():
     shard, _ = mw.make_shard_and_gather_fns({"w": P()}, "int8", mesh=mesh())
-    with pytest.raises(mw.PlacementError, match=r"cannot be cast to int8.*\nhint: "):
+    with pytest.raises(mw.PlacementError, match=r"cannot cast a float32 array to int8.*\nhint: "):
         mw.tree_apply(shard, {"w": host(8)})
 
 
 @pytest.mark.parametrize(
     ("value", "dtype"), [(host(8, dtype=np.float64), None), (host(8, dtype=np.int64), "bfloat16"), (host(8), "float64")]
 )
-def test_64_bits_are_not_cut_in_half_unasked(value, dtype):
+def test_64_bit_arrays_are_not_truncated(value, dtype):
     shard, _ = mw.make_shard_and_gather_fns({"w": P()}, dtype, mesh=mesh())
-    with pytest.raises(mw.PlacementError, match=r"64 would become .*32 .*jax_enable_x64 is off\.\nhint: cast it to"):
+    with pytest.raises(
+        mw.PlacementError, match=r"64 array would become .*32 .*jax_enable_x64 is off\.\nhint: cast it to"
+    ):
         mw.tree_apply(shard, {"w": value})
 
 
-def test_64_bit_floats_may_be_cast_when_asked():
+def test_64_bit_floats_can_be_cast_explicitly():
     shard, _ = mw.make_shard_and_gather_fns({"w": P()}, "bfloat16", mesh=mesh())
     assert mw.tree_apply(shard, {"w": host(8, dtype=np.float64)})["w"].dtype == jnp.bfloat16
 
@@ -114,7 +92,7 @@ def test_leaf_by_leaf_is_the_same_as_all_at_once():
             np.testing.assert_array_equal(gather[name](one), np.asarray(one), strict=True)
 
 
-def test_one_spec_may_stand_for_a_subtree(assert_placed):
+def test_one_spec_applies_to_a_subtree(assert_placed):
     shard, gather = mw.make_shard_and_gather_fns({"a": P("dp"), "b": P()}, "float16", mesh=mesh())
     tree = {"a": {"x": host(8), "y": [host(4, 2)]}, "b": host(3)}
     for placed in (mw.tree_apply(shard, tree), {name: shard[name](tree[name]) for name in tree}):
@@ -133,7 +111,7 @@ def test_named_shardings_bring_their_own_mesh(assert_placed):
 
 
 @pytest.mark.parametrize("enter", [jax.set_mesh, legacy], ids=["set_mesh", "with mesh"])
-def test_the_mesh_of_creation_wins_over_that_of_the_call(enter):
+def test_the_mesh_at_creation_wins_over_the_mesh_at_the_call(enter):
     with enter(mesh()):
         shard, _ = mw.make_shard_and_gather_fns({"w": P("dp")})
     with enter(mw.create_mesh("dp:2,x:4")):
@@ -141,7 +119,7 @@ def test_the_mesh_of_creation_wins_over_that_of_the_call(enter):
 
 
 @pytest.mark.parametrize("enter", [jax.set_mesh, legacy], ids=["set_mesh", "with mesh"])
-def test_without_a_mesh_at_creation_that_of_the_call_counts(enter):
+def test_without_a_mesh_at_creation_the_mesh_at_the_call_is_used(enter):
     shard, _ = mw.make_shard_and_gather_fns({"w": P("dp")})
     with enter(mesh()):
         assert mw.tree_apply(shard, {"w": host(8)})["w"].sharding == NamedSharding(mesh(), P("dp"))
@@ -156,18 +134,18 @@ def test_without_a_mesh_at_creation_that_of_the_call_counts(enter):
         (P("dp", "tp"), host(8), "has 2 entries; the shape"),
     ],
 )
-def test_what_does_not_fit(specs, value, text):
+def test_specs_that_do_not_fit(specs, value, text):
     shard, _ = mw.make_shard_and_gather_fns({"w": specs}, mesh=mesh())
     with pytest.raises(mw.PlacementError, match=text):
         mw.tree_apply(shard, {"w": value})
 
 
-def test_dtypes_and_specs_must_have_one_structure():
+def test_dtypes_and_specs_must_have_the_same_structure():
     with pytest.raises(mw.PlacementError, match="dtype_specs and partition_specs differ in structure"):
         mw.make_shard_and_gather_fns({"w": P()}, {"v": "bfloat16"}, mesh=mesh())
 
 
-def test_none_is_no_spec():
+def test_none_is_not_a_spec():
     with pytest.raises(mw.RuleError, match=r"None is a NoneType, .*\nhint: write P\(\)"):
         mw.make_shard_and_gather_fns({"w": None}, mesh=mesh())
 

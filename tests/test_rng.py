@@ -21,7 +21,7 @@ def expected(seed, count):
     return [int(bits(jax.random.fold_in(seed, n))) for n in range(count)]
 
 
-# --- Keys by themselves ---
+# --- Keys per call ---
 
 
 @pytest.mark.parametrize("seed", SEEDS.values(), ids=SEEDS)
@@ -53,7 +53,7 @@ def test_several_calls_in_one_program():
     assert values == expected(jax.random.key(5), 6)
 
 
-def test_inside_scan_every_step_draws_anew():
+def test_inside_scan_every_step_draws_a_new_key():
     draw = mw.wrap_function_with_rng(jax.random.key(5))(bits)
     with jax.checking_leaks():
         run = jax.jit(lambda: jax.lax.scan(lambda carry, _: (carry, draw()), 0, None, length=3)[1])
@@ -87,11 +87,11 @@ def test_a_key_made_while_tracing_stays_inside():
 def test_arguments_and_names_pass_through():
     @mw.wrap_function_with_rng(jax.random.key(0))
     def named(key, a, *, b):
-        """What it does."""
+        """Draws a number."""
         return a, b
 
     assert named(1, b=2) == (1, 2)
-    assert (named.__name__, named.__doc__) == ("named", "What it does.")
+    assert (named.__name__, named.__doc__) == ("named", "Draws a number.")
 
 
 def test_inside_shard_map_it_is_an_error():
@@ -101,11 +101,11 @@ def test_inside_shard_map_it_is_an_error():
         jax.jit(mapped)(jnp.zeros(8, jnp.uint32))
 
 
-# --- Keys per place on the mesh ---
+# --- Keys per device ---
 
 
 def fold(axes, mesh="dp:2,tp:4", manual=None, seed=0):
-    """The bits drawn at every place of the mesh, as an array of its shape."""
+    """Returns the bits drawn on every device, as an array of the mesh's shape."""
     where = mw.create_mesh(mesh)
     names = tuple(where.axis_names)
 
@@ -140,7 +140,7 @@ def test_deterministic_and_independent_of_the_mesh():
     assert (fold("tp") != fold("tp", seed=1)).all()
 
 
-def test_axes_are_folded_one_after_the_other():
+def test_axes_are_folded_in_order():
     key = jax.random.key(0)
     mapped = jax.shard_map(
         lambda key: bits(mw.fold_rng_over_axis(mw.fold_rng_over_axis(key, "dp"), "tp")).reshape(1, 1),
@@ -174,13 +174,13 @@ def test_an_axis_that_is_not_manual_is_an_error():
         out_specs=P("dp"),
         axis_names={"dp"},
     )
-    with pytest.raises(mw.MeshwrightError, match=r"not manual.*\nhint: .*'tp'.* axis_names"):
+    with pytest.raises(mw.MeshwrightError, match=r"over other axes.*\nhint: .*'tp'.* axis_names"):
         jax.jit(mapped)(jax.random.key(0))
     with jax.set_mesh(mw.create_mesh("dp:2,tp:4")), pytest.raises(mw.MeshwrightError, match="axis 'tp' is"):
         mw.fold_rng_over_axis(jax.random.key(0), "tp")
 
 
-def test_a_misspelt_axis_is_an_error():
+def test_a_misspelled_axis_is_an_error():
     mapped = jax.shard_map(
         lambda key: bits(mw.fold_rng_over_axis(key, "ttp")), mesh=mw.create_mesh("tp:8"), in_specs=P(), out_specs=P()
     )

@@ -16,7 +16,7 @@ MESH = mw.create_abstract_mesh("a:2,b:3,c:4,one:1")
 
 @st.composite
 def partition_specs(draw, rank=4):
-    """Any spec over SIZES that names no axis twice, with tuples, Nones and one-name tuples."""
+    """Draws a spec over SIZES that uses no axis twice, with tuples, Nones and one-name tuples."""
     axes = draw(st.permutations(list(SIZES)))
     entries, used = [], 0
     for _ in range(draw(st.integers(0, rank))):
@@ -45,7 +45,7 @@ def test_shard_shape_is_jax_s(case):
 
 
 @given(specs_with_shapes(fitting=False))
-def test_a_spec_is_refused_exactly_where_jax_cannot_split(case):
+def test_a_spec_is_refused_exactly_if_jax_refuses_it(case):
     spec, shape = case
     try:
         NamedSharding(MESH, spec).shard_shape(shape)
@@ -61,7 +61,7 @@ def test_a_spec_is_refused_exactly_where_jax_cannot_split(case):
 
 
 @given(specs_with_shapes(fitting=False))
-def test_padding_is_the_least_that_fits(case):
+def test_padding_is_minimal(case):
     spec, shape = case
     padded = sp.padded_shape(spec, shape, SIZES)
     assert sp.spec_problem(spec, padded, SIZES) is None
@@ -71,7 +71,7 @@ def test_padding_is_the_least_that_fits(case):
 
 
 @given(partition_specs())
-def test_canonical_form_places_alike_and_is_stable(spec):
+def test_canonical_form_is_equivalent_and_stable(spec):
     shape = (24,) * 4
     canonical = sp.canonical(spec)
     assert sp.canonical(canonical) == canonical
@@ -98,7 +98,7 @@ def test_json_round_trip(spec):
 
 
 @given(partition_specs())
-def test_written_form_evaluates_to_the_spec(spec):
+def test_format_spec_evaluates_to_the_spec(spec):
     assert eval(sp.format_spec(spec), {"P": P}) == spec
 
 
@@ -133,18 +133,18 @@ def test_kinds_of_problems(kind, spec):
     assert sp.spec_problem(spec, (4,), SIZES).kind == kind
 
 
-def test_unknown_axis_that_resembles_nothing_lists_the_known():
+def test_unknown_axis_lists_the_known_axes():
     assert sp.spec_problem(P("zzz"), (4,), SIZES).hint == "use one of: a, b, c, one; or list it in optional_axes."
 
 
 @given(partition_specs(), st.sampled_from(sorted(SIZES)))
 def test_an_axis_named_twice_is_refused(spec, axis):
     assume(axis in sp.spec_axes(spec))
-    # jax may refuse such a spec itself; ours must wherever jax does not.
+    # Newer versions of JAX refuse such a spec themselves.
     with pytest.raises(ValueError, match=axis):
         sp.check_spec_type(P(*spec, axis), where="test")
 
 
-def test_entries_that_are_no_names():
+def test_entries_that_are_not_names():
     with pytest.raises(mw.RuleError, match=r"0 in .* is not an axis name"):
         sp.check_spec_type(P((0, "a")), where="rule 3")

@@ -1,4 +1,4 @@
-"""What conftest.py arranges for all tests: nothing is left out, programs are compiled quickly, pipelines anew."""
+"""The settings of conftest.py: fast compilation, and no compilation cache for pipelines."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def test_pipelines_stay_out_of_the_compilation_cache(order):
     assert not jax.config.jax_enable_compilation_cache
 
 
-def test_programs_that_are_read_are_optimized(monkeypatch):
+def test_explicitly_compiled_programs_are_optimized(monkeypatch):
     found = []
 
     def note(lowered, options, **_):
@@ -34,4 +34,4 @@ def test_programs_that_are_read_are_optimized(monkeypatch):
     lowered.compile({"xla_dump_to": "x", "xla_backend_optimization_level": 1})
     assert [options["xla_backend_optimization_level"] for options in found] == [3, 1]
     assert found[1]["xla_dump_to"] == "x"
-    assert jax.config.read("jax_disable_most_optimizations")  # of those that are only called
+    assert jax.config.read("jax_disable_most_optimizations")  # for all other programs

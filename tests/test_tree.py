@@ -33,7 +33,7 @@ class Flax:
 
 
 class Anonymous:
-    """A container that brings no keys of its own, so JAX numbers its children."""
+    """A container without keys, so JAX numbers its children."""
 
     def __init__(self, *children):
         self.children = children
@@ -65,7 +65,7 @@ TREES = {
     "flax dataclass": (Flax({"x": 1}), ["inner/x"]),
     "numbered children": ({"n": Anonymous(1, {"x": 2})}, ["n/0", "n/1/x"]),
     "foreign keys": (Odd(1, 2), ["odd0", "odd1"]),
-    "none is no leaf": ({"a": None, "b": 1}, ["b"]),
+    "None is not a leaf": ({"a": None, "b": 1}, ["b"]),
     "single leaf": (1, [""]),
     "empty": ({}, []),
 }
@@ -111,7 +111,7 @@ def test_flatten_keeps_every_leaf_in_order(tree):
     assert list(flat.values()) == jax.tree.leaves(tree)
 
 
-def test_is_leaf_stops_the_walk():
+def test_is_leaf_stops_the_flattening():
     tree = {"a": [1, 2], "b": 3}
     assert mw.flatten_tree(tree, is_leaf=lambda node: isinstance(node, list), sep="/") == {"a": [1, 2], "b": 3}
     lengths = mw.named_tree_map(lambda name, x: len(x), {"a": [1, 2]}, is_leaf=lambda node: isinstance(node, list))
@@ -166,15 +166,15 @@ def test_tree_apply():
         ({"a": abs}, {"b": 1}, "differ in structure"),
         ({"a": abs}, {"a": 1, "b": 2}, "differ in structure"),
         ([abs, abs], [1], "differ in structure"),
-        ({"a": 3}, {"a": 1}, "must hold functions; found 3"),
+        ({"a": 3}, {"a": 1}, "must contain functions; found 3"),
     ],
 )
-def test_tree_apply_refuses_what_does_not_pair(fns, tree, text):
+def test_tree_apply_refuses_trees_that_do_not_match(fns, tree, text):
     with pytest.raises(mw.TreeError, match=text):
         mw.tree_apply(fns, tree)
 
 
-def test_tree_apply_joins_functions_only_if_all_were_made_together():
+def test_tree_apply_calls_apply_many_only_if_all_functions_share_it():
     calls = []
 
     class Joined:

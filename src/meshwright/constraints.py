@@ -1,4 +1,4 @@
-"""Constraints on how a program splits its arrays, which never fail silently."""
+"""Sharding constraints inside a program that never fail silently."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from meshwright.types import PyTree
 
 
 def with_sharding_constraint(x: PyTree, partition_specs: PyTree, *, optional_axes: Sequence[str] = ()) -> PyTree:
-    """Constrains how arrays inside a program are split, under any kind of mesh axis.
+    """Constrains the sharding of arrays inside a program, with mesh axes of any type.
 
-    Auto axes are constrained, Explicit axes are resharded, and Manual axes are left out, because inside `shard_map`
-    the slice at hand is already what the spec says. `UNCONSTRAINED` dims are left to the compiler by Auto axes and
-    as they are by Explicit ones.
+    Arrays are constrained along Auto axes and resharded along Explicit axes. Manual axes are skipped, because inside
+    `shard_map` an array is already one slice. For `UNCONSTRAINED` dims, the compiler chooses the sharding along Auto
+    axes, and the sharding along Explicit axes does not change.
 
     Args:
-        x: an array, or a tree of them.
-        partition_specs: a spec (or `NamedSharding`), or a tree of them that is a prefix of `x`; None leaves a subtree
-            alone.
-        optional_axes: axes that the mesh may lack and that are then skipped (`Rules.optional_axes`). Any other unknown
-            axis is an error, and so is having no mesh at all.
+        x: an array, or a tree of arrays.
+        partition_specs: a spec or `NamedSharding`, or a tree of them that is a prefix of `x`; None skips a subtree.
+        optional_axes: axes to skip if the mesh lacks them. Any other unknown axis raises an error, and so does a call
+            without a mesh.
 
     Example:
         >>> import meshwright as mw
@@ -78,7 +77,7 @@ def _constrain(x: Any, spec: Any, optional_axes: Sequence[str]) -> Any:
         x = jax.reshard(x, _explicit_part(x, spec, types))
         return jax.lax.with_sharding_constraint(x, _auto_part(spec, types))
 
-    # Eagerly, the second step would undo the first where both split one dim; in one program they add up.
+    # Run eagerly, the second step would undo the first if both split the same dim.
     return both(x) if isinstance(x, jax.core.Tracer) else jax.jit(both)(x)
 
 
@@ -86,7 +85,7 @@ def _explicit_part(x: Any, spec: P, types: dict[str, AxisType]) -> P:
     now = jax.typeof(x).sharding.spec
     entries: list[Any] = []
     for dim, entry in enumerate(spec):
-        if entry is P.UNCONSTRAINED:  # reshard has no word for "as it is", so say what it is
+        if entry is P.UNCONSTRAINED:  # reshard needs the current sharding to keep it
             entries.append(now[dim] if dim < len(now) else None)
         else:
             entries.append(tuple(axis for axis in dim_axes(entry) if types[axis] is AxisType.Explicit) or None)
@@ -98,9 +97,9 @@ def _auto_part(spec: P, types: dict[str, AxisType]) -> P:
     for entry in spec:
         axes = dim_axes(entry)
         auto = tuple(axis for axis in axes if types[axis] is AxisType.Auto)
-        # A dim that only Explicit axes split is settled by them; here it must not be pulled back together.
-        settled = entry is P.UNCONSTRAINED or (axes and not auto)
-        entries.append(P.UNCONSTRAINED if settled else auto or None)
+        # A None here would gather a dim that only Explicit axes split.
+        is_free = entry is P.UNCONSTRAINED or (axes and not auto)
+        entries.append(P.UNCONSTRAINED if is_free else auto or None)
     return P(*entries)
 
 
@@ -109,9 +108,9 @@ def _require_explicit_first(spec: P, types: dict[str, AxisType]) -> None:
         explicit = [types[axis] is AxisType.Explicit for axis in dim_axes(entry)]
         if explicit != sorted(explicit, reverse=True):
             raise PlacementError(
-                f"with_sharding_constraint: dim {dim} of {format_spec(spec)} is split by an Auto axis before an "
-                "Explicit one, which JAX cannot express.",
-                hint="name the Explicit axes of a dim first.",
+                f"with_sharding_constraint: dim {dim} of {format_spec(spec)} lists an Auto axis before an Explicit "
+                "axis, which JAX does not support.",
+                hint="list the Explicit axes of a dim first.",
             )
 
 

@@ -1,4 +1,4 @@
-"""Dtypes as users write them, and the one policy for casting: floats only, and never by accident."""
+"""Parsing of dtypes, and the casting policy: only floats are cast, and only to floats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KNOWN_NAMES = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "f
 
 
 def as_dtype(spec: Any) -> Any:
-    """Returns the dtype meant by a name, a numpy or jnp dtype, a scalar type, or anything that has a dtype.
+    """Returns the dtype for a name, a numpy or jnp dtype, a scalar type, or an object with a dtype.
 
     Example:
         >>> as_dtype("bf16"), as_dtype(jnp.float32), as_dtype(jax.ShapeDtypeStruct((2,), "float8_e5m2"))
@@ -34,34 +34,33 @@ def as_dtype(spec: Any) -> Any:
 
 
 def is_dtype_like(spec: Any) -> bool:
-    """Returns whether this is one dtype rather than a tree of them."""
+    """Returns whether `spec` is one dtype rather than a tree of dtypes."""
     return isinstance(spec, (str, type, np.dtype, jax.ShapeDtypeStruct))
 
 
 def is_float(dtype: Any) -> bool:
-    """Returns whether values of this dtype may be cast by a precision setting: real and complex floats."""
+    """Returns whether a precision setting may cast this dtype, which it does for real and complex floats."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def cast_target(dtype: Any, wanted: Any | None) -> Any:
-    """Returns the dtype a value of `dtype` ends up in when `wanted` is asked for a whole tree.
+    """Returns the dtype of a leaf after casting its tree to `wanted`.
 
-    Integers, booleans and random keys are never cast. A float asked to become an integer is an error, since that
-    loses what it holds.
+    Integers, booleans and random keys keep their dtype. Casting a float to an integer raises an error.
     """
     if wanted is None or not is_float(dtype):
         return dtype
     if not is_float(wanted):
         raise PlacementError(
-            f"a {dtype} array cannot be cast to {wanted}: it would lose its fractions.",
-            hint="give a float dtype, or None to keep it.",
+            f"cannot cast a {dtype} array to {wanted}, because that would drop its fractional part.",
+            hint="pass a float dtype, or None to keep the dtype.",
         )
     return wanted
 
 
 @functools.cache
 def dtype_bits(dtype: Any) -> int:
-    """Returns the bits per element; 4-bit types count as 4, a random key as its whole key."""
+    """Returns the bits per element, e.g. 4 for int4 and the size of the key for a random key."""
     name = getattr(dtype, "name", str(dtype))
     for narrow, bits in (("int4", 4), ("int2", 2), ("int1", 1), ("float4_e2m1fn", 4)):
         if name in (narrow, f"u{narrow}"):

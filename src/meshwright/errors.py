@@ -1,6 +1,6 @@
-"""The one family of errors a user of Meshwright meets, and how their text is built.
+"""The errors that Meshwright raises for a user's input.
 
-Every message says what is wrong, where, and with which numbers; it ends in a `hint:` line with the nearest fix.
+Every message says what is wrong, where, and with which values; its last line is a `hint:` with a likely fix.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class MeshwrightError(ValueError):
-    """Base of every error raised for a user's input; `hint` becomes the last line of the message."""
+    """Base class of all errors about a user's input; `hint` becomes the last line of the message."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         self.hint = hint
@@ -18,19 +18,19 @@ class MeshwrightError(ValueError):
 
 
 class MeshError(MeshwrightError):
-    """A mesh cannot be built or used as asked."""
+    """A mesh cannot be built, or a call does not fit the current mesh."""
 
 
 class TreeError(MeshwrightError):
-    """A pytree has leaves that cannot be named or paired as asked."""
+    """The leaves of a pytree cannot be named or paired."""
 
 
 class RuleError(MeshwrightError):
-    """A partition rule is malformed, unsafe or matches nothing where it must."""
+    """A partition rule is malformed, or could take exponential time to match."""
 
 
 class LayoutError(MeshwrightError):
-    """Rules, shapes and mesh do not fit together; `report` holds every problem, not only the first."""
+    """Rules, shapes and mesh do not fit together; `report` lists every problem."""
 
     def __init__(self, message: str, *, hint: str | None = None, report: object = None) -> None:
         self.report = report
@@ -38,39 +38,39 @@ class LayoutError(MeshwrightError):
 
 
 class PlacementError(MeshwrightError):
-    """Arrays cannot be moved, cast or constrained as asked."""
+    """Arrays cannot be moved, cast or constrained."""
 
 
 class RngError(MeshwrightError):
-    """A random key is used where it cannot give what it promises."""
+    """A random key is used in a place where its results would not be reproducible."""
 
 
 class JobError(MeshwrightError):
-    """A `module:attribute` reference does not lead to a usable job."""
+    """A `module:attribute` reference does not lead to a job."""
 
 
 class ConfigError(MeshwrightError):
-    """An option of a run has a value that it cannot have, or does not exist."""
+    """A run option is unknown or has an invalid value."""
 
 
 class TrainingError(MeshwrightError):
-    """A run cannot go on: a state that is gone or not the step's own, values that are not finite."""
+    """A run cannot continue, for example because of non-finite values or a state that does not fit the step."""
 
 
 class CheckpointError(MeshwrightError):
-    """A checkpoint cannot be written or restored as asked, or is not what was written."""
+    """A checkpoint cannot be saved or restored, or is corrupt."""
 
 
 class DataError(MeshwrightError):
-    """Text, tokens or rows cannot be read, are not what they were, or do not fit what is asked of them."""
+    """Data cannot be found or read, has changed, or does not fit the request."""
 
 
 class MeshwrightWarning(UserWarning):
-    """Something works but costs more than its author probably knows."""
+    """A likely mistake or an unexpected cost in something that works."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
-    """Returns the text of a spelling hint, or None when nothing known is close.
+    """Returns a spelling hint, or None if no known name is similar.
 
     >>> did_you_mean("modle", ("data", "model"))
     "did you mean 'model'?"

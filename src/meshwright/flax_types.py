@@ -1,4 +1,4 @@
-"""The types that subclass flax's own; import them from `meshwright` or `meshwright.types`."""
+"""Types based on flax classes; import them from `meshwright` or `meshwright.types`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flax import struct
 from flax.training import train_state
 
 Parameter: TypeAlias = jax.Array | nn.Partitioned[Any]
-"""What a seed-style parameter tree holds: an array, or a box that names the mesh axes it is split over."""
+"""A leaf of an xlstm_jax-style parameter tree: an array, or a box that names the mesh axes that split it."""
 
 
 class TrainState(train_state.TrainState):
-    """Flax's train state with two more fields: non-parameter collections, and the run's random key.
+    """Flax's train state with two more fields: non-parameter collections and a random key.
 
     Example:
         >>> import jax, optax

@@ -1,4 +1,4 @@
-"""Metrics from the device to numbers that can be logged and plotted."""
+"""Fetching of metrics from the devices, as numbers to log and plot."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def get_metrics(metrics: PyTree, unreplicate: bool = False, stack: bool = False)
     """Fetches metrics to the host in one transfer: scalars become floats, arrays become numpy arrays.
 
     Args:
-        metrics: a tree of metrics, nested as deep as you like; with `stack`, a sequence of such trees, one per step.
-        unreplicate: takes the first entry along the leading dim, for values that hold one copy per device.
-        stack: returns one tree whose leaves have the steps as leading dim.
+        metrics: a tree of metrics; with `stack`, a sequence of trees, one per step.
+        unreplicate: take the first entry along the leading dim, for metrics with one copy per device.
+        stack: return one tree, with the steps as leading dim of each leaf.
 
     Example:
         >>> import jax.numpy as jnp
@@ -31,8 +31,8 @@ def get_metrics(metrics: PyTree, unreplicate: bool = False, stack: bool = False)
         for leaf in named_leaves(metrics):
             if np.ndim(leaf.value) == 0:
                 raise TreeError(
-                    f"metric `{leaf.name}` is a scalar; it has no leading dim of copies to take the first from.",
-                    hint="drop unreplicate=True: arrays on a mesh are fetched whole as they are.",
+                    f"metric `{leaf.name}` is a scalar, so unreplicate=True finds no leading dim of copies.",
+                    hint="drop unreplicate=True; arrays on a mesh do not need it.",
                 )
         metrics = jax.tree.map(lambda leaf: leaf[0], metrics)
     fetched = jax.device_get(metrics)
@@ -46,7 +46,7 @@ def get_metrics(metrics: PyTree, unreplicate: bool = False, stack: bool = False)
         if jax.tree.structure(step) != first:
             names = [sorted(leaf.name for leaf in named_leaves(tree)) for tree in (steps[0], step)]
             differing = sorted(set(names[0]) ^ set(names[1]))
-            raise TreeError(f"metrics of step {index} differ from those of step 0 in: {', '.join(differing)}.")
+            raise TreeError(f"steps {index} and 0 have different metrics: {', '.join(differing)}.")
     return jax.tree.map(lambda *values: np.stack(values), *steps)
 
 

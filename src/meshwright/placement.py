@@ -1,4 +1,4 @@
-"""Moving whole trees onto a mesh and back to the host."""
+"""Transfer of whole trees onto a mesh and back to the host."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def shard_leaves(
     *,
     donate: bool = False,
 ) -> list[jax.Array]:
-    """Places many values at once: one transfer for what is on the host, one compiled program for what is on the mesh.
+    """Places many values at once: one transfer from the host, and one compiled program for arrays on the mesh.
 
-    `dtypes` casts floats on the way (None: keep). `donate` gives up arrays already on the mesh that must change.
+    Floats are cast to `dtypes` (None: keep). `donate` donates the arrays on the mesh that must change.
     """
     targets = [
         cast_target(_dtype_of(value), wanted)
@@ -43,25 +43,25 @@ def shard_leaves(
             elsewhere.append(index)
         elif value.dtype != dtype or not value.sharding.is_equivalent_to(sharding, value.ndim):
             on_mesh.append(index)
-        elif value.sharding != sharding:  # the same placement by another name: device_put renames it without a copy
+        elif value.sharding != sharding:  # an equivalent sharding, which device_put replaces without a copy
             elsewhere.append(index)
     owned = set(on_mesh)
     if elsewhere:
-        # Arrays on some other accelerator are cast once they are here, in the one program below, not one by one there.
+        # Arrays on other accelerators are cast after the transfer, by the single program below.
         moved = [_on_host(values[i], targets[i]) for i in elsewhere]
         for i, placed in zip(elsewhere, jax.device_put(moved, [shardings[i] for i in elsewhere]), strict=True):
             results[i] = placed
             if placed.dtype != targets[i]:
                 on_mesh.append(i)
     if on_mesh:
-        # What was just moved here may share memory with the caller's array, which was not on the mesh: never donate it.
+        # A moved array may share memory with the caller's array, so it must not be donated.
         program = _placing_program(
             tuple(shardings[i] for i in on_mesh),
             tuple(targets[i] for i in on_mesh),
             donate and len(owned) == len(on_mesh),
         )
         with warnings.catch_warnings():
-            # Other slices or another dtype rarely fit into the old memory; it is freed below all the same.
+            # New slices rarely fit into the old buffers, which are deleted below in any case.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             made = program([results[i] for i in on_mesh])
         for i, placed in zip(on_mesh, made, strict=True):
@@ -81,20 +81,20 @@ def _placing_program(shardings: tuple[NamedSharding, ...], dtypes: tuple[Any, ..
 
 
 def _on_host(value: Any, dtype: Any) -> Any:
-    """Returns a value that lies in the host's memory in the dtype it will have on the mesh; others as they are."""
+    """Casts a value in host memory to the dtype it will have on the mesh; returns other values unchanged."""
     if isinstance(value, jax.Array):
         device: Any = next(iter(value.sharding.device_set))
         in_reach = value.is_fully_addressable and len(value.sharding.device_set) == 1 and device.platform == "cpu"
         if not in_reach or not isinstance(value.dtype, np.dtype):
             return value
-        value = np.asarray(value)  # no copy; device_put would compile a program for each shape to cut it up
-    if not hasattr(value, "dtype"):  # a Python number has no precision to lose
+        value = np.asarray(value)  # without a copy; device_put would compile a slicing program for each shape
+    if not hasattr(value, "dtype"):
         return np.asarray(value, dtype)
     held = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     if held != dtype:
         raise PlacementError(
-            f"an array of {dtype} would become {held} on the mesh, because jax_enable_x64 is off.",
-            hint=f'cast it to {held} first, or jax.config.update("jax_enable_x64", True).',
+            f"a {dtype} array would become {held} on the mesh, because jax_enable_x64 is off.",
+            hint=f'cast it to {held} first, or call jax.config.update("jax_enable_x64", True).',
         )
     return _cast(value, dtype)
 
@@ -102,7 +102,7 @@ def _on_host(value: Any, dtype: Any) -> Any:
 def gather_leaves(
     values: Sequence[Any], dtypes: Sequence[Any] | None = None, *, donate: bool = False
 ) -> list[np.ndarray[Any, Any]]:
-    """Returns every value whole, on the host; with `donate`, each array's device memory is freed once it is read.
+    """Returns every value as a full numpy array; with `donate`, frees each device array after reading it.
 
     Arrays that span processes are gathered from all of them, so every process must make the same call.
     """
@@ -115,7 +115,7 @@ def gather_leaves(
         else:
             host = jax.device_get(value)
         if donate and isinstance(value, jax.Array) and not value.is_deleted():
-            # On CPU the host array may be a view of the device's memory; it must not outlive it.
+            # On CPU the numpy array may be a view of the device's memory, which is about to be freed.
             host = np.array(host) if isinstance(host, np.ndarray) and host.base is not None else host
             value.delete()
         gathered.append(_cast(host, cast_target(_dtype_of(host), wanted)))
@@ -132,12 +132,12 @@ def _cast(value: Any, dtype: Any) -> Any:
     return value if value.dtype == dtype else value.astype(dtype)
 
 
-# --- Functions per leaf, for code that wants trees of functions ---
+# --- Trees of functions ---
 
 
 @dataclass(frozen=True, eq=False)
 class LeafFunction:
-    """Shards or gathers one leaf; `tree_apply` runs a whole tree of these as one call."""
+    """A function that shards or gathers one leaf; `tree_apply` runs a whole tree of them as one call."""
 
     kind: Literal["shard", "gather"]
     placement: P | NamedSharding
@@ -145,7 +145,7 @@ class LeafFunction:
     mesh: Mesh | None
 
     def __call__(self, value: Any) -> Any:
-        """Applies to one array, or to every array of a subtree."""
+        """Shards or gathers one array, or every array of a subtree."""
         return self.apply_many([self], [value])[0]
 
     @property
@@ -179,7 +179,7 @@ def _gather_many(functions: Sequence[LeafFunction], values: Sequence[Any]) -> li
 
 
 def _per_leaf(functions: Sequence[LeafFunction], values: Sequence[Any]) -> tuple[list[LeafFunction], list[Any], Any]:
-    """Returns all leaves of all values, each with its function: a value may be a subtree that shares one."""
+    """Returns a function for each leaf, all leaves, and the structure; a value may be a subtree."""
     leaves, structure = jax.tree.flatten(list(values))
     return [f for f, value in zip(functions, values, strict=True) for _ in jax.tree.leaves(value)], leaves, structure
 
@@ -187,15 +187,15 @@ def _per_leaf(functions: Sequence[LeafFunction], values: Sequence[Any]) -> tuple
 def make_shard_and_gather_fns(
     partition_specs: PyTree, dtype_specs: Any = None, *, mesh: Mesh | None = None
 ) -> tuple[PyTree, PyTree]:
-    """Returns two trees of functions: one places each leaf on the mesh, the other brings it back whole to the host.
+    """Returns two trees of functions: one shards each leaf onto the mesh, the other gathers it to the host.
 
     Apply them with `tree_apply`, which moves the whole tree at once, or leaf by leaf.
 
     Args:
-        partition_specs: a tree of specs or of `NamedSharding`.
-        dtype_specs: a dtype for all float leaves (name, numpy or jnp dtype, struct), or a tree of them; integers and
-            random keys are never cast.
-        mesh: where to place; by default the mesh in force now or, failing that, when the functions are called.
+        partition_specs: a tree of `PartitionSpec` or `NamedSharding`.
+        dtype_specs: a dtype or its name for all float leaves, or a tree of them (default: keep); other leaves are not
+            cast.
+        mesh: the mesh (default: the current mesh, now or when the functions are called).
 
     Example:
         >>> import meshwright as mw

@@ -1,4 +1,4 @@
-"""Random keys that stay different where they must: per call, per mesh axis, per place on it."""
+"""Random keys that differ per call, per mesh axis and per device."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ R = TypeVar("R")
 def fold_rng_over_axis(rng: PRNGKeyArray, axis_name: str | Sequence[str]) -> PRNGKeyArray:
     """Returns a key that differs on every device along a mesh axis, for use inside `shard_map`.
 
-    The axis name is folded in as well as the index, so place 1 on `dp` and place 1 on `tp` get different keys. Several
-    axes are folded one after the other. An axis of size 1 that was dropped from the manual axes counts as place 0.
+    The axis name is folded in as well as the index, so index 1 on `dp` and index 1 on `tp` get different keys. With
+    several axes, each is folded in, in order. An axis of size 1 counts as index 0, manual or not.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> draw = lambda key: jax.random.bits(fold_rng_over_axis(key, "tp"), (1,))
-        >>> bits = jax.shard_map(draw, mesh=mw.create_mesh("tp:8"), in_specs=P(), out_specs=P("tp"))(jax.random.key(0))
-        >>> len(set(bits.tolist()))
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     len(set(jax.shard_map(draw, in_specs=mw.P(), out_specs=mw.P("tp"))(jax.random.key(0)).tolist()))
         8
     """
     for name in (axis_name,) if isinstance(axis_name, str) else axis_name:
@@ -42,12 +41,12 @@ def fold_rng_over_axis(rng: PRNGKeyArray, axis_name: str | Sequence[str]) -> PRN
 
 
 def wrap_function_with_rng(rng: PRNGKeyArray) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Decorates `f(key, ...)` so that each call gets the next key by itself: call n gets `fold_in(rng, n)`.
+    """Decorates `f(key, ...)` so that call n gets the key `fold_in(rng, n)`.
 
-    Calls inside `jax.jit` count when the program runs, not when it is traced: each run draws new keys, in the same
-    order as eager calls would, and nothing of the trace leaks out. The count lives on the host and is fetched by an
-    ordered callback, so in a hot loop, or on many processes, pass keys explicitly instead. Inside `shard_map`, and in a
-    run of several processes, a traced call is an error: devices would draw in no fixed order.
+    Calls inside `jax.jit` are counted when the program runs, not when it is traced, so each run draws new keys in the
+    order of eager calls. An ordered callback fetches the count from the host, so pass keys explicitly in a hot loop. A
+    traced call inside `shard_map`, or with several processes, raises an error, because devices would draw keys in no
+    fixed order.
 
     Example:
         >>> @wrap_function_with_rng(jax.random.key(0))
@@ -82,8 +81,8 @@ def _count_at_run_time(counter: itertools.count[int]) -> jax.Array:
     mesh = current_mesh()
     if (mesh is not None and mesh.manual_axes) or jax.process_count() > 1:
         raise RngError(
-            "a function wrapped by wrap_function_with_rng was traced inside shard_map, or in a run of several "
-            "processes, where devices would draw their keys in no fixed order.",
+            "a function wrapped by wrap_function_with_rng was traced inside shard_map or with several processes, "
+            "so devices would draw their keys in no fixed order.",
             hint="pass the key as an argument, and use fold_rng_over_axis for one key per device.",
         )
     from jax.experimental import io_callback

@@ -1,4 +1,4 @@
-"""Arithmetic on `PartitionSpec`: its axes, whether it fits a shape on a mesh, and how it is written down."""
+"""Functions on `PartitionSpec`: axes, whether a spec fits a shape on a mesh, slice shapes, and text forms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ProblemKind = Literal["rank", "unknown axis", "axis twice", "indivisible", "unco
 
 @dataclass(frozen=True)
 class SpecProblem:
-    """Why a spec does not fit a leaf; `padded` is the dim size that would fit, where that is the problem."""
+    """The reason why a spec does not fit a leaf; `padded` is the next size of `dim` that would fit."""
 
     kind: ProblemKind
     message: str
@@ -27,19 +27,19 @@ class SpecProblem:
 
 
 def dim_axes(entry: Any) -> tuple[str, ...]:
-    """Returns the axes that split one dim: () for None and UNCONSTRAINED."""
+    """Returns the axes that split one dim; () for None and UNCONSTRAINED."""
     if entry is None or entry is P.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def spec_axes(spec: P) -> tuple[str, ...]:
-    """Returns every axis of a spec, in the order of the dims they split."""
+    """Returns the axes of a spec, in order of dims."""
     return tuple(axis for entry in spec for axis in dim_axes(entry))
 
 
 def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
-    """Returns the axis names used in a spec, or in any nesting of dicts and sequences of them, in order, once each.
+    """Returns the unique axis names in a spec, or in nested dicts and sequences of specs, in order.
 
     Example:
         >>> get_names_from_partition_spec({"w": P(("dp", "fsdp"), "tp"), "b": P("tp")})
@@ -53,7 +53,7 @@ def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
         if isinstance(node, str):
             found.setdefault(node)
             return
-        if isinstance(node, (set, frozenset)):  # sets differ in order between hosts
+        if isinstance(node, (set, frozenset)):  # the order of a set can differ between hosts
             node = sorted(node)
         for item in node.values() if isinstance(node, Mapping) else node:
             visit(item)
@@ -63,7 +63,7 @@ def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
 
 
 def is_spec(node: Any) -> bool:
-    """Returns whether a node of a tree of specs is a leaf of it: a spec, a sharding, or None."""
+    """Returns whether a node in a tree of specs is a leaf: a spec, a sharding or None."""
     return node is None or isinstance(node, (P, NamedSharding))
 
 
@@ -80,23 +80,23 @@ def check_spec_type(spec: Any, *, where: str) -> P:
     axes = spec_axes(spec)
     for axis in axes:
         if not isinstance(axis, str):
-            raise RuleError(f"{where}: {axis!r} in {format_spec(spec)} is not an axis name.")
+            raise RuleError(f"{where}: {axis!r} in {format_spec(spec)} is not an axis name (a string).")
         if axes.count(axis) > 1:
             dims = [dim for dim, entry in enumerate(spec) for name in dim_axes(entry) if name == axis]
             raise RuleError(
                 f"{where}: {format_spec(spec)} uses axis {axis!r} more than once (dims {dims}).",
-                hint="an axis can split one dim only; drop it from the others.",
+                hint="an axis can split only one dim; drop it from the others.",
             )
     return spec
 
 
 def spec_problem(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> SpecProblem | None:
-    """Returns the first reason why arrays of this shape cannot be stored as `spec` says, or None."""
+    """Returns the first reason why a spec does not fit a shape, or None."""
     if len(spec) > len(shape):
         return SpecProblem(
             "rank",
             f"{format_spec(spec)} has {len(spec)} entries; the shape {tuple(shape)} has rank {len(shape)}.",
-            f"use no more than {len(shape)} of them, or a pattern that does not match this leaf.",
+            f"use at most {len(shape)} entries, or a pattern that does not match this leaf.",
         )
     for dim, entry in enumerate(spec):
         if entry is P.UNCONSTRAINED:
@@ -123,12 +123,12 @@ def spec_problem(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -
 
 
 def ceil_div(size: int, by: int) -> int:
-    """Returns how many parts of at most `by` a size has: `size / by`, rounded up."""
+    """Returns `size / by`, rounded up."""
     return -(-size // by)
 
 
 def round_up(size: int, multiple: int) -> int:
-    """Returns the least multiple of a number that is not below a size.
+    """Rounds a size up to a multiple.
 
     Example:
         >>> round_up(50, 8), round_up(48, 8)
@@ -147,7 +147,7 @@ def shard_shape(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) ->
 
 
 def padded_shape(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape with every split dim rounded up to what its axes divide."""
+    """Returns the shape with every split dim rounded up to a multiple of its axes' sizes."""
     padded = list(shape)
     for dim, entry in enumerate(spec):
         ways = math.prod(axis_sizes[axis] for axis in dim_axes(entry))
@@ -156,7 +156,7 @@ def padded_shape(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -
 
 
 def keep_axes(spec: P, keep: Any) -> P:
-    """Returns the spec with only the axes for which `keep(axis)` holds; the same object when nothing goes."""
+    """Returns the spec with only the axes for which `keep(axis)` is true; the same object if all are kept."""
     if all(keep(axis) for axis in spec_axes(spec)):
         return spec
     entries: list[Any] = []
@@ -170,7 +170,7 @@ def keep_axes(spec: P, keep: Any) -> P:
 
 
 def canonical(spec: P) -> P:
-    """Returns the spec in the one form that equal placements share: no trailing None, no one-name tuples.
+    """Returns the canonical form of a spec, without trailing Nones and tuples of one name.
 
     Example:
         >>> canonical(P(("tp",), None)) == canonical(P("tp"))
@@ -183,13 +183,13 @@ def canonical(spec: P) -> P:
 
 
 def format_spec(spec: P) -> str:
-    """Returns the spec as a user would type it."""
+    """Returns the spec as Python code."""
     shown = ["UNCONSTRAINED" if entry is P.UNCONSTRAINED else repr(entry) for entry in spec]
     return f"P({', '.join(shown)})"
 
 
 def spec_to_json(spec: P) -> list[Any]:
-    """Returns a JSON-ready list: null, a name, or a list of names per dim."""
+    """Returns the spec as a list for JSON: null, a name, or a list of names per dim."""
     return [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
 
 

@@ -1,7 +1,4 @@
-"""Names of the leaves of a pytree: one spelling, for every container JAX knows.
-
-Rules, layouts, checkpoints and error messages all speak of leaves by the `/`-joined path made here.
-"""
+"""Names of pytree leaves: the `/`-joined paths that rules, layouts, checkpoints and error messages use."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ IsLeaf = Callable[[Any], bool] | None
 
 
 def key_to_string(key: Any) -> str:
-    """Returns the name of one step of a key path, whatever kind of container it goes into."""
-    # JAX's key classes have one of these, and so have most of those that other packages bring.
+    """Returns the name of one key of a key path, for any kind of container."""
+    # All of JAX's key classes have one of these, and so do most key classes of other packages.
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -27,7 +24,7 @@ def key_to_string(key: Any) -> str:
 
 
 def tree_path_to_string(path: Sequence[Any], sep: str | None = None) -> str | tuple[str, ...]:
-    """Returns a key path as a tuple of names, or joined by `sep` when that is given.
+    """Returns a key path as a tuple of names, or as one string if `sep` is given.
 
     Example:
         >>> import jax
@@ -40,9 +37,7 @@ def tree_path_to_string(path: Sequence[Any], sep: str | None = None) -> str | tu
 
 
 def flatten_tree(xs: PyTree, is_leaf: IsLeaf = None, sep: str | None = None) -> dict[Any, Any]:
-    """Returns a dict from leaf name to leaf, in the order JAX flattens the tree.
-
-    Two leaves with one name are an error, since one of them would be lost.
+    """Returns a dict from leaf name to leaf, in JAX's order; raises if two leaves have the same name.
 
     Example:
         >>> flatten_tree({"a": {"b": 1, "c": (2, 3)}}, sep="/")
@@ -59,11 +54,10 @@ def flatten_tree(xs: PyTree, is_leaf: IsLeaf = None, sep: str | None = None) -> 
 
 
 def _collision(name: object, first: Sequence[Any], second: Sequence[Any]) -> TreeError:
-    """Returns the error for two different leaves that would get the same name."""
     return TreeError(
         f"two leaves are both named {name!r}: {jax.tree_util.keystr(tuple(first))} and "
         f"{jax.tree_util.keystr(tuple(second))}.",
-        hint="rename one of the keys, or use another separator (or none: names are then tuples).",
+        hint="rename one of the keys, or use another separator (sep=None makes each name a tuple).",
     )
 
 
@@ -77,39 +71,32 @@ def named_tree_map(
         {'a': {'b': 'a/b=1'}}
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, *others: f(tree_path_to_string(path, sep), leaf, *others),
-        tree,
-        *rest,
-        is_leaf=is_leaf,
+        lambda path, leaf, *others: f(tree_path_to_string(path, sep), leaf, *others), tree, *rest, is_leaf=is_leaf
     )
 
 
 def tree_apply(fns: PyTree, tree: PyTree) -> PyTree:
     """Applies a tree of functions to a tree of values, leaf by leaf.
 
-    Functions that were made together (see `make_shard_and_gather_fns`) and carry the same `apply_many` run as
-    one call over all leaves, which lets them move a whole tree at once.
+    If all functions have the same `apply_many` (see `make_shard_and_gather_fns`), it is called once for all leaves, so
+    that a whole tree moves at once.
 
     Example:
         >>> tree_apply({"a": abs, "b": str}, {"a": -1, "b": -1})
         {'a': 1, 'b': '-1'}
     """
-    functions, values, structure = _pairs(fns, tree)
-    ways = {getattr(function, "apply_many", _one_by_one) for function in functions}
-    apply_many = ways.pop() if len(ways) == 1 else _one_by_one
-    return structure.unflatten(apply_many(functions, values))
-
-
-def _pairs(fns: PyTree, tree: PyTree) -> tuple[list[Any], list[Any], Any]:
-    structure: Any  # jax's treedef has no type of its own to name
+    structure: Any  # JAX does not export the type of a treedef
     functions, structure = jax.tree.flatten(fns)
     for function in functions:
         if not callable(function):
-            raise TreeError(f"the first tree must hold functions; found {function!r}.")
+            raise TreeError(f"the first tree must contain functions; found {function!r}.")
     try:
-        return functions, structure.flatten_up_to(tree), structure
+        values = structure.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
         raise TreeError(f"the tree of functions and the tree of values differ in structure: {error}") from None
+    ways = {getattr(function, "apply_many", _one_by_one) for function in functions}
+    apply_many = ways.pop() if len(ways) == 1 else _one_by_one
+    return structure.unflatten(apply_many(functions, values))
 
 
 def _one_by_one(functions: Sequence[Any], values: Sequence[Any]) -> list[Any]:
@@ -117,7 +104,7 @@ def _one_by_one(functions: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 
 
 class NamedLeaf(NamedTuple):
-    """One leaf with the path that leads to it; `keys` are JAX's, `name` is ours."""
+    """One leaf with JAX's key path and its `/`-joined name."""
 
     name: str
     keys: tuple[Any, ...]
@@ -125,16 +112,16 @@ class NamedLeaf(NamedTuple):
 
 
 def named_leaves(tree: PyTree) -> list[NamedLeaf]:
-    """Returns every leaf with its `/`-joined name; flax boxes and NNX variables add no level to the name.
+    """Returns every leaf with its `/`-joined name.
 
-    `nn.Partitioned` and `nnx.Variable` wrap one array each. To a rule, `dense/kernel` is that array's name,
-    with or without its wrapping.
+    Boxes around one array (`nn.Partitioned`, `nnx.Variable`) add no level to the name: `dense/kernel` is the array's
+    name with or without a box.
     """
     return list(each_named_leaf(tree))
 
 
 def each_named_leaf(tree: PyTree) -> Iterator[NamedLeaf]:
-    """Yields what `named_leaves` returns, one at a time: with 10,000 leaves, objects that die young are cheap."""
+    """Yields the leaves of `named_leaves` one at a time, which is faster for trees with 10,000 leaves."""
     is_box = _box_test()
     seen: dict[str, tuple[Any, ...]] = {}
 
@@ -143,7 +130,7 @@ def each_named_leaf(tree: PyTree) -> Iterator[NamedLeaf]:
 
     def named(path: tuple[Any, ...], value: Any) -> NamedLeaf:
         nonlocal folder, prefix
-        if path[:-1] != folder:  # siblings follow one another, so most share the name of their folder
+        if path[:-1] != folder:  # siblings are adjacent, so most leaves reuse this prefix
             folder = path[:-1]
             prefix = "".join([f"{key_to_string(key)}/" for key in folder])
         name = prefix + key_to_string(path[-1]) if path else ""
@@ -162,8 +149,7 @@ def each_named_leaf(tree: PyTree) -> Iterator[NamedLeaf]:
 
 
 def _box_test() -> Callable[[Any], bool] | None:
-    # A tree can hold flax's boxes only if flax was imported by somebody; then importing it again is free.
-    if "flax" not in sys.modules:
+    if "flax" not in sys.modules:  # a tree can contain flax's boxes only if flax was imported
         return None
     from flax import nnx
     from flax.core.meta import AxisMetadata

@@ -1,7 +1,6 @@
-"""Names for the values that flow through the library.
+"""Type aliases used throughout the library.
 
-The aliases cost nothing. `TrainState`, `Batch` and `Parameter` need flax and are loaded when first asked for,
-so that `import meshwright` stays as fast as `import jax`.
+`TrainState`, `Batch` and `Parameter` need flax and are loaded on first use, so that `import meshwright` stays fast.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ PyTree: TypeAlias = Any
 """Any nesting of containers that JAX can flatten."""
 
 PRNGKeyArray: TypeAlias = jax.Array
-"""A typed key (`jax.random.key`) or an old-style uint32 one (`jax.random.PRNGKey`)."""
+"""A typed key (`jax.random.key`) or a raw uint32 key (`jax.random.PRNGKey`)."""
 
 Metrics: TypeAlias = Mapping[str, Any]
-"""Metric name to value, or to a `(sum, count)` pair that is averaged over minibatches and devices; may nest."""
+"""Values by metric name, or `(sum, count)` pairs that are averaged over minibatches and devices; may be nested."""
 
 _NEEDS_FLAX = ("TrainState", "Batch", "Parameter")
 

@@ -50,8 +50,8 @@ def test_rules_shows_the_layout_and_the_report(cli):
     code, out, err = cli("rules", "cli_job:good")
     assert (code, err) == (0, "")
     assert "layers/{0..2}/w (x3)  8x8    float32  0 `w`  P('fsdp', 'tp')          96 B" in out
-    assert "4 leaves on fsdp=4 x tp=2: 792 B in all, 120 B per device" in out
-    assert out.rstrip().endswith("nothing to remark.")
+    assert "4 leaves on fsdp=4 x tp=2: 792 B in total, 120 B per device" in out
+    assert out.rstrip().endswith("no problems found.")
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_rules_output(cli, arguments, code, text):
         (["cli_job:goood"], "error: module 'cli_job' has no attribute 'goood'.\nhint: did you mean 'good'?"),
         (["cli_job"], "error: 'cli_job' does not name a job.\nhint: "),
         (["cli_job:homeless"], "error: neither --mesh nor the job sets a mesh.\nhint: "),
-        (["cli_job:good", "--mesh", "fsdp"], "error: mesh 'fsdp': cannot read 'fsdp'.\nhint: "),
-        (["cli_job:good", "--mesh", "fsdp:-1"], "leaves a size open"),
+        (["cli_job:good", "--mesh", "fsdp"], "error: mesh 'fsdp': cannot parse 'fsdp'.\nhint: "),
+        (["cli_job:good", "--mesh", "fsdp:-1"], "has a size of -1"),
         (["cli_job:good", "--picture", "layers/9/w"], "error: the layout has no leaf 'layers/9/w'.\nhint: "),
     ],
 )
@@ -212,7 +212,7 @@ def test_verify_simulates_devices(tmp_path):
     ("arguments", "text"),
     [
         (["cli_job:good"], "error: verify: the job has no loss.\nhint: "),
-        (["verify_job:good", "--mesh", "fsdp:16"], "error: fsdp=16 = 16 but there are only 8 devices."),
+        (["verify_job:good", "--mesh", "fsdp:16"], "error: the mesh fsdp=16 needs 16 devices, but there are 8."),
         (["verify_job:good", "--devices", "9"], "error: devices=9, but 8 are available."),
     ],
 )

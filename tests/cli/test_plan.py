@@ -268,7 +268,7 @@ def test_a_search_explains_its_best_against_another(cli, tmp_path):
         (["--target", "v5p:2x2x1", "planned_job:job", "--num-tokens", "8"], ConfigError, "brings its own"),
         ([*ON_TPU], JobError, r"no mesh was given.*\nhint: .*meshwright plan search"),
         (["diff", *ON_TPU, "fsdp:4", "dp:4 remta=full"], MeshwrightError, "'remta=full' of .* is not an option"),
-        ([*ON_TPU, "--mesh", "fsdp:8"], MeshwrightError, "fsdp=8 = 8 but there are only 4 devices"),
+        ([*ON_TPU, "--mesh", "fsdp:8"], MeshwrightError, "fsdp=8 needs 8 devices, but there are 4"),
         (["diff", "missing.json", "fsdp:4"], ConfigError, "there is no file 'missing.json'"),
         (["diff", *ON_TPU, "fsdp:4", ""], MeshwrightError, "'' is neither a file nor a setup"),
         (["diff", *ON_TPU, "fsdp:4", "dp:4 minibatches=x"], MeshwrightError, "'minibatches=x' is not a number"),
@@ -305,7 +305,7 @@ def test_a_search_takes_no_options_of_one_plan(cli, capsys, option):
 
 def test_what_a_search_is_compared_with_is_checked_first(cli, monkeypatch):
     monkeypatch.setattr("meshwright.cli.plan.search_plans", lambda *args, **options: pytest.fail("it searched"))
-    with pytest.raises(MeshwrightError, match="fsdp=8 = 8 but there are only 4 devices"):
+    with pytest.raises(MeshwrightError, match="fsdp=8 needs 8 devices, but there are 4"):
         cli("search", *ON_TPU, "--against", "fsdp:8")
 
 

@@ -1,11 +1,11 @@
-"""Every name of seed document 001, with the signature the document prints."""
+"""Every name of seed document 001, with its documented signature."""
 
 import importlib
 import inspect
 
 import pytest
 
-# As printed there, one line per name.
+# The documented signatures, one line per name.
 DOCUMENTED = """
 create_mesh(axis_dims=(1, -1, 1, 1), axis_names=('dp', 'fsdp', 'tp', 'sp'), backend='')
 flatten_tree(xs, is_leaf=None, sep=None)
@@ -42,7 +42,7 @@ def documented(line):
 
 
 def differences(ours, theirs):
-    """What a caller of the documented function could notice: anything but extra keyword-only arguments."""
+    """Returns the differences that callers could notice: all but new keyword-only arguments with defaults."""
     extra = [p for p in ours if p not in theirs]
     kept = [p for p in ours if p in theirs]
     found = [p for p in extra if p[1] is not inspect.Parameter.KEYWORD_ONLY or p[2] is inspect.Parameter.empty]
@@ -74,7 +74,7 @@ def test_the_comparison_itself_sees_every_difference(ours, fits):
     assert (differences(documented(ours), documented("f(x, partition_specs)")) == []) is fits
 
 
-def test_drop_in_modules_hold_these_names_and_no_others():
+def test_drop_in_modules_have_exactly_these_names():
     names = sorted(line.partition("(")[0] for line in DOCUMENTED)
     for home in HOMES[1:]:
         assert sorted(importlib.import_module(home).__all__) == names

@@ -8,7 +8,7 @@ from meshwright.compat.fjformer import partition_utils
 from meshwright.compat.fjformer.partition_utils import mesh_utils
 
 
-def test_drop_in_names_are_ours_but_one():
+def test_all_drop_in_functions_but_one_are_meshwright_s():
     for name in mesh_utils.__all__:
         assert getattr(partition_utils, name) is getattr(mesh_utils, name)
         assert (getattr(mesh_utils, name) is getattr(mw, name)) is (name != "with_sharding_constraint")
@@ -34,7 +34,7 @@ def test_alias(run_python):
     import sys
     from meshwright import compat
     compat.alias("fjformer")
-    compat.alias("fjformer")  # again is fine
+    compat.alias("fjformer")  # a second call does nothing
 
     import fjformer
     import fjformer.partition_utils.mesh_utils as mesh_utils
@@ -62,7 +62,7 @@ def test_alias_refuses_to_hide_the_original(run_python, tmp_path):
     import meshwright as mw
     from meshwright import compat
 
-    for _ in range(2):  # before the original is imported, and after
+    for _ in range(2):  # before and after importing the original
         try:
             compat.alias("fjformer")
         except mw.MeshwrightError as error:
@@ -72,7 +72,7 @@ def test_alias_refuses_to_hide_the_original(run_python, tmp_path):
     """
     result = run_python(code, str(tmp_path))
     assert result.returncode == 0, result.stderr
-    message = "the original 'fjformer' is installed here; aliasing would hide it."
+    message = "the original 'fjformer' is installed, and an alias would hide it."
     hint = "hint: uninstall it, or import from meshwright.compat.fjformer."
     assert result.stdout.splitlines() == [message, hint] * 2
 

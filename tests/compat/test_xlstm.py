@@ -1,4 +1,4 @@
-"""The drop-in paths of `xlstm_jax`: every name, argument and default of the documents; flags; aliasing."""
+"""The drop-in modules of `xlstm_jax`: every documented name, argument and default, XLA flags, and aliases."""
 
 import dataclasses
 import importlib
@@ -17,7 +17,7 @@ from meshwright.mesh.build import GPU_FLAGS
 
 ROOT = "meshwright.compat.xlstm_jax"
 
-# As the documents print them, one line per name: 000, 002, 003, and the siblings that they refer to.
+# The signatures in seed documents 000, 002 and 003, one line per name.
 FUNCTIONS = {
     "array_utils": """
         fold_rng_over_axis(rng, axis_name)
@@ -108,7 +108,7 @@ def test_functions_have_the_documented_signature(module, line):
     exec(f"def {line}: ...", scope)
     home = importlib.import_module(f"{ROOT}.distributed.{module}")
     ours, theirs = parameters(getattr(home, name)), parameters(scope[name])
-    # More keyword-only arguments, with defaults, are the one thing that no caller can notice.
+    # New keyword-only arguments with defaults do not affect callers.
     more = [p for p in ours if p not in theirs]
     assert [p for p in ours if p in theirs] == theirs
     assert all(
@@ -129,7 +129,7 @@ def test_modules_have_the_documented_attributes(module, name):
     for field in fields:
         default = field.default_factory() if field.default_factory is not REQUIRED else field.default
         expected = documented.get(field.name, default)
-        if expected is LECUN:  # a function, known by what it draws
+        if expected is LECUN:  # a function, compared by its values
             key = jax.random.key(0)
             assert (default(key, (4, 4)) == LECUN(key, (4, 4))).all()
         elif expected is REQUIRED:
@@ -140,13 +140,13 @@ def test_modules_have_the_documented_attributes(module, name):
     assert getattr(importlib.import_module(f"{ROOT}.distributed"), name) is cls
 
 
-def test_distributed_exports_exactly_what_its_modules_do():
+def test_distributed_exports_the_names_of_its_modules():
     distributed = importlib.import_module(f"{ROOT}.distributed")
     homes = [importlib.import_module(f"{ROOT}.distributed.{module}") for module in FUNCTIONS]
     assert sorted(distributed.__all__) == sorted(name for home in homes for name in home.__all__)
 
 
-def test_types_are_those_of_the_library():
+def test_types_are_meshwright_s():
     types = importlib.import_module(f"{ROOT}.common_types")
     assert set(types.__all__) == {"TrainState", "PyTree", "PRNGKeyArray", "Metrics", "Parameter"}
     fields = {field.name: field.default for field in dataclasses.fields(types.TrainState)}
@@ -157,7 +157,7 @@ def test_types_are_those_of_the_library():
     assert batch[2:4].targets.tolist() == [2, 3]
 
 
-def test_alias_puts_everything_under_the_old_names(run_python):
+def test_alias_makes_the_old_names_importable(run_python):
     done = run_python("""
         from meshwright.compat import alias
         alias("xlstm_jax")
@@ -175,7 +175,7 @@ def test_alias_puts_everything_under_the_old_names(run_python):
 
 
 def test_defect_11_flags_are_merged_and_known_to_xla(run_python):
-    """The user's flags stay, ours are added once, and a process starts with them; an unknown flag would abort it."""
+    """The user's flags are kept, Meshwright's are added once, and XLA accepts them all (it aborts on unknown flags)."""
     mine = "--xla_force_host_platform_device_count=2 --xla_gpu_enable_latency_hiding_scheduler=false"
     done = run_python(
         f"""
@@ -199,12 +199,12 @@ def test_defect_11_flags_are_merged_and_known_to_xla(run_python):
     names = [flag.partition("=")[0].strip("-") for flag in flags.split()]
     assert len(names) == len(set(names))
     assert set(GPU_FLAGS) <= set(names)
-    assert error[0] == "set_XLA_flags was called after JAX started, which is when XLA_FLAGS is read."
+    assert error[0] == "set_XLA_flags was called after JAX started, so it would have no effect."
 
 
 def test_defect_11_simulating_devices_too_late_is_an_error():
     jax.devices()
-    with pytest.raises(MeshError, match=r"JAX has already started with 8 cpu device\(s\); 4 CPU devices"):
+    with pytest.raises(MeshError, match=r"already started with 8 cpu device\(s\); it is too late to simulate 4 CPU"):
         xla_utils.simulate_CPU_devices(4)
     before = dict(os.environ)
     with pytest.raises(MeshError, match="set_XLA_flags was called after JAX started"):

@@ -24,31 +24,31 @@ def idle(*texts):
         (["embed", "attn"], []),
         (["embed", "attn", ".*"], []),
         (["embed", "attn", ""], []),
-        (["embed", "attn", "temperature"], []),  # of one element: needs no rule, may have one
-        (["embed", ".*", "attn"], ["rule 2 `attn` is shadowed: rule 1 took `layers/0/attn/query` first"]),
+        (["embed", "attn", "temperature"], []),  # a leaf of one element needs no rule
+        (["embed", ".*", "attn"], ["rule 2 `attn` is shadowed: rule 1 matches `layers/0/attn/query` first"]),
         (["embed", "attn", "temprature"], ["rule 2 `temprature` matches no leaf; the closest path is `temperature`"]),
         (["embed", "attn", "Q" * 9], ["rule 2 `QQQQQQQQQ` matches no leaf"]),
         (
             ["attn/quary", "attn", "embed/w", "^embed"],
             [
                 "rule 0 `attn/quary` matches no leaf; the closest path is `layers/0/attn/query`",
-                "rule 3 `^embed` is shadowed: rule 2 took `embed/w` first",
+                "rule 3 `^embed` is shadowed: rule 2 matches `embed/w` first",
             ],
         ),
     ],
 )
-def test_rules_that_did_nothing(texts, found):
+def test_idle_rules(texts, found):
     assert idle(*texts) == found
 
 
 @pytest.mark.parametrize(
-    ("text", "remarked"),
+    ("text", "warned"),
     [("w", False), ("q", True), ("ue", True), ("que", False), ("query", False), ("/q", False), ("0", False)],
 )
-def test_letters_inside_words(text, remarked):
+def test_letters_inside_words(text, warned):
     hits = inside_word_hits(mw.match_rules([(text, P()), (".*", P())], TREE))
-    assert bool(hits) is remarked
-    assert all(f"rule 0 `{text}` took `layers/0/attn/query`" in hit for hit in hits)
+    assert bool(hits) is warned
+    assert all(f"rule 0 `{text}` matches inside a word of `layers/0/attn/query`" in hit for hit in hits)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_generalise(name, pattern):
     assert mw.match_rules([(f"{pattern}$", P())], {name: jax.ShapeDtypeStruct((4,), "float32")}).hits == (1,)
 
 
-def test_suggested_rules_are_enough():
+def test_suggested_rules_cover_all_leaves():
     mesh = mw.create_abstract_mesh("fsdp:4,tp:2")
     with pytest.raises(mw.LayoutError) as caught:
         mw.make_layout([], TREE, mesh)
@@ -69,7 +69,7 @@ def test_suggested_rules_are_enough():
     assert layout.bytes_per_device == 4 * (4 * 8 * 8) // 4 + 4
 
 
-def test_nothing_to_remark_is_silent():
+def test_no_warning_without_findings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mw.match_partition_rules([("embed", P("tp")), ("query", P())], TREE)

@@ -40,7 +40,7 @@ def same_bits(one, other):
     return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
-# --- What it says ---
+# --- Queries ---
 
 
 def test_specs_shardings_and_bytes():
@@ -63,7 +63,7 @@ def test_specs_shardings_and_bytes():
     assert layout["step"].why == "one element"
 
 
-def test_bytes_are_what_devices_hold():
+def test_bytes_equal_those_on_the_devices():
     layout = mw.make_layout(RULES, make_tree(), mesh())
     placed = layout.shard(make_tree())
     held = dict.fromkeys(jax.devices(), 0)
@@ -74,7 +74,7 @@ def test_bytes_are_what_devices_hold():
     assert set(held.values()) == {layout.bytes_per_device}
 
 
-def test_abstract_tree_is_as_stored():
+def test_abstract_tree_has_stored_shapes():
     layout = mw.make_layout([("w", P("fsdp"))], {"w": np.ones((6, 2), np.float32)}, mesh(), pad=True)
     struct = layout.abstract["w"]
     assert (struct.shape, struct.dtype, struct.sharding) == ((8, 2), np.float32, NamedSharding(mesh(), P("fsdp")))
@@ -90,12 +90,12 @@ def test_text_forms():
     layout = mw.make_layout(RULES, make_tree(), mesh())
     text = str(layout)
     assert "blocks/{0..1}/kernel (x2)  8x6     float32   0 `kernel`   P('fsdp', 'tp')          48 B" in text
-    assert text.endswith("8 leaves on fsdp=4 x tp=2: 508 B in all, 120 B per device")
-    assert repr(layout) == "<Layout 8 leaves on fsdp=4 x tp=2: 508 B in all, 120 B per device>"
+    assert text.endswith("8 leaves on fsdp=4 x tp=2: 508 B in total, 120 B per device")
+    assert repr(layout) == "<Layout 8 leaves on fsdp=4 x tp=2: 508 B in total, 120 B per device>"
     assert "blocks/1/kernel" in layout.table(collapse=False)
 
 
-def test_rich_form_holds_the_same_cells():
+def test_rich_table_has_the_same_cells():
     from rich.console import Console
 
     layout = mw.make_layout(RULES, make_tree(), mesh())
@@ -114,7 +114,7 @@ def test_format_bytes(count, text):
     assert format_bytes(count) == text
 
 
-# --- What it does ---
+# --- Moving trees ---
 
 
 @pytest.mark.parametrize("source", ["host", "one device", "mesh"])
@@ -148,7 +148,7 @@ def test_shard_and_gather_are_exact(source, axis_types, assert_placed):
         ((8, 4), P("tp"), (8, 4)),
     ],
 )
-def test_padding_is_zeros_and_goes_away(source, shape, spec, stored, assert_placed):
+def test_padding_is_zeros_and_gather_removes_it(source, shape, spec, stored, assert_placed):
     value = source(-np.arange(1, np.prod(shape) + 1, dtype=np.float32).reshape(shape))
     layout = mw.make_layout([("w", spec)], {"w": value}, mesh(), pad=True)
     leaf = layout["w"]
@@ -162,7 +162,7 @@ def test_padding_is_zeros_and_goes_away(source, shape, spec, stored, assert_plac
 @pytest.mark.parametrize(
     ("pad", "padded"), [(True, "ab"), ("a", "a"), (["^b$"], "b"), (["a", "b"], "ab"), (("x", "a|b"), "ab")]
 )
-def test_pad_policy_names_leaves(pad, padded):
+def test_pad_selects_leaves(pad, padded):
     tree = {"a": np.ones(6, np.float32), "b": np.ones(6, np.float32)}
     report = mw.explain_layout([(".*", P("fsdp"))], tree, mesh(), pad=pad)
     assert "".join(leaf.name for leaf in report.padded) == padded
@@ -171,7 +171,7 @@ def test_pad_policy_names_leaves(pad, padded):
     )
 
 
-def test_no_padding_unless_asked():
+def test_no_padding_by_default():
     with pytest.raises(mw.LayoutError, match=r"6 % 4 = 2"):
         mw.make_layout([("w", P("fsdp"))], {"w": np.ones(6)}, mesh())
 
@@ -185,12 +185,12 @@ def test_jit_takes_the_shardings(assert_placed):
     assert_placed(made["w"], mesh(), P("fsdp", "tp"), np.arange(32, dtype=np.float32).reshape(8, 4))
 
 
-def test_arrays_move_between_meshes_only_when_told(assert_placed):
+def test_arrays_move_between_meshes_only_with_reshard(assert_placed):
     value = np.arange(64, dtype=np.float32).reshape(8, 8)
     for other in (mw.create_mesh("x:8"), mw.create_mesh("x:4", devices=4), mw.create_mesh("x:2,y:4")):
         array = jax.device_put(value, NamedSharding(other, P("x")))
         layout = mw.make_layout([("w", P("fsdp", "tp"))], {"w": array}, mesh())
-        with pytest.raises(mw.PlacementError, match="lives on the mesh x="):
+        with pytest.raises(mw.PlacementError, match="is on the mesh x="):
             layout.shard({"w": array})
         moved = layout.shard({"w": array}, reshard=True)
         assert_placed(moved["w"], mesh(), P("fsdp", "tp"), value)
@@ -198,7 +198,7 @@ def test_arrays_move_between_meshes_only_when_told(assert_placed):
 
 
 @pytest.mark.parametrize("axes", ["y:8", "one:1,y:8"])
-def test_same_placement_under_another_name_is_renamed(axes):
+def test_equivalent_shardings_are_replaced_without_a_copy(axes):
     value = np.arange(8, dtype=np.float32)
     array = jax.device_put(value, NamedSharding(mw.create_mesh("x:8"), P("x")))
     target = mw.create_mesh(axes)
@@ -208,7 +208,7 @@ def test_same_placement_under_another_name_is_renamed(axes):
     np.testing.assert_array_equal(layout.gather(moved)["w"], value)
 
 
-def test_on_one_device_too_the_sharding_is_the_layout_s():
+def test_one_device_gets_the_layout_s_sharding():
     target = mw.create_mesh("x:1", devices=1)
     layout = mw.make_layout([("w", P("x"))], {"w": jnp.arange(4.0)}, target)
     assert layout.shard({"w": jnp.arange(4.0)})["w"].sharding == NamedSharding(target, P("x"))
@@ -220,7 +220,7 @@ def test_placed_arrays_are_not_copied():
     assert layout.shard(placed)["w"] is placed["w"]
 
 
-def test_donated_arrays_are_given_up_and_others_kept():
+def test_donated_arrays_are_deleted_and_others_kept():
     tree = {"w": jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh(), P("fsdp", "tp")))}
     layout = mw.make_layout([("w", P("tp", "fsdp"))], tree, mesh())
     kept = layout.shard(tree)
@@ -245,7 +245,7 @@ def test_donating_while_resharding(old):
     assert tree["w"].is_deleted()
 
 
-def test_donating_takes_only_what_was_on_the_mesh():
+def test_only_arrays_on_the_mesh_are_donated():
     value = np.arange(64, dtype=np.float32).reshape(8, 8)
     tree = {
         "there": jax.device_put(value, NamedSharding(mesh(), P("fsdp", "tp"))),
@@ -266,9 +266,9 @@ def test_donating_takes_only_what_was_on_the_mesh():
         (
             {"w": np.ones((8, 4), np.float32)},
             mw.PlacementError,
-            r"`w` is float32\[8, 4\]; the layout .* float32\[8, 8\]",
+            r"`w` is float32\[8, 4\], but the layout .* float32\[8, 8\]",
         ),
-        ({"w": np.ones((8, 8), np.int32)}, mw.PlacementError, r"`w` is int32\[8, 8\]; .*\nhint: "),
+        ({"w": np.ones((8, 8), np.int32)}, mw.PlacementError, r"`w` is int32\[8, 8\], .*\nhint: "),
         ({"v": np.ones((8, 8), np.float32)}, mw.LayoutError, r"missing: w; extra: v"),
         ({"w": [np.ones((8, 8), np.float32)]}, mw.LayoutError, r"missing: w; extra: w/0"),
     ],
@@ -282,27 +282,27 @@ def test_another_tree_is_refused(tree, error, text):
 
 def test_same_names_in_other_containers():
     layout = mw.make_layout([(".*", P())], {"0": np.ones(4, np.float32), "1": np.ones(4, np.float32)}, mesh())
-    with pytest.raises(mw.LayoutError, match="same leaf names, other containers"):
+    with pytest.raises(mw.LayoutError, match="same leaf names, different containers"):
         layout.shard([np.ones(4, np.float32)] * 2)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.int64])
-def test_64_bits_are_not_cut_in_half_unasked(dtype):
+def test_64_bit_arrays_are_not_truncated(dtype):
     tree = {"w": np.arange(8, dtype=dtype)}
     layout = mw.make_layout([("w", P("fsdp"))], tree, mesh())
-    with pytest.raises(mw.PlacementError, match=r"64 would become .*32 on the mesh, .*\nhint: cast it"):
+    with pytest.raises(mw.PlacementError, match=r"64 array would become .*32 on the mesh, .*\nhint: cast it"):
         layout.shard(tree)
 
 
-def test_a_machine_that_is_not_here_holds_no_arrays():
+def test_abstract_meshes_hold_no_arrays():
     tree = {"w": np.ones(8, np.float32)}
     layout = mw.make_layout([("w", P("fsdp"))], tree, mw.create_abstract_mesh("fsdp:4"))
     for act in (layout.shard, layout.gather):
-        with pytest.raises(mw.PlacementError, match=r"this layout is for fsdp=4, a machine that is not here\.\nhint: "):
+        with pytest.raises(mw.PlacementError, match=r"the mesh fsdp=4 of this layout is abstract .*\nhint: "):
             act(tree)
 
 
-# --- How it is written down ---
+# --- JSON ---
 
 names = st.text("ab/_0", min_size=1, max_size=4)
 dtypes = st.sampled_from(["float32", "bfloat16", "int8", "int4", "bool", "float8_e4m3fn", "complex64"])
@@ -359,18 +359,18 @@ def test_json_keeps_unsorted_leaves_equal():
 @pytest.mark.parametrize(
     ("act", "text"),
     [
-        (lambda text: mw.Layout.from_json("nonsense"), "not a layout's JSON"),
-        (lambda text: mw.Layout.from_json("[]"), "not a layout's JSON"),
+        (lambda text: mw.Layout.from_json("nonsense"), "not the JSON of a layout"),
+        (lambda text: mw.Layout.from_json("[]"), "not the JSON of a layout"),
         (
             lambda text: mw.Layout.from_json(text.replace('"version": 1', '"version": 9')),
             "version 9; this release reads",
         ),
         (
             lambda text: mw.Layout.from_json(text, mesh=mw.create_mesh("x:8")),
-            "made for fsdp=4 x tp=2; the mesh given is x=8",
+            "made for fsdp=4 x tp=2, but mesh= is x=8",
         ),
         (lambda text: mw.Layout.from_json(text, like={"v": 1}), "missing: w; extra: v"),
-        (lambda text: mw.Layout.from_json(text).report(), "keeps decisions but not the rules"),
+        (lambda text: mw.Layout.from_json(text).report(), "does not store the rules"),
     ],
 )
 def test_json_that_does_not_fit(act, text):

@@ -1,4 +1,4 @@
-"""A 7B-parameter decoder with its adamw state on 256 devices that are not here."""
+"""The layout of a 7B-parameter decoder and its AdamW state on an abstract mesh of 256 devices."""
 
 from pathlib import Path
 
@@ -13,14 +13,14 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "layout_7b.py"
 VOCAB, DIM, MLP, LAYERS = 32_000, 4_096, 11_008, 32
 MATRICES = 2 * VOCAB * DIM + LAYERS * (4 * DIM * DIM + 3 * DIM * MLP)
 NORMS = (2 * LAYERS + 1) * DIM
-COPIES = 3  # the parameters and adamw's two moments, all in float32
-COUNTERS = 2 * 4  # the step, and adamw's own count
+COPIES = 3  # the parameters and AdamW's two moments, all in float32
+COUNTERS = 2 * 4  # the step and AdamW's count
 
 
 @pytest.fixture
 def no_devices(monkeypatch):
     def refuse(*args, **kwargs):
-        raise AssertionError("a device was asked for")
+        raise AssertionError("a device was used")
 
     for name in ("devices", "local_devices", "device_count", "local_device_count", "device_put", "default_backend"):
         monkeypatch.setattr(jax, name, refuse)
@@ -46,7 +46,7 @@ def test_exact_layout_without_a_device(no_devices):
     assert layout.report().ok
     assert layout.report().concerns() == []
     assert "params/layers/{0..31}/mlp/up/kernel (x32)" in text
-    assert text.endswith(f"{len(layout.leaves)} leaves on fsdp=32 x tp=8: 75.3 GiB in all, 304.3 MiB per device")
+    assert text.endswith(f"{len(layout.leaves)} leaves on fsdp=32 x tp=8: 75.3 GiB in total, 304.3 MiB per device")
 
 
 def test_without_the_optional_axis(no_devices):

@@ -34,7 +34,7 @@ def cases(draw):
 
 
 def tiles_by_jax(mesh, leaf):
-    """Which devices (by number in mesh order) hold which slice, according to JAX."""
+    """Returns the devices (by position in the mesh) of each slice, according to JAX."""
     number = {device: index for index, device in enumerate(mesh.devices.flat)}
     held = {}
     for device, index in NamedSharding(mesh, leaf.spec).devices_indices_map(leaf.shape).items():
@@ -50,7 +50,7 @@ def test_tiles_are_where_jax_puts_them(case):
     cells = [cell for panel in panels for row in panel.cells for cell in row]
     # Every device holds exactly one tile.
     assert sorted(itertools.chain(*cells)) == list(range(8))
-    # In reading order, the cells are JAX's tiles in the order of where they start.
+    # In reading order, the cells are JAX's tiles, sorted by their start.
     expected = tiles_by_jax(mesh, leaf)
     assert cells == [expected[start] for start in sorted(expected)]
 

@@ -27,7 +27,7 @@ RULES = [
 MESH = mw.create_abstract_mesh("fsdp:4,tp:2")
 
 
-def test_report_holds_everything_at_once():
+def test_report_lists_all_problems():
     report = mw.explain_layout(RULES, TREE, MESH)
     assert not report.ok
     assert report.unmatched == ("head",)
@@ -49,17 +49,17 @@ def test_report_as_text():
         "mesh fsdp=4 x tp=2 (8 devices), 9 leaves, 6 rules, ",
         "rule 1 'kernel' -> P('fsdp', 'tp'): 3 leaves",
         "rule 0 'table' -> P('fsdp', 'tp'): 1 leaf",
-        "no rule matches 1 of the leaves:",
+        "no rule matches 1 leaf:",
         "`embed/table` (rule 0): dim 0 has size 50257; `fsdp` has 4 devices: 50257 % 4 = 1.",
         "pad to 50260, or drop `fsdp` here",
-        "rule 3 `up/kernel` is shadowed: rule 1 took `layers/0/up/kernel` first",
+        "rule 3 `up/kernel` is shadowed: rule 1 matches `layers/0/up/kernel` first",
         "rule 4 `no/such/thing` matches no leaf",
-        "pos 4096x4096 is whole on every device: 64.0 MiB each",
+        "pos 4096x4096 is replicated on every device: 64.0 MiB each",
     ):
         assert line in text, line
 
 
-def test_padding_shows_in_the_report_and_is_no_problem():
+def test_padding_is_a_note_in_the_report():
     report = mw.explain_layout([("table", P("fsdp", "tp")), (".*", P("tp"))], TREE, MESH, pad="table")
     assert report.ok
     assert [leaf.stored_shape for leaf in report.padded] == [(50260, 64)]
@@ -67,18 +67,18 @@ def test_padding_shows_in_the_report_and_is_no_problem():
     assert "embed/table is padded" not in "".join(report.concerns())
 
 
-def test_a_clean_report_says_so():
+def test_report_without_problems():
     report = mw.explain_layout([("w", P("fsdp"))], {"w": struct(8)}, MESH)
     assert report.ok
     assert report.error() is None
-    assert str(report).endswith("nothing to remark.")
+    assert str(report).endswith("no problems found.")
     assert mw.make_layout([("w", P("fsdp"))], {"w": struct(8)}, MESH).report().ok
 
 
-def test_misfits_of_equal_layers_are_one_line():
+def test_the_same_problem_in_all_layers_is_one_line():
     tree = {"layers": [{"w": struct(6)} for _ in range(5)]}
     with pytest.raises(
-        mw.LayoutError, match=r"5 leaves not fitting .*\n  `layers/0/w` and 4 like it \(rule 0\): dim 0"
+        mw.LayoutError, match=r"5 leaves do not fit .*\n  `layers/0/w` and 4 more like it \(rule 0\): dim 0"
     ) as caught:
         mw.make_layout([("w", P("fsdp"))], tree, MESH)
     assert str(caught.value).count("layers/") == 1
@@ -93,7 +93,7 @@ def test_optional_axes_are_skipped_and_others_are_not():
 
 
 @pytest.mark.parametrize("kind", [np.zeros, lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)])
-def test_arrays_and_their_descriptions_give_the_same_layout(kind):
+def test_arrays_and_structs_give_the_same_layout(kind):
     tree = {"w": kind((8, 8), np.float32)}
     assert mw.make_layout([("w", P("fsdp"))], tree, MESH) == mw.make_layout(
         [("w", P("fsdp"))], {"w": struct(8, 8)}, MESH

@@ -1,4 +1,4 @@
-"""`accumulate_gradients` of the per-device API: both forms give the gradients of the whole batch."""
+"""`accumulate_gradients` of the xlstm_jax API: loop and scan return the gradients of the whole batch."""
 
 import functools
 from types import SimpleNamespace
@@ -33,14 +33,14 @@ def make_params():
 
 
 def make_batch(rows):
-    """Three tokens per row, of which some are valid: one in five rows has none, nor has a whole quarter of the rows."""
+    """Returns three tokens per row, with some masked: all of every fifth row and of a quarter of the rows."""
     x = jax.random.normal(jax.random.key(1), (rows, 3, WIDTH))
     mask = jax.random.bernoulli(jax.random.key(2), 0.6, (rows, 3)) & (jnp.arange(rows) % 5 > 0)[:, None]
     return {"x": x, "y": jnp.roll(x, 1, 0), "mask": mask & (jnp.arange(rows) >= rows // 4)[:, None]}
 
 
 def loss_fn(params, apply_fn, batch, rng):
-    """A squared error over valid tokens; without any, it is NaN."""
+    """Squared error over valid tokens, which is NaN if there are none."""
     h = jnp.tanh(batch["x"] @ params["up"])
     if rng is not None:
         h = jnp.where(jax.random.bernoulli(rng, 0.7, h.shape), h / 0.7, 0)
@@ -57,7 +57,7 @@ def make_state(params, apply_fn=None):
 
 @pytest.mark.parametrize(("num_minibatches", "with_rng"), [(1, False), (4, True), (8, False)])
 def test_loop_scan_and_full_batch_agree(num_minibatches, with_rng):
-    """Masked tokens and rows are in the batch, as is an all-masked minibatch, whose loss and gradients are NaN."""
+    """The batch has masked tokens, masked rows, and a fully masked minibatch, whose loss and gradients are NaN."""
     state, batch = make_state(make_params()), make_batch(16)
     rng = jax.random.key(4) if with_rng else None
     whole = jax.jit(jax.grad(loss_fn, has_aux=True), static_argnums=1)
@@ -71,7 +71,7 @@ def test_loop_scan_and_full_batch_agree(num_minibatches, with_rng):
     assert_close(*results, tolerance=1e-6)
 
 
-def test_the_accumulator_is_float32_whatever_the_parameters_are():
+def test_the_accumulator_is_float32_for_any_parameter_dtype():
     batch = {"x": jnp.where(jnp.arange(512) == 0, 256.0, 1.0)}
     state = make_state(jnp.ones((), jnp.bfloat16))
 
@@ -80,7 +80,7 @@ def test_the_accumulator_is_float32_whatever_the_parameters_are():
 
     for form in (accumulate_gradients_loop, accumulate_gradients_scan):
         state_step = functools.partial(form, num_minibatches=512, loss_fn=loss_fn)
-        if form is accumulate_gradients_loop:  # written out 512 times, it would take minutes to compile
+        if form is accumulate_gradients_loop:  # unrolled 512 times, it would take minutes to compile
             state_step = functools.partial(form, num_minibatches=64, loss_fn=loss_fn)
             small = {"x": jnp.where(jnp.arange(64) == 0, 256.0, 1.0)}
             grads, metrics, _ = jax.jit(state_step)(state, small, None)
@@ -107,7 +107,7 @@ def test_metrics_are_averaged_not_summed_and_weighted_by_the_loss():
         assert mutable is None
 
 
-def test_a_loss_without_a_count_weighs_minibatches_alike_and_may_name_another():
+def test_without_a_count_minibatches_have_equal_weights_unless_weight_key_names_one():
     def loss_fn(params, apply_fn, batch, rng):
         return (params * batch["x"]).mean(), ({"loss": params, "tokens": (0.0, batch["x"].sum())}, None)
 
@@ -146,11 +146,11 @@ def test_flax_dropout_does_not_depend_on_the_number_of_minibatches():
     assert not np.allclose(jax.tree.leaves(step(jax.random.key(4), 1)[0])[0], jax.tree.leaves(whole[0])[0])
 
 
-LARGE = 256  # so that weights outweigh all else
+LARGE = 256  # so that the weights dominate the memory
 
 
 @pytest.mark.parametrize("form", [accumulate_gradients_loop, accumulate_gradients_scan])
-def test_one_float32_accumulator_and_nothing_more(form):
+def test_memory_is_one_float32_accumulator(form):
     def loss_fn(params, apply_fn, batch, rng):
         return (jnp.tanh(batch @ params[0]) @ params[1]).sum(), ({}, None)
 
@@ -200,6 +200,6 @@ def test_it_works_in_the_local_view(use_scan):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("use_scan", [False, True])
-def test_batches_that_cannot_be_cut(batch, num_minibatches, message, use_scan):
+def test_batches_that_cannot_be_split(batch, num_minibatches, message, use_scan):
     with pytest.raises(mw.PlacementError, match=message):
         accumulate_gradients(None, batch, None, num_minibatches, lambda *_: None, use_scan=use_scan)

@@ -1,4 +1,4 @@
-"""Sharded data parallelism against one device: parameters, outputs and every gradient leaf."""
+"""Fully sharded data parallelism compared with one device: parameters, outputs and every gradient."""
 
 import functools
 
@@ -30,16 +30,16 @@ def mesh_of(text):
 
 
 def trace(f, *args, mesh="dp:2,fsdp:4"):
-    """Traces a local function on an abstract mesh: what a test of shapes, names or errors needs, without devices.
+    """Traces a local function on an abstract mesh, for tests of shapes, names or errors.
 
-    Unchecked, because specs are not known; no gradient is taken.
+    `check_vma` is off because the specs are not known; no gradient is computed.
     """
     run = local_map(f, mesh=mw.create_abstract_mesh(mesh), in_specs=P(), out_specs=P(), check_vma=False)
     return jax.eval_shape(run, *args)
 
 
 class MLP(nn.Module):
-    """Two layers, of which FSDP splits the kernels and leaves the biases whole."""
+    """Two layers, of which FSDP splits only the kernels."""
 
     dense: type = nn.Dense
 
@@ -64,7 +64,7 @@ def reference():
 
 
 def placed(params, mesh, min_weight_size):
-    """The reference's parameters in the boxes that the sharded model expects, and the specs of these boxes."""
+    """Returns the reference's parameters in the sharded model's boxes, and the specs of these boxes."""
     boxes = trace(lambda params: shard_params(params, "fsdp", min_weight_size), params, mesh=mesh)
 
     def rewrap(box, value):
@@ -79,7 +79,7 @@ def placed(params, mesh, min_weight_size):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("mode", ["checked", "checked, parameters varying", "unchecked"])
 def test_defect_1_gradients_are_those_of_the_global_mean_loss(mesh, mode):
-    """Parameters -> gather_params -> each device's loss -> grad -> sync_gradients, on one set of parameters."""
+    """Runs gather_params, the loss of each device, its gradient and sync_gradients on the same parameters."""
     params, loss, grads = reference()
     boxed, specs = placed(params, mesh, 100)
     model = MLP(dense=shard_module_params(nn.Dense, "fsdp", min_weight_size=100))
@@ -92,11 +92,7 @@ def test_defect_1_gradients_are_those_of_the_global_mean_loss(mesh, mode):
 
     batch = P(("dp", "fsdp"))
     run = local_map(
-        local,
-        mesh=mesh_of(mesh),
-        in_specs=(specs, batch, batch),
-        out_specs=(P(), specs),
-        check_vma=mode != "unchecked",
+        local, mesh=mesh_of(mesh), in_specs=(specs, batch, batch), out_specs=(P(), specs), check_vma=mode != "unchecked"
     )
     got_loss, got = jax.jit(run)(boxed, X, Y)
     np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
@@ -136,7 +132,7 @@ def make_dense(features, **kwargs):
     [nn.Dense, functools.partial(nn.Dense, use_bias=True), make_dense, functools.partial(make_dense, use_bias=True)],
     ids=["class", "partial", "function", "partial of a function"],
 )
-def test_targets_keep_their_tree_and_their_function(target):
+def test_sharding_keeps_the_tree_and_the_outputs(target):
     layer = shard_module_params(target, "fsdp", min_weight_size=1)(8)
     plain = nn.Dense(8)
     params = plain.init(jax.random.key(0), X)["params"]
@@ -163,12 +159,12 @@ def test_a_module_instance_is_refused():
         ((8, 16), (None, None), (None, "fsdp")),  # the largest
         ((16, 16), (None, None), ("fsdp", None)),  # the first of equals
         ((6, 8), (None, None), (None, "fsdp")),
-        ((8, 6), (None, None), ("fsdp", None)),  # the largest that divides, not the largest
+        ((8, 6), (None, None), ("fsdp", None)),  # the largest one that divides
         ((8, 6), (None, "dp"), ("fsdp", "dp")),
-        ((4, 64), (None, "dp"), ("fsdp", "dp")),  # never a dim that has a name
-        ((8, 8), ("fsdp", None), ("fsdp", None)),  # already split: untouched
+        ((4, 64), (None, "dp"), ("fsdp", "dp")),  # never a dim with a name
+        ((8, 8), ("fsdp", None), ("fsdp", None)),  # already split
         ((8, 8), (("dp", "fsdp"), None), (("dp", "fsdp"), None)),
-        ((3, 1), (None, None), None),  # fewer elements than asked for
+        ((3, 1), (None, None), None),  # fewer elements than min_weight_size
         ((), (), None),
     ],
 )
@@ -181,14 +177,14 @@ def test_which_dim_is_split(shape, names, expected):
 
 
 def test_defect_10_the_threshold_counts_global_elements():
-    """An array of 64 elements, split in two over `dp` already, is 64 elements large, not 32."""
+    """A shard of 32 elements of an array that `dp` splits in two counts as 64 elements."""
     box = nn.Partitioned(jnp.ones((1, 4, 8)), ("dp", None, None))
     assert trace(lambda box: shard_params(box, "fsdp", 64), box).names == ("dp", None, "fsdp")
     assert trace(lambda box: shard_params(box, "fsdp", 65), box).names == ("dp", None, None)
 
 
-def test_defect_10_an_indivisible_parameter_is_a_warning_with_numbers():
-    with pytest.warns(MeshwrightWarning, match=r"`block/w`, with 105 elements, stays whole .*free dims \(7, 15\)"):
+def test_defect_10_an_indivisible_parameter_causes_a_warning():
+    with pytest.warns(MeshwrightWarning, match=r"`block/w`, with 105 elements, stays replicated .*free dims \(7, 15\)"):
         got = trace(lambda w: shard_params({"block": {"w": w}}, "fsdp", 100), jnp.ones((7, 15)))
     assert got["block"]["w"].shape == (7, 15)
 
@@ -219,7 +215,7 @@ def test_gather_with_mean_grads(dim, check):
 
 @pytest.mark.parametrize("check", [True, False])
 def test_bfloat16_beside_an_axis_of_one_device(check):
-    """Which is left to XLA, whose CPU compiler aborts the process on such a sum of 16-bit floats."""
+    """An automatic axis of size 1 makes XLA's CPU compiler abort on a psum of 16-bit floats."""
     x = jax.random.normal(jax.random.key(0), (16, 4), jnp.bfloat16)
     weights = jax.random.normal(jax.random.key(1), (8, 16, 4)).astype(jnp.bfloat16)  # one per device
 
@@ -240,8 +236,8 @@ def test_bfloat16_beside_an_axis_of_one_device(check):
     np.testing.assert_allclose(np.asarray(mean, np.float32), wanted, atol=2e-2)
 
 
-def test_dtypes_are_those_of_the_wire():
-    """Values are rounded to what travels and come back in their own dtype; the compiled program sends that dtype."""
+def test_arrays_are_sent_in_the_given_dtype():
+    """Values are rounded to the dtype in which the compiled program sends them, and keep their own dtype."""
     x = jax.random.normal(jax.random.key(0), (16,))
 
     def local(x, weight, gather_dtype, grad_dtype):
@@ -253,7 +249,7 @@ def test_dtypes_are_those_of_the_wire():
         return jax.grad(loss, has_aux=True)(x)
 
     def run(gather_dtype, grad_dtype):
-        # Unchecked, as code for the original is called; the test above has both.
+        # Without check_vma, like code for the original; the test above has both.
         return local_map(
             functools.partial(local, gather_dtype=gather_dtype, grad_dtype=grad_dtype),
             mesh=mesh_of("fsdp:8"),
@@ -289,8 +285,8 @@ def test_integers_and_small_leaves_pass_through_gather_params():
     assert got["table"].tolist() == [list(range(8))] * 4
 
 
-def test_gather_params_undoes_the_last_of_several_axes():
-    """A dim split over ("dp", "fsdp") is gathered over `fsdp` first; the other order would not leave neighbours."""
+def test_gather_params_gathers_the_last_axis_of_a_tuple_first():
+    """A dim split over ("dp", "fsdp") must be gathered over `fsdp` first, or its parts would not be contiguous."""
     box = nn.Partitioned(jnp.arange(16.0), (("dp", "fsdp"),))
 
     def local(box):
@@ -308,8 +304,8 @@ def test_gather_params_undoes_the_last_of_several_axes():
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_defect_1_sync_gives_the_mean_for_every_kind_of_leaf(check):
-    """On dp2 x fsdp4: plain, split, split over a tuple, and one that nothing depends on."""
+def test_defect_1_sync_returns_the_mean_for_every_kind_of_leaf(check):
+    """On dp2 x fsdp4: plain, split, split over a tuple, and unused leaves."""
     x = jnp.arange(8.0)
 
     def grads_of(params, x):
@@ -358,8 +354,8 @@ def test_gather_tree_has_summed_gradients(check, mesh):
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_the_form_of_a_v5p_scatters_the_same_gradients(dim, monkeypatch):
-    """There, pieces are scattered along a dim of their own."""
+def test_the_form_for_v5p_scatters_the_same_gradients(dim, monkeypatch):
+    """This form scatters pieces along a separate dim."""
     spec = P(*("fsdp" if place == dim else None for place in range(dim + 1)))
     weights = jax.random.normal(jax.random.key(0), (8, 16, 24, 40))
 
@@ -376,8 +372,8 @@ def test_the_form_of_a_v5p_scatters_the_same_gradients(dim, monkeypatch):
     assert_close(plain, weights.sum(0))
 
 
-def test_gradients_that_travel_in_bfloat16_can_be_added_in_float32():
-    """Against the float64 sum of what was sent: exact to float32, where a bfloat16 reduce-scatter loses digits."""
+def test_gradients_sent_in_bfloat16_can_be_summed_in_float32():
+    """Equals the float64 sum of the sent values to float32 precision; a bfloat16 reduce-scatter would not."""
     weights = 1 + jax.random.uniform(jax.random.key(1), (8, 64))
     sent = np.asarray(weights.astype(jnp.bfloat16), np.float64).sum(0)
 
@@ -396,7 +392,7 @@ def test_gradients_that_travel_in_bfloat16_can_be_added_in_float32():
     assert accurate < 1e-6 < 1e-4 < wire
     text = run.lower(jnp.ones(64), weights).as_text()
     assert "stablehlo.all_to_all" in text
-    assert "(tensor<8x8xbf16>) -> tensor<8x8xbf16>" in text  # the bytes of a bfloat16 reduce-scatter, no more
+    assert "(tensor<8x8xbf16>) -> tensor<8x8xbf16>" in text  # as many bytes as a bfloat16 reduce-scatter
     assert "reduce_scatter" not in text
 
 
@@ -413,7 +409,7 @@ def test_gradients_that_travel_in_bfloat16_can_be_added_in_float32():
         (
             lambda: gather_array(jnp.ones(2), dim=0, axis="fsdp", gather_dtype="int8"),
             PlacementError,
-            "cannot be cast to int8",
+            "cannot cast a float32 array to int8",
         ),
         (lambda: gather_array(jnp.ones(2), dim=0, axis="fsdp", gather_dtype="bf61"), PlacementError, "is not a dtype"),
     ],

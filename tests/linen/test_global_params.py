@@ -1,4 +1,4 @@
-"""Parameters of every kind of layer to the global layout and back, bit for bit, and between axis sizes."""
+"""Bitwise conversion of every kind of layer to the global layout and back, and between axis sizes."""
 
 import functools
 import itertools
@@ -46,7 +46,7 @@ def equal(got, expected):
 
 @pytest.mark.parametrize("form", FORMS, ids=name_of)
 @pytest.mark.parametrize("kind", ["numpy", "float64", "bfloat16", "boxed", "no bias", "layers of a scan"])
-def test_round_trip_is_bit_for_bit(form, kind):
+def test_round_trip_is_bitwise(form, kind):
     whole = dict(GLOBAL)
     if kind == "float64":
         whole = {name: RNG.normal(size=x.shape) for name, x in whole.items()}
@@ -66,21 +66,21 @@ def test_round_trip_is_bit_for_bit(form, kind):
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if not form.is_plain], ids=name_of)
-def test_a_tree_survives_the_way_through_the_global_layout(form):
-    """The other direction: no two entries of a tree fall on one entry of the global layout, and none is lost."""
+def test_round_trip_from_a_layer_s_tree(form):
+    """The conversion is one to one: no entry of the tree is lost or duplicated."""
     params = from_global(GLOBAL, form)
     numbered = jax.tree.unflatten(
         jax.tree.structure(params),
         [np.arange(x.size, dtype=np.float32).reshape(x.shape) + 1e4 * i for i, x in enumerate(jax.tree.leaves(params))],
     )
-    if not form.pieces and form.tp_mode == "scatter":  # one bias is stored, whatever the tree has room for
+    if not form.pieces and form.tp_mode == "scatter":  # only one bias is stored
         numbered["module"]["sharded"]["bias"][1:] = 0
     equal(from_global(to_global(numbered, form), form), numbered)
 
 
 @pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("mode", ["gather", "scatter"])
-def test_axis_sizes_and_kinds_of_layer_change_through_the_global_layout(pieces, mode):
+def test_conversion_between_axis_sizes_and_kinds_of_layer(pieces, mode):
     forms = [DenseForm(tp_mode=mode, axis_size=size, pieces=pieces) for size in SIZES]
     for old, new in itertools.permutations(forms, 2):
         moved = from_global(to_global(from_global(GLOBAL, old), old), new)
@@ -96,7 +96,7 @@ def local_outputs(f, size, *args, specs):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_defect_4_parameters_trained_on_one_size_run_on_another(size):
-    """A layer on 4 devices, as one on `size` devices of the other kind: the same function."""
+    """A layer on 4 devices equals a layer of the other kind on `size` devices."""
     x = RNG.normal(size=(4, INPUTS)).astype(np.float32)
     old = DenseForm(tp_mode="gather", axis_size=4)
     params = from_global(GLOBAL, old)
@@ -114,7 +114,7 @@ def test_defect_4_parameters_trained_on_one_size_run_on_another(size):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_defect_5_the_originals_split_scatter_converts(size):
-    """The original's ring, written out here: both halves of entry k leave at hop k, one up and one down."""
+    """Compares with the original's ring, in which both halves of entry k leave at hop k, one up and one down."""
     form = DenseForm(tp_mode="scatter", axis_size=size, pieces=True, original_split_scatter=True)
     params = from_global(GLOBAL, form)
     x = RNG.normal(size=(4, INPUTS)).astype(np.float32)
@@ -144,7 +144,7 @@ def test_forms_of_layers():
     assert DenseForm(tp_mode="gather", axis_size=3, pieces=True).names == ("shard_0", "shard_1", "shard_2")
 
 
-def test_layers_inside_of_a_model():
+def test_layers_inside_a_model():
     forms = {
         "block/up": DenseForm(tp_mode="gather", axis_size=4),
         "block/down": DenseForm(tp_mode="scatter", axis_size=4, pieces=True),
@@ -159,9 +159,7 @@ def test_layers_inside_of_a_model():
     assert list(params["block"]["down"]) == ["shard_0", "shard_1", "shard_2", "shard_3"]
     assert list(params["head"]) == ["Dense_0"]
     equal(to_global(params, forms), whole)
-    with pytest.raises(
-        TreeError, match=r"no 'blokc' on the way to a layer at `blokc/up`.*\nhint: did you mean 'block'"
-    ):
+    with pytest.raises(TreeError, match=r"no 'blokc' found on the path `blokc/up`.*\nhint: did you mean 'block'"):
         to_global(params, {"blokc/up": forms["head"]})
 
 
@@ -172,22 +170,27 @@ def test_layers_inside_of_a_model():
             to_global,
             {"other": {}, "module": {}},
             {"tp_mode": "gather", "axis_size": 4},
-            r"holds module; this one holds other",
+            r"expected a layer with module; got other",
         ),
-        (to_global, {"module": {"kernel": 1}}, {"tp_mode": "gather", "axis_size": 4}, r"on 4 devices holds `sharded`"),
+        (
+            to_global,
+            {"module": {"kernel": 1}},
+            {"tp_mode": "gather", "axis_size": 4},
+            r"expected `sharded` in `module`",
+        ),
         (
             to_global,
             from_global(GLOBAL, DenseForm(tp_mode="gather", axis_size=2)),
             {"tp_mode": "gather", "axis_size": 4},
-            r"kernel has shape \(2, 24, 24\); on 4 devices, its dim -3 has that size.\nhint: convert global arrays",
+            r"kernel has shape \(2, 24, 24\); on 4 devices, dim -3 must have that size.\nhint: convert outside",
         ),
         (
             to_global,
             from_global(GLOBAL, DenseForm(tp_mode="gather", axis_size=2, pieces=True)),
             {"tp_mode": "gather", "axis_size": 4, "pieces": True},
-            r"holds shard_0, shard_1, shard_2, shard_3; this one holds shard_0, shard_1",
+            r"expected a layer with shard_0, shard_1, shard_2, shard_3; got shard_0, shard_1",
         ),
-        (from_global, {"kernel": 1, "scale": 1}, {"tp_mode": "gather", "axis_size": 4}, r"a dense layer holds kernel"),
+        (from_global, {"kernel": 1, "scale": 1}, {"tp_mode": "gather", "axis_size": 4}, r"a dense layer has a kernel"),
         (from_global, GLOBAL, {"tp_mode": "gather", "axis_size": 5}, r"48 outputs, which 5 .*48 % 5 = 3"),
         (from_global, GLOBAL, {"tp_mode": "scatter", "axis_size": 5}, r"24 inputs, which 5 .*24 % 5 = 4"),
         (from_global, GLOBAL, {"tp_mode": "gather", "axis_size": 16, "pieces": True}, r"24 inputs, which 16"),

@@ -1,4 +1,4 @@
-"""Tensor-parallel dense layers against one dense layer on one device: outputs and every gradient leaf."""
+"""Tensor-parallel dense layers compared with one dense layer on one device: outputs and every gradient."""
 
 import functools
 import re
@@ -24,9 +24,9 @@ from meshwright.linen import (
 )
 from meshwright.parallel import local_map, pcast_varying
 
-INPUTS, OUTPUTS, ROWS = 24, 48, 4  # widths that 1, 2, 3, 4 and 8 divide
+INPUTS, OUTPUTS, ROWS = 24, 48, 4  # divisible by 1, 2, 3, 4 and 8
 X = jax.random.normal(jax.random.key(1), (ROWS, INPUTS))
-WEIGHT = jax.random.normal(jax.random.key(2), (ROWS, OUTPUTS))  # of each output in the loss
+WEIGHT = jax.random.normal(jax.random.key(2), (ROWS, OUTPUTS))  # weights of the outputs in the loss
 GLOBAL = {
     "kernel": jax.random.normal(jax.random.key(3), (INPUTS, OUTPUTS)),
     "bias": jax.random.normal(jax.random.key(4), (OUTPUTS,)),
@@ -94,10 +94,10 @@ CASES = [
     CASES,
     ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
 )
-def test_the_layer_is_one_dense_layer(layer, mode, size, options, check):
-    """Parameters from the global layout, gradients back to it: the function and its derivative are those of one device.
+def test_the_layer_equals_one_dense_layer(layer, mode, size, options, check):
+    """Outputs and gradients equal those of one device, with parameters and gradients in the global layout.
 
-    The loss is each device's part of it, so nothing is summed by hand.
+    Each device computes its part of the loss, without a sum over devices.
     """
     module = make(layer, mode, size, **options)
     with_bias = options.get("use_bias", True)
@@ -105,7 +105,7 @@ def test_the_layer_is_one_dense_layer(layer, mode, size, options, check):
     form = DenseForm.of(module, axis_size=size)
     params = from_global(whole, form)
     specs = specs_of(params)
-    # A plain layer holds everything, so it is given everything.
+    # A plain layer takes the full inputs.
     io = P() if mode == "none" else P(None, "tp")
 
     def local(params, x, weight):
@@ -130,13 +130,13 @@ def test_the_layer_is_one_dense_layer(layer, mode, size, options, check):
     close(x_grad, expected_x, tolerance)
     close(to_global(grads, form), expected, tolerance)
     if with_bias and (layer, mode) == (TPDense, "scatter") and size > 1:
-        assert not np.asarray(grads["module"]["sharded"]["bias"].value)[1:].any()  # the bias lives on one device
+        assert not np.asarray(grads["module"]["sharded"]["bias"].value)[1:].any()  # only one device has a bias
 
 
 def init_on(module, size, *, seed=0):
     io = P(None, "tp")
     mesh = mw.create_mesh(f"tp:{size}", devices=size)
-    # Unchecked, because the specs are not known before the boxes are; nothing is computed here.
+    # Without check_vma, because the specs are known only after init; nothing is computed here.
     boxes = jax.eval_shape(
         local_map(module.init, mesh=mesh, in_specs=(P(), io), out_specs=P(), check_vma=False), jax.random.key(seed), X
     )
@@ -147,8 +147,8 @@ def init_on(module, size, *, seed=0):
 
 @pytest.mark.parametrize("layer", [TPDense, TPAsyncDense])
 @pytest.mark.parametrize("mode", ["gather", "scatter"])
-def test_defect_3_one_seed_gives_one_layer_on_every_axis_size(layer, mode):
-    """The kernel is a part of the whole kernel, so neither its scale nor its values depend on the split."""
+def test_defect_3_a_seed_gives_the_same_layer_for_every_axis_size(layer, mode):
+    """Each kernel is a part of the full kernel, so its scale and values do not depend on the axis size."""
     kernels = {}
     for size in (1, 4):
         module = make(layer, mode, size)
@@ -166,7 +166,7 @@ INITIALIZERS = {
 }
 
 
-def test_defect_3_any_initializer_has_the_scale_of_the_whole():
+def test_defect_3_every_initializer_sees_the_full_kernel():
     class Layers(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -183,11 +183,11 @@ def test_defect_3_any_initializer_has_the_scale_of_the_whole():
             np.asarray(x) for x in (layer["kernel"], INITIALIZERS[name](jax.random.key(5), (INPUTS, OUTPUTS)))
         )
         assert kernel.std() == pytest.approx(3.0 * whole.std(), rel=0.1), name
-        if name == "orthogonal":  # not only its scale: it is one orthogonal matrix
+        if name == "orthogonal":  # the full kernel is one orthogonal matrix
             np.testing.assert_allclose(kernel @ kernel.T, 9 * np.eye(INPUTS), atol=1e-4)
 
 
-def test_defect_3_adjustment_and_name_count_at_axis_size_1():
+def test_defect_3_adjustment_and_name_work_at_axis_size_1():
     kernels = {}
     for factor in (1.0, 2.0):
         module = make(TPDense, "gather", 1, kernel_init_adjustment=factor, dense_name="out")
@@ -198,7 +198,7 @@ def test_defect_3_adjustment_and_name_count_at_axis_size_1():
     assert list(init_on(make(TPAsyncDense, "gather", 1), 1)[1]) == ["shard_0"]
 
 
-def test_a_layer_with_two_kernels_draws_two():
+def test_two_kernels_of_a_layer_differ():
     class Gated(nn.Module):
         kernel_init: object
         use_bias: bool
@@ -215,8 +215,8 @@ def test_a_layer_with_two_kernels_draws_two():
 
 @pytest.mark.parametrize("layer", [TPDense, TPAsyncDense])
 @pytest.mark.parametrize("mode", ["gather", "scatter"])
-def test_defect_2_a_fresh_bias_counts_once(layer, mode):
-    """Bias 1 on 4 devices adds 1, from the very first output on, which is that of init itself."""
+def test_defect_2_a_new_bias_counts_once(layer, mode):
+    """A bias of 1 on 4 devices adds 1, including in the output of init."""
     module = make(layer, mode, 4, bias_init=nn.initializers.ones, kernel_init=nn.initializers.zeros)
     y, params = init_on(module, 4)
     np.testing.assert_array_equal(y, jnp.ones((ROWS, OUTPUTS)))
@@ -233,8 +233,8 @@ def apply_on(module, size, params, x, out=P(None, "tp")):
     return jax.jit(run)(params, x)
 
 
-def test_defect_2_biases_trained_on_every_device_keep_their_function_and_convert():
-    """The original trained one bias per device and added them up: so do we, when given such parameters."""
+def test_defect_2_biases_trained_on_every_device_are_summed_and_convert():
+    """The original trained one bias per device and summed them; such parameters give the same outputs here."""
     module = make(TPDense, "scatter", 4)
     form = DenseForm.of(module, axis_size=4)
     params = from_global(GLOBAL, form)
@@ -249,7 +249,7 @@ def test_defect_2_biases_trained_on_every_device_keep_their_function_and_convert
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_defect_5_the_direction_of_the_ring_does_not_change_the_function(size):
+def test_defect_5_the_direction_of_the_ring_does_not_change_the_result(size):
     for mode, flag in (("gather", "use_bidirectional_gather"), ("scatter", "use_bidirectional_scatter")):
         layers = [make(TPAsyncDense, mode, size, **{flag: value}) for value in (True, False)]
         params = from_global(GLOBAL, DenseForm.of(layers[0], axis_size=size))
@@ -281,7 +281,7 @@ def test_the_flags_choose_the_ring(mode, options, num_hops, num_directions):
 
 
 def test_skip_communication():
-    """Of a gather: the input is whole already. Of a scatter: what comes out are the terms of the sum."""
+    """A gather then takes full inputs, and a scatter returns the terms of the sum."""
     whole = {"kernel": GLOBAL["kernel"], "bias": GLOBAL["bias"]}
     gather, scatter = (make(TPDense, mode, 4, skip_communication=True) for mode in ("gather", "scatter"))
     params = {
@@ -305,7 +305,7 @@ def test_skip_communication():
 
 
 class Block(nn.Module):
-    """A tensor-parallel block, in the form that `nn.scan` wants: split features in, split features out."""
+    """A tensor-parallel block for `nn.scan`, with split features as inputs and outputs."""
 
     layer: type
     size: int
@@ -338,13 +338,13 @@ def stack_of(block):
     ],
 )
 def test_blocks_in_scan_and_remat_on_data_and_tensor_axes(layer, fsdp, check):
-    """Two checkpointed blocks on dp2 x tp4, their parameters split further or not, against one device."""
+    """Two blocks with remat on dp2 x tp4, with and without FSDP, compared with one device."""
     make_block = functools.partial(Block, layer, 4, name="block")
     module = stack_of(shard_module_params(make_block, "dp", min_weight_size=64) if fsdp else make_block)()
     mesh = mw.create_mesh("dp:2,tp:4")
     rows, io = X.shape[0], P("dp", "tp")
     weight = jax.random.normal(jax.random.key(5), X.shape)
-    # Unchecked, because the specs are not known before the boxes are; gradients below are checked.
+    # Without check_vma, because the specs are known only after init.
     run = local_map(
         lambda key, x: module.init(key, pcast_varying(x, "dp"))["params"],
         mesh=mesh,
@@ -364,7 +364,7 @@ def test_blocks_in_scan_and_remat_on_data_and_tensor_axes(layer, fsdp, check):
     def local(params, x, weight):
         def loss(params, x):
             y, _ = module.apply({"params": params}, x)
-            return (y * weight).sum() / (rows / 2), y  # this device's part of the mean over its rows
+            return (y * weight).sum() / (rows / 2), y  # this device's part of the mean
 
         (_, y), (grads, x_grad) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
         return y, sync_gradients(grads, "dp"), x_grad / 2
@@ -402,7 +402,7 @@ def test_scale_init_keeps_boxes_and_dtype():
 
 def trace(module, x=X, axes="tp:4"):
     mesh = mw.create_abstract_mesh(axes)
-    # Unchecked, because the specs are not known; only names, shapes and errors are asked for.
+    # Without check_vma, because the specs are not known; only names, shapes and errors are tested.
     return jax.eval_shape(
         local_map(module.init, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False), jax.random.key(0), x
     )
@@ -421,7 +421,7 @@ def test_bad_inputs_of_the_layers(layer):
 
 
 def test_bad_input_scatter_of_outputs_that_do_not_divide():
-    with pytest.raises(PlacementError, match=r"splits its 10 outputs over the 4 .*10 % 4 = 2.\nhint: .* 12 features"):
+    with pytest.raises(PlacementError, match=r"cannot split 10 outputs over the 4 .*10 % 4 = 2.\nhint: .* 12 features"):
         trace(TPDense(functools.partial(nn.Dense, features=10), "tp", tp_mode="scatter"))
 
 

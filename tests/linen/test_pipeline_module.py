@@ -1,4 +1,4 @@
-"""Pipelines of linen modules: equal to their stages in order, in the wrapper and by hand."""
+"""Pipelines of linen modules equal their stages run in order, with and without the wrapper."""
 
 import faulthandler
 import functools
@@ -22,7 +22,7 @@ WIDTH = 8
 
 @pytest.fixture(autouse=True)
 def time_limit():
-    """A deadlock between devices sits in compiled code, where only the end of the process helps."""
+    """Ends the process after a deadlock between devices, because compiled code cannot be interrupted."""
     faulthandler.dump_traceback_later(300, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -50,7 +50,7 @@ class Block(nn.Module):
         return y / jnp.sqrt((y**2).sum(-1, keepdims=True))
 
 
-def test_arrays_that_have_no_rows_go_to_every_stage_with_their_gradients():
+def test_arrays_without_rows_go_to_every_stage_and_have_gradients():
     x = jax.random.normal(jax.random.key(0), (8, WIDTH))
 
     def piped(x, gain, shift):
@@ -107,7 +107,7 @@ def test_pipeline_module_equals_its_stages_in_order(num_stages, num_microbatches
     assert_close(with_grads(piped), with_grads(in_order))
 
 
-def test_pipeline_module_in_the_wrapper_that_gives_each_stage_its_parameters():
+def test_pipeline_module_in_the_wrapper():
     module = ModelParallelismWrapper(
         "pp", functools.partial(PipelineModule, model_axis_name="pp", num_microbatches=4, module_fn=Block)
     )
@@ -137,7 +137,7 @@ def test_pipeline_module_in_the_wrapper_that_gives_each_stage_its_parameters():
     assert_close((loss, grads), jax.value_and_grad(in_order)(stages))
 
 
-def test_pipeline_module_drops_out_by_stage_and_row_not_by_microbatch():
+def test_pipeline_module_dropout_differs_by_stage_and_row_not_by_microbatch():
     x = jnp.ones((8, WIDTH))
     outs = []
     for num_microbatches in (2, 4):
@@ -154,7 +154,7 @@ def test_pipeline_module_drops_out_by_stage_and_row_not_by_microbatch():
     assert len(np.unique(np.asarray(outs[0] == 0), axis=0)) > 1  # rows differ
 
 
-def test_execute_pipeline_takes_plain_functions_and_needs_its_axis():
+def test_execute_pipeline_accepts_functions_and_needs_its_axis():
     def local(w, x, mask):
         return execute_pipeline(
             lambda h, mask, flag: h * w * mask if flag else h, x, mask, True, num_microbatches=2, model_axis_name="pp"
@@ -184,7 +184,7 @@ def test_execute_pipeline_step_moves_by_one_stage(num_stages):
     mesh = mesh_of(f"pp:{num_stages}")
     run = local_map(local, mesh=mesh, in_specs=(P("pp"), P(), P()), out_specs=(P("pp"), P("pp")))
     state, output = run(jnp.arange(2.0, 2.0 + num_stages), jnp.full((1,), 7.0), jnp.full((1,), 5.0))
-    # The first stage makes 5 * 2 + 1, the second, of the 7 it was sent, 7 * 3 + 1.
+    # The first stage computes 5 * 2 + 1, and the second 7 * 3 + 1 from the 7 it received.
     assert output[-1].item() == (22.0 if num_stages == 2 else 11.0)
     if num_stages == 2:
         assert state.ravel().tolist() == [0.0, 11.0]

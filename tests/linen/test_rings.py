@@ -1,4 +1,4 @@
-"""Ring collectives against all_gather and psum_scatter: values, order, and gradients through the ring."""
+"""Ring collectives compared with all_gather and psum_scatter: values, order and gradients."""
 
 import functools
 
@@ -33,7 +33,7 @@ def mesh_of(size):
 
 
 def on_ring(f, size, *, out=P(None, "tp"), check_vma=True):
-    """Runs `f` on each device's slice of an array of `size` rows of shards."""
+    """Runs `f` on each device's slice of an array with `size` shards."""
     return jax.jit(local_map(f, mesh=mesh_of(size), in_specs=P("tp"), out_specs=out, check_vma=check_vma))
 
 
@@ -45,7 +45,7 @@ def shards(size, width=6, rows=2):
 @pytest.mark.parametrize("up", [True, False])
 @pytest.mark.parametrize("gather", [async_gather, async_gather_bidirectional])
 @pytest.mark.parametrize("size", SIZES)
-def test_entry_k_is_the_shard_k_places_back(size, gather, up, check_vma):
+def test_entry_k_is_the_shard_of_the_device_k_positions_below(size, gather, up, check_vma):
     x = shards(size)
     entries = on_ring(lambda s: jnp.stack(gather(s, "tp", shift_up=up)), size, check_vma=check_vma)(x)
     by_device = np.split(x, size)
@@ -56,7 +56,7 @@ def test_entry_k_is_the_shard_k_places_back(size, gather, up, check_vma):
 
 @pytest.mark.parametrize("width", [2, 5, 6])
 @pytest.mark.parametrize("size", SIZES)
-def test_split_gather_gives_both_halves_of_every_shard(size, width):
+def test_split_gather_returns_both_halves_of_every_shard(size, width):
     x = {"a": shards(size, width), "b": shards(size, width + 1)}
 
     def run(tree):
@@ -76,7 +76,7 @@ def test_split_gather_gives_both_halves_of_every_shard(size, width):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("size", SIZES)
-def test_scatter_sums_what_is_destined_to_each_device(size, check_vma):
+def test_scatter_sums_the_entries_for_each_device(size, check_vma):
     rng = np.random.default_rng(size)
     x = rng.integers(-9, 9, size=(size, size, 5)).astype(np.float32)  # device, entry, width
 
@@ -102,7 +102,7 @@ def test_rings_agree_with_all_gather_and_psum_scatter(size, width, up, seed):
         order = (place - jnp.arange(size) if up else place + jnp.arange(size)) % size
         gathered = jnp.zeros_like(entries).at[order].set(entries)
         whole = lax.all_gather(s, "tp")
-        # Entry k is destined to place + size - 1 - k.
+        # Entry k goes to place + size - 1 - k.
         destined = (place + size - 1 - jnp.arange(size)) % size
         summed = async_scatter(list(whole[destined] * (place + 1.0)), "tp")
         reference = lax.psum_scatter(whole * (place + 1.0), "tp", scatter_dimension=0)
@@ -119,7 +119,7 @@ def test_the_gradient_of_a_gather_is_a_scatter(size, gather):
     x = np.random.default_rng(0).standard_normal((size * 2, 4)).astype(np.float32)
 
     def loss(s):
-        # Different weights per entry and device, so that a wrong destination shows.
+        # Different weights per entry and device reveal a wrong destination.
         place = lax.axis_index("tp") if size > 1 else 0
         entries = gather(s, "tp")
         total = sum(jnp.sum(jnp.sin(e * (k + 1.0)) * (place + 2.0)) for k, e in enumerate(entries))
@@ -166,7 +166,7 @@ def test_a_replicated_input_gets_the_sum_of_its_gradients():
     np.testing.assert_allclose(grad, np.full(3, 4 * (1 + 2 + 3 + 4.0)))
 
 
-def test_bidirectional_gather_takes_half_as_many_hops_in_a_row():
+def test_bidirectional_gather_takes_half_as_many_hops():
     text = on_ring(lambda s: jnp.stack(async_gather_bidirectional(s, "tp")), 8).lower(shards(8)).compile().as_text()
     assert mw_count(text) == 7
 
@@ -195,7 +195,7 @@ def test_called_outside_shard_map():
 @pytest.mark.parametrize("scatter", [async_scatter, async_scatter_split])
 def test_wrong_number_of_entries(scatter):
     with pytest.raises(
-        PlacementError, match=r"got 3 entries for axis 'tp' of 4 devices(.|\n)*hint: give one entry per"
+        PlacementError, match=r"got 3 entries for axis 'tp' of 4 devices(.|\n)*hint: pass one entry per"
     ):
         on_ring(lambda s: scatter([s] * 3, "tp"), 4, out=P("tp"))(shards(4))
 
@@ -208,7 +208,7 @@ def test_nothing_to_halve(shape):
         on_ring(f, 4, out=P("tp"))(x)
 
 
-# --- Matmuls by features against one device: values and gradients, in the local view and as an island ---
+# --- Matmuls by features compared with one device: values and gradients, inside and outside of shard_map ---
 
 FEATURES, UP, DOWN = P(None, None, "tp"), P(None, "tp"), P("tp", None)
 
@@ -248,7 +248,7 @@ def test_bad_shapes():
         lambda x, w: gather_matmul_by_features(x, w, axis="tp"), mesh=mesh, in_specs=(UP, UP), out_specs=UP
     )
     with pytest.raises(
-        PlacementError, match=r"4 slices of 2 features cannot multiply(.|\n)*hint: the weight must be \[8"
+        PlacementError, match=r"4 slices of 2 features do not fit(.|\n)*hint: pass a weight of shape \[8"
     ):
         gather(jnp.ones((3, 8)), jnp.ones((7, 4)))
     scatter = local_map(

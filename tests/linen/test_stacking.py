@@ -1,4 +1,4 @@
-"""Slices and stacks of arrays along a mesh axis: values, names, dtypes, gradients, and what is refused."""
+"""Slices and stacks of arrays along a mesh axis: values, names, dtypes, gradients and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,14 @@ def mesh_of(size):
 
 
 def trace(f, *args, size=4):
-    """Traces a local function on an abstract mesh: what a test of shapes, names or errors needs, without devices."""
+    """Traces a local function on an abstract mesh, for tests of shapes, names or errors."""
     mesh = mw.create_abstract_mesh(f"tp:{size}")
     return jax.eval_shape(local_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), *args)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("check", [True, False])
-def test_split_slices_every_dim_and_its_gradient_is_that_of_the_whole(size, check):
+def test_split_slices_every_dim_and_has_the_full_gradient(size, check):
     x = jnp.arange(2 * 8 * 16.0).reshape(2, 8, 16)
     weight = jnp.cos(x)
     specs = {1: P(None, "tp"), -1: P(None, None, "tp")}
@@ -44,7 +44,7 @@ def test_split_slices_every_dim_and_its_gradient_is_that_of_the_whole(size, chec
     np.testing.assert_allclose(grad, 2 * weight, rtol=1e-6)
 
 
-def test_split_takes_values_that_already_vary():
+def test_split_accepts_values_that_already_vary():
     def local(x):
         return split_array_over_mesh(x + jax.lax.axis_index("tp") * 100, "tp", 0)
 
@@ -131,7 +131,7 @@ def test_defect_9_mask_keeps_one_shard_and_its_dtype_and_masks_gradients(keep):
         def loss(half):
             return stacked(tree | {"half": half})["half"].value.sum() * 2
 
-        # Varying first: the gradient of each device's own copy, not their sum.
+        # Cast to varying first, for the gradient of each device's copy instead of their sum.
         half = jax.lax.pcast(tree["half"], "tp", to="varying")
         return stacked(tree), jax.grad(loss)(half)[None]
 
@@ -144,7 +144,7 @@ def test_defect_9_mask_keeps_one_shard_and_its_dtype_and_masks_gradients(keep):
     assert grads.tolist() == [0, 0, 2, 0]
 
 
-def test_unstack_leaves_other_leaves_alone():
+def test_unstack_does_not_change_other_leaves():
     other = {
         "plain": jnp.ones(2),
         "other": nn.Partitioned(jnp.ones((1, 2)), ("fsdp", None)),
@@ -159,14 +159,14 @@ def test_unstack_leaves_other_leaves_alone():
     [
         (lambda x: stack_params(stack_params(x, "tp"), "tp"), r"already split over axis 'tp'"),
         (lambda x: stack_params(nn.Partitioned(x, (("tp", "fsdp"), None)), "tp"), r"already split over axis 'tp'"),
-        (lambda x: stack_params(x, "tp", axis=3), r"dim 3 of an array with 3 dims.\nhint: use 0 to 2"),
-        (lambda x: stack_params(x, "tp", mask_except=4), r"shard 4 is to be kept, of 4 .*\nhint: use 0 to 3"),
+        (lambda x: stack_params(x, "tp", axis=3), r"dim 3 is out of range for an array with 3 dims.\nhint: use 0 to 2"),
+        (lambda x: stack_params(x, "tp", mask_except=4), r"shard 4 is out of range .* 4 shards .*\nhint: use 0 to 3"),
         (
             lambda x: unstack_params(nn.Partitioned(x, ("tp", None)), "tp"),
-            r"named 'tp' and has size 2.*\nhint: unstack",
+            r"named 'tp' and has size 2.*\nhint: call it inside",
         ),
-        (lambda x: split_array_over_mesh(x, "tp", 2), r"dim 2 of an array with 2 dims"),
-        (lambda x: split_array_over_mesh(x[0, 0], "tp", 0), r"with 0 dims.\nhint: a scalar cannot be split"),
+        (lambda x: split_array_over_mesh(x, "tp", 2), r"dim 2 is out of range for an array with 2 dims"),
+        (lambda x: split_array_over_mesh(x[0, 0], "tp", 0), r"with 0 dims.\nhint: pass an array with at least one dim"),
     ],
 )
 def test_refusals(call, text):

@@ -1,4 +1,4 @@
-"""The wrapper that gives every device its own module: variables, random streams, masks, and nesting in other lifts."""
+"""`ModelParallelismWrapper`: variables, random streams, masks, and nesting in other lifted transforms."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ def mesh_of(text):
 
 
 def abstract_init(module, mesh, *args):
-    """The variables' boxes, from which their specs are read; `check_vma` is off because specs are not known yet."""
+    """Returns the boxed variables, which have the specs; `check_vma` is off because specs are not known yet."""
     run = local_map(module.init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     return nn.get_partition_spec(jax.eval_shape(run, jax.random.key(0), *args))
 
@@ -36,16 +36,14 @@ def init(module, mesh, *args, check=True):
     specs = abstract_init(module, mesh, *args)
 
     def local(key, *args):
-        return module.init(
-            key, *pcast_varying(args, mesh.axis_names)
-        )  # what a scan starts with must vary as its results do
+        return module.init(key, *pcast_varying(args, mesh.axis_names))  # the initial carry must vary like the result
 
     run = local_map(local, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=check)
     return jax.jit(run)(jax.random.key(0), *args), specs
 
 
 class Layer(nn.Module):
-    """One layer with a bias that is not zero, in the form that `nn.scan` wants."""
+    """One layer with a non-zero bias, for `nn.scan`."""
 
     @nn.compact
     def __call__(self, x, _=None):
@@ -67,7 +65,7 @@ LIFTS = {
 
 
 def devices_first(params):
-    """Kernel and bias as [devices, layers, ...], wherever the lifts put these dims, and the names they had."""
+    """Returns kernel and bias as [devices, layers, ...], and the names of their dims."""
     arrays = {}
     for path, box in jax.tree.leaves_with_path(params, is_leaf=lambda node: isinstance(node, nn.Partitioned)):
         name = [key.key for key in path if hasattr(key, "key")][-1]
@@ -78,7 +76,7 @@ def devices_first(params):
 
 
 def reference(params, x, weight):
-    """The same layers on one device: [devices, rows, width]."""
+    """Runs the same layers on one device, as [devices, rows, width]."""
     outputs = []
     for device in range(params["kernel"].shape[0]):
         y = x
@@ -160,7 +158,7 @@ def test_fsdp_of_a_wrapped_module_splits_its_shards():
 
 
 class Noisy(nn.Module):
-    """Random and stateful: a dropout mask, a counter, a running mean, a sown value, and an integer parameter."""
+    """A module with dropout, a counter, a running mean, a sown value and an integer parameter."""
 
     @nn.compact
     def __call__(self, x):
@@ -190,7 +188,7 @@ def test_defect_9_dropout_differs_per_device_and_all_collections_are_kept_per_de
         return variables, updates, kept[None], again[None], offset[None]
 
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    # Without split keys nothing differs between devices, and JAX knows: it would refuse to stack their results.
+    # Without split keys the results do not vary, and JAX would refuse to stack them.
     run = local_map(local, mesh=mesh, in_specs=P(), out_specs=P("tp"), check_vma=split_rngs)
     variables, updates, kept, again, offset = jax.jit(run)(keys, X)
     distinct = 4 if split_rngs else 1
@@ -231,7 +229,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_defect_9_the_mask_holds_at_init_in_use_and_for_gradients(check):
+def test_defect_9_the_mask_applies_at_init_in_use_and_to_gradients(check):
     module, mesh = ModelParallelismWrapper("tp", Mixed, mask_except_model_idx=1), mesh_of("tp:4")
     variables, specs = init(module, mesh, X, check=check)
     inner = variables["params"]["sharded"]
@@ -253,7 +251,7 @@ def test_defect_9_the_mask_holds_at_init_in_use_and_for_gradients(check):
     run = local_map(
         local, mesh=mesh, in_specs=(specs["params"], P()), out_specs=(P("tp"), dense, P("tp")), check_vma=check
     )
-    # Ones everywhere, as an optimizer without a mask could have left them: the masked shards still count for nothing.
+    # Masked shards have no effect even if an optimizer made them non-zero.
     ones = jax.tree.map(jnp.ones_like, variables["params"])
     y, grads, y_at_init = jax.jit(run)(ones, X)
     expected = X.sum(-1, keepdims=True) + jnp.ones(2) + 1
@@ -283,18 +281,18 @@ def test_an_axis_of_one_device(bound):
     np.testing.assert_allclose(y, X @ kernel.value[0], rtol=1e-5, atol=1e-6)
 
 
-def test_bad_inputs_21_and_22_and_a_mask_for_a_device_that_is_not_there():
+def test_bad_inputs_21_and_22_and_a_mask_out_of_range():
     module = ModelParallelismWrapper("tp", nn.Dense, module_kwargs=FrozenDict(features=3))
     with pytest.raises(MeshError, match=r"ModelParallelismWrapper was called outside of shard_map"):
         module.init(jax.random.key(0), X)
     with pytest.raises(MeshError, match=r"ModelParallelismWrapper names axis 'tp'; the mesh has axes: model"):
         abstract_init(module, mesh_of("model:4"), X)
-    with pytest.raises(PlacementError, match=r"shard 4 is to be kept, of 4 along axis 'tp'"):
+    with pytest.raises(PlacementError, match=r"shard 4 is out of range for the 4 shards along axis 'tp'"):
         abstract_init(module.clone(mask_except_model_idx=4), mesh_of("tp:4"), X)
 
 
-def test_gradients_of_biases_that_begin_alike_stay_on_their_shard():
-    """Init and gradient in one shard_map: zero biases are equal everywhere, but still one per device."""
+def test_gradients_of_equal_biases_stay_on_their_shard():
+    """In one shard_map with init, zero biases are equal on all devices, but each has its own gradient."""
     module = ModelParallelismWrapper(model_axis_name="tp", module_fn=functools.partial(nn.Dense, features=3))
 
     def grads(key, x):

@@ -17,7 +17,9 @@ from meshwright import P
 from meshwright.mesh.build import arrange_devices, current_concrete_mesh, describe_mesh
 from meshwright.mesh.string import parse_mesh
 
-# --- What is built ---
+from ..meshes import legacy
+
+# --- Meshes on devices ---
 
 
 @pytest.mark.parametrize(
@@ -74,13 +76,13 @@ def test_get_jax_mesh(text, names, shape):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"devices": 9}, r"devices=9 of 8 available\.\nhint: use 1 to 8"),
-        ({"devices": 0}, "devices=0 of 8"),
+        ({"devices": 9}, r"devices=9 is out of range; 8 are available\.\nhint: use 1 to 8"),
+        ({"devices": 0}, "devices=0 is out of range"),
         ({"devices": []}, "at least one device"),
-        ({"devices": "twice"}, "none twice"),
-        ({"backend": "abacus"}, "backend 'abacus' has no devices here"),
-        ({"backend": "gpu", "devices": "all"}, "not of backend 'gpu'"),
-        ({"axis_types": (AxisType.Auto,) * 3}, r"3 axis types for 1 axes\.\nhint: give one, or one per axis"),
+        ({"devices": "twice"}, "no device twice"),
+        ({"backend": "abacus"}, "no devices found for backend 'abacus'"),
+        ({"backend": "gpu", "devices": "all"}, "does not belong to backend 'gpu'"),
+        ({"axis_types": (AxisType.Auto,) * 3}, r"3 axis types for 1 axes\.\nhint: pass one type, or one per axis"),
     ],
 )
 def test_unusable_devices(options, text):
@@ -90,11 +92,11 @@ def test_unusable_devices(options, text):
         mw.create_mesh("dp:-1", **options)
 
 
-def test_devices_must_be_of_the_backend_asked_for():
+def test_devices_must_belong_to_the_backend():
     assert mw.create_mesh("dp:-1", backend="cpu", devices=jax.devices()[:2]).size == 2
 
 
-# --- Machines that are not here ---
+# --- Abstract meshes ---
 
 
 def test_abstract_mesh_needs_no_device(monkeypatch):
@@ -105,16 +107,16 @@ def test_abstract_mesh_needs_no_device(monkeypatch):
     assert dict(mw.create_abstract_mesh((2, 3), ("a", "b")).shape) == {"a": 2, "b": 3}
 
 
-def test_abstract_mesh_cannot_count_devices():
+def test_abstract_mesh_needs_sizes_or_num_devices():
     with pytest.raises(
-        mw.MeshError, match=r"'dp:2,tp:-1' leaves a size open.*\nhint: write the size, or pass num_devices"
+        mw.MeshError, match=r"'dp:2,tp:-1' has a size of -1.*\nhint: write the size, or pass num_devices"
     ):
         mw.create_abstract_mesh("dp:2,tp:-1")
-    with pytest.raises(mw.MeshError, match="a=2 x b=2 = 4 of 8 devices"):
+    with pytest.raises(mw.MeshError, match="a=2 x b=2 needs 4 devices, but there are 8"):
         mw.create_abstract_mesh("a:2,b:2", num_devices=8)
 
 
-# --- Hybrid meshes, on machines made of paper ---
+# --- Hybrid meshes, on fake devices ---
 
 
 def paper_devices(num_processes, each, *, slices=None, shuffled=False):
@@ -130,7 +132,7 @@ def paper_devices(num_processes, each, *, slices=None, shuffled=False):
 
 
 def along(grid, axis, attribute):
-    """The number of different values of an attribute met when walking along one axis, at most."""
+    """Returns the largest number of different values of an attribute along one axis."""
     lines = np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis])
     return max(len({getattr(device, attribute) for device in line}) for line in lines)
 
@@ -159,16 +161,16 @@ def test_only_dcn_axes_cross_the_slow_network(text, slices, granule, attribute, 
     assert tuple(along(grid, axis, attribute) for axis in range(grid.ndim)) == crossings
 
 
-def test_dcn_groups_must_be_as_many_as_there_are():
+def test_dcn_sizes_must_match_the_number_of_domains():
     devices = paper_devices(4, 4)
-    text = r"@dcn axes \(dp=2\) make 2 groups; these devices form 4 processes\.\nhint: .* multiply to 4"
+    text = r"@dcn axes \(dp=2\) make 2 groups, but the devices form 4 processes\.\nhint: .* product is 4"
     with pytest.raises(mw.MeshError, match=text):
         arrange_devices(parse_mesh("dp:2@dcn,tp:8"), devices)
-    with pytest.raises(mw.MeshError, match=r"make 4 groups; these devices form 2 slices"):
+    with pytest.raises(mw.MeshError, match=r"make 4 groups, but the devices form 2 slices"):
         arrange_devices(parse_mesh("dp:4@dcn,tp:4"), paper_devices(4, 4, slices=2))
 
 
-def test_links_that_do_not_fit_are_explained(monkeypatch):
+def test_meshes_that_do_not_fit_the_topology_are_errors(monkeypatch):
     from jax.experimental import mesh_utils
 
     def refuse(*args, **kwargs):
@@ -196,7 +198,7 @@ def test_links_that_do_not_fit_are_explained(monkeypatch):
         ("data:2,model:8", 4, None, ["model"]),
     ],
 )
-def test_latency_bound_axes_that_span_hosts_are_remarked(text, slices, granule, warned):
+def test_latency_bound_axes_that_span_hosts_cause_a_warning(text, slices, granule, warned):
     from meshwright.mesh import build as mesh
 
     devices = paper_devices(4, 4, slices=slices)
@@ -208,31 +210,17 @@ def test_latency_bound_axes_that_span_hosts_are_remarked(text, slices, granule, 
     assert all(item.category is mw.MeshwrightWarning for item in caught)
 
 
-# --- The mesh in force ---
+# --- The current mesh ---
 
 
-def test_current_mesh_outside_of_any():
+def test_no_current_mesh():
     assert mw.current_mesh() is None
     assert current_concrete_mesh() is None
     assert mw.names_in_current_mesh("dp") is False
 
 
-def legacy(mesh):
-    # Deprecated in newer JAX, and still what much code uses.
-    class Entered:
-        def __enter__(self):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                mesh.__enter__()
-
-        def __exit__(self, *error):
-            mesh.__exit__(*error)
-
-    return Entered()
-
-
 @pytest.mark.parametrize("enter", [jax.set_mesh, legacy], ids=["set_mesh", "with mesh"])
-def test_mesh_in_force_is_seen_eagerly_and_while_tracing(enter):
+def test_current_mesh_eagerly_and_while_tracing(enter):
     mesh = mw.create_mesh("dp:4,tp:2")
     seen = []
 
@@ -250,7 +238,7 @@ def test_mesh_in_force_is_seen_eagerly_and_while_tracing(enter):
     assert mw.current_mesh() is None
 
 
-def test_mesh_in_force_inside_shard_map():
+def test_current_mesh_inside_shard_map():
     mesh = mw.create_mesh("dp:4,tp:2")
     seen = []
 
@@ -281,16 +269,16 @@ def test_initialize_mesh(config):
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 2, 1, 2)])
-def test_initialize_mesh_keeps_the_order_of_devices_given(shape):
+def test_initialize_mesh_keeps_the_order_of_devices(shape):
     devices = np.array(jax.devices()[::-1]).reshape(shape)
     mesh = mw.initialize_mesh(CONFIG, device_array=devices)
     assert mesh.devices.shape == (2, 2, 1, 2)
     assert mesh.devices.flatten().tolist() == jax.devices()[::-1]
 
 
-def test_initialize_mesh_names_what_the_config_lacks():
+def test_initialize_mesh_names_the_missing_key():
     config = {key: value for key, value in CONFIG.items() if key != "model_axis_size"}
-    with pytest.raises(mw.MeshError, match=r"has no 'model_axis_size'\.\nhint: it needs"):
+    with pytest.raises(mw.MeshError, match=r"has no 'model_axis_size'\.\nhint: set"):
         mw.initialize_mesh(config)
 
 
@@ -336,12 +324,12 @@ def test_initialize_mesh_starts_the_runtime_only_if_slurm_started_several_tasks(
         (
             "",
             "--xla_force_host_platform_device_count=3",
-            "XLA_FLAGS already asks for 3 CPU devices; 5 were asked for now.",
+            "simulate_cpu_devices(5) disagrees with XLA_FLAGS, which sets 3 CPU devices.",
         ),
         (
             "jax.devices()",
             "",
-            "JAX has already started with 1 cpu device(s); 5 CPU devices can no longer be simulated.",
+            "JAX has already started with 1 cpu device(s); it is too late to simulate 5 CPU devices.",
         ),
     ],
     ids=["first", "same flag", "other flag", "too late"],
@@ -361,7 +349,7 @@ def test_simulate_cpu_devices(run_python, before, flags, ends_with):
     assert result.stdout.splitlines()[-1] == ends_with
 
 
-def test_simulate_cpu_devices_agrees_with_what_is_there():
+def test_simulate_cpu_devices_accepts_the_current_number():
     jax.devices()
     mw.simulate_cpu_devices(8)
     with pytest.raises(mw.MeshError, match="cannot simulate 0 devices"):
@@ -390,14 +378,14 @@ mesh = mw.create_mesh("tp:4,dp:2@dcn", process_is_granule=True)
 owners = [[device.process_index for device in row] for row in mesh.devices]
 assert owners == [[0, 1]] * 4, owners
 
-# A tensor axis over both is remarked.
+# A tensor axis that spans both causes a warning.
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     mw.create_mesh("dp:1,tp:8", process_is_granule=True)
 [item] = caught
-assert "axis 'tp' (8 ways) spans 2 hosts or slices of 4 devices" in str(item.message), item.message
+assert "axis 'tp' (size 8) spans 2 hosts or slices of 4 devices" in str(item.message), item.message
 
-# A tree goes there and comes back whole in both processes, padding and all.
+# Both processes can shard and gather a tree, with padding.
 tree = {
     "w": np.arange(64, dtype=np.float32).reshape(8, 8),
     "odd": np.arange(21, dtype=np.float32).reshape(7, 3),
@@ -413,7 +401,7 @@ back = layout.gather(placed)
 for name in tree:
     np.testing.assert_array_equal(back[name], tree[name], strict=True)
 
-# On the mesh, placing anew is one program of both processes.
+# Both processes can reshard an array on the mesh.
 other = mw.make_layout([("w", P("dp")), (".*", P())], {"w": tree["w"]}, mesh)
 moved = other.shard({"w": placed["w"]})
 assert {shard.data.shape for shard in moved["w"].addressable_shards} == {(4, 8)}

@@ -28,13 +28,13 @@ def mesh_specs(draw):
 
 
 @given(mesh_specs())
-def test_written_specs_read_back_equal(spec):
+def test_mesh_strings_round_trip(spec):
     assert parse_mesh(str(spec)) == spec
     assert str(parse_mesh(str(spec))) == str(spec)
 
 
 @given(mesh_specs(), st.randoms(use_true_random=False))
-def test_order_of_names_is_the_caller_s(spec, random):
+def test_names_set_the_order_of_axes(spec, random):
     order = list(spec.names)
     random.shuffle(order)
     reordered = parse_mesh(str(spec), order)
@@ -43,7 +43,7 @@ def test_order_of_names_is_the_caller_s(spec, random):
 
 
 @given(mesh_specs(), st.integers(1, 24))
-def test_resolved_sizes_multiply_to_the_devices(spec, factor):
+def test_resolved_sizes_have_the_number_of_devices_as_product(spec, factor):
     fixed = math.prod(size for size in spec.sizes if size != -1)
     free = -1 in spec.sizes
     num_devices = fixed * factor if free else fixed
@@ -61,7 +61,7 @@ def test_resolved_sizes_multiply_to_the_devices(spec, factor):
 def test_a_wrong_number_of_devices_is_refused_with_a_hint(spec, num_devices):
     fixed = math.prod(size for size in spec.sizes if size != -1)
     assume(num_devices % fixed if -1 in spec.sizes else num_devices != fixed)
-    with pytest.raises(MeshError, match=rf"{fixed} .*{num_devices} devices\.\nhint: "):
+    with pytest.raises(MeshError, match=rf"{fixed} .*{num_devices}( devices)?\.\nhint: "):
         spec.resolve(num_devices)
 
 
@@ -88,28 +88,28 @@ def test_grammar(text, names, expected, mark):
 @pytest.mark.parametrize(
     ("text", "names", "error"),
     [
-        ("", None, r"cannot read ''\.\nhint: write axes as name:size"),
-        ("dp:2,,tp:2", None, "cannot read ''"),
-        ("dp:two", None, "cannot read 'dp:two'"),
-        ("dp=2", None, "cannot read 'dp=2'"),
-        ("dp:2@ici", None, "cannot read 'dp:2@ici'"),
-        ("dp:2.0", None, r"cannot read 'dp:2\.0'"),
-        ("2dp:2", None, "cannot read '2dp:2'"),
-        ("dp:2,4", None, r"mixes named and bare sizes\.\nhint: name all axes, or none"),
-        ("2,4", None, r"gives sizes without axis names\.\nhint: "),
-        ("dp:2", ("dp", "tp"), r"says nothing of axis 'tp'; it must cover: dp, tp\.\nhint: dp:2,tp:1$"),
-        ("dp:2,tpp:2", ("dp", "tp"), r"names axis 'tpp'.*\nhint: did you mean 'tp'\?"),
+        ("", None, r"cannot parse ''\.\nhint: write axes as name:size"),
+        ("dp:2,,tp:2", None, "cannot parse ''"),
+        ("dp:two", None, "cannot parse 'dp:two'"),
+        ("dp=2", None, "cannot parse 'dp=2'"),
+        ("dp:2@ici", None, "cannot parse 'dp:2@ici'"),
+        ("dp:2.0", None, r"cannot parse 'dp:2\.0'"),
+        ("2dp:2", None, "cannot parse '2dp:2'"),
+        ("dp:2,4", None, r"mixes sizes with and without names\.\nhint: name all axes, or none"),
+        ("2,4", None, r"has no axis names\.\nhint: "),
+        ("dp:2", ("dp", "tp"), r'lacks axis .tp.; the required axes are: dp, tp\.\nhint: use "dp:2,tp:1"\.$'),
+        ("dp:2,tpp:2", ("dp", "tp"), r"has an axis 'tpp'.*\nhint: did you mean 'tp'\?"),
         ("dp:2,dp:2", ("dp", "tp"), "'dp' appears more than once"),
         ("dp:2@dcn=0", None, r"has `@dcn=0`\.\nhint: use 1 or more"),
     ],
 )
-def test_what_cannot_be_read_says_where(text, names, error):
+def test_errors_quote_the_part_that_does_not_parse(text, names, error):
     with pytest.raises(MeshError, match=error):
         parse_mesh(text, names)
 
 
-def test_slow_ways_must_divide_the_axis():
-    with pytest.raises(MeshError, match=r"'dp' has size 6, of which 4 ways cannot cross .*\nhint: .* multiple of 4"):
+def test_dcn_must_divide_the_axis():
+    with pytest.raises(MeshError, match=r"'dp' has size 6, which its `@dcn=4` does not divide\.\nhint: .* a multiple"):
         parse_mesh("dp:-1@dcn=4,tp:2").resolve(12)
 
 

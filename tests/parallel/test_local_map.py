@@ -42,7 +42,7 @@ def test_current_mesh_is_used():
     f = local_map(lambda x: lax.psum(x, "dp"), in_specs=P("dp"), out_specs=P())
     with jax.set_mesh(mw.create_mesh("dp:8")):
         np.testing.assert_array_equal(jax.jit(f)(jnp.arange(8.0)), [28.0])
-    with pytest.raises(MeshError, match="local_map needs a mesh, and none is active here"):
+    with pytest.raises(MeshError, match="local_map needs a mesh, but none is set"):
         f(jnp.arange(8.0))
 
 

@@ -55,7 +55,7 @@ def test_leaves_of_one_element_are_replicated_without_a_rule(leaf, reason):
     assert (match.rule, match.spec, match.reason) == (None, P(), reason)
 
 
-def test_leaves_that_are_no_arrays_are_refused():
+def test_leaves_that_are_not_arrays_are_refused():
     with pytest.raises(mw.TreeError, match=r"leaf `a/b` is a str, .*\nhint: mark static fields"):
         mw.match_partition_rules([(".*", P())], {"a": {"b": "text"}})
 
@@ -70,7 +70,7 @@ def test_without_a_mesh_only_the_rank_is_checked():
     assert mw.match_partition_rules([("w", P("anything"))], {"w": np.ones(7)}) == {"w": P("anything")}
 
 
-def test_mesh_in_force_drops_optional_axes():
+def test_current_mesh_drops_optional_axes():
     rules = mw.Rules([("w", P("dp", "tp"))], optional_axes=("tp",))
     tree = {"w": np.ones((8, 8))}
     with jax.set_mesh(mw.create_mesh("dp:8")):
@@ -99,7 +99,7 @@ def test_nnx_modules_are_matched_and_placed(assert_placed):
     placed = layout.shard(net)
     assert_placed(placed.down.kernel.get_value(), mesh, P("tp", "fsdp"), net.down.kernel.get_value())
     x = jnp.ones((2, 8))
-    # Devices add the 8 and 16 products of each dot in another order: at most 24 roundings of values of about 1.
+    # Devices sum the 8 and 16 products of each dot in another order: at most 24 roundings of values of about 1.
     np.testing.assert_allclose(placed.down(placed.up(x)), net.down(net.up(x)), rtol=0, atol=24 * 2**-24)
 
 
@@ -135,5 +135,5 @@ def test_weight_decay_mask():
 
 
 def test_weight_decay_mask_takes_a_list():
-    with pytest.raises(mw.RuleError, match=r"must be a list of patterns, not 'bias'\.\nhint: write \['bias'\]"):
+    with pytest.raises(mw.RuleError, match=r"must be a list of patterns; got 'bias'\.\nhint: pass \['bias'\]"):
         mw.get_weight_decay_mask("bias")

@@ -1,4 +1,4 @@
-"""Optimizer and train states: rules are written for parameters, and everything else follows."""
+"""Rules for parameters, applied to optimizer and train states."""
 
 import functools
 
@@ -17,7 +17,7 @@ from meshwright.tree import named_leaves
 
 MESH = mw.create_abstract_mesh("fsdp:4,tp:2")
 
-# Anchored rules with a catch-all behind them: an optimizer's prefix must neither hide nor misplace a moment.
+# Anchored rules and a catch-all: the optimizer's prefixes must not change which rule matches.
 RULES = [
     ("^embed/w$", P("tp", "fsdp")),
     ("^block/square$", P("fsdp", "tp")),
@@ -88,7 +88,7 @@ def abstract_state(optimizer, state):
 
 
 def check_moments(leaves, prefix=""):
-    """Every leaf shaped like its parameter has its parameter's spec; returns how many there were."""
+    """Checks that every leaf with its parameter's shape has its spec, and returns the number of such leaves."""
     shapes = {leaf.name: leaf.value.shape for leaf in named_leaves(jax.eval_shape(make_params))}
     count = 0
     for leaf in leaves:
@@ -101,17 +101,17 @@ def check_moments(leaves, prefix=""):
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_moments_are_placed_as_their_parameters(optimizer, state):
+def test_moments_have_the_specs_of_their_parameters(optimizer, state):
     tree = abstract_state(optimizer, state)
     layout = mw.make_layout(RULES, tree, MESH)
     assert check_moments(layout.leaves, "params/") == 4
     moments = check_moments(layout.leaves, "opt_state/")
     assert moments >= (1 if optimizer == "adafactor" or "masked" in optimizer else 4)
-    # The same from match_partition_rules, in the structure of the state.
+    # match_partition_rules returns the same specs, in the structure of the state.
     specs = mw.match_partition_rules(RULES, tree, mesh=MESH)
     assert jax.tree.structure(specs) == jax.tree.structure(tree)
     assert jax.tree.leaves(specs) == [leaf.spec for leaf in layout.leaves]
-    # Whatever was derived, JAX can split.
+    # JAX accepts every derived spec.
     for leaf in layout.leaves:
         assert NamedSharding(MESH, leaf.spec).shard_shape(leaf.shape) == leaf.shard_shape
 
@@ -120,20 +120,20 @@ def test_moments_are_placed_as_their_parameters(optimizer, state):
 def test_an_optimizer_state_alone(optimizer):
     opt_state = abstract_state(optimizer, "dict")["opt_state"]
     whole = mw.make_layout(RULES, abstract_state(optimizer, "dict"), MESH)
-    # A masked optimizer has no moments for some rules, which make_layout would remark.
+    # A masked optimizer has no moments for some rules, so make_layout would warn.
     with_params = mw.explain_layout(RULES, opt_state, MESH, params=jax.eval_shape(make_params))
     assert with_params.ok
     expected = {leaf.name.removeprefix("opt_state/"): leaf.spec for leaf in whole.leaves if leaf.name[0] == "o"}
     assert {leaf.name: leaf.spec for leaf in with_params.leaves} == expected
-    # Without the parameters, factors of them cannot be told apart: they are whole, and say so.
+    # Without the parameters, factored statistics are replicated, with a remark.
     alone = mw.explain_layout(RULES, opt_state, MESH)
     assert alone.ok
     for leaf in alone.leaves:
-        assert leaf.spec == expected[leaf.name] or leaf.reason == "statistic of another rank; pass params= to split it"
+        assert leaf.spec == expected[leaf.name] or leaf.reason == "statistic of another rank; pass params= to shard it"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon", "MultiSteps of masked adafactor"])
-def test_a_state_is_placed_and_comes_back(optimizer):
+def test_a_state_is_sharded_and_gathered(optimizer):
     tx = OPTIMIZERS[optimizer]()
     tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
     state = our_state(make_params(), tx)
@@ -150,11 +150,11 @@ def test_a_state_is_placed_and_comes_back(optimizer):
         np.testing.assert_array_equal(before, after, strict=True)
 
 
-# --- Adafactor's rows and columns, against what its update really does ---
+# --- Adafactor's rows and columns, compared with its updates ---
 
 
 def dims_a_factor_depends_on(shape):
-    """Feeds gradients that vary along one dim at a time and looks where the factors vary."""
+    """Finds the dims of each factor with gradients that vary along one dim at a time."""
     tx = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
     ramps = [np.arange(1.0, n + 1).reshape([-1 if d == dim else 1 for d in range(len(shape))])
              for dim, n in enumerate(shape)]  # fmt: skip
@@ -212,7 +212,7 @@ def test_roles():
     }
 
 
-def test_a_state_of_unknown_classes_is_recognised_by_its_paths():
+def test_a_state_of_unknown_classes_is_recognized_by_its_paths():
     tree = {
         "params": {"w": jnp.ones((8, 4))},
         "opt_state": {"slow": {"w": jnp.ones((8, 4))}, "norms": {"w": jnp.ones(8)}},

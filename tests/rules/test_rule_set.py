@@ -17,7 +17,7 @@ def test_rules_are_a_sequence_of_pairs():
     assert mw.Rules(rules.entries, optional_axes="tp") == rules
 
 
-def test_optional_axes_go_only_where_the_mesh_lacks_them():
+def test_optional_axes_are_dropped_only_if_the_mesh_lacks_them():
     rules = mw.Rules([("a", P("dp", "tp")), ("b", P(("dp", "tp"), "sp"))], optional_axes=("tp", "sp"))
     assert rules.on(mw.create_abstract_mesh("dp:2,tp:2,sp:2")) is rules
     assert list(rules.on(mw.create_abstract_mesh("dp:2,sp:2"))) == [("a", P("dp", None)), ("b", P("dp", "sp"))]
@@ -36,10 +36,10 @@ def test_compiled_patterns_are_accepted():
         (3, "not a .regex, PartitionSpec. pair"),
         ((3, P()), "pattern 3 is not a string"),
         ((re.compile(b"x"), P()), "pattern b'x' is not a string"),
-        ((re.compile("x", re.IGNORECASE), P()), r"the flags of .* would be lost\.\nhint: write them into the pattern"),
+        ((re.compile("x", re.IGNORECASE), P()), r"the flags of .* would be lost\.\nhint: put them in the pattern"),
     ],
 )
-def test_what_is_no_rule(rule, text):
+def test_malformed_rules(rule, text):
     with pytest.raises(mw.RuleError, match=f"^rule 1: .*{text}"):
         mw.Rules([("a", P()), rule])
 
@@ -69,7 +69,7 @@ def test_logical_rules(names, spec, mapping):
     ("names", "text"),
     [
         (("embd",), r"rule 0 `w`: logical axis 'embd' is not in the mapping .*\nhint: did you mean 'embed'"),
-        (("zzzzz",), r"\nhint: add 'zzzzz': None to leave such dims whole"),
+        (("zzzzz",), r"\nhint: add 'zzzzz': None to replicate these dims"),
         ("embed", r"must be a tuple of logical names\.\nhint: write"),
         (P("embed"), "must be a tuple of logical names"),
         (("embed", "embed"), "'embed' and 'embed' both map to mesh axis 'fsdp'"),

@@ -1,7 +1,7 @@
-"""Drop-in paths for code written for the two older toolkits.
+"""Drop-in modules for code written for fjformer and xlstm_jax.
 
-Replace the import prefix (`fjformer.partition_utils` -> `meshwright.compat.fjformer.partition_utils`), or, for code
-that cannot be edited, call `alias("fjformer")` before it is imported.
+Change the import prefix from `fjformer.partition_utils` to `meshwright.compat.fjformer.partition_utils`. If you cannot
+edit the code, call `alias("fjformer")` before importing it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _PACKAGES = ("fjformer", "xlstm_jax")
 
 
 def alias(package: str) -> None:
-    """Makes our drop-in modules importable under the original package's name.
+    """Makes the drop-in modules importable under the original package's name.
 
-    Refuses when the original can be imported, since code would then silently get ours instead of it.
+    Raises if the original package is installed, because the alias would hide it.
 
     Example:
         >>> alias("fjformer")
@@ -31,14 +31,14 @@ def alias(package: str) -> None:
         known = ", ".join(_PACKAGES)
         raise MeshwrightError(
             f"there are no drop-in modules for {package!r}.",
-            hint=did_you_mean(package, _PACKAGES) or f"known: {known}",
+            hint=did_you_mean(package, _PACKAGES) or f"use one of: {known}",
         )
     ours = importlib.import_module(f"{__name__}.{package}")
     if sys.modules.get(package) is ours:
         return
     if package in sys.modules or importlib.util.find_spec(package) is not None:
         raise MeshwrightError(
-            f"the original {package!r} is installed here; aliasing would hide it.",
+            f"the original {package!r} is installed, and an alias would hide it.",
             hint=f"uninstall it, or import from meshwright.compat.{package}.",
         )
     sys.modules[package] = ours

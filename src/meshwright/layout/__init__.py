@@ -1,4 +1,4 @@
-"""Mesh + specs, checked: the layout of a tree, its report, its pictures and its written form."""
+"""Layouts: the checked specs of a tree on a mesh, with reports, tables, pictures and JSON."""
 
 from meshwright.layout.layout import Layout, make_layout, match_partition_rules
 from meshwright.layout.leaf import LayoutDiff, LeafChange, LeafLayout, format_bytes

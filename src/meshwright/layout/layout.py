@@ -1,4 +1,4 @@
-"""The layout of a tree on a mesh: one spec per leaf, checked, with the reason for each, and what to do with it."""
+"""The layout of a tree on a mesh: one checked spec per leaf, with the rule that decided it."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ JSON_VERSION = 1
 def make_layout(
     rules: Any, abstract_tree: PyTree, mesh: AnyMesh, *, pad: PadPolicy = False, params: PyTree | None = None
 ) -> Layout:
-    """Decides how every leaf of a tree is split over a mesh, or raises with every problem at once.
+    """Decides how a mesh splits each leaf of a tree; raises an error that lists all problems.
 
-    Nothing is allocated and no device is touched: `abstract_tree` may hold arrays or `jax.ShapeDtypeStruct`, `mesh` may
-    be a `jax.sharding.AbstractMesh`.
+    Nothing is allocated and no device is touched.
 
     Args:
-        rules: `(regex, PartitionSpec)` pairs or `Rules`; the first that is found in a leaf's path wins.
-        abstract_tree: parameters, an optimizer state, or a whole train state.
-        pad: which leaves may be stored with dims rounded up where their size does not divide: none (the default), all
-            (True), or those that a pattern, or one of several, matches. Padding is zeros, and `gather` removes it.
-        params: the parameters, when `abstract_tree` is an optimizer state alone.
+        rules: `(regex, PartitionSpec)` pairs or `Rules`; the first one found in a leaf's path wins.
+        abstract_tree: parameters, an optimizer state or a whole train state, as arrays or `jax.ShapeDtypeStruct`.
+        mesh: a mesh of devices, or a `jax.sharding.AbstractMesh`.
+        pad: the leaves whose dims may be padded with zeros to a size that their axes divide: False for none (default),
+            True for all, or one or more patterns. `gather` removes the padding.
+        params: the parameters; needed only if `abstract_tree` is an optimizer state alone.
 
     Example:
         >>> import meshwright as mw
@@ -61,7 +61,7 @@ def make_layout(
         leaf       shape   dtype    rule        spec             bytes/device
         ---------  ------  -------  ----------  ---------------  ------------
         up/kernel  64x256  float32  0 `kernel`  P('fsdp', 'tp')       8.0 KiB
-        1 leaf on fsdp=4 x tp=2: 64.0 KiB in all, 8.0 KiB per device
+        1 leaf on fsdp=4 x tp=2: 64.0 KiB in total, 8.0 KiB per device
     """
     report = explain_layout(rules, abstract_tree, mesh, pad=pad, params=params)
     report.settle()
@@ -71,8 +71,8 @@ def make_layout(
 def match_partition_rules(rules: Any, params: PyTree, *, mesh: AnyMesh | None = None) -> PyTree:
     """Returns the tree with each leaf replaced by the spec of the first rule found in its path.
 
-    Works on parameters, on a `TrainState` and on any optax state: an optimizer's prefixes need no rules of their own.
-    Specs are checked as in `make_layout`, on `mesh` or the mesh in force; without one, only against the leaf's rank.
+    Works on parameters, on a `TrainState` and on any optax state, without extra rules for the optimizer. Specs are
+    checked as in `make_layout`, on `mesh` or the current mesh; without a mesh, only against the leaf's rank.
 
     Example:
         >>> match_partition_rules([("kernel", P("fsdp", "tp")), (".*", P())], {"a": {"kernel": jax.numpy.ones((4, 4))}})
@@ -89,7 +89,7 @@ def match_partition_rules(rules: Any, params: PyTree, *, mesh: AnyMesh | None = 
 
 
 class Layout:
-    """Mesh and specs of a tree, leaf by leaf; made by `make_layout`."""
+    """The mesh and the specs of a tree, as returned by `make_layout`."""
 
     def __init__(
         self, mesh: AnyMesh, leaves: Sequence[LeafLayout], structure: Any, report: LayoutReport | None
@@ -100,7 +100,7 @@ class Layout:
         self._report = report
         self._by_name = {leaf.name: leaf for leaf in self.leaves}
 
-    # --- What it says ---
+    # --- Queries ---
 
     @cached_property
     def specs(self) -> PyTree:
@@ -109,7 +109,7 @@ class Layout:
 
     @cached_property
     def shardings(self) -> PyTree:
-        """The tree with a `NamedSharding` for each leaf, which `jit` takes as `in_shardings` and `out_shardings`."""
+        """The tree with a `NamedSharding` for each leaf, for `in_shardings` and `out_shardings` of `jax.jit`."""
         return self.structure.unflatten(self._leaf_shardings)
 
     @cached_property
@@ -119,7 +119,7 @@ class Layout:
 
     @cached_property
     def abstract(self) -> PyTree:
-        """The tree with a `jax.ShapeDtypeStruct` for each leaf as it is stored (padded shape, dtype and sharding)."""
+        """The tree with a `jax.ShapeDtypeStruct` for each stored leaf (padded shape, dtype and sharding)."""
         structs = [
             jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(self.leaves, self._leaf_shardings, strict=True)
@@ -128,39 +128,37 @@ class Layout:
 
     @cached_property
     def bytes_total(self) -> int:
-        """Bytes of one whole copy of the tree."""
+        """Bytes of one full copy of the tree, with padding."""
         return sum(leaf.bytes_total for leaf in self.leaves)
 
     @cached_property
     def bytes_per_device(self) -> int:
-        """Bytes that each device holds."""
+        """Bytes on each device."""
         return sum(leaf.bytes_per_device for leaf in self.leaves)
 
     def __getitem__(self, name: str) -> LeafLayout:
         """Returns the leaf with this `/`-joined path."""
         if name not in self._by_name:
-            hint = did_you_mean(name, self._by_name) or f"the first leaf is {next(iter(self._by_name), None)!r}."
+            hint = did_you_mean(name, self._by_name) or f"use a path such as {next(iter(self._by_name), None)!r}."
             raise LayoutError(f"the layout has no leaf {name!r}.", hint=hint)
         return self._by_name[name]
 
     def report(self) -> LayoutReport:
-        """Returns what the rules did: hits, dead and shadowed rules, large replicated leaves, padding."""
+        """Returns the report: hits per rule, dead and shadowed rules, large replicated leaves, padding."""
         if self._report is None:
             raise LayoutError(
-                "this layout was read from JSON, which keeps decisions but not the rules behind them.",
-                hint="make_layout(rules, tree, mesh).report()",
+                "this layout has no report, because it was read from JSON, which does not store the rules.",
+                hint="call make_layout(rules, tree, mesh).report().",
             )
         return self._report
 
     def summary(self) -> str:
         """Returns the totals in one line."""
-        return (
-            f"{count_leaves(len(self.leaves))} on {describe_mesh(self.mesh)}: {format_bytes(self.bytes_total)} in all, "
-            f"{format_bytes(self.bytes_per_device)} per device"
-        )
+        total, each = format_bytes(self.bytes_total), format_bytes(self.bytes_per_device)
+        return f"{count_leaves(len(self.leaves))} on {describe_mesh(self.mesh)}: {total} in total, {each} per device"
 
     def table(self, *, collapse: bool = True) -> str:
-        """Returns the table of leaves as text; `collapse=False` gives every layer its own row."""
+        """Returns the table of leaves as text; with `collapse=False`, every layer has its own row."""
         return text_table(HEADINGS, leaf_rows(self.leaves, collapse=collapse))
 
     def __str__(self) -> str:
@@ -173,7 +171,7 @@ class Layout:
         return rich_table(HEADINGS, leaf_rows(self.leaves), title="layout", caption=self.summary())
 
     def picture(self, name: str, *, svg: bool = False) -> str:
-        """Returns a picture of one leaf's tiles and the devices that hold them, as text or as SVG."""
+        """Returns a picture of the tiles of a leaf with their devices, as text or SVG."""
         return (tile_svg if svg else tile_text)(self[name], self.mesh)
 
     def __eq__(self, other: object) -> bool:
@@ -184,36 +182,36 @@ class Layout:
     __hash__ = None  # type: ignore[assignment]
 
     def diff(self, other: Layout) -> LayoutDiff:
-        """Returns what changes from this layout to another: leaves, shapes, dtypes, specs, bytes and mesh."""
+        """Returns the changes from this layout to another: leaves, shapes, dtypes, specs, bytes and mesh."""
         return diff_leaves(self.leaves, self.mesh, other.leaves, other.mesh)
 
-    # --- What it does ---
+    # --- Moving trees ---
 
     def shard(self, tree: PyTree, *, donate: bool = False, reshard: bool = False) -> PyTree:
         """Places a tree on the mesh.
 
         Args:
-            donate: gives up arrays that are already on the mesh but placed otherwise: their memory is reused or freed.
-            reshard: accepts arrays that live on another mesh; without it they are an error.
+            donate: donate arrays that are on the mesh with another sharding: their memory is reused or freed.
+            reshard: accept arrays on another mesh, which otherwise raise an error.
         """
         values = self._checked_values(tree, "shard", stored=False, any_mesh=reshard)
         padded = [_pad(value, leaf) for leaf, value in zip(self.leaves, values, strict=True)]
         return self.structure.unflatten(shard_leaves(padded, self._leaf_shardings, donate=donate))
 
     def gather(self, tree: PyTree, *, donate: bool = False) -> PyTree:
-        """Returns the tree whole, on the host, without padding; `donate` frees each array once it is read.
+        """Returns the tree as numpy arrays without padding; `donate` frees each device array after reading it.
 
-        The numpy arrays may share memory with JAX's and are then read-only; copy one to change it.
+        A numpy array that shares memory with a JAX array is read-only; copy it to change it.
         """
         whole = gather_leaves(self._checked_values(tree, "gather", stored=True, any_mesh=False), donate=donate)
         return self.structure.unflatten([_unpad(value, leaf) for leaf, value in zip(self.leaves, whole, strict=True)])
 
     def _checked_values(self, tree: PyTree, what: str, *, stored: bool, any_mesh: bool) -> list[Any]:
-        """Returns the tree's leaves, if they are those that this layout was made for, and on its mesh."""
+        """Returns the tree's leaves; raises if their names, shapes, dtypes or mesh differ from the layout's."""
         if not isinstance(self.mesh, Mesh):
             raise PlacementError(
-                f"cannot {what}: this layout is for {describe_mesh(self.mesh)}, a machine that is not here.",
-                hint="make_layout(rules, tree, create_mesh(...)) with real devices.",
+                f"cannot {what}: the mesh {describe_mesh(self.mesh)} of this layout is abstract and has no devices.",
+                hint="pass a mesh from create_mesh(...) to make_layout.",
             )
         values, structure = jax.tree.flatten(tree)
         if structure != self.structure:
@@ -223,8 +221,8 @@ class Layout:
             dtype = value.dtype if hasattr(value, "dtype") else leaf.dtype
             if shape != expected or dtype != leaf.dtype:
                 raise PlacementError(
-                    f"`{leaf.name}` is {dtype}{list(shape)}; the layout was made for {leaf.dtype}{list(expected)}.",
-                    hint="make the layout from this tree, or cast it first.",
+                    f"`{leaf.name}` is {dtype}{list(shape)}, but the layout expects {leaf.dtype}{list(expected)}.",
+                    hint="make the layout from this tree, or cast the tree first.",
                 )
             own = getattr(value, "sharding", None)
             if any_mesh or not isinstance(own, NamedSharding) or len(own.device_set) == 1:
@@ -233,35 +231,35 @@ class Layout:
                 raise other_mesh_error(f"`{leaf.name}`", own.mesh, self.mesh)
         return values
 
-    # --- How it is written down ---
+    # --- JSON ---
 
     def to_json(self) -> str:
-        """Returns the mesh and every leaf's decision as JSON."""
+        """Returns the mesh and every leaf as JSON."""
         leaves = [leaf._asdict() | {"dtype": str(leaf.dtype), "spec": spec_to_json(leaf.spec)} for leaf in self.leaves]
         for leaf in leaves:
-            del leaf["shard_shape"]  # follows from the others
+            del leaf["shard_shape"]  # computed from the other fields
         return json.dumps({"version": JSON_VERSION, "mesh": _mesh_json(self.mesh), "leaves": leaves}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, *, like: PyTree | None = None, mesh: AnyMesh | None = None) -> Layout:
-        """Reads a layout; an equal one to that which was written.
+        """Reads a layout that `to_json` wrote.
 
         Args:
-            like: a tree of the same structure; without it, the trees of this layout are flat dicts by leaf name.
-            mesh: the mesh to use, which must have the recorded axes; without it, an abstract one.
+            like: a tree of the same structure (default: the layout's trees are flat dicts from leaf name to leaf).
+            mesh: a mesh with the same axes (default: an abstract mesh).
         """
         try:
             data = json.loads(text)
             version = data["version"]
         except (ValueError, KeyError, TypeError) as error:
-            raise LayoutError(f"this is not a layout's JSON: {error!r}.") from None
+            raise LayoutError(f"this is not the JSON of a layout: {error!r}.") from None
         if version != JSON_VERSION:
-            raise LayoutError(f"layout JSON of version {version}; this release reads version {JSON_VERSION}.")
+            raise LayoutError(f"the layout JSON has version {version}; this release reads version {JSON_VERSION}.")
         recorded = _mesh_from_json(data["mesh"])
         if mesh is not None and dict(mesh.shape) != dict(recorded.shape):
             raise LayoutError(
-                f"the layout was made for {describe_mesh(recorded)}; the mesh given is {describe_mesh(mesh)}.",
-                hint="make_layout(rules, tree, mesh) anew, and compare with diff().",
+                f"the layout was made for {describe_mesh(recorded)}, but mesh= is {describe_mesh(mesh)}.",
+                hint="call make_layout(rules, tree, mesh) again, and compare the two with diff().",
             )
         leaves = [
             make_leaf(
@@ -276,7 +274,7 @@ class Layout:
             for item in data["leaves"]
         ]
         if like is None:
-            # A dict flattens in sorted order, so keep the leaves and the structure in step.
+            # A dict flattens in sorted order, so the leaves must be sorted too.
             leaves.sort(key=lambda leaf: leaf.name)
             structure = jax.tree.structure({leaf.name: 0 for leaf in leaves})
             return cls(mesh or recorded, leaves, structure, None)
@@ -292,8 +290,8 @@ def _structure_error(layout: Layout, tree: PyTree) -> LayoutError:
     missing = [name for name in known if name not in set(given)]
     extra = [name for name in given if name not in set(known)]
     parts = [f"missing: {', '.join(missing[:5])}"] * bool(missing) + [f"extra: {', '.join(extra[:5])}"] * bool(extra)
-    detail = "; ".join(parts) or "same leaf names, other containers"
-    return LayoutError(f"the tree differs from the one this layout was made for ({detail}).")
+    detail = "; ".join(parts) or "same leaf names, different containers"
+    return LayoutError(f"the tree's structure differs from the layout's ({detail}).")
 
 
 def _pad(value: Any, leaf: LeafLayout) -> Any:

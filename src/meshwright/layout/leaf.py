@@ -1,4 +1,4 @@
-"""The leaves of a layout: one leaf with its slice and bytes, tables of leaves, and what changes between two layouts."""
+"""The leaves of a layout with their slices and bytes, tables of leaves, and differences between two layouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class LeafLayout(NamedTuple):
-    """A leaf's place; `stored_shape` differs from `shape` only where padding was asked for."""
+    """The shape, dtype, spec and rule of one leaf; `stored_shape` includes padding."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class LeafLayout(NamedTuple):
 
     @property
     def bytes_total(self) -> int:
-        """Bytes of one whole copy, padding included."""
+        """Bytes of one full copy, with padding."""
         return num_bytes(self.stored_shape, self.dtype)
 
     @property
@@ -56,7 +56,7 @@ class LeafLayout(NamedTuple):
 
     @property
     def why(self) -> str:
-        """The rule that decided, and any remark, for tables."""
+        """The rule that decided and the remark, for tables."""
         decided = "" if self.rule is None else f"{self.rule} `{self.pattern}`"
         return ", ".join(filter(None, [decided, self.reason]))
 
@@ -76,18 +76,18 @@ def make_leaf(
     reason: str = "",
     stored_shape: tuple[int, ...] | None = None,
 ) -> LeafLayout:
-    """Builds a leaf whose spec is known to fit."""
+    """Builds a leaf whose spec fits."""
     stored = shape if stored_shape is None else stored_shape
     return LeafLayout(name, shape, dtype, spec, rule, pattern, reason, stored, shard_shape(spec, stored, axis_sizes))
 
 
 def num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Returns the bytes an array takes; sub-byte dtypes are rounded up to whole bytes per array."""
+    """Returns the bytes of an array; for sub-byte dtypes, rounded up to whole bytes per array."""
     return ceil_div(math.prod(shape) * dtype_bits(dtype), 8)
 
 
 def format_bytes(count: float) -> str:
-    """Returns a count of bytes for people.
+    """Formats a number of bytes.
 
     >>> format_bytes(3 * 2**20), format_bytes(500)
     ('3.0 MiB', '500 B')
@@ -99,7 +99,7 @@ def format_bytes(count: float) -> str:
 
 
 def count_leaves(count: int) -> str:
-    """Returns the number with its noun."""
+    """Formats a number of leaves."""
     return f"{count} leaf" if count == 1 else f"{count} leaves"
 
 
@@ -107,10 +107,10 @@ def count_leaves(count: int) -> str:
 
 
 def leaf_rows(leaves: Iterable[LeafLayout], *, collapse: bool = True) -> list[tuple[str, ...]]:
-    """Returns one row of cells per leaf, or per group of equal siblings; a group's bytes are its sum."""
+    """Returns one row of cells per leaf; equal leaves of different layers share a row with the sum of their bytes."""
     groups: dict[Any, list[LeafLayout]] = {}
     for leaf in leaves:
-        # Leaves from different layers are one group only if everything a reader sees of them is the same.
+        # Leaves of different layers share a row only if every other cell is the same.
         key = (_NUMBER.sub("#", leaf.name), leaf.shape, str(leaf.dtype), leaf.why, leaf.spec) if collapse else leaf.name
         groups.setdefault(key, []).append(leaf)
     rows: list[tuple[str, ...]] = []
@@ -126,7 +126,7 @@ def leaf_rows(leaves: Iterable[LeafLayout], *, collapse: bool = True) -> list[tu
 
 
 def fold_names(names: Sequence[str]) -> str:
-    """Returns one name for several that differ only in numbers.
+    """Joins names that differ only in numbers.
 
     >>> fold_names(["layers/0/w", "layers/1/w", "layers/2/w"])
     'layers/{0..2}/w (x3)'
@@ -163,29 +163,26 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def rich_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, title: str, caption: str) -> Table:
-    """Returns the same table for a terminal that rich draws on."""
+    """Returns the table for rich."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", header_style="bold")
     for heading in headings:
         table.add_column(
-            heading,
-            justify="right" if heading in _RIGHT else "left",
-            overflow="fold",
-            no_wrap=heading in _NARROW,
+            heading, justify="right" if heading in _RIGHT else "left", overflow="fold", no_wrap=heading in _NARROW
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
 
 
-# --- What changes between two layouts ---
+# --- Differences between two layouts ---
 
 
 @dataclass(frozen=True)
 class LeafChange:
-    """One leaf that differs; `before` or `after` is None where only one layout has it."""
+    """One leaf that differs; `before` or `after` is None if only one layout has it."""
 
     name: str
     before: LeafLayout | None
@@ -212,7 +209,7 @@ class LeafChange:
 
 @dataclass(frozen=True)
 class LayoutDiff:
-    """The differing leaves, and the two meshes; empty (falsy) when both place everything alike."""
+    """The leaves that differ, and the two meshes; falsy if both layouts are the same."""
 
     before: AnyMesh
     after: AnyMesh
@@ -235,7 +232,7 @@ class LayoutDiff:
             lines.append(f"mesh {describe_mesh(self.before)} -> {describe_mesh(self.after)}")
         if self.changes:
             groups: dict[tuple[str, str], list[LeafChange]] = {}
-            for change in self.changes:  # layers that change alike share a row
+            for change in self.changes:  # layers with the same change share a row
                 groups.setdefault((_NUMBER.sub("#", change.name), change.what), []).append(change)
             rows = [
                 (
@@ -258,7 +255,7 @@ def _bytes(leaves: Sequence[LeafLayout | None]) -> str:
 def diff_leaves(
     before: Sequence[LeafLayout], mesh_before: AnyMesh, after: Sequence[LeafLayout], mesh_after: AnyMesh
 ) -> LayoutDiff:
-    """Compares two lists of leaves by name, in the order of the first, then what only the second has."""
+    """Compares two lists of leaves by name, in the order of the first; new leaves come last."""
     old = {leaf.name: leaf for leaf in before}
     new = {leaf.name: leaf for leaf in after}
     pairs = [LeafChange(name, leaf, new.get(name)) for name, leaf in old.items()]

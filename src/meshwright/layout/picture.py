@@ -1,7 +1,7 @@
-"""Pictures of a leaf's tiles: which device holds which part, for the terminal and as SVG, for any rank.
+"""Pictures of the tiles of a leaf and their devices, as text and SVG, for any rank.
 
-The last two split dims become rows and columns; further split dims become one panel per part. Dims that are not
-split do not show, since every tile holds them whole.
+The last two split dims become rows and columns; other split dims become one panel per part. Dims that are not split
+are not shown, because every tile contains them in full.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DOTS = ".."
 
 @dataclass(frozen=True)
 class Panel:
-    """One grid of tiles; `cells[row][column]` lists the devices, by their number in the mesh's own order."""
+    """One grid of tiles; `cells[row][column]` lists the devices by their position in the mesh."""
 
     title: str
     row_labels: tuple[str, ...]
@@ -34,7 +34,7 @@ class Panel:
 
 
 def tile_panels(leaf: LeafLayout, mesh: AnyMesh) -> list[Panel]:
-    """Returns the panels that show every tile of a leaf."""
+    """Returns panels with every tile of a leaf."""
     sizes = dict(mesh.shape)
     split = [
         (dim, dim_axes(entry))
@@ -46,9 +46,8 @@ def tile_panels(leaf: LeafLayout, mesh: AnyMesh) -> list[Panel]:
     order = [mesh.axis_names.index(axis) for axis in (*used, *spare)]
     numbers = np.arange(mesh.size).reshape(tuple(sizes.values())).transpose(order)
     counts = [math.prod(sizes[axis] for axis in axes) for _, axes in split]
-    # Rows of devices: one per split dim's tile, and the copies of that tile last.
-    tiles = numbers.reshape(*counts, -1)
-    if len(split) == 1 and split[0][0] < len(leaf.shape) - 1:  # cut across its rows: draw it so
+    tiles = numbers.reshape(*counts, -1)  # the devices that hold copies of a tile come last
+    if len(split) == 1 and split[0][0] < len(leaf.shape) - 1:  # only rows are split: draw one column
         split, counts, tiles = [*split, (-1, ())], [*counts, 1], tiles[:, None]
     while len(split) < 2:
         split, counts, tiles = [(-1, ()), *split], [1, *counts], tiles[None]
@@ -70,7 +69,7 @@ def _labels(leaf: LeafLayout, split: tuple[int, Sequence[str]]) -> tuple[str, ..
 
 
 def heading(leaf: LeafLayout, mesh: AnyMesh) -> str:
-    """Returns the line above a picture."""
+    """Returns the title of a picture."""
     num_tiles = math.prod(s // max(t, 1) for s, t in zip(leaf.stored_shape, leaf.shard_shape, strict=True) if s)
     copies = mesh.size // max(num_tiles, 1)
     shape = "x".join(map(str, leaf.stored_shape)) or "scalar"
@@ -82,7 +81,7 @@ def heading(leaf: LeafLayout, mesh: AnyMesh) -> str:
 
 
 def device_list(devices: Sequence[int]) -> str:
-    """Returns device numbers with runs shortened.
+    """Formats device numbers, with ranges for runs.
 
     >>> device_list([0, 1, 2, 3, 8])
     '0-3,8'
@@ -95,7 +94,7 @@ def device_list(devices: Sequence[int]) -> str:
 
 
 def tile_text(leaf: LeafLayout, mesh: AnyMesh) -> str:
-    """Returns the picture for a terminal."""
+    """Returns the picture as text."""
     lines = [heading(leaf, mesh)]
     panels = tile_panels(leaf, mesh)
     for panel in panels[:MAX_ROWS]:
@@ -108,7 +107,7 @@ def tile_text(leaf: LeafLayout, mesh: AnyMesh) -> str:
 
 
 def _grid(panel: Panel) -> tuple[list[str], list[str], list[list[str]]]:
-    """Returns a panel's row labels, column labels and cells as text, with dots for what is too much to show."""
+    """Returns a panel's row labels, column labels and cells as text, with dots for elided ones."""
     rows, columns = _elided(len(panel.row_labels), MAX_ROWS), _elided(len(panel.column_labels), MAX_COLUMNS)
     sides = [_DOTS if row is None else panel.row_labels[row] for row in rows]
     header = [_DOTS if column is None else panel.column_labels[column] for column in columns]
@@ -137,7 +136,7 @@ def _text_grid(panel: Panel) -> list[str]:
 
 
 def tile_svg(leaf: LeafLayout, mesh: AnyMesh) -> str:
-    """Returns the picture as a self-contained SVG; device numbers are written in, so it reads without colour."""
+    """Returns the picture as a self-contained SVG, with device numbers, so that it is readable without color."""
     panels = tile_panels(leaf, mesh)[:MAX_ROWS]
     grids = [_grid(panel) for panel in panels]
     num_rows, num_columns = len(grids[0][0]), len(grids[0][1])

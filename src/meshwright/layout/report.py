@@ -1,8 +1,4 @@
-"""Every problem of rules, leaves and a mesh at once, and what works but deserves a look.
-
-`explain_layout` decides; `LayoutReport` says it. Below it: rules that did nothing, leaves that no rule matches, and
-letters matched by accident.
-"""
+"""Layout reports: all problems with a set of rules at once, and warnings about likely mistakes."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ PadPolicy = bool | str | Sequence[str]
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Holds Python's cyclic collector: everything made here survives, so its walks over all of jax find nothing."""
+    """Pauses Python's cyclic garbage collector: everything allocated here survives, so collecting wastes time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -48,9 +44,20 @@ def _collector_paused() -> Iterator[None]:
 def explain_layout(
     rules: Any, tree: PyTree, mesh: AnyMesh, *, pad: PadPolicy = False, params: PyTree | None = None
 ) -> LayoutReport:
-    """Matches rules against a tree on a mesh and reports everything; raises only for rules that cannot be read.
+    """Matches rules against a tree on a mesh and reports all problems; raises only for malformed rules.
 
-    Args and example: see `make_layout`, which raises when the report has problems.
+    The arguments are those of `make_layout`, which raises if the report has problems.
+
+    Example:
+        >>> import jax, meshwright as mw
+        >>> weight = {"weight": jax.ShapeDtypeStruct((6, 4), "float32")}
+        >>> print(explain_layout([("weight", P("tp"))], weight, mw.create_abstract_mesh("tp:4")))
+        mesh tp=4 (4 devices), 1 leaf, 1 rule, 0 B per device
+          rule 0 'weight' -> P('tp'): 1 leaf
+        problems:
+          1 leaf does not fit the mesh tp=4:
+            `weight` (rule 0): dim 0 has size 6; `tp` has 4 devices: 6 % 4 = 2.
+          hint: pad to 8, or drop `tp` here.
     """
     rules = as_rules(rules).on(mesh)
     matches = match_rules(rules, tree, params=params)
@@ -58,7 +65,7 @@ def explain_layout(
     sizes = dict(mesh.shape)
     patterns = [rule.pattern.text for rule in rules.entries]
     leaves, problems = [], []
-    # Few combinations of spec and shape occur in a model, and each is decided once: its stored and its local shape.
+    # A model has few combinations of spec and shape, so each is checked only once.
     verdicts: dict[Any, tuple[SpecProblem | None, tuple[int, ...], tuple[int, ...]]] = {}
     for match in matches.leaves:
         subject, spec = match.subject, match.spec
@@ -90,7 +97,7 @@ def _pad_test(pad: PadPolicy) -> Callable[[str], bool]:
 def _fit(
     spec: P, shape: tuple[int, ...], may_pad: bool, sizes: dict[str, int]
 ) -> tuple[SpecProblem | None, tuple[int, ...], tuple[int, ...]]:
-    """Returns what is wrong with a spec for a shape, the shape as stored, and that of one device's slice."""
+    """Returns the problem of a spec for a shape (or None), the stored shape, and the shape of one device's slice."""
     problem, stored = spec_problem(spec, shape, sizes), shape
     if problem is not None and problem.kind == "indivisible" and may_pad:
         stored = padded_shape(spec, shape, sizes)
@@ -111,9 +118,9 @@ class LeafProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """Everything `make_layout` found. `ok` says whether a layout exists; the rest explains it.
+    """The findings of `explain_layout`; `ok` says whether `make_layout` would succeed.
 
-    `leaves` holds the leaves that fit, in tree order; `num_rule_hits` how many leaves each rule decided.
+    `leaves` are the leaves that fit, in tree order; `num_rule_hits` is the number of leaves that each rule decided.
     """
 
     mesh: AnyMesh
@@ -134,7 +141,7 @@ class LayoutReport:
         return not self.problems and not self.unmatched
 
     def settle(self) -> None:
-        """Raises the error if there are problems, and warns of concerns where the caller was called."""
+        """Raises if there are problems, and issues the concerns as a warning at the caller's caller."""
         error = self.error()
         if error is not None:
             raise error
@@ -173,32 +180,39 @@ class LayoutReport:
         return [leaf for leaf in self.leaves if leaf.is_replicated and leaf.bytes_total >= LARGE_REPLICATED_BYTES]
 
     def concerns(self) -> list[str]:
-        """Returns what works but is probably not what was meant, one line each."""
+        """Returns one line per likely mistake in a layout that works."""
         rows = leaf_rows(self.large_replicated)
-        whole = [f"{row[0]} {row[1]} is whole on every device: {row[5]} each" for row in rows]
+        whole = [f"{row[0]} {row[1]} is replicated on every device: {row[5]} each" for row in rows]
         return [str(rule) for rule in self.idle] + inside_word_hits(self.matches) + whole
 
     def notes(self) -> list[str]:
-        """Returns the concerns, and what was asked for but changes what is stored."""
+        """Returns the concerns, and the leaves that are padded on request."""
         return self.concerns() + [f"{row[0]} is padded: {row[1]}" for row in leaf_rows(self.padded)]
 
     def error(self) -> LayoutError | None:
-        """Returns the error that lists every problem, or None when there is none."""
+        """Returns an error that lists every problem, or None."""
         if self.ok:
             return None
         parts, hints = [], []
-        if self.matches.unmatched:
-            parts.append(unmatched_message(self.matches.unmatched))
-            hints.append(suggested_rules(self.matches.unmatched, self.mesh))
+        if unmatched := self.matches.unmatched:
+            groups: dict[str, list[Subject]] = {}
+            for subject in unmatched:
+                groups.setdefault(generalise(subject.names[-1]), []).append(subject)
+            parts.append(f"no rule matches {count_leaves(len(unmatched))}:")
+            parts += [f"  `{group[0].name}` {group[0].shape}{_and_more(group)}" for group in groups.values()]
+            specs = [format_spec(_suggested_spec(group[0].shape, self.mesh)) for group in groups.values()]
+            rules = [f'(r"{pattern}$", {spec})' for pattern, spec in zip(groups, specs, strict=True)]
+            hints.append("add " + ", ".join(rules))
         if self.problems:
-            parts.append(f"{count_leaves(len(self.problems))} not fitting the mesh {describe_mesh(self.mesh)}:")
+            do = "does" if len(self.problems) == 1 else "do"
+            parts.append(f"{count_leaves(len(self.problems))} {do} not fit the mesh {describe_mesh(self.mesh)}:")
             parts += [f"  {line}" for line in self.problem_lines()]
             hints += list(dict.fromkeys(problem.hint for _, problem in self.problems))[:3]
         hint = "; ".join(hint.rstrip(".") for hint in hints)
         return LayoutError("\n".join(parts), hint=hint if hint.endswith("?") else f"{hint}.", report=self)
 
     def problem_lines(self) -> list[str]:
-        """Returns the misfits, siblings of other layers folded together."""
+        """Returns the leaves that do not fit the mesh, with one line for the same leaf of all layers."""
         groups: dict[Any, list[str]] = {}
         for match, problem in self.problems:
             groups.setdefault((match.subject.shape, problem.message, match.rule), []).append(match.subject.name)
@@ -210,7 +224,7 @@ class LayoutReport:
         total = sum(leaf.bytes_per_device for leaf in self.leaves)
         lines = [
             f"mesh {describe_mesh(self.mesh)} ({self.mesh.size} devices), {count_leaves(len(self.matches.leaves))}, "
-            f"{len(self.rules)} rules, {format_bytes(total)} per device"
+            f"{len(self.rules)} {'rule' if len(self.rules) == 1 else 'rules'}, {format_bytes(total)} per device"
         ]
         for index, (rule, hits) in enumerate(zip(self.rules.entries, self.num_rule_hits, strict=True)):
             logical = f"  (from {rule.logical})" if rule.logical else ""
@@ -219,22 +233,22 @@ class LayoutReport:
         if error is not None:
             lines += ["problems:", *(f"  {line}" for line in str(error).splitlines())]
         if notes:
-            lines += ["worth a look:", *(f"  {line}" for line in notes)]
+            lines += ["notes:", *(f"  {line}" for line in notes)]
         if error is None and not notes:
-            lines.append("nothing to remark.")
+            lines.append("no problems found.")
         return "\n".join(lines)
 
 
 def _and_more(names: Sequence[Any]) -> str:
-    return f" and {len(names) - 1} like it" if len(names) > 1 else ""
+    return f" and {len(names) - 1} more like it" if len(names) > 1 else ""
 
 
-# --- What is worth telling about a match ---
+# --- Findings ---
 
 
 @dataclass(frozen=True)
 class IdleRule:
-    """A rule that decided no leaf: shadowed by rule `by` on `leaf`, or dead, with the closest path if any."""
+    """A rule that decided no leaf: shadowed by rule `by` on `leaf`, or dead (then `leaf` is the closest path)."""
 
     index: int
     rule: Rule
@@ -242,14 +256,14 @@ class IdleRule:
     leaf: str | None
 
     def __str__(self) -> str:
+        rule = f"rule {self.index} `{self.rule.pattern.text}`"
         if self.by is not None:
-            return f"rule {self.index} `{self.rule.pattern.text}` is shadowed: rule {self.by} took `{self.leaf}` first"
-        closest = f"; the closest path is `{self.leaf}`" if self.leaf else ""
-        return f"rule {self.index} `{self.rule.pattern.text}` matches no leaf{closest}"
+            return f"{rule} is shadowed: rule {self.by} matches `{self.leaf}` first"
+        return f"{rule} matches no leaf" + (f"; the closest path is `{self.leaf}`" if self.leaf else "")
 
 
 def idle_rules(matches: RuleMatches) -> list[IdleRule]:
-    """Returns the rules that decided nothing, apart from catch-alls, which are there for just that."""
+    """Returns the rules that decided no leaf, except catch-alls such as `.*`."""
     silent = [
         (index, rule)
         for index, rule in enumerate(matches.rules.entries)
@@ -259,7 +273,7 @@ def idle_rules(matches: RuleMatches) -> list[IdleRule]:
         return []
     idle = []
     named = [(name, leaf) for leaf in matches.leaves for name in leaf.subject.names]
-    every_name = "\n".join(name for name, _ in named)  # one quick look tells of most rules that they match nowhere
+    every_name = "\n".join(name for name, _ in named)  # one fast test rules out most of the patterns
     kinds: dict[str, str] | None = None
     for index, rule in silent:
         literal, search = rule.pattern.literal, rule.pattern.search
@@ -269,14 +283,14 @@ def idle_rules(matches: RuleMatches) -> list[IdleRule]:
         taken = next((leaf for leaf in itertools.chain([first], found) if leaf and leaf.rule is not None), None)
         if taken is not None:
             idle.append(IdleRule(index, rule, taken.rule, taken.subject.name))
-        elif first is None:  # else it names leaves of one element, which need no rule but may have one
+        elif first is None:  # a rule may match leaves of one element, although they need none
             kinds = _kinds_of_paths(matches) if kinds is None else kinds
             idle.append(IdleRule(index, rule, None, _closest_path(rule.pattern, kinds)))
     return idle
 
 
 def inside_word_hits(matches: RuleMatches) -> list[str]:
-    """Returns warnings for one- and two-letter rules that matched within a longer word (`k` in `block/bias`)."""
+    """Returns warnings about one- and two-letter rules that matched inside a longer word (`k` in `block/bias`)."""
     found: dict[int, str] = {}
     for leaf in matches.leaves:
         if leaf.rule is None or leaf.rule in found:
@@ -291,33 +305,15 @@ def inside_word_hits(matches: RuleMatches) -> list[str]:
         before, after = name[start - 1 : start], name[end : end + 1]
         if name[start].isalpha() and (before.isalpha() or after.isalpha()):
             found[leaf.rule] = (
-                f"rule {leaf.rule} `{pattern.text}` took `{name}` by a letter inside a word; "
-                rf"write `(^|/){pattern.text}(/|$)` to match a whole name"
+                f"rule {leaf.rule} `{pattern.text}` matches inside a word of `{name}`; "
+                rf"use `(^|/){pattern.text}(/|$)` to match a whole name"
             )
     return [found[index] for index in sorted(found)]
 
 
 def generalise(name: str) -> str:
-    """Returns a pattern for a leaf and its siblings in other layers: numbers become `\\d+`."""
+    """Returns a pattern that matches the same leaf of all layers: numbers become `\\d+`."""
     return re.sub(r"\d+", r"\\d+", re.escape(name).replace(r"\-", "-"))
-
-
-def unmatched_message(unmatched: Sequence[Subject]) -> str:
-    """Returns the text that lists all leaves no rule matches, siblings of other layers folded together."""
-    groups: dict[str, list[Subject]] = {}
-    for subject in unmatched:
-        groups.setdefault(generalise(subject.names[-1]), []).append(subject)
-    lines = [f"  `{members[0].name}` {members[0].shape}{_and_more(members)}" for members in groups.values()]
-    return f"no rule matches {len(unmatched)} of the leaves:\n" + "\n".join(lines)
-
-
-def suggested_rules(unmatched: Sequence[Subject], mesh: AnyMesh) -> str:
-    """Returns rules that could be pasted to cover the unmatched leaves."""
-    suggestions: dict[str, str] = {}
-    for subject in unmatched:
-        pattern = f"{generalise(subject.names[-1])}$"
-        suggestions.setdefault(pattern, f'(r"{pattern}", {format_spec(_suggested_spec(subject.shape, mesh))})')
-    return "add " + ", ".join(suggestions.values())
 
 
 def _suggested_spec(shape: tuple[int, ...], mesh: AnyMesh) -> P:
@@ -331,7 +327,7 @@ def _suggested_spec(shape: tuple[int, ...], mesh: AnyMesh) -> P:
 
 
 def _kinds_of_paths(matches: RuleMatches) -> dict[str, str]:
-    """Returns one representative per kind of leaf: comparing 10,000 paths one by one would take seconds."""
+    """Returns one path per kind of leaf, because comparing 10,000 paths one by one would take seconds."""
     names = [leaf.subject.names for leaf in matches.leaves]
     without_numbers = re.sub(r"\d+", "0", "\n".join([each[-1] for each in names])).split("\n")
     kinds: dict[str, str] = {}
@@ -342,9 +338,9 @@ def _kinds_of_paths(matches: RuleMatches) -> dict[str, str]:
 
 def _closest_path(pattern: Pattern, kinds: dict[str, str]) -> str | None:
     wanted = re.sub(r"[\\^$*+?{}\[\]|()]", "", pattern.text)
-    # Like difflib.get_close_matches, but each candidate must beat the best so far, which most fail cheaply.
+    # Like difflib.get_close_matches, but faster: each candidate must beat the best so far.
     matcher = difflib.SequenceMatcher(b=wanted)
-    best, closest = 0.4, None  # less alike than this, a path explains nothing
+    best, closest = 0.4, None  # a less similar path would not help
     for kind, path in kinds.items():
         matcher.set_seq1(kind)
         if matcher.real_quick_ratio() > best and matcher.quick_ratio() > best and (ratio := matcher.ratio()) > best:

@@ -1,17 +1,7 @@
-"""The per-device API of the older toolkit: linen layers and parameters that belong to devices.
+"""The xlstm_jax API: linen layers with separate parameters on each device, for use inside `shard_map`.
 
-Everything runs inside `shard_map`. New code uses `meshwright.parallel` and `meshwright.train`.
-
-- `layers`: `ModelParallelismWrapper`, `TPDense`, `TPAsyncDense`, `scale_init`
-- `fsdp_boxes`: `shard_params`, `gather_params`, `gather_array_with_mean_grads`, `shard_module_params`, `sync_gradients`
-- `stacking`: `split_array_over_mesh`, `stack_params`, `unstack_params`
-- `pipeline_module`: `execute_pipeline_step`, `execute_pipeline`, `PipelineModule`
-- `rings`: `async_gather`, `async_gather_bidirectional`, `async_gather_split`, `async_scatter`, `async_scatter_split`;
-  made of them, `gather_matmul_by_features`, `matmul_scatter_by_features`
-- `accumulate_gradients`: `accumulate_gradients`, `accumulate_gradients_loop`, `accumulate_gradients_scan`
-- `global_params`: `DenseForm`, `to_global`, `from_global`, from parameters per device to global ones, and back
-
-`meshwright.compat` has the same names under the toolkit's import paths.
+New code should use `meshwright.parallel` and `meshwright.train`. `meshwright.compat` has the same functions under the
+import paths of xlstm_jax. `global_params` converts parameters between this form and global arrays.
 """
 
 from meshwright.linen.accumulate_gradients import (

@@ -1,6 +1,6 @@
-"""The older toolkit's accumulation: gradients of a batch in minibatches, on one device or of one device's rows.
+"""Gradient accumulation with the API of xlstm_jax, on one device or on the rows of one device.
 
-`meshwright.train.accumulate` does the same on any mesh, and decides how often devices exchange gradients.
+`meshwright.train.accumulate` works on any mesh and controls how often devices exchange gradients.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def accumulate_gradients(
     *,
     weight_key: str = "loss",
 ) -> tuple[PyTree, Metrics, PyTree]:
-    """Returns gradients, metrics and mutable variables of a batch, computed in minibatches.
+    """Returns the gradients, metrics and mutable variables of a batch, computed in minibatches.
 
-    Gradients are those of the whole batch, in float32 or wider. Metrics that are `(sum, count)` pairs are added up,
-    others averaged. Mutable variables are stacked: their leading dim is the minibatches.
+    The gradients equal those of the whole batch, in float32 or wider. Metrics that are `(sum, count)` pairs are summed;
+    other metrics are averaged. Mutable variables are stacked, with the minibatches as leading dim.
 
     Args:
-        state: a train state; `params` and `apply_fn` are used.
-        batch: arrays with a common leading dim, cut into minibatches, and scalars, which every minibatch gets.
-        rng: a key; each minibatch gets a `row_key` of it. None is passed on.
+        state: a train state, of which `params` and `apply_fn` are used.
+        batch: arrays with a common leading dim, which is split into minibatches; scalars go to every minibatch.
+        rng: a random key or None; each minibatch gets its own `row_key`.
         loss_fn: `loss_fn(params, apply_fn, minibatch, rng) -> (loss, (metrics, mutable_variables))`.
-        use_scan: compiles one minibatch and loops over it, instead of writing them out one after the other.
+        use_scan: compile one minibatch and loop over it, instead of unrolling the loop.
         weight_key: the metric whose count is the denominator of the loss. If `metrics[weight_key]` is a `(sum, count)`
-            pair, a minibatch weighs as much as its count, and nothing if that is zero; if not, all weigh the same.
+            pair, minibatches are weighted by their counts; otherwise they all have the same weight.
 
     Example:
         >>> import meshwright as mw, numpy as np, optax
@@ -66,12 +66,21 @@ def accumulate_gradients_loop(
     *,
     weight_key: str = "loss",
 ) -> tuple[PyTree, Metrics, PyTree]:
-    """Does what `accumulate_gradients` does, with the minibatches written out one after the other."""
+    """Runs `accumulate_gradients` with an unrolled loop.
+
+    Example:
+        >>> import meshwright as mw, optax
+        >>> state = mw.TrainState.create(apply_fn=None, params=jnp.float32(2.0), tx=optax.sgd(0.1))
+        >>> loss_fn = lambda w, apply_fn, x, rng: ((w * x).mean(), ({}, None))
+        >>> grads, _, _ = accumulate_gradients_loop(state, jnp.arange(4.0), None, 2, loss_fn)
+        >>> float(grads)
+        1.5
+    """
     parts, step = _minibatches(state, batch, rng, num_minibatches, loss_fn, weight_key)
     sums, mutable = step(0, [array[0] for array in parts.arrays])
     collected = [mutable]
     for index in range(1, num_minibatches):
-        # The next minibatch waits for this sum: side by side, they would all hold their gradients at once.
+        # Each minibatch waits for this sum, or the gradients of all minibatches would be in memory at once.
         more, mutable = step(index, after(sums, [array[index] for array in parts.arrays]))
         sums = add(sums, more)
         collected.append(mutable)
@@ -87,7 +96,16 @@ def accumulate_gradients_scan(
     *,
     weight_key: str = "loss",
 ) -> tuple[PyTree, Metrics, PyTree]:
-    """Does what `accumulate_gradients` does, with one compiled minibatch in a loop."""
+    """Runs `accumulate_gradients` with `jax.lax.scan`.
+
+    Example:
+        >>> import meshwright as mw, optax
+        >>> state = mw.TrainState.create(apply_fn=None, params=jnp.float32(2.0), tx=optax.sgd(0.1))
+        >>> loss_fn = lambda w, apply_fn, x, rng: ((w * x).mean(), ({}, None))
+        >>> grads, _, _ = accumulate_gradients_scan(state, jnp.arange(4.0), None, 2, loss_fn)
+        >>> float(grads)
+        1.5
+    """
     parts, step = _minibatches(state, batch, rng, num_minibatches, loss_fn, weight_key)
     if num_minibatches == 1:
         sums, mutable = step(0, [array[0] for array in parts.arrays])

@@ -1,7 +1,8 @@
-"""Fully-sharded data parallelism on boxed trees: parameters split between steps, gathered where they are used.
+"""Fully sharded data parallelism on boxed trees: parameters are stored in slices and gathered for use.
 
-Boxes say what is split, the loss is each device's own mean, and gradients are means over devices. The same on plain
-trees, with a layout's specs in place of boxes and sums in place of means, is `meshwright.parallel.fsdp.gather_tree`.
+Boxes name the split dims, each device computes its own mean loss, and gradients are means over devices.
+`meshwright.parallel.fsdp.gather_tree` does the same on plain trees, with specs instead of boxes and sums instead of
+means.
 """
 
 from __future__ import annotations
@@ -29,40 +30,37 @@ from meshwright.types import PyTree
 
 
 def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -> PyTree:
-    """Keeps this device's slice of every large parameter, in a box that names the axis on the dim that was split.
+    """Returns this device's slice of every large parameter, in a box that names the axis on the split dim.
 
-    The largest dim that has no name yet and that the axis divides is the one split; the first of equals.
+    The split dim is the largest one without a name that the axis divides (the first of equal ones).
 
     Args:
-        min_weight_size: parameters with fewer elements stay whole on every device. Elements are counted over the axes
-            that a box already names, so that shards of a large array count as that array. A large parameter that
-            cannot be split stays whole too, with a warning.
+        params: arrays in boxes or not.
+        min_weight_size: parameters with fewer elements, counted over all shards, stay replicated. A larger parameter
+            that cannot be split stays replicated, with a warning.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
-        >>> mesh = mw.create_mesh("fsdp:8")
-        >>> kept = jax.eval_shape(
-        ...     jax.shard_map(
-        ...         lambda w: shard_params({"w": w}, "fsdp", min_weight_size=1)["w"],
-        ...         mesh=mesh,
-        ...         in_specs=P(),
-        ...         out_specs=P(None, "fsdp"),
-        ...     ),
-        ...     jnp.ones((3, 16)),
-        ... )
-        >>> kept.names, kept.value.shape  # seen from outside, the slices are the whole again
-        ((None, 'fsdp'), (3, 16))
+        >>> shard = lambda w: shard_params(w, "fsdp", min_weight_size=1)
+        >>> with jax.set_mesh(mw.create_mesh("fsdp:8")):
+        ...     kept = jax.shard_map(shard, in_specs=mw.P(), out_specs=mw.P(None, "fsdp"))(jnp.ones((3, 16)))
+        >>> kept.names, kept.value.addressable_shards[0].data.shape
+        ((None, 'fsdp'), (3, 2))
     """
     ways = axis_size(axis_name, who="shard_params")
     if ways == 1:
         return params
+    mesh = current_mesh()
+    assert mesh is not None
+    sizes = dict(mesh.shape)
 
     def shard(path: Any, leaf: Any) -> Any:
         value, names = open_box(leaf)
         if any(axis_name in dim_axes(name) for name in names):
             return leaf
-        num_elements = math.prod(jnp.shape(value)) * _num_shards(names)
+        # Names that are not mesh axes split nothing.
+        num_shards = math.prod(sizes.get(axis, 1) for name in names for axis in dim_axes(name))
+        num_elements = math.prod(jnp.shape(value)) * num_shards
         if num_elements < min_weight_size:
             return leaf
         fitting = [dim for dim, name in enumerate(names) if name is None and value.shape[dim] % ways == 0]
@@ -70,8 +68,8 @@ def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -
             name = tree_path_to_string(path, sep="/")
             free = ", ".join(str(value.shape[dim]) for dim, name in enumerate(names) if name is None) or "none"
             warnings.warn(
-                f"`{name}`, with {num_elements:,} elements, stays whole on every device of axis {axis_name!r}: its "
-                f"local shape is {jnp.shape(value)}, and none of its free dims ({free}) divides by {ways}.\n"
+                f"`{name}`, with {num_elements:,} elements, stays replicated on every device of axis {axis_name!r}: "
+                f"its local shape is {jnp.shape(value)}, and {ways} divides none of its free dims ({free}).\n"
                 f"hint: pad one of them to a multiple of {ways}, or raise min_weight_size.",
                 MeshwrightWarning,
                 stacklevel=2,
@@ -85,15 +83,23 @@ def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -
 
 
 def gather_params(params: PyTree, axis_name: str, gather_dtype: Any = None, grad_scatter_dtype: Any = None) -> PyTree:
-    """Gathers every parameter that is split over a mesh axis; its box loses that name, and goes if it was the last.
+    """Gathers every parameter that a mesh axis splits, and removes the axis from its box.
 
-    Gradients of the gathered parameters are means over the axis, back in slices. So are those of the others where the
-    parameters vary over the axis, or `check_vma` is off. With `check_vma` on, JAX gives those of replicated ones as a
-    sum; `sync_gradients` knows which is which, so call it on the gradients in any case.
+    The gradient of a gathered parameter is the mean over the axis, again in slices. So is the gradient of any other
+    parameter that varies along the axis, or if `check_vma` is off. With `check_vma` on, JAX returns the gradient of a
+    replicated parameter as a sum. Always call `sync_gradients` on the gradients: it handles each case.
 
     Args:
-        gather_dtype: floats travel in this dtype, and arrive in their own.
-        grad_scatter_dtype: gradients travel back in this one.
+        params: arrays in boxes or not.
+        gather_dtype: the dtype in which floats are sent; the results have their original dtype.
+        grad_scatter_dtype: the dtype in which gradients are sent back.
+
+    Example:
+        >>> import meshwright as mw
+        >>> full = lambda w: gather_params(nn.Partitioned(w, ("fsdp",)), "fsdp")[None]
+        >>> with jax.set_mesh(mw.create_mesh("fsdp:8")):
+        ...     jax.shard_map(full, in_specs=mw.P("fsdp"), out_specs=mw.P("fsdp"))(jnp.arange(8)).shape  # all 8 on each
+        (8, 8)
     """
     axis_size(axis_name, who="gather_params")
 
@@ -113,20 +119,19 @@ def gather_params(params: PyTree, axis_name: str, gather_dtype: Any = None, grad
 def gather_array_with_mean_grads(
     x: Any, axis: int, axis_name: str, gather_dtype: Any = None, grad_scatter_dtype: Any = None
 ) -> Any:
-    """Gathers the slices of an array along a dim; the gradient is the mean over devices of each slice's part.
+    """Gathers the slices of an array along a dim; the gradient of a slice is the mean over devices.
 
     Args:
-        axis: the dim that is split.
-        gather_dtype: floats travel in this dtype, and arrive in their own.
-        grad_scatter_dtype: gradients travel back in this one.
+        axis: the split dim.
+        gather_dtype: the dtype in which floats are sent; the result has the original dtype.
+        grad_scatter_dtype: the dtype in which gradients are sent back.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
-        >>> def loss(x):
-        ...     return (gather_array_with_mean_grads(x, 0, "dp") * jax.lax.axis_index("dp")).sum()
-        >>> grads = jax.shard_map(jax.grad(loss), mesh=mw.create_mesh("dp:8"), in_specs=P("dp"), out_specs=P("dp"))
-        >>> grads(jnp.ones(8)).tolist()[:2]  # the mean of 0..7
+        >>> loss = lambda x: (gather_array_with_mean_grads(x, 0, "dp") * jax.lax.axis_index("dp")).sum()
+        >>> with jax.set_mesh(mw.create_mesh("dp:8")):
+        ...     grads = jax.shard_map(jax.grad(loss), in_specs=mw.P("dp"), out_specs=mw.P("dp"))(jnp.ones(8))
+        >>> grads.tolist()[:2]  # the mean of 0..7
         [3.5, 3.5]
     """
     return gather_array(
@@ -141,24 +146,19 @@ def shard_module_params(
     gather_dtype: Any = None,
     grad_scatter_dtype: Any = None,
 ) -> Callable[..., Any]:
-    """Returns a linen module class (or constructor) whose parameters are stored split and gathered when it is called.
+    """Returns a linen module class (or constructor) that stores its parameters in slices and gathers them when called.
 
     Args:
         target: a module class, a partial of one, or any function that returns a module.
         min_weight_size: see `shard_params`.
-        gather_dtype: see `gather_params`.
-        grad_scatter_dtype: see `gather_params`.
+        gather_dtype: see `gather_params`, as for `grad_scatter_dtype`.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> layer = shard_module_params(nn.Dense, "fsdp", min_weight_size=1)(features=8)
-        >>> boxes = jax.eval_shape(
-        ...     mw.parallel.local_map(layer.init, mesh=mw.create_mesh("fsdp:8"), in_specs=P(), out_specs=P("fsdp")),
-        ...     jax.random.key(0),
-        ...     jnp.ones((1, 4)),
-        ... )
-        >>> boxes["params"]["kernel"].names
+        >>> mesh = mw.create_mesh("fsdp:8")
+        >>> init = mw.parallel.local_map(layer.init, mesh=mesh, in_specs=mw.P(), out_specs=mw.P("fsdp"))
+        >>> jax.eval_shape(init, jax.random.key(0), jnp.ones((1, 4)))["params"]["kernel"].names
         (None, 'fsdp')
     """
     if isinstance(target, nn.Module):
@@ -186,7 +186,7 @@ def shard_module_params(
 
 
 class _ShardedModule(nn.Module):
-    """What a function returns, with its variables mapped; the inner module adds no level to the tree."""
+    """The module from a constructor, with its variables mapped; the inner module adds no level to the tree."""
 
     make: Callable[[], nn.Module]
     lift: Callable[..., Any]
@@ -202,22 +202,17 @@ class _ShardedModule(nn.Module):
 
 
 def sync_gradients(grads: PyTree, axis_names: str | Sequence[str]) -> PyTree:
-    """Returns the mean of the gradients over mesh axes, leaving out those that a leaf's box says it is split over.
+    """Returns the mean of the gradients over mesh axes, except the axes that split a leaf according to its box.
 
-    The loss must be each device's own, not yet reduced over these axes. Right with `check_vma` on and off: where
-    JAX already summed a gradient (that of a replicated parameter, with the check on), the sum is divided.
+    The loss must be each device's own, not yet reduced over these axes. Works with `check_vma` on and off: if JAX
+    already summed a gradient (that of a replicated parameter, with the check on), the sum is divided.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> step = lambda w, x: sync_gradients(jax.grad(lambda w: (w * x).sum())(w), "dp")
-        >>> for check in (True, False):
-        ...     mean = jax.shard_map(
-        ...         step, mesh=mw.create_mesh("dp:8"), in_specs=(P(), P("dp")), out_specs=P(), check_vma=check
-        ...     )
-        ...     print(mean(1.0, jnp.arange(8.0)))
-        3.5
-        3.5
+        >>> with jax.set_mesh(mw.create_mesh("dp:8")):
+        ...     jax.shard_map(step, in_specs=(mw.P(), mw.P("dp")), out_specs=mw.P())(1.0, jnp.arange(8.0))
+        Array(3.5, dtype=float32, weak_type=True)
     """
     names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     sizes = {axis: axis_size(axis, who="sync_gradients") for axis in names}
@@ -239,12 +234,11 @@ def sync_gradients(grads: PyTree, axis_names: str | Sequence[str]) -> PyTree:
 
 
 def _with_mean_grads(x: Any, axis: str) -> Any:
-    """Returns a whole array whose gradient is the mean over an axis, in so far as its type can say so."""
+    """Makes the gradient of an array its mean over an axis, if its type allows that."""
     if axis_size(axis, who="gather_params") == 1 or not is_float(x.dtype):
         return x
     if _is_checked(axis) and axis not in varying_axes(x):
-        # The gradient of a replicated value is replicated, so its type cannot tell a mean from a sum. JAX's own is
-        # the sum, here and for every parameter that never passes through this function: sync_gradients divides.
+        # JAX sums the gradient of a replicated value in any case, so sync_gradients divides it.
         return pcast_varying(x, axis)
     identity = jax.custom_vjp(lambda x: x)
     identity.defvjp(lambda x: (x, None), lambda _, grad: (pcast_varying(_mean(grad, axis), axis),))
@@ -256,16 +250,10 @@ def _mean(x: Any, axes: Any) -> Any:
 
 
 def _is_checked(axis: str) -> bool:
-    """Returns whether `check_vma` is on: only then does the type of an index say that it varies."""
+    """Returns whether `check_vma` is on; only then does the type of an axis index vary."""
     return axis in varying_axes(lax.axis_index(axis))
 
 
 def _without(name: Any, axis: str) -> Any:
     rest = tuple(other for other in dim_axes(name) if other != axis)
     return rest if len(rest) > 1 else rest[0] if rest else None
-
-
-def _num_shards(names: Sequence[Any]) -> int:
-    mesh = current_mesh()
-    sizes: Any = mesh.shape if mesh is not None else {}
-    return math.prod(sizes.get(axis, 1) for name in names for axis in dim_axes(name))  # a name may be no mesh axis

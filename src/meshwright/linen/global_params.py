@@ -1,11 +1,11 @@
-"""Parameters of the tensor-parallel layers as the one kernel and bias that a single device would hold, and back.
+"""Conversion between the parameters of tensor-parallel layers and the kernel and bias of a single-device layer.
 
-`TPDense` and `TPAsyncDense` store one layer per device, so their trees change with the axis size and with the kind of
-layer. The global layout does not: `{"kernel": [inputs, outputs], "bias": [outputs]}`. Through it, parameters move
-between axis sizes, between the two kinds of layer, and to layers of anyone else.
+`TPDense` and `TPAsyncDense` store one layer per device, so their trees depend on the axis size and the kind of layer.
+The global layout is always `{"kernel": [inputs, outputs], "bias": [outputs]}`. Use it to move parameters to another
+axis size, to the other kind of layer, or to other libraries.
 
 Legend: n devices; device i; piece k; I, O the input and output features of one piece. Leading dims, such as the layers
-of `nn.scan`, are carried along.
+of `nn.scan`, are kept.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class DenseForm:
-    """How a tensor-parallel dense layer stores its parameters; `DenseForm.of(layer, axis_size=4)` reads it off one.
+    """The storage of a tensor-parallel dense layer's parameters; `DenseForm.of(layer, axis_size=4)` gets it.
 
     Attributes:
-        tp_mode: as in the layer. With `"none"`, or an axis size of 1, the layer is a plain one.
-        pieces: whether it is a `TPAsyncDense`, which stores one kernel per pair of devices.
-        name: the layer inside; for a plain one, the default `module` stands for flax's own `Dense_0`.
-        original_split_scatter: set for parameters that the original library trained with
-            `use_bidirectional_scatter=True`. There, the right half of every output went to another device than ours.
-        axis_name: where given, arrays from `from_global` are in boxes that name this axis, as the layers want them.
+        tp_mode: the layer's `tp_mode`. With `"none"`, or an axis size of 1, the layer is a plain one.
+        pieces: whether the layer is a `TPAsyncDense`, which stores one kernel per pair of devices.
+        name: the name of the inner layer; for a plain layer, the default `module` stands for flax's `Dense_0`.
+        original_split_scatter: set this for parameters that xlstm_jax trained with `use_bidirectional_scatter=True`,
+            which sends the right half of each output to another device than Meshwright does.
+        axis_name: if set, `from_global` returns arrays in boxes that name this axis, as the layers expect.
     """
 
     tp_mode: TPMode
@@ -48,7 +48,7 @@ class DenseForm:
 
     @classmethod
     def of(cls, layer: TPDense | TPAsyncDense, *, axis_size: int, boxed: bool = True) -> DenseForm:
-        """Returns the form of a layer's parameters on an axis of this size."""
+        """Returns the form of a layer on an axis of this size; `boxed` sets `axis_name`."""
         return cls(
             tp_mode=layer.tp_mode,
             axis_size=axis_size,
@@ -59,25 +59,26 @@ class DenseForm:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the layer holds whole arrays."""
+        """Whether the layer stores full arrays."""
         return self.tp_mode == "none" or self.axis_size == 1
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names directly below the layer."""
+        """The names of the layer's children."""
         if self.pieces:
             return tuple(f"shard_{k}" for k in range(1 if self.is_plain else self.axis_size))
         return ("Dense_0" if self.is_plain and self.name == "module" else self.name,)
 
 
 def to_global(params: Tree, form: DenseForm | Mapping[str, DenseForm]) -> dict[str, Any]:
-    """Returns a layer's parameters, which are global arrays in boxes or not, as whole `kernel` and `bias`.
+    """Converts a layer's parameters to one `kernel` and one `bias`.
 
-    Biases that every device has in mode `"scatter"` become their sum, which is what the layer computes.
+    In mode `"scatter"`, the biases of all devices are summed, because the layer adds them up.
 
     Args:
-        form: how the layer stores them; or, for the parameters of a whole model, a form for each path at which such a
-            layer is. Everything else is returned as it is.
+        params: the layer's parameters as global arrays, in boxes or not; or those of a whole model.
+        form: the layer's form; for a whole model, a form by path for each tensor-parallel layer. Other parameters are
+            returned unchanged.
 
     Example:
         >>> params = {"module": {"sharded": {"kernel": jnp.ones((4, 8, 2)), "bias": jnp.ones((4, 2))}}}
@@ -111,10 +112,11 @@ def to_global(params: Tree, form: DenseForm | Mapping[str, DenseForm]) -> dict[s
 
 
 def from_global(params: Tree, form: DenseForm | Mapping[str, DenseForm]) -> dict[str, Any]:
-    """Returns whole `kernel` and `bias` as the parameters of a tensor-parallel layer: the inverse of `to_global`.
+    """Converts one `kernel` and one `bias` to the parameters of a tensor-parallel layer, as the inverse of `to_global`.
 
     Args:
-        form: how the layer stores them; or a form for each path of a model's parameters that holds such a layer.
+        params: the layer's `kernel` and `bias`; or the parameters of a whole model.
+        form: the layer's form; for a whole model, a form by path for each tensor-parallel layer.
 
     Example:
         >>> whole = {"kernel": jnp.arange(64.0).reshape(8, 8), "bias": jnp.arange(8.0)}
@@ -151,12 +153,12 @@ def from_global(params: Tree, form: DenseForm | Mapping[str, DenseForm]) -> dict
 
 
 def _places(form: DenseForm) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """Returns, for every piece k and device i, the row and the column of their block in the whole kernel.
+    """Returns the row and column in the full kernel of each block (piece k, device i), for each half of the outputs.
 
-    Twice, where the two halves of the outputs lie in different columns.
+    There is only one entry unless the two halves are in different columns.
     """
     k, i = np.indices((form.axis_size, form.axis_size))
-    if form.tp_mode == "gather":  # the shard that came k places up the ring, for this device's outputs
+    if form.tp_mode == "gather":  # the shard from k devices down the ring, for this device's outputs
         return [((i - k) % form.axis_size, i)]
     hops = form.axis_size - 1 - k
     up, down = (i, (i + hops) % form.axis_size), (i, (i - hops) % form.axis_size)
@@ -182,7 +184,7 @@ def _cut_pieces(kernel: Any, form: DenseForm) -> list[Any]:
 
 
 def _permute(x: Any, direction: Callable[[Any], Any], orders: list[Any], *, dim: int) -> Any:
-    """Reorders the blocks along a dim; with two orders, the left and the right half of the last dim each in its own."""
+    """Reorders the blocks along a dim; with two orders, one for each half of the last dim."""
     xp, cut = _namespace(x), ceil_div(x.shape[-1], len(orders))
     halves = [x[..., :cut], x[..., cut:]][: len(orders)]
     moved = [xp.take(half, direction(order), axis=dim) for half, order in zip(halves, orders, strict=True)]
@@ -190,19 +192,19 @@ def _permute(x: Any, direction: Callable[[Any], Any], orders: list[Any], *, dim:
 
 
 def _merge(x: Any, dim: int) -> Any:
-    """Joins a dim, counted from the end, with the one after it."""
+    """Merges a dim, counted from the end, with the next one."""
     at = x.ndim + dim
     return x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
 
 
 def _divide(x: Any, dim: int, ways: int) -> Any:
-    """Splits a dim, counted from the end, into `ways` blocks: a new dim before it."""
+    """Splits a dim, counted from the end, into `ways` blocks along a new dim before it."""
     at = x.ndim + dim
     return x.reshape(*x.shape[:at], ways, x.shape[at] // ways, *x.shape[at + 1 :])
 
 
 def _namespace(x: Any) -> Any:
-    return np if isinstance(x, np.ndarray) else jnp  # arrays on the host stay there, in their own dtype
+    return np if isinstance(x, np.ndarray) else jnp  # numpy arrays stay on the host and keep their dtype
 
 
 def _boxed(layer: dict[str, Any], form: DenseForm) -> dict[str, Any]:
@@ -218,11 +220,11 @@ def _boxed(layer: dict[str, Any], form: DenseForm) -> dict[str, Any]:
 
 
 def _read(params: Tree, form: DenseForm) -> list[dict[str, Any]]:
-    """Returns the arrays of each layer inside, out of their boxes and checked."""
+    """Returns the unboxed arrays of each inner layer, and checks them."""
     if set(params) != set(form.names) and not (form.is_plain and not form.pieces and len(params) == 1):
         raise TreeError(
-            f"a layer of this form holds {', '.join(form.names)}; this one holds {', '.join(params) or 'nothing'}.",
-            hint=f"is it another layer, or trained on another axis size? The form is {form}.",
+            f"expected a layer with {', '.join(form.names)}; got {', '.join(params) or 'an empty one'}.",
+            hint=f"check that the form matches the layer and its axis size: {form}.",
         )
     layers = []
     for name in form.names if len(params) > 1 else params:
@@ -230,9 +232,8 @@ def _read(params: Tree, form: DenseForm) -> list[dict[str, Any]]:
         if not form.is_plain:
             if "sharded" not in layer:
                 raise TreeError(
-                    f"`{name}` of a layer on {form.axis_size} devices holds `sharded`; this one holds "
-                    f"{', '.join(layer)}.",
-                    hint="parameters of a plain layer have axis_size=1.",
+                    f"expected `sharded` in `{name}` of a layer on {form.axis_size} devices; got {', '.join(layer)}.",
+                    hint="use axis_size=1 for the parameters of a plain layer.",
                 )
             layer = layer["sharded"]
         layers.append(_checked_layer(layer, form, where=f"`{name}`", stacked=not form.is_plain))
@@ -241,15 +242,15 @@ def _read(params: Tree, form: DenseForm) -> list[dict[str, Any]]:
 
 def _checked_layer(layer: Tree, form: DenseForm, *, where: str, stacked: bool = False) -> dict[str, Any]:
     if "kernel" not in layer or not set(layer) <= {"kernel", "bias"}:
-        raise TreeError(f"{where} holds {', '.join(layer)}; a dense layer holds kernel and, maybe, bias.")
+        raise TreeError(f"{where} has {', '.join(layer)}; a dense layer has a kernel and optionally a bias.")
     arrays = {name: open_box(leaf)[0] for name, leaf in layer.items()}
     if stacked:
         for name, dim in (("kernel", -3), ("bias", -2)):
             shape = arrays[name].shape if name in arrays else None
             if shape is not None and (len(shape) < -dim or shape[dim] != form.axis_size):
                 raise TreeError(
-                    f"{where}: {name} has shape {shape}; on {form.axis_size} devices, its dim {dim} has that size.",
-                    hint="convert global arrays: outside of shard_map, with the axis size they were made for.",
+                    f"{where}: {name} has shape {shape}; on {form.axis_size} devices, dim {dim} must have that size.",
+                    hint="convert outside of shard_map, with the axis size that the parameters were created for.",
                 )
         return arrays
     if not form.is_plain:
@@ -262,7 +263,7 @@ def _checked_layer(layer: Tree, form: DenseForm, *, where: str, stacked: bool = 
                 raise TreeError(
                     f"the kernel has {size} {what}, which {form.axis_size} devices do not divide: {size} % "
                     f"{form.axis_size} = {size % form.axis_size}.",
-                    hint="use an axis size that divides it.",
+                    hint=f"use an axis size that divides {size}.",
                 )
     return arrays
 
@@ -273,8 +274,8 @@ def _at_paths(params: Tree, forms: Mapping[str, DenseForm], convert: Callable[..
         first, _, rest = path.partition("/")
         if first not in whole:
             raise TreeError(
-                f"there is no {first!r} on the way to a layer at `{path}`; here are: {', '.join(whole)}.",
-                hint=did_you_mean(first, whole) or "write paths as in the parameters, joined by `/`.",
+                f"no {first!r} found on the path `{path}`; the parameters have: {', '.join(whole)}.",
+                hint=did_you_mean(first, whole) or "use the paths of the parameters, joined by `/`.",
             )
         whole[first] = convert(whole[first], {rest: form} if rest else form)
     return whole

@@ -1,7 +1,7 @@
-"""Tensor-parallel linen modules whose parameters are this device's own: a wrapper for any module, and dense layers.
+"""Tensor-parallel linen modules with separate parameters on each device, for use inside `shard_map`.
 
-They are for use inside `shard_map`. Their trees depend on the axis size and on the kind of layer, because each device
-has its own layer, stacked along the axis; `global_params` turns them into the one global layout and back.
+Each device has its own layer, stacked along the axis, so the trees depend on the axis size and the kind of layer;
+`global_params` converts them to one global layout and back.
 """
 
 from __future__ import annotations
@@ -33,24 +33,22 @@ Initializer = Callable[..., Any]
 
 
 class ModelParallelismWrapper(nn.Module):
-    """Gives every device along a mesh axis its own copy of a module, with parameters of its own.
+    """Gives every device along a mesh axis its own copy of a module, with separate parameters.
 
-    The variables of the inner module, named `sharded`, get a new leading dim that stands for the axis: size 1 on each
-    device, the axis size globally. All collections are treated so, since all may differ.
+    All variables of the inner module, named `sharded`, get a new leading dim for the axis: size 1 on each device, the
+    axis size globally.
 
     Attributes:
-        module_fn: makes the inner module; called with `name="sharded"` and `module_kwargs`.
-        mask_except_model_idx: the one device whose variables are not zero. Those of the others are zero when they are
-            made and when they are used, so that their gradients are zero too.
-        split_rngs: gives each device random keys of its own, for parameters and for every other stream (dropout).
+        module_fn: constructs the inner module; called with `name="sharded"` and `module_kwargs`.
+        mask_except_model_idx: the only device with non-zero variables (default: all). On the other devices, variables
+            are masked at creation and at use, so their gradients are zero too.
+        split_rngs: give each device its own random keys, for parameters and all other streams such as dropout.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> layer = ModelParallelismWrapper("tp", nn.Dense, module_kwargs=FrozenDict(features=4))
-        >>> init = mw.parallel.local_map(layer.init, mesh=mw.create_mesh("tp:8"), in_specs=P(), out_specs=P("tp"))
-        >>> variables = jax.eval_shape(init, jax.random.key(0), jnp.ones((2, 3)))
-        >>> kernel = variables["params"]["sharded"]["kernel"]
+        >>> init = mw.parallel.local_map(layer.init, mesh=mw.create_mesh("tp:8"), in_specs=mw.P(), out_specs=mw.P("tp"))
+        >>> kernel = jax.eval_shape(init, jax.random.key(0), jnp.ones((2, 3)))["params"]["sharded"]["kernel"]
         >>> kernel.names, kernel.value.shape
         (('tp', None, None), (8, 3, 4))
     """
@@ -69,10 +67,8 @@ class ModelParallelismWrapper(nn.Module):
             return module.module_fn(name="sharded", **module.module_kwargs)(*args, **kwargs)
 
         axis_size(self.model_axis_name, who=type(self).__name__)
-        # Everything inside differs between devices. Said here, the gradients of the inputs are summed once, and a scan
-        # inside starts with the type that its body returns.
+        # Cast here, the gradients of the inputs are summed once, and a scan inside starts with the type of its result.
         args, kwargs = jax.tree.map(
-            # Flags and the like stay Python values.
             lambda leaf: pcast_varying(leaf, self.model_axis_name) if isinstance(leaf, jax.Array) else leaf,
             (args, kwargs),
         )
@@ -81,7 +77,7 @@ class ModelParallelismWrapper(nn.Module):
             trans_in_fn=lambda variables: self._enter(unstack_params(variables, self.model_axis_name)),
             trans_out_fn=lambda variables: stack_params(self._leave(variables), self.model_axis_name),
             mutable=True,
-            # Where parameters change on the way out, the output at init must already be that of the changed ones.
+            # If parameters are changed after init, the output at init must use the changed ones.
             init=self.is_initializing() and self._changes_params(),
         )
         return mapped(self, *args, **kwargs)
@@ -90,20 +86,20 @@ class ModelParallelismWrapper(nn.Module):
         return self.mask_except_model_idx is not None
 
     def _enter(self, variables: PyTree) -> PyTree:
-        """Changes the inner module's variables before they are used."""
+        """Transforms the inner module's variables before use."""
         mask = masker(self.model_axis_name, self.mask_except_model_idx, who=type(self).__name__)
         return {name: jax.tree.map(mask, tree) if name == "params" else tree for name, tree in variables.items()}
 
     def _leave(self, variables: PyTree) -> PyTree:
-        """Changes the inner module's variables after they were made or written."""
+        """Transforms the inner module's variables after they are created or written."""
         return ModelParallelismWrapper._enter(self, variables)
 
 
 class _PartialSumWrapper(ModelParallelismWrapper):
-    """Wraps a layer whose outputs are added up over devices, so that its bias must be counted once.
+    """Wraps a layer whose outputs are summed over devices, so that its bias counts only once.
 
-    A bias starts as zero on every device but the first, and only the first one's gets a gradient. The function stays
-    the sum of all biases: those trained when every device had one keep the function they were trained for.
+    Biases start at zero on all devices but the first, and only the first gets gradients. The layer still adds all
+    biases, so that parameters trained with a bias on every device compute the same function.
     """
 
     def _changes_params(self) -> bool:
@@ -121,30 +117,26 @@ class _PartialSumWrapper(ModelParallelismWrapper):
 class TPDense(nn.Module):
     """A dense layer split over the devices of a mesh axis, with one collective before or after it.
 
-    `"gather"` expects inputs split on the last dim, gathers them, and returns outputs split on the last dim.
-    `"scatter"` expects the same, multiplies what each device has, and adds up and splits the outputs. `"none"`, and an
-    axis of one device, is a plain dense layer.
+    Inputs and outputs are split on the last dim. `"gather"` all-gathers the inputs and computes some of the outputs on
+    each device. `"scatter"` multiplies each device's inputs and reduce-scatters the outputs. `"none"`, or an axis of
+    size 1, is a plain dense layer.
 
-    `dense_fn` makes the layer of one device: for `"gather"` with the features of one device, for `"scatter"` with all
-    of them. Kernels are drawn as parts of the whole kernel, so their scale does not depend on the number of devices.
-    In `"scatter"` the parameter named `bias` is that of the first device, so that it is counted once.
+    Kernels are initialized as parts of the full kernel, so their scale does not depend on the number of devices. In
+    `"scatter"`, only the first device has a bias, so that it counts once.
 
     Attributes:
-        dense_fn: makes the layer; must take `kernel_init`, `use_bias` and `name`.
-        model_axis_name: the mesh axis.
-        skip_communication: leaves out the gather or the scatter: for inputs that are gathered already, or partial sums
-            that are added up later.
-        kernel_init: draws the whole kernel, of which each device keeps its part.
-        kernel_init_adjustment: a factor on what `kernel_init` draws.
-        dense_name: the name of the layer. A plain layer has it only if it is not the default, and flax's otherwise.
+        dense_fn: constructs one device's layer, with the features of one device (`"gather"`) or all features
+            (`"scatter"`); must accept `kernel_init`, `use_bias` and `name`.
+        skip_communication: skip the collective, if the inputs are already gathered or the partial sums are added later.
+        kernel_init: initializer of the full kernel, of which each device keeps its part.
+        kernel_init_adjustment: factor applied to the initial kernel.
+        dense_name: the name of the inner layer; a plain layer with the default name gets flax's name.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> layer = TPDense(functools.partial(nn.Dense, features=2), "tp", tp_mode="gather")
-        >>> init = mw.parallel.local_map(
-        ...     layer.init, mesh=mw.create_mesh("tp:8"), in_specs=(P(), P(None, "tp")), out_specs=P("tp")
-        ... )
+        >>> mesh, specs = mw.create_mesh("tp:8"), (mw.P(), mw.P(None, "tp"))
+        >>> init = mw.parallel.local_map(layer.init, mesh=mesh, in_specs=specs, out_specs=mw.P("tp"))
         >>> params = jax.eval_shape(init, jax.random.key(0), jnp.ones((3, 8)))["params"]
         >>> params["module"]["sharded"]["kernel"].value.shape
         (8, 8, 2)
@@ -170,7 +162,7 @@ class TPDense(nn.Module):
         size, here = axis_size(axis, who="TPDense"), axis_index(axis, who="TPDense")
         if mode == "gather":
             if not self.skip_communication:
-                # Its gradient is a sum, in the dtype that travels here.
+                # The gradient is a sum over devices in this dtype.
                 wide = pcast_varying(x, axis).astype(summing_dtype(x.dtype))
                 x = lax.all_gather(wide, axis, axis=x.ndim - 1, tiled=True).astype(x.dtype)
             wrapper, kernel_init = ModelParallelismWrapper, init(outputs=(here, size))
@@ -186,28 +178,23 @@ class TPDense(nn.Module):
 
 
 class TPAsyncDense(nn.Module):
-    """A dense layer split over the devices of a mesh axis into as many pieces again, so that communication overlaps.
+    """A dense layer like `TPDense` with a ring instead of the collective, so that communication overlaps.
 
-    The functions of `TPDense`, with a ring in place of the collective: while one piece multiplies, the next shard
-    travels. `dense_fn` makes one piece, with the output features of one device in either mode. The pieces are named
-    `shard_0`, `shard_1`, ...; the first has the bias. With one device, or `"none"`, there is only `shard_0`.
+    Each device's layer is split into one piece per device: while one piece multiplies, the next shard is sent. The
+    pieces are named `shard_0`, `shard_1`, ...; the first has the bias. On one device, or with `"none"`, there is only
+    `shard_0`.
 
     Attributes:
-        dense_fn: makes a piece; must take `kernel_init`, `use_bias` and `name`.
-        model_axis_name: the mesh axis.
-        kernel_init: draws the whole kernel, of which each piece is a part.
-        kernel_init_adjustment: a factor on what `kernel_init` draws.
-        dense_name: has no effect; it is there for code that gives it.
-        use_bidirectional_gather: sends shards both ways around the ring; the function stays the same.
-        use_bidirectional_scatter: sends halves of the sums both ways around the ring; the function stays the same.
+        dense_fn: constructs a piece, with the output features of one device in either mode; see `TPDense`.
+        dense_name: ignored; accepted for compatibility.
+        use_bidirectional_gather: send shards both ways around the ring; the result is the same.
+        use_bidirectional_scatter: send halves of the sums both ways around the ring; the result is the same.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
         >>> layer = TPAsyncDense(functools.partial(nn.Dense, features=2), "tp", tp_mode="gather")
-        >>> init = mw.parallel.local_map(
-        ...     layer.init, mesh=mw.create_mesh("tp:8"), in_specs=(P(), P(None, "tp")), out_specs=P("tp")
-        ... )
+        >>> mesh, specs = mw.create_mesh("tp:8"), (mw.P(), mw.P(None, "tp"))
+        >>> init = mw.parallel.local_map(layer.init, mesh=mesh, in_specs=specs, out_specs=mw.P("tp"))
         >>> params = jax.eval_shape(init, jax.random.key(0), jnp.ones((3, 8)))["params"]
         >>> len(params), params["shard_7"]["sharded"]["kernel"].value.shape
         (8, (8, 1, 2))
@@ -243,17 +230,17 @@ class TPAsyncDense(nn.Module):
 
         if mode == "gather":
             ring = async_gather_bidirectional if self.use_bidirectional_gather else async_gather
-            # Entry k is the shard of the device k places below this one.
+            # Entry k is the shard of the device k positions below this one.
             parts = [piece(k, shard, here - k, here) for k, shard in enumerate(ring(x, axis))]
             return functools.reduce(jnp.add, parts)
-        # Entry k is destined to the device that its n - 1 - k hops lead to.
+        # Entry k goes to the device n - 1 - k hops away.
         parts = [piece(k, x, here, here + size - 1 - k) for k in range(size)]
         scatter = async_scatter_split if self.use_bidirectional_scatter else async_scatter
         return scatter(parts, axis)
 
 
 def scale_init(init_fn: Initializer, scale_factor: float = 1.0) -> Initializer:
-    """Returns an initializer that draws what `init_fn` draws, times a factor.
+    """Returns an initializer that multiplies the values of `init_fn` by a factor.
 
     Example:
         >>> scale_init(nn.initializers.ones, 0.5)(jax.random.key(0), (2,)).tolist()
@@ -267,7 +254,7 @@ def scale_init(init_fn: Initializer, scale_factor: float = 1.0) -> Initializer:
 
 
 def checked_mode(layer: TPDense | TPAsyncDense) -> TPMode:
-    """Returns how a layer is split here: as asked, or not at all on an axis of one device."""
+    """Returns a layer's `tp_mode`, or `"none"` on an axis of size 1."""
     known = ("scatter", "gather", "none")
     if layer.tp_mode not in known:
         raise PlacementError(
@@ -282,27 +269,19 @@ def _adjusted_init(layer: TPDense | TPAsyncDense) -> Initializer:
 
 
 def _shared_key(layer: nn.Module) -> Any:
-    """Returns a key that is the same on every device and for every piece, so that they cut from the same kernel."""
+    """Returns a key that all devices and pieces share, so that they are parts of the same kernel."""
     return layer.make_rng("params") if layer.is_initializing() and layer.has_rng("params") else None
 
 
 def _part_of_whole(
-    init_fn: Initializer,
-    shared_key: Any,
-    *,
-    inputs: tuple[Any, int] = (0, 1),
-    outputs: tuple[Any, int] = (0, 1),
+    init_fn: Initializer, shared_key: Any, *, inputs: tuple[Any, int] = (0, 1), outputs: tuple[Any, int] = (0, 1)
 ) -> Initializer:
-    """Returns an initializer that draws the whole kernel and returns one part of it.
+    """Returns an initializer that initializes the full kernel and returns part `inputs[0]` of `inputs[1]` of its rows.
 
-    So `init_fn` sees the sizes it would see on one device, whatever it makes of them. XLA draws only the
-    part on TPUs and GPUs; on CPUs it draws the whole kernel first, which takes four times its memory for a moment.
-
-    Args:
-        inputs: which part of how many, along the input dim (the last but one).
-        outputs: the same along the output dim (the last).
+    `outputs` selects columns in the same way. `init_fn` sees the sizes of a single-device layer. On TPUs and GPUs, XLA
+    computes only the part; on CPUs it computes the full kernel first, which briefly takes four times its memory.
     """
-    calls = itertools.count()  # a layer with two kernels must not draw the same one twice
+    calls = itertools.count()  # so that two kernels of a layer differ
 
     def draw(key: Any, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
         key = key if shared_key is None else jax.random.fold_in(shared_key, next(calls))
@@ -324,9 +303,9 @@ def _part_of_whole(
 def _scatter_sum(y: Any, axis: str, size: int) -> Any:
     if y.shape[-1] % size:
         raise PlacementError(
-            f"TPDense in mode 'scatter' splits its {y.shape[-1]} outputs over the {size} devices of axis {axis!r}: "
+            f"TPDense in mode 'scatter' cannot split {y.shape[-1]} outputs over the {size} devices of axis {axis!r}: "
             f"{y.shape[-1]} % {size} = {y.shape[-1] % size}.",
-            hint=f"let dense_fn make a layer of {round_up(y.shape[-1], size)} features: all of them, not one device's.",
+            hint=f"return a layer of {round_up(y.shape[-1], size)} features from dense_fn (the total, not per device).",
         )
     return sum_scattered(y, axis, dim=-1)
 
@@ -339,7 +318,7 @@ def _map_biases(change: Callable[[Any], Any], variables: PyTree) -> PyTree:
 
 
 def _fold_streams(module: nn.Module, axis: str) -> None:
-    """Makes a module's random keys differ along an axis; the scope is the lifted one, made for this call alone."""
+    """Makes a module's random keys differ along an axis; its lifted scope is created for this call only."""
     assert module.scope is not None
     for stream, key in module.scope.rngs.items():
         module.scope.rngs[stream] = LazyRng.create(fold_rng_over_axis(key.as_jax_rng(), axis))

@@ -1,7 +1,7 @@
-"""The pipeline for flax linen modules, with the names and arguments of the toolkit these come from.
+"""Pipelines of flax linen modules, with the API of xlstm_jax.
 
-Positional arguments after `x` belong to its rows and are cut into microbatches with it; those without rows (scalars,
-flags, None) and all keyword arguments go to every microbatch as they are.
+Positional arguments after `x` are split into microbatches along with it; scalars, flags, None and all keyword arguments
+are passed to every microbatch.
 """
 
 from __future__ import annotations
@@ -27,10 +27,17 @@ from meshwright.types import PyTree
 def execute_pipeline_step(
     module: Callable[..., Any], state: PyTree, input: PyTree, *args: Any, model_axis_name: str, **kwargs: Any
 ) -> tuple[PyTree, PyTree]:
-    """Runs one tick of a pipeline: returns what arrives for the next one, and the output, zeros but on the last stage.
+    """Runs one tick of a pipeline and returns the next `state` and the output, which is zero except on the last stage.
 
-    The first stage takes `input`, the others `state`, which the stage before sent. The module runs on whatever it is
-    given, also while the pipeline fills and empties; `execute_pipeline` knows when that is, and does not.
+    The first stage takes `input`, the others take `state` from the previous stage. The module also runs on the empty
+    ticks while the pipeline fills and drains, which `execute_pipeline` skips.
+
+    Example:
+        >>> import meshwright as mw
+        >>> tick = lambda x: execute_pipeline_step(lambda h: h + 1, x, x, model_axis_name="pp")[0]
+        >>> with jax.set_mesh(mw.create_mesh("pp:8")):  # each stage gets the output of the stage before
+        ...     jax.shard_map(tick, in_specs=mw.P("pp"), out_specs=mw.P("pp"))(jnp.arange(8)).tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
     """
     num_stages = axis_size(model_axis_name, who="execute_pipeline_step")
     if num_stages == 1:
@@ -47,16 +54,23 @@ def execute_pipeline_step(
 def execute_pipeline(
     module: Callable[..., Any], x: PyTree, *args: Any, num_microbatches: int, model_axis_name: str, **kwargs: Any
 ) -> PyTree:
-    """Runs a batch through a module of which each device along a mesh axis holds one stage.
+    """Runs a batch through a pipeline with one stage per device along a mesh axis.
 
-    The output is on the last stage; on the others it is zeros. The batch is cut into microbatches along its rows, and
-    goes through in `num_microbatches + stages - 1` ticks.
+    The output is on the last stage, and zero on the others. A batch takes `num_microbatches + stages - 1` ticks.
 
     Args:
-        module: a linen module, used inside another one's `__call__`, or any function of `x`. It must return what it
-            takes. Its random streams differ by stage and by row, not by microbatch.
-        args: more arguments of the module, cut into microbatches as `x` is, except scalars, flags and None.
+        module: a linen module inside another module's `__call__`, or any function. Its output must have the structure,
+            shapes and dtypes of `x`. Its random streams differ by stage and by row, not by microbatch.
+        x: the batch, which is split into microbatches along its rows.
+        args: more arguments of the module, split like `x`, except scalars, flags and None.
         kwargs: more arguments, the same for all microbatches.
+
+    Example:
+        >>> import meshwright as mw
+        >>> stages = lambda x: execute_pipeline(lambda h: h + 1, x, num_microbatches=4, model_axis_name="pp")
+        >>> with jax.set_mesh(mw.create_mesh("pp:2", devices=2)):  # zeros on the first stage, the output on the second
+        ...     jax.shard_map(stages, in_specs=mw.P(), out_specs=mw.P("pp"))(jnp.zeros(4)).tolist()
+        [0.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0]
     """
     axis_size(model_axis_name, who="execute_pipeline")
     args, kwargs = _marked((args, kwargs), x, model_axis_name)
@@ -76,7 +90,7 @@ def execute_pipeline(
         return run(lambda _, h, *rows: module(h, *merged(rows), **kwargs), (), x, *extras)
 
     if module.is_initializing():
-        # Variables are made by running the module as it is, once; the pipeline below is a pure function of them.
+        # One plain call creates the variables, because the pipeline below is a pure function of them.
         parts = split_rows((x, extras), num_microbatches, who="execute_pipeline", part="microbatch")
         one, rows = parts.join([array[0] for array in parts.arrays])
         module(one, *merged(tuple(rows)), **kwargs)
@@ -85,12 +99,14 @@ def execute_pipeline(
     def call(variables: PyTree, h: PyTree, *rows: PyTree, rng: PyTree = None) -> PyTree:
         return stage.apply(variables, h, *merged(rows), rngs=rng, **kwargs)
 
-    streams = {name: fold_rng_over_axis(module.make_rng(name), model_axis_name) for name in _streams(module)}
+    # The "params" stream is used only to create variables, before the pipeline runs.
+    names = sorted(name for name in (module.scope.rngs if module.scope else ()) if name != "params")
+    streams = {name: fold_rng_over_axis(module.make_rng(name), model_axis_name) for name in names}
     return run(call, variables, x, *extras, rng=streams or None)
 
 
 def _marked(tree: PyTree, x: PyTree, axis: str) -> Any:
-    """Returns arguments with their arrays of floats marked as differing between stages, as those of a stage have to."""
+    """Casts float arrays to varying along the pipeline axis and the axes of `x`, as a stage requires."""
     axes = sorted(frozenset({axis}).union(*map(varying_axes, jax.tree.leaves(x))))
 
     def mark(leaf: Any) -> Any:
@@ -100,21 +116,10 @@ def _marked(tree: PyTree, x: PyTree, axis: str) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def _streams(module: nn.Module) -> list[str]:
-    # "params" is for making variables, which is over by the time the pipeline runs.
-    scope = module.scope
-    return [] if scope is None else sorted(name for name in scope.rngs if name != "params")
-
-
 class PipelineModule(nn.Module):
-    """A linen module whose inner module, one stage per device of a mesh axis, is run as a pipeline.
+    """A linen module that runs its inner module as a pipeline, with one stage per device of a mesh axis.
 
-    Every device makes its own stage, so wrap it in `ModelParallelismWrapper` to give each its own parameters.
-
-    Args:
-        model_axis_name: the mesh axis that the stages lie along.
-        num_microbatches: how many parts the batch is cut into.
-        module_fn: makes the inner module.
+    `module_fn` constructs the inner module; wrap it in `ModelParallelismWrapper` to give each stage its own parameters.
     """
 
     model_axis_name: str
@@ -123,7 +128,7 @@ class PipelineModule(nn.Module):
 
     @nn.compact
     def __call__(self, x: PyTree, *args: Any, **kwargs: Any) -> PyTree:
-        """Returns what `execute_pipeline` does for the inner module."""
+        """Runs `execute_pipeline` on the inner module."""
         return execute_pipeline(
             self.module_fn(),
             x,

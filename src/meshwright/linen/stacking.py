@@ -1,7 +1,7 @@
-"""Arrays that differ along a mesh axis, seen as one global array: slicing one up, and stacking shards into one.
+"""Slicing of an array over a mesh axis, and stacking of per-device arrays into one global array.
 
-A stacked parameter has a new dim, of size 1 on each device and of the axis size globally, named after the axis in a
-flax `Partitioned` box. So shards that are unrelated to each other still have one global shape and one spec.
+A stacked parameter has a new dim, of size 1 on each device and of the axis size globally, which a flax `Partitioned`
+box names after the axis. So even unrelated shards have one global shape and one spec.
 """
 
 from __future__ import annotations
@@ -22,21 +22,15 @@ from meshwright.types import PyTree
 
 
 def split_array_over_mesh(x: Any, axis_name: str, split_axis: int) -> Any:
-    """Returns this device's slice of an array that every device along a mesh axis holds whole.
-
-    A dim that the axis does not divide is an error; nothing is dropped.
+    """Returns this device's slice of a replicated array; raises if the axis does not divide the dim.
 
     Example:
         >>> import meshwright as mw
-        >>> from jax.sharding import PartitionSpec as P
-        >>> cut = mw.parallel.local_map(
-        ...     lambda x: split_array_over_mesh(x, "tp", 0),
-        ...     mesh=mw.create_mesh("tp:8"),
-        ...     in_specs=P(),
-        ...     out_specs=P("tp"),
-        ... )
-        >>> cut(jnp.arange(16)).tolist() == list(range(16))
-        True
+        >>> cut = lambda x: split_array_over_mesh(x, "tp", 0)
+        >>> with jax.set_mesh(mw.create_mesh("tp:8")):
+        ...     x = jax.shard_map(cut, in_specs=mw.P(), out_specs=mw.P("tp"))(jnp.arange(16))
+        >>> x.addressable_shards[3].data.tolist()
+        [6, 7]
     """
     ways = axis_size(axis_name, who="split_array_over_mesh")
     dim = _checked_dim(split_axis, jnp.ndim(x), who="split_array_over_mesh")
@@ -54,14 +48,13 @@ def split_array_over_mesh(x: Any, axis_name: str, split_axis: int) -> Any:
 
 
 def stack_params(params: PyTree, axis_name: str, axis: int = 0, mask_except: jax.Array | int | None = None) -> PyTree:
-    """Boxes every leaf with a new dim that stands for a mesh axis: size 1 here, the axis size globally.
-
-    Names that a leaf already has are kept, also tuples of them.
+    """Adds a dim for a mesh axis to every leaf, in a box: size 1 on each device, the axis size globally.
 
     Args:
-        axis: where the new dim goes; negative counts from the end of the new shape.
-        mask_except: the one shard that keeps its values; the others become zero, in the same dtype, and get zero
-            gradients. Negative counts from the last shard.
+        params: arrays in boxes or not; names in boxes are kept.
+        axis: the position of the new dim; negative values count from the end of the new shape.
+        mask_except: the only shard that keeps its values (default: all). The others become zero and get zero gradients.
+            Negative values count from the last shard.
 
     Example:
         >>> import meshwright as mw
@@ -78,21 +71,18 @@ def stack_params(params: PyTree, axis_name: str, axis: int = 0, mask_except: jax
             raise PlacementError(
                 f"stack_params: an array of shape {jnp.shape(value)} is already split over axis {axis_name!r}: names "
                 f"{names}.",
-                hint="an axis can split one dim only; stack over another axis, or only once.",
+                hint="an axis can split only one dim; stack over another axis, or only once.",
             )
         dim = _checked_dim(axis, len(names) + 1, who="stack_params")
         names = (*names[:dim], axis_name, *names[dim:])
-        # A shard is this device's own even where all begin alike, as zero biases do; left unmarked, JAX would take it
-        # for one replicated array and sum its gradients over the axis.
+        # Without the cast, JAX would take equal shards such as zero biases for replicated, and sum their gradients.
         return close_box(leaf, pcast_varying(jnp.expand_dims(keep(value), dim), axis_name), names)
 
     return jax.tree.map(stack, params, is_leaf=is_box)
 
 
 def unstack_params(params: PyTree, axis_name: str) -> PyTree:
-    """Removes the dims that `stack_params` added for a mesh axis; other leaves stay as they are.
-
-    A leaf that has no names left comes back as a plain array, without a box.
+    """Removes the dims that `stack_params` added for a mesh axis, and boxes without names.
 
     Example:
         >>> import meshwright as mw
@@ -104,15 +94,15 @@ def unstack_params(params: PyTree, axis_name: str) -> PyTree:
 
     def unstack(leaf: Any) -> Any:
         value, names = open_box(leaf)
-        if axis_name not in names:  # inside of a tuple of names it was not put there by stacking
+        if axis_name not in names:  # stacking never adds the axis to a tuple of names
             return leaf
         dim = names.index(axis_name)
         if value.shape[dim] != 1:
             raise PlacementError(
                 f"unstack_params: dim {dim} of an array of local shape {value.shape} is named {axis_name!r} and has "
-                f"size {value.shape[dim]}, where a stacked dim has size 1.",
-                hint="unstack inside shard_map, with the specs of the boxes as in_specs; a dim that was split rather "
-                "than stacked is undone by gather_params.",
+                f"size {value.shape[dim]}; a stacked dim has size 1.",
+                hint="call it inside shard_map, with the specs of the boxes as in_specs; for a dim that was split "
+                "instead of stacked, use gather_params.",
             )
         return close_box(leaf, jnp.squeeze(value, dim), (*names[:dim], *names[dim + 1 :]))
 
@@ -120,12 +110,12 @@ def unstack_params(params: PyTree, axis_name: str) -> PyTree:
 
 
 def is_box(node: Any) -> bool:
-    """Returns whether this is an array with names of mesh axes."""
+    """Returns whether this is an array with axis names."""
     return isinstance(node, nn.Partitioned)
 
 
 def open_box(leaf: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the array and one name (or None) per dim. Unlike `leaf.unbox()`, it adds no sharding constraint."""
+    """Returns the array and one name (or None) per dim, without the sharding constraint of `leaf.unbox()`."""
     if not is_box(leaf):
         return leaf, (None,) * jnp.ndim(leaf)
     missing = jnp.ndim(leaf.value) - len(leaf.names)
@@ -133,31 +123,31 @@ def open_box(leaf: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def close_box(old: Any, value: Any, names: tuple[Any, ...]) -> Any:
-    """Returns the array in a box like the old one, or as it is when no name is left."""
+    """Returns the array in a box like the old one, or without a box if it has no names."""
     if not any(names):
         return value
     return old.replace(value=value, names=names) if is_box(old) else nn.Partitioned(value, names)
 
 
 def masker(axis: str, keep: jax.Array | int | None, *, who: str) -> Callable[[Any], Any]:
-    """Returns a function that zeroes arrays on every device along an axis but one, without changing their dtype."""
+    """Returns a function that zeroes arrays on all devices along an axis but one, and keeps their dtype."""
     ways = axis_size(axis, who=who)
     if keep is None:
         return lambda x: x
     if isinstance(keep, (int, np.integer)):
         if not -ways <= keep < ways:
             raise PlacementError(
-                f"{who}: shard {keep} is to be kept, of {ways} along axis {axis!r}.",
+                f"{who}: shard {keep} is out of range for the {ways} shards along axis {axis!r}.",
                 hint=f"use 0 to {ways - 1}.",
             )
         keep %= ways
     here = axis_index(axis, who=who) == keep
-    # `where` rather than a product: it keeps integers, and a NaN on a masked shard stays there.
+    # Unlike a product, `where` keeps integers and does not spread a NaN of a masked shard.
     return lambda x: jnp.where(here, x, jnp.zeros_like(x))
 
 
 def _checked_dim(dim: int, num_dims: int, *, who: str) -> int:
     if not -num_dims <= dim < num_dims:
-        hint = f"use 0 to {num_dims - 1}." if num_dims else "a scalar cannot be split."
-        raise PlacementError(f"{who}: dim {dim} of an array with {num_dims} dims.", hint=hint)
+        hint = f"use 0 to {num_dims - 1}." if num_dims else "pass an array with at least one dim."
+        raise PlacementError(f"{who}: dim {dim} is out of range for an array with {num_dims} dims.", hint=hint)
     return dim % num_dims

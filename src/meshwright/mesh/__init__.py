@@ -1,4 +1,4 @@
-"""Meshes: strings such as "dp:2,fsdp:4" (`string`), devices arranged (`build`), axes inside a program (`axes`)."""
+"""Mesh strings such as "dp:2,fsdp:4" (`string`), meshes of devices (`build`), and axes inside a program (`axes`)."""
 
 from meshwright.mesh.build import (
     create_abstract_mesh,

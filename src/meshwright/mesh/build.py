@@ -1,4 +1,4 @@
-"""Meshes: from a string or sizes to devices in an order that suits the machine, or to a machine that is not here."""
+"""Meshes from a string or from sizes, on the devices of this machine or abstract ones for planning."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ AxisTypes = AxisType | Sequence[AxisType]
 
 DEFAULT_DIMS = (1, -1, 1, 1)
 DEFAULT_NAMES = ("dp", "fsdp", "tp", "sp")
-# Overlap of collectives with computation on GPUs. A flag that XLA does not know aborts the process, so each of these is
-# started in a process of its own by the tests.
+# Overlap of collectives with computation on GPUs. An unknown flag aborts XLA, so the tests try each in a new process.
 GPU_FLAGS = {
     "xla_gpu_enable_latency_hiding_scheduler": "true",
     "xla_gpu_enable_highest_priority_async_stream": "true",
@@ -32,7 +31,7 @@ GPU_FLAGS = {
     "xla_gpu_enable_pipelined_reduce_scatter": "true",
     "xla_gpu_enable_pipelined_all_reduce": "true",
 }
-# Axes whose collectives sit between two matmuls of every layer: on the slow network they dominate the step.
+# Collectives along these axes sit between two matmuls of every layer, so on the slow network they dominate the step.
 LATENCY_BOUND_AXES = ("tp", "tensor", "model", "mp", "sp", "seq", "sequence", "ep", "expert")
 
 
@@ -49,14 +48,14 @@ def create_mesh(
     """Builds a mesh from `"dp:2,fsdp:-1,tp:2"`, or from sizes and names.
 
     Args:
-        axis_dims: a mesh string (see `meshwright.mesh.string`), whose own names win over `axis_names`; or sizes, one
-            per name. One of them may be -1.
-        backend: the platform whose devices are used; the default one when empty.
-        devices: a subset, as devices or as "the first n"; all of the backend's when not given.
-        axis_types: one for all axes, or one per axis.
-        process_is_granule: what `@dcn` axes separate: processes (True) or slices (False). By default slices where the
-            devices know theirs, and processes elsewhere.
-        allow_split_physical_axes: lets one dim of a TPU's torus serve two mesh axes, where the sizes need it.
+        axis_dims: a mesh string (see `meshwright.mesh.string`), or one size per name, of which one may be -1.
+        axis_names: names for the sizes; a mesh string with names needs none.
+        backend: the platform to take devices from, e.g. "gpu" (default: JAX's default backend).
+        devices: the devices to use, or n for the first n (default: all devices of the backend).
+        axis_types: one type for all axes, or one per axis.
+        process_is_granule: whether `@dcn` axes cross processes (True) or slices (False). By default they cross slices
+            if the devices have a `slice_index`, otherwise processes.
+        allow_split_physical_axes: whether two mesh axes may share one dim of a TPU torus.
 
     Example:
         >>> dict(create_mesh("dp:2,fsdp:-1,tp:2").shape)
@@ -81,7 +80,7 @@ def create_abstract_mesh(
     num_devices: int | None = None,
     axis_types: AxisTypes = AxisType.Auto,
 ) -> AbstractMesh:
-    """Builds a mesh of devices that are not here, for planning; `num_devices` is needed only to fill in a -1.
+    """Builds an abstract mesh, for planning without devices; `num_devices` is needed only to fill in a -1.
 
     Example:
         >>> create_abstract_mesh("fsdp:64,tp:8").size
@@ -91,7 +90,7 @@ def create_abstract_mesh(
     if num_devices is None:
         if -1 in spec.sizes:
             raise MeshError(
-                f"mesh {str(spec)!r} leaves a size open and there are no devices to count.",
+                f"mesh {str(spec)!r} has a size of -1, but the number of devices is unknown.",
                 hint="write the size, or pass num_devices=.",
             )
         num_devices = math.prod(spec.sizes)
@@ -102,7 +101,7 @@ def create_abstract_mesh(
 def get_jax_mesh(axis_dims: str, names: Sequence[str]) -> Mesh:
     """Builds a mesh over all devices from a string whose axes must be exactly `names`.
 
-    Named dims may come in any order; bare dims follow `names`; a leading `!` keeps plain device order.
+    Named axes may come in any order; bare sizes follow `names`; a leading `!` keeps the devices in JAX's order.
 
     Example:
         >>> dict(get_jax_mesh("tp:2,dp:-1", ("dp", "tp")).shape)
@@ -118,7 +117,19 @@ def initialize_mesh(parallel_config: Any, device_array: Any = None, init_distrib
 
     Args:
         parallel_config: an object with these attributes, or a mapping with these keys.
-        device_array: devices to use, in the order given; an array whose shape is the mesh's is used as it is.
+        device_array: the devices to use, in this order (default: all devices).
+        init_distributed_on_slurm: whether to start JAX's distributed runtime under Slurm.
+
+    Example:
+        >>> config = {
+        ...     "data_axis_name": "dp",
+        ...     "fsdp_axis_name": "fsdp",
+        ...     "pipeline_axis_name": "pp",
+        ...     "model_axis_name": "tp",
+        ... }
+        >>> config |= {"data_axis_size": 2, "fsdp_axis_size": 2, "pipeline_axis_size": 1, "model_axis_size": -1}
+        >>> dict(initialize_mesh(config).shape)
+        {'dp': 2, 'fsdp': 2, 'pp': 1, 'tp': 2}
     """
     axes = []
     for role in ("data", "fsdp", "pipeline", "model"):
@@ -132,16 +143,21 @@ def initialize_mesh(parallel_config: Any, device_array: Any = None, init_distrib
 
 
 def simulate_cpu_devices(count: int = 8) -> None:
-    """Makes JAX use `count` simulated CPU devices; must come before JAX is used for anything.
+    """Makes JAX simulate `count` devices on the CPU. Call it before anything else uses JAX.
 
-    Raises when JAX has already started, since it would then have no effect.
+    Raises if JAX has already started with other devices, because the number is fixed by then.
+
+    Example:
+        >>> simulate_cpu_devices(8)
+        >>> jax.device_count(), jax.default_backend()
+        (8, 'cpu')
     """
     if count < 1:
-        raise MeshError(f"cannot simulate {count} devices.", hint="use 1 or more.")
+        raise MeshError(f"cannot simulate {count} devices.", hint="pass a count of at least 1.")
     flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if flag and int(flag[1]) != count:
         raise MeshError(
-            f"XLA_FLAGS already asks for {flag[1]} CPU devices; {count} were asked for now.",
+            f"simulate_cpu_devices({count}) disagrees with XLA_FLAGS, which sets {flag[1]} CPU devices.",
             hint="remove --xla_force_host_platform_device_count from XLA_FLAGS.",
         )
     try:
@@ -151,42 +167,51 @@ def simulate_cpu_devices(count: int = 8) -> None:
             return
         raise MeshError(
             f"JAX has already started with {jax.device_count()} {jax.default_backend()} device(s); "
-            f"{count} CPU devices can no longer be simulated.",
-            hint="call simulate_cpu_devices() before anything that uses an array or jax.devices().",
+            f"it is too late to simulate {count} CPU devices.",
+            hint="call simulate_cpu_devices() before any code that uses an array or jax.devices().",
         ) from None
     jax.config.update("jax_platforms", "cpu")
 
 
 def set_XLA_flags() -> None:
-    """Adds flags that suit training on GPUs to `XLA_FLAGS`; those that are set there already stay as they are.
+    """Adds flags for training on GPUs to `XLA_FLAGS`, without changing flags that are already set.
 
-    Raises when JAX has already started, since the flags would then have no effect.
+    Raises if JAX has already started, because XLA has read its flags by then.
+
+    Example:
+        >>> _ = jax.devices()  # starts JAX
+        >>> set_XLA_flags()
+        Traceback (most recent call last):
+            ...
+        meshwright.errors.MeshError: set_XLA_flags was called after JAX started, so it would have no effect.
+        hint: call it before any code that uses an array or jax.devices(), or pass compiler_options to jax.jit.
     """
-    if _jax_has_started():
+    config: Any = jax.config
+    num_devices = config.jax_num_cpu_devices
+    try:  # JAX has no public query for whether it has started, but then it refuses to change this setting
+        config.update("jax_num_cpu_devices", 2 if num_devices == 1 else 1)
+    except RuntimeError:
         raise MeshError(
-            "set_XLA_flags was called after JAX started, which is when XLA_FLAGS is read.",
-            hint="call it before anything that uses an array or jax.devices(); or pass compiler_options to jax.jit.",
-        )
+            "set_XLA_flags was called after JAX started, so it would have no effect.",
+            hint="call it before any code that uses an array or jax.devices(), or pass compiler_options to jax.jit.",
+        ) from None
+    config.update("jax_num_cpu_devices", num_devices)
     present = os.environ.get("XLA_FLAGS", "")
     known = set(re.findall(r"--(\w+)", present))
     added = [f"--{name}={value}" for name, value in GPU_FLAGS.items() if name not in known]
     os.environ["XLA_FLAGS"] = " ".join([present, *added]).strip()
 
 
-def _jax_has_started() -> bool:
-    # JAX offers no question to ask, but refuses to change this setting once it has started.
-    config: Any = jax.config
-    before = config.jax_num_cpu_devices
-    try:
-        config.update("jax_num_cpu_devices", 2 if before == 1 else 1)
-    except RuntimeError:
-        return True
-    config.update("jax_num_cpu_devices", before)
-    return False
-
-
 def current_mesh() -> AbstractMesh | None:
-    """Returns the mesh in force here (`jax.set_mesh`, `with mesh:`, `shard_map`), also while tracing; else None."""
+    """Returns the current mesh (from `jax.set_mesh`, `with mesh:` or `shard_map`), also while tracing, or None.
+
+    Example:
+        >>> with jax.set_mesh(create_mesh("dp:4,tp:2")):
+        ...     current_mesh().axis_names
+        ('dp', 'tp')
+        >>> current_mesh() is None
+        True
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.axis_names:
         return mesh
@@ -195,10 +220,10 @@ def current_mesh() -> AbstractMesh | None:
 
 
 def current_concrete_mesh() -> Mesh | None:
-    """Returns the mesh of real devices in force here, outside of tracing; else None."""
+    """Returns the current mesh with its devices, or None; inside `jit` there is none."""
     try:
         mesh = jax.sharding.get_mesh()
-    except ValueError:  # inside jit there is none
+    except ValueError:  # raised inside jit
         mesh = None
     if isinstance(mesh, Mesh) and mesh.axis_names:
         return mesh
@@ -206,7 +231,7 @@ def current_concrete_mesh() -> Mesh | None:
 
 
 def names_in_current_mesh(*names: str) -> bool:
-    """Returns whether the mesh in force has all these axes; False when there is no mesh.
+    """Returns whether the current mesh has all these axes; False without a mesh.
 
     Example:
         >>> with jax.set_mesh(create_mesh("dp:4,tp:2")):
@@ -218,7 +243,7 @@ def names_in_current_mesh(*names: str) -> bool:
 
 
 def require_axes(mesh: AnyMesh, names: Sequence[str], *, where: str) -> None:
-    """Raises for the first of `names` that is not an axis of `mesh`, with a spelling hint."""
+    """Raises if `mesh` lacks one of the axes, with a spelling hint."""
     for name in names:
         if name not in mesh.axis_names:
             known = ", ".join(mesh.axis_names)
@@ -229,22 +254,20 @@ def require_axes(mesh: AnyMesh, names: Sequence[str], *, where: str) -> None:
 
 
 def describe_mesh(mesh: AnyMesh) -> str:
-    """Returns the mesh as a short string, `dp=2 x tp=4`, for messages and tables."""
+    """Returns the mesh as a short string for messages and tables: `dp=2 x tp=4`."""
     return " x ".join(f"{name}={size}" for name, size in mesh.shape.items()) or "no axes"
 
 
 def no_mesh_error(who: str) -> MeshError:
-    """Returns the error for a call that needs a mesh where none is in force."""
-    return MeshError(
-        f"{who} needs a mesh, and none is active here.", hint="wrap the call in `with jax.set_mesh(mesh):`."
-    )
+    """Returns the error for a call that needs a current mesh."""
+    return MeshError(f"{who} needs a mesh, but none is set.", hint="wrap the call in `with jax.set_mesh(mesh):`.")
 
 
 def other_mesh_error(what: str, own: AnyMesh, mesh: AnyMesh) -> PlacementError:
-    """Returns the error for an array that lives on another mesh than the one in use."""
+    """Returns the error for an array on another mesh than the current one."""
     return PlacementError(
-        f"{what} lives on the mesh {describe_mesh(own)}; the mesh in use is {describe_mesh(mesh)}.",
-        hint="bring it over with Layout.shard(tree, reshard=True).",
+        f"{what} is on the mesh {describe_mesh(own)}, but the current mesh is {describe_mesh(mesh)}.",
+        hint="move it with Layout.shard(tree, reshard=True).",
     )
 
 
@@ -255,7 +278,7 @@ def arrange_devices(
     process_is_granule: bool | None = None,
     allow_split_physical_axes: bool = False,
 ) -> np.ndarray[Any, Any]:
-    """Returns the devices as an array of the mesh's shape, neighbours on fast links where the machine has them."""
+    """Returns the devices as an array of the mesh's shape, ordered so that neighbors share fast links."""
     from jax.experimental import mesh_utils
 
     if spec.plain_order and not spec.is_hybrid:
@@ -269,19 +292,19 @@ def arrange_devices(
         if num_groups != num_domains:
             shown = " x ".join(f"{a.name}={d}" for a, d in zip(spec.axes, spec.dcn_sizes, strict=True) if d > 1)
             raise MeshError(
-                f"the @dcn axes ({shown or 'all 1'}) make {num_groups} groups; these devices form {num_domains} "
+                f"the @dcn axes ({shown or 'all 1'}) make {num_groups} groups, but the devices form {num_domains} "
                 f"{unit}.",
-                hint=f"let the @dcn sizes multiply to {num_domains}, or choose process_is_granule=.",
+                hint=f"choose @dcn sizes whose product is {num_domains}, or set process_is_granule=.",
             )
         options["process_is_granule"] = unit == "processes"
     try:
         if not spec.is_hybrid:
             return mesh_utils.create_device_mesh(spec.sizes, devices, **options)
         return mesh_utils.create_hybrid_device_mesh(spec.ici_sizes, spec.dcn_sizes, devices, **options)
-    except (NotImplementedError, AssertionError, ValueError) as error:  # what JAX raises for meshes that do not fit
+    except (NotImplementedError, AssertionError, ValueError) as error:  # from JAX, if the mesh does not fit
         raise MeshError(
-            f"mesh {spec} does not fit the links of these {len(devices)} devices: {error}",
-            hint=f'allow_split_physical_axes=True, or "!{spec}", which keeps plain device order.',
+            f"mesh {spec} does not fit the topology of these {len(devices)} devices: {error}",
+            hint=f'pass allow_split_physical_axes=True, or use "!{spec}" to keep the devices in JAX\'s order.',
         ) from error
 
 
@@ -296,7 +319,7 @@ def _spec_of(axis_dims: AxisDims, axis_names: Sequence[str]) -> MeshSpec:
     check_counts(len(sizes), names)
     for name, size in zip(names, sizes, strict=True):
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
-            raise MeshError(f"axis {name!r} has size {size!r}, which is not a whole number.")
+            raise MeshError(f"axis {name!r} has size {size!r}, which is not an integer.")
     return MeshSpec(tuple(MeshAxis(name, int(size)) for name, size in zip(names, sizes, strict=True)))
 
 
@@ -305,18 +328,19 @@ def _pick_devices(backend: str, devices: Sequence[jax.Device] | int | None) -> S
         try:
             available = jax.devices(backend) if backend else jax.devices()
         except RuntimeError as error:
-            raise MeshError(f"backend {backend!r} has no devices here: {error}") from None
+            raise MeshError(f"no devices found for backend {backend!r}: {error}") from None
         if devices is None:
             return available
         if not 1 <= devices <= len(available):
-            raise MeshError(f"devices={devices} of {len(available)} available.", hint=f"use 1 to {len(available)}.")
+            count = len(available)
+            raise MeshError(f"devices={devices} is out of range; {count} are available.", hint=f"use 1 to {count}.")
         return available[:devices]
     chosen = list(devices)
     if not chosen or len({id(device) for device in chosen}) != len(chosen):
-        raise MeshError("devices= must hold at least one device, and none twice.")
+        raise MeshError("devices= must contain at least one device, and no device twice.")
     foreign = [device for device in chosen if backend and device.platform != backend]
     if foreign:
-        raise MeshError(f"devices= holds {foreign[0]}, which is not of backend {backend!r}.")
+        raise MeshError(f"devices= contains {foreign[0]}, which does not belong to backend {backend!r}.")
     return chosen
 
 
@@ -324,15 +348,14 @@ def _axis_types(axis_types: AxisTypes, spec: MeshSpec) -> tuple[AxisType, ...]:
     if isinstance(axis_types, AxisType):
         return (axis_types,) * len(spec.axes)
     if len(axis_types) != len(spec.axes):
-        raise MeshError(f"{len(axis_types)} axis types for {len(spec.axes)} axes.", hint="give one, or one per axis.")
+        raise MeshError(
+            f"got {len(axis_types)} axis types for {len(spec.axes)} axes.", hint="pass one type, or one per axis."
+        )
     return tuple(axis_types)
 
 
 def _domains(devices: Sequence[Any], process_is_granule: bool | None) -> tuple[list[int], str]:
-    """Returns the domain of fast links that each device is in, and what these domains are.
-
-    Inside a TPU slice, links do not care about hosts; a slice (or, without slices, a process) is one domain.
-    """
+    """Returns each device's domain of fast links (its slice, or without slices its process) and the unit's name."""
     if process_is_granule is None:
         process_is_granule = not all(hasattr(device, "slice_index") for device in devices)
     if process_is_granule:
@@ -346,15 +369,15 @@ def _warn_if_latency_bound_axes_span_hosts(spec: MeshSpec, domains: Sequence[int
         return
     inside = len(domains) // num_domains
     for index, axis in enumerate(spec.axes):
-        # In row-major order, an axis stays inside a domain when it and all later axes fit into one.
+        # In row-major order, an axis stays inside a domain if it and all later axes fit into one.
         reach = math.prod(spec.ici_sizes[index:])
         crosses = spec.dcn_sizes[index] > 1 or (not spec.is_hybrid and reach > inside)
         if axis.name in LATENCY_BOUND_AXES and axis.size > 1 and crosses:
             warnings.warn(
-                f"axis {axis.name!r} ({axis.size} ways) spans {num_domains} hosts or slices of {inside} devices: its "
-                "collectives run inside every layer, and the network between hosts (12 to 50 GB/s a device) is "
-                "about ten times slower than the links inside (100 to 900 GB/s).\n"
-                f"hint: keep {axis.name} <= {inside} and put it last; let dp or fsdp cross with @dcn.",
+                f"axis {axis.name!r} (size {axis.size}) spans {num_domains} hosts or slices of {inside} devices. Its "
+                "collectives run in every layer, and the network between hosts (12 to 50 GB/s per device) is "
+                "about ten times slower than the links inside a host (100 to 900 GB/s).\n"
+                f"hint: keep {axis.name} <= {inside} and put it last; use @dcn on dp or fsdp instead.",
                 MeshwrightWarning,
                 stacklevel=3,
             )
@@ -364,14 +387,13 @@ def _config_value(config: Any, key: str) -> Any:
     value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
     if value is None:
         raise MeshError(
-            f"the parallel config has no {key!r}.",
-            hint="it needs {data,fsdp,pipeline,model}_axis_name and _axis_size.",
+            f"the parallel config has no {key!r}.", hint="set {data,fsdp,pipeline,model}_axis_name and _axis_size."
         )
     return value
 
 
 def _legacy_mesh() -> Mesh | None:
-    # `with mesh:` is deprecated but still common; JAX has no public way left to ask for it.
+    # `with mesh:` is deprecated but still common, and JAX has no public way to query it.
     from jax._src.mesh import thread_resources
 
     mesh = thread_resources.env.physical_mesh

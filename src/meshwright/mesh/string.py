@@ -1,9 +1,9 @@
-"""What a mesh should be, before there are devices: `"dp:2@dcn,fsdp:-1,tp:2"` parsed, checked and filled in.
+"""Parser for mesh strings such as `"dp:2@dcn,fsdp:-1,tp:2"`.
 
-Grammar: `[!]AXIS[,AXIS...]`, where AXIS is `name:size`, or a bare `size` for the next of the given names.
-`size` is a positive number, or -1 (once) for "whatever is left". `@dcn` after a size says that the axis crosses
-the slow network between slices or hosts; `@dcn=2` says that 2 of its ways do and the rest stay inside. A leading
-`!` keeps devices in plain order instead of the order that suits the machine's links.
+Grammar: `[!]AXIS[,AXIS...]`. Each AXIS is `name:size`, or a bare `size` for the next of the given names. `size` is
+positive, or -1 (once) for all remaining devices. `@dcn` after a size puts the axis on the slow network between slices
+or hosts; `fsdp:8@dcn=2` spans 2 of them, with 4 devices in each. A leading `!` keeps the devices in JAX's order instead
+of ordering them by their links.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXAMPLE = 'write axes as name:size, for example "dp:2,fsdp:-1,tp:2" or "dp:2@dc
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One mesh axis; `dcn` of its `size` ways cross the slow network (None: all of them)."""
+    """One mesh axis; `dcn` is the factor of its `size` that crosses the slow network (None: the whole size)."""
 
     name: str
     size: int
@@ -36,7 +36,7 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Axes in order, checked; `resolve` replaces a -1 once the number of devices is known."""
+    """The axes of a mesh in order; `resolve` replaces a -1 when the number of devices is known."""
 
     axes: tuple[MeshAxis, ...]
     plain_order: bool = False
@@ -69,46 +69,41 @@ class MeshSpec:
         return f"!{text}" if self.plain_order else text
 
     def resolve(self, num_devices: int) -> MeshSpec:
-        """Returns the same mesh with every size known and their product equal to `num_devices`."""
+        """Returns the mesh with its -1 filled in; raises if the product of the sizes is not `num_devices`."""
         fixed = math.prod(size for size in self.sizes if size != -1)
         shown = " x ".join(f"{axis.name}={axis.size}" for axis in self.axes if axis.size != -1)
         free = next((axis for axis in self.axes if axis.size == -1), None)
-        if free is not None:
-            if num_devices % fixed:
-                raise MeshError(
-                    f"{free.name}=-1 cannot be filled in: {shown} = {fixed} does not divide {num_devices} devices.",
-                    hint=f"choose sizes whose product divides {num_devices}.",
-                )
-            axes = tuple(replace(a, size=num_devices // fixed) if a is free else a for a in self.axes)
-            return MeshSpec(axes, self.plain_order)._checked_dcn()
-        if fixed != num_devices:
-            relation = "of" if fixed < num_devices else "but there are only"
+        if free is not None and num_devices % fixed:
             raise MeshError(
-                f"{shown} = {fixed} {relation} {num_devices} devices.",
+                f"cannot fill in {free.name}=-1: {shown} = {fixed} does not divide {num_devices} devices.",
+                hint=f"choose sizes whose product divides {num_devices}.",
+            )
+        if free is None and fixed != num_devices:
+            raise MeshError(
+                f"the mesh {shown} needs {fixed} devices, but there are {num_devices}.",
                 hint=self._nearest_fix(fixed, num_devices),
             )
-        return self._checked_dcn()
+        axes = tuple(replace(axis, size=num_devices // fixed) if axis is free else axis for axis in self.axes)
+        resolved = MeshSpec(axes, self.plain_order)
+        for axis, dcn in zip(axes, resolved.dcn_sizes, strict=True):
+            if axis.size % dcn:
+                raise MeshError(
+                    f"axis {axis.name!r} has size {axis.size}, which its `@dcn={dcn}` does not divide.",
+                    hint=f"use a size that is a multiple of {dcn}, or another `@dcn=`.",
+                )
+        return resolved
 
     def _nearest_fix(self, product: int, num_devices: int) -> str:
-        subset = f"devices=jax.devices()[:{product}]" if product < num_devices else None
+        subset = f"pass devices=jax.devices()[:{product}]" if product < num_devices else None
         for axis in self.axes:
             others = product // axis.size
             if num_devices % others == 0:
-                return ", or ".join(filter(None, [f"{axis.name}={num_devices // others}", subset]))
+                return ", or ".join(filter(None, [f"use {axis.name}={num_devices // others}", subset]))
         return subset or f"choose sizes whose product is {num_devices}"
-
-    def _checked_dcn(self) -> MeshSpec:
-        for axis, dcn in zip(self.axes, self.dcn_sizes, strict=True):
-            if axis.size % dcn:
-                raise MeshError(
-                    f"axis {axis.name!r} has size {axis.size}, of which {dcn} ways cannot cross the network evenly.",
-                    hint=f"use a size that is a multiple of {dcn}, or another `@dcn=` part.",
-                )
-        return self
 
 
 def parse_mesh(text: str, names: Sequence[str] | None = None) -> MeshSpec:
-    """Parses a mesh string. Named axes keep the order they are written in, unless `names` fixes it.
+    """Parses a mesh string. Named axes keep their order, unless `names` gives another.
 
     Example:
         >>> parse_mesh("dp:2@dcn,fsdp:-1,tp:2").resolve(16)
@@ -120,17 +115,19 @@ MeshAxis(name='tp', size=2, dcn=1)), plain_order=False)
     body = text.strip()
     plain_order = body.startswith("!")
     parts = [part.strip() for part in body.removeprefix("!").split(",")]
-    matches = [_AXIS.fullmatch(part) for part in parts]
-    for part, match in zip(parts, matches, strict=True):
+    axes = []
+    for part in parts:
+        match = _AXIS.fullmatch(part)
         if match is None:
-            raise MeshError(f"mesh {text!r}: cannot read {part!r}.", hint=_EXAMPLE)
-    axes = [_read_axis(match) for match in matches if match is not None]
+            raise MeshError(f"mesh {text!r}: cannot parse {part!r}.", hint=_EXAMPLE)
+        dcn = 1 if match["at"] is None else int(match["dcn"]) if match["dcn"] else None
+        axes.append(MeshAxis(match["name"] or "", int(match["size"]), dcn))
     named = [axis.name != "" for axis in axes]
     if any(named) and not all(named):
-        raise MeshError(f"mesh {text!r} mixes named and bare sizes.", hint="name all axes, or none of them.")
+        raise MeshError(f"mesh {text!r} mixes sizes with and without names.", hint="name all axes, or none.")
     if not any(named):
         if names is None:
-            raise MeshError(f"mesh {text!r} gives sizes without axis names.", hint=_EXAMPLE)
+            raise MeshError(f"mesh {text!r} has no axis names.", hint=_EXAMPLE)
         check_counts(len(axes), names)
         axes = [replace(axis, name=name) for axis, name in zip(axes, names, strict=True)]
     elif names is not None:
@@ -139,17 +136,12 @@ MeshAxis(name='tp', size=2, dcn=1)), plain_order=False)
 
 
 def check_counts(num_sizes: int, names: Sequence[str]) -> None:
-    """Raises when sizes and names cannot be paired one to one."""
+    """Raises if the number of sizes differs from the number of names."""
     if num_sizes != len(names):
         raise MeshError(
-            f"{num_sizes} axis sizes for {len(names)} axis names ({', '.join(names)}).",
-            hint="give one size per name; size 1 costs nothing.",
+            f"got {num_sizes} axis sizes for {len(names)} axis names ({', '.join(names)}).",
+            hint="pass one size per name; an axis of size 1 costs nothing.",
         )
-
-
-def _read_axis(match: re.Match[str]) -> MeshAxis:
-    dcn = 1 if match["at"] is None else int(match["dcn"]) if match["dcn"] else None
-    return MeshAxis(match["name"] or "", int(match["size"]), dcn)
 
 
 def _in_order_of(names: Sequence[str], axes: list[MeshAxis], text: str) -> list[MeshAxis]:
@@ -157,15 +149,15 @@ def _in_order_of(names: Sequence[str], axes: list[MeshAxis], text: str) -> list[
     for axis in axes:
         if axis.name not in names:
             raise MeshError(
-                f"mesh {text!r} names axis {axis.name!r}; expected the axes: {', '.join(names)}.",
+                f"mesh {text!r} has an axis {axis.name!r}; the expected axes are: {', '.join(names)}.",
                 hint=did_you_mean(axis.name, names) or f"use one of: {', '.join(names)}",
             )
     _check_axes(axes)
     missing = [name for name in names if name not in given]
     if missing:
         raise MeshError(
-            f"mesh {text!r} says nothing of axis {missing[0]!r}; it must cover: {', '.join(names)}.",
-            hint=",".join([text, *(f"{name}:1" for name in missing)]),
+            f"mesh {text!r} lacks axis {missing[0]!r}; the required axes are: {', '.join(names)}.",
+            hint=f'use "{",".join([text, *(f"{name}:1" for name in missing)])}".',
         )
     return [given[name] for name in names]
 
@@ -176,17 +168,17 @@ def _check_axes(axes: Sequence[MeshAxis]) -> None:
     names = [axis.name for axis in axes]
     for axis in axes:
         if names.count(axis.name) > 1:
-            raise MeshError(f"axis {axis.name!r} appears more than once.", hint="axis names must differ.")
+            raise MeshError(f"axis {axis.name!r} appears more than once.", hint="give each axis a different name.")
         if axis.size == 0 or axis.size < -1:
             raise MeshError(
                 f"axis {axis.name!r} has size {axis.size}.",
-                hint="sizes are 1 or more, or -1 for what is left.",
+                hint="use a size of 1 or more, or -1 for all remaining devices.",
             )
         if axis.dcn is not None and axis.dcn < 1:
             raise MeshError(f"axis {axis.name!r} has `@dcn={axis.dcn}`.", hint="use 1 or more.")
     free = [axis.name for axis in axes if axis.size == -1]
     if len(free) > 1:
         raise MeshError(
-            f"axes {' and '.join(map(repr, free))} are all -1; only one size can be filled in.",
-            hint="give every axis but one a size.",
+            f"axes {' and '.join(map(repr, free))} all have size -1; only one size can be filled in.",
+            hint="write the size of every axis but one.",
         )

@@ -1,4 +1,4 @@
-"""Rules -> specs: partition rules (`rule_set`) matched against the leaves of parameters and states (`matching`)."""
+"""Partition rules (`rule_set`), matched against the leaves of parameters and train states (`matching`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The specs of a checked layout, and so defined there, one layer up; its usual import is from `meshwright`.
+    # It is defined one layer up, because it checks the specs as a layout does.
     if name == "match_partition_rules":
         return importlib.import_module("meshwright.layout").match_partition_rules
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

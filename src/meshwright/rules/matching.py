@@ -1,11 +1,11 @@
-"""Rules against leaves: which rule decides each leaf of a tree, and why.
+"""Matching of rules against the leaves of a tree.
 
-The first rule whose regex is found in a leaf's `/`-joined path wins (`re.search`). Leaves with one element are
-replicated without asking any rule. Nothing here touches a device.
+The first rule whose regex is found (`re.search`) in a leaf's `/`-joined path wins. Leaves with one element are
+replicated and need no rule. No device is touched.
 
-Rules are written for parameters. A training state holds the same parameters again, under an optimizer's own prefixes
-(`opt_state/0/mu/...`) and sometimes in other shapes (adafactor's rows and columns). `find_subjects` finds, for each
-leaf, the parameter path that rules are tried on, so that nobody writes rules for an optimizer.
+Rules are written for parameters. An optimizer state repeats the parameters under prefixes such as `opt_state/0/mu`, and
+sometimes in other shapes (Adafactor's rows and columns). `find_subjects` maps each leaf back to its parameter's path,
+so optimizers need no rules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Role = Literal["parameter", "statistic", "bookkeeping"]
 
 
 class Subject(NamedTuple):
-    """One leaf, as rules see it; `names` are what rules are tried on, the full path first."""
+    """One leaf and the names that rules are tried on, of which the first is its full path."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Subject(NamedTuple):
 
 
 class LeafMatch(NamedTuple):
-    """Which rule decided a leaf (None: none did), the spec it gets, and why in a few words."""
+    """A leaf with the index of its rule (None: no rule), its spec, and a remark for reports."""
 
     subject: Subject
     rule: int | None
@@ -59,7 +59,7 @@ class LeafMatch(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleMatches:
-    """The outcome of matching: one entry per leaf in tree order, and per rule the number of leaves it decided."""
+    """The leaves in tree order with their matches, and the number of leaves that each rule decided."""
 
     rules: Rules
     leaves: tuple[LeafMatch, ...]
@@ -71,10 +71,15 @@ class RuleMatches:
 
 
 def match_rules(rules: Any, tree: PyTree, *, params: PyTree | None = None) -> RuleMatches:
-    """Matches rules against every leaf of parameters, an optimizer state or a train state; never raises for a miss.
+    """Matches rules against parameters, an optimizer state or a train state; does not raise if no rule matches.
 
-    `params` gives the parameters' shapes when `tree` is an optimizer state alone; without it, statistics whose
-    rank differs from their parameter's are replicated.
+    If `tree` is an optimizer state alone, pass `params` for the parameters' shapes; without them, statistics whose rank
+    differs from their parameter's are replicated.
+
+    Example:
+        >>> matches = match_rules([("kernel", P("tp"))], {"kernel": np.ones((8, 4)), "bias": np.ones(4)})
+        >>> [(leaf.subject.name, leaf.spec, leaf.reason) for leaf in matches.leaves]
+        [('bias', None, 'no rule matches'), ('kernel', P('tp',), '')]
     """
     rules = as_rules(rules)
     tests = [(rule.pattern.literal, rule.pattern.search) for rule in rules.entries]
@@ -101,7 +106,7 @@ def match_rules(rules: Any, tree: PyTree, *, params: PyTree | None = None) -> Ru
 
 
 def _first_match(tests: Sequence[tuple[str, Callable[[str], Any]]], name: str) -> int:
-    """Returns the index of the first rule found in a name; after the last, if there is none."""
+    """Returns the index of the first rule found in a name, or `len(tests)`."""
     for index, (literal, search) in enumerate(tests):
         if literal in name and search(name):
             return index
@@ -109,13 +114,13 @@ def _first_match(tests: Sequence[tuple[str, Callable[[str], Any]]], name: str) -
 
 
 def _statistic_spec(spec: P, subject: Subject) -> tuple[P, str]:
-    """Returns the spec of an optimizer's statistic from its parameter's, by the statistic's own shape."""
+    """Returns the spec of an optimizer's statistic from its parameter's spec and both shapes, and a remark."""
     shape, param_shape = subject.shape, subject.param_shape
     factored = subject.statistic in ("v_row", "v_col")
     if shape == param_shape or (param_shape is None and len(spec) <= len(shape) and not factored):
         return spec, ""
     if param_shape is None:
-        return P(), "statistic of another rank; pass params= to split it"
+        return P(), "statistic of another rank; pass params= to shard it"
     entries = [*spec, *([None] * (len(param_shape) - len(spec)))]
     if len(shape) < len(param_shape):
         dims = _dims_kept(shape, param_shape, subject.statistic)
@@ -129,10 +134,10 @@ def _statistic_spec(spec: P, subject: Subject) -> tuple[P, str]:
 
 
 def _dims_kept(shape: tuple[int, ...], param_shape: tuple[int, ...], statistic: str) -> tuple[int, ...] | None:
-    """Returns which dims of the parameter remain in a reduced statistic: where sizes repeat, the first that fit.
+    """Returns the parameter's dims that a reduced statistic keeps; with repeated sizes, the first that fit.
 
-    Adafactor factors the two largest dims, the later one counting as larger between equals; rows lack the largest and
-    columns the other.
+    Adafactor factors the two largest dims (of equal ones, the later counts as larger); rows lack the largest and
+    columns the second largest.
     """
     if statistic in ("v_row", "v_col") and len(shape) == len(param_shape) - 1:
         other, largest = sorted(range(len(param_shape)), key=lambda dim: param_shape[dim])[-2:]
@@ -153,10 +158,12 @@ def _dims_kept(shape: tuple[int, ...], param_shape: tuple[int, ...], statistic: 
 def find_subjects(tree: PyTree, params: PyTree | None = None) -> list[Subject]:
     """Returns every leaf of a parameter tree, optimizer state or train state with its role, in JAX's order.
 
-    `params` tells the parameters' paths and shapes when the tree does not hold them itself.
+    Pass `params` if the tree does not contain the parameters, whose paths and shapes are needed.
     """
     in_state = _field(tree, "params") is not None and _field(tree, "opt_state") is not None
-    if not in_state and not _holds_optax_state(tree):  # parameters alone, the common case
+    if not in_state and (
+        "optax" not in sys.modules or not any(map(_is_optax_state, jax.tree.leaves(tree, is_leaf=_is_optax_state)))
+    ):
         return [Subject((name,), _shape_of(value), _dtype_of(name, value)) for name, _, value in each_named_leaf(tree)]
     params = _field(tree, "params") if params is None and in_state else params
     shapes = {leaf.name: _shape_of(leaf.value) for leaf in each_named_leaf(params)}
@@ -168,7 +175,7 @@ def _subject(leaf: NamedLeaf, prefix: int, shapes: dict[str, tuple[int, ...]], i
     name, keys, value = leaf
     shape, dtype = _shape_of(value), _dtype_of(name, value)
     if prefix:
-        # Everything up to the innermost optax field is the optimizer's own; the rest is a parameter's path.
+        # The keys after the innermost optax field are the path of a parameter.
         if prefix >= len(keys):
             return Subject((name,), shape, dtype, "bookkeeping")
         inner = "/".join(key_to_string(key) for key in keys[prefix:])
@@ -178,7 +185,7 @@ def _subject(leaf: NamedLeaf, prefix: int, shapes: dict[str, tuple[int, ...]], i
     if in_state and top == "params":
         return Subject((name, rest) if rest else (name,), shape, dtype)
     if in_state and top == "opt_state":
-        # Not optax's classes: a statistic is recognised by ending in the path of a parameter.
+        # Without optax's classes, a statistic is a leaf whose path ends in the path of a parameter.
         while rest and rest not in shapes:
             rest = rest.partition("/")[2]
         if rest:
@@ -188,7 +195,7 @@ def _subject(leaf: NamedLeaf, prefix: int, shapes: dict[str, tuple[int, ...]], i
 
 
 def _optimizer_prefixes(node: Any, depth: int, prefix: int) -> Iterator[int]:
-    """Yields, leaf by leaf, how many keys lead to the innermost optax field around it; 0 outside of optax."""
+    """Yields for each leaf the number of keys up to its innermost optax field; 0 outside of optax states."""
     if _is_optax_state(node):
         for value in node:
             yield from _optimizer_prefixes(value, depth + 1, depth + 1)
@@ -198,13 +205,6 @@ def _optimizer_prefixes(node: Any, depth: int, prefix: int) -> Iterator[int]:
             yield from _optimizer_prefixes(leaf, depth + len(path), prefix)
         else:
             yield prefix
-
-
-def _holds_optax_state(tree: PyTree) -> bool:
-    # A tree can hold optax's states only if somebody imported optax.
-    if "optax" not in sys.modules:
-        return False
-    return any(_is_optax_state(node) for node in jax.tree.leaves(tree, is_leaf=_is_optax_state))
 
 
 def _is_optax_state(node: Any) -> bool:
@@ -233,7 +233,7 @@ def _dtype_of(name: str, value: Any) -> Any:
         return jax.dtypes.canonicalize_dtype(np.result_type(value))
     raise TreeError(
         f"leaf `{name}` is a {type(value).__name__}, which is neither an array nor a number.",
-        hint="mark static fields as such (for example flax.struct.field(pytree_node=False)), or remove them.",
+        hint="mark static fields, for example with flax.struct.field(pytree_node=False), or remove them.",
     )
 
 
@@ -241,16 +241,14 @@ def _dtype_of(name: str, value: Any) -> Any:
 
 
 def get_weight_decay_mask(exclusions: Sequence[str]) -> Callable[[PyTree], PyTree]:
-    """Returns a function from parameters to booleans: False where any exclusion is found in the path.
-
-    Pass it to optax as `mask=`.
+    """Returns a mask for optax (`mask=`): False for each parameter whose path contains one of the exclusions.
 
     Example:
         >>> get_weight_decay_mask(["bias", "norm"])({"dense": {"kernel": 1.0, "bias": 1.0}})
         {'dense': {'bias': False, 'kernel': True}}
     """
     if isinstance(exclusions, str):
-        raise RuleError(f"exclusions must be a list of patterns, not {exclusions!r}.", hint=f"write [{exclusions!r}].")
+        raise RuleError(f"exclusions must be a list of patterns; got {exclusions!r}.", hint=f"pass [{exclusions!r}].")
     patterns = [compile_pattern(text) for text in exclusions]
 
     def mask(params: PyTree) -> PyTree:

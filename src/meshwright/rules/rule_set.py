@@ -1,11 +1,12 @@
-"""Partition rules as data: `(regex, PartitionSpec)` pairs, checked once, written with mesh axes or logical names.
+"""Partition rules: `(regex, PartitionSpec)` pairs, written with mesh axes or logical axis names.
 
-Rules come from users, so a regex that `re` could search for hours is refused: see `compile_pattern`.
+Rules come from users, so `compile_pattern` rejects a regex that `re` could search for hours.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from meshwright.specs import check_spec_type, dim_axes, format_spec, keep_axes
 
 @dataclass(frozen=True)
 class Rule:
-    """One pattern with its spec; `logical` keeps the names it was written in, where it was."""
+    """One pattern with its spec, and the logical names it was written in, if any."""
 
     pattern: Pattern
     spec: P
@@ -33,10 +34,9 @@ class Rule:
 
 @dataclass(frozen=True, init=False)
 class Rules(Sequence[tuple[str, P]]):
-    """An ordered, checked set of partition rules.
+    """An ordered set of partition rules.
 
-    `optional_axes` names the axes that a mesh may lack: they are then dropped from the specs. Any other axis that a
-    mesh does not have is an error.
+    `optional_axes` are dropped from the specs if the mesh lacks them; any other axis that the mesh lacks is an error.
 
     Example:
         >>> rules = Rules([("attn/(q|k|v)/kernel", P("fsdp", "tp")), ("norm", P())], optional_axes=("tp",))
@@ -66,7 +66,7 @@ class Rules(Sequence[tuple[str, P]]):
         return ((rule.pattern.text, rule.spec) for rule in self.entries)
 
     def on(self, mesh: AnyMesh) -> Rules:
-        """Returns the rules as they read on this mesh: without the optional axes it lacks."""
+        """Returns the rules without the optional axes that the mesh lacks."""
         missing = [axis for axis in self.optional_axes if axis not in mesh.axis_names]
         if not missing:
             return self
@@ -78,7 +78,13 @@ class Rules(Sequence[tuple[str, P]]):
 
 
 def as_rules(rules: Any) -> Rules:
-    """Returns `rules` as `Rules`, checking them if they are still plain pairs."""
+    """Returns `rules` as `Rules`, and checks them if they are plain pairs.
+
+    Example:
+        >>> rules = as_rules([("kernel", P("fsdp", "tp")), (".*", P())])
+        >>> len(rules), as_rules(rules) is rules
+        (2, True)
+    """
     return rules if isinstance(rules, Rules) else Rules(rules)
 
 
@@ -88,7 +94,7 @@ def logical_rules(
     *,
     optional_axes: Sequence[str] = (),
 ) -> Rules:
-    """Builds rules from names of what dims mean, and one mapping of these names to mesh axes.
+    """Builds rules from logical names for the dims and a mapping from these names to mesh axes.
 
     Example:
         >>> logical_rules([("mlp/up", ("embed", "mlp"))], {"embed": "fsdp", "mlp": ("tp", "sp")})[0]
@@ -107,7 +113,7 @@ def logical_rules(
             if name not in known:
                 raise RuleError(
                     f"{where}: logical axis {name!r} is not in the mapping ({', '.join(known)}).",
-                    hint=did_you_mean(name, known) or f"add {name!r}: None to leave such dims whole.",
+                    hint=did_you_mean(name, known) or f"add {name!r}: None to replicate these dims.",
                 )
             for axis in dim_axes(known[name]):
                 if axis in owner:
@@ -132,7 +138,7 @@ def _read_rule(index: int, rule: Any) -> Rule:
         if isinstance(text.pattern, str) and text.flags != re.compile(text.pattern).flags:
             raise RuleError(
                 f"rule {index}: the flags of {text!r} would be lost.",
-                hint="write them into the pattern, for example `(?i)kernel`.",
+                hint="put them in the pattern, for example `(?i)kernel`.",
             )
         text = text.pattern
     if not isinstance(text, str):
@@ -146,29 +152,30 @@ def _read_rule(index: int, rule: Any) -> Rule:
 
 # --- Regexes that cannot hang ---
 
-# An upper bound on the steps of one search; patterns made to reach it take a second or two.
-MAX_STEPS = 10**9
+MAX_STEPS = 10**9  # upper bound on the steps of one search, which is a second or two
 
-# A pattern is reduced to literal text and these marks: any character, a loop, a choice between two ways to continue,
-# and the start of a look-around group.
+# The check reduces a pattern to literal text and these marks: any character, a loop, a choice, a look-around group.
 _ANY, _LOOP, _CHOICE, _LOOK = "\ue000", "\ue001", "\ue002", "\ue003"
 _MARKS = _ANY + _LOOP + _CHOICE + _LOOK
 _SYNTAX = (
-    r"\\(?:\d{1,3}|x..|u.{4}|U.{8}|N\{[^}]*\}|.)"  # escapes
-    r"|\[\^?\]?(?:\\.|[^]\\])*\]"  # sets
-    r"|\(\?(?:#[^)]*\)|P=\w+\)|P<\w+>|[:>]|<?[=!]|\(\w+\)|[a-zA-Z-]+[:)])"  # beginnings of groups, comments, flags
-    rf"|[.^${_MARKS}]"
+    rf"\\(?![()|*+?{{{_MARKS}])(?P<literal>[\W_])"
+    rf"|(?P<any>[.^${_MARKS}]|\(\?P=\w+\)|\[\^?\]?(?:\\.|[^]\\])*\]"
+    r"|\\(?:\d{1,3}|x..|u.{4}|U.{8}|N\{[^}]*\}|.))"
+    r"|(?P<look>\(\?<?[=!])"
+    r"|(?P<group>\(\?(?:P<\w+>|[:>]|\(\w+\)|[a-wyzA-Z-]+:))"
+    r"|(?P<nothing>\(\?(?:#[^)]*|[a-zA-Z-]+)\))"  # comments, and flags for the whole pattern
 )
+_REDUCED = {"any": _ANY, "look": f"({_LOOK}", "group": "(", "nothing": "", "space": ""}
 _REPEAT = r"(?:[*+?]|\{\d+\}|\{\d*,\d*\})[+?]?"
-_ATOM = re.compile(rf"\){_REPEAT}|[^()|]({_REPEAT})")  # one that is repeated; groups keep theirs
 _GROUP = re.compile(rf"\(([^()]*)\)({_REPEAT})?")
+_REPEATED = re.compile(rf"(\){_REPEAT})|([^()|])({_REPEAT})")  # the end of a group, or an atom
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A compiled pattern: `search` is `re.search`, or raises if a name would take too long.
+    """A compiled pattern: `search` is `re.search`, but raises if searching a name would take too long.
 
-    `literal` is text that every match contains (possibly empty): a cheap test that can only say "no".
+    `literal` is text that every match contains (possibly empty), for a fast first test.
     """
 
     text: str
@@ -181,9 +188,9 @@ class Pattern:
 
 @functools.lru_cache(maxsize=4096)
 def compile_pattern(text: str) -> Pattern:
-    """Compiles a pattern, or raises if it repeats a group that can itself match in several ways, such as `(a+)+`.
+    """Compiles a pattern; raises if it repeats a group that can match the same text in several ways, like `(a+)+`.
 
-    `re` backtracks: such a pattern takes seconds on 26 characters and twice as long for each further one.
+    `re` backtracks: such a pattern takes seconds on 26 characters, and twice as long for each further one.
 
     Example:
         >>> compile_pattern("attn/(q|k|v)/kernel").matches("layers/0/attn/q/kernel")
@@ -201,15 +208,18 @@ def compile_pattern(text: str) -> Pattern:
         ) from None
     except (RecursionError, OverflowError, MemoryError):
         raise RuleError(f"`{text[:80]}` is too large or too deeply nested for a regular expression.") from None
-    marked = _ATOM.sub(lambda atom: _freedom(atom[1]) if atom[1] else atom[0], _without_syntax(text, regex.flags))
-    top = marked
+    syntax = rf"{_SYNTAX}|(?P<space>\s|#[^\n]*)" if regex.flags & re.VERBOSE else _SYNTAX
+    plain = re.sub(syntax, lambda found: found["literal"] or _REDUCED[str(found.lastgroup)], text, flags=re.DOTALL)
+    if "(?" in plain:
+        raise _refusal(text, "cannot check `(?x:`; put `(?x)` at the start")
+    top = grouped = _REPEATED.sub(lambda found: found[1] or f"({found[2]}){found[3]}", plain)
     while "(" in top:
         top = _GROUP.sub(_ANY, top)
     literal = "" if "|" in top or regex.flags & re.IGNORECASE else max(re.split(f"[{_MARKS}]", top), key=len)
     branches = [
-        # A loop at the very end that may match nothing never has to give anything back.
+        # A loop at the very end never has to backtrack.
         (2 ** branch.count(_CHOICE), re.findall(f"{_LOOP}([^{_MARKS}]*)", branch.rstrip(_LOOP)))
-        for branch in _without_groups(text, marked).split("|")
+        for branch in _without_groups(text, grouped).split("|")
     ]
     if sum(choices for choices, _ in branches) > MAX_STEPS:
         raise _refusal(text, "it has too many optional parts")
@@ -217,8 +227,11 @@ def compile_pattern(text: str) -> Pattern:
         return Pattern(text, literal, regex.search)
 
     def search(name: str) -> re.Match[str] | None:
-        # From each start, `re` comes back to a loop once for each place where the text after it lies in the name.
-        num_ways = sum(choices * math.prod(_num_places(after, name) for after in loops) for choices, loops in branches)
+        # From each start, `re` returns to a loop once for each place in the name where the text after the loop occurs.
+        num_ways = sum(
+            choices * math.prod(len(re.findall(f"(?i)(?={re.escape(after)})", name)) or 1 for after in loops)
+            for choices, loops in branches
+        )
         if num_ways * len(name) ** 2 > MAX_STEPS:
             raise _refusal(text, f"on `{name[:200]}` its loops can end in too many places")
         return regex.search(name)
@@ -226,55 +239,33 @@ def compile_pattern(text: str) -> Pattern:
     return Pattern(text, literal, search)
 
 
-def _without_syntax(text: str, flags: int) -> str:
-    """Returns the pattern with plain groups only, and a mark for each escape, set and anchor."""
-
-    def replace(found: re.Match[str]) -> str:
-        token = found[0]
-        if token.startswith("(?"):
-            if token.startswith("(?P="):
-                return _ANY
-            if token[-1] == ")" and token[2] != "(":  # a comment, or flags for the whole pattern
-                return ""
-            if token[2] not in "P:><=!(" and "x" in token:
-                raise _refusal(text, "`(?x:` cannot be checked; put `(?x)` at the start")
-            return f"({_LOOK}" if token[-1] in "=!" else "("
-        if token[0] == "\\":
-            return _ANY if token[1].isalnum() or token[1] in f"()|*+?{{{_MARKS}" else token[1]
-        return "" if token[0] == "#" or token.isspace() else _ANY
-
-    syntax = rf"{_SYNTAX}|\s|#[^\n]*" if flags & re.VERBOSE else _SYNTAX
-    return re.sub(syntax, replace, text, flags=re.DOTALL)
-
-
-def _without_groups(text: str, marked: str) -> str:
-    """Returns the pattern with each group replaced by its contents, and raises for repeated groups with freedom."""
-    while found := _GROUP.search(marked):
+def _without_groups(text: str, grouped: str) -> str:
+    """Replaces each group by its contents; raises if a repeated group can match the same text in several ways."""
+    while found := _GROUP.search(grouped):
         body, repeat = found[1], found[2] or ""
         if body.startswith(_LOOK):
             body = re.sub(f"[^{_MARKS}|]", _ANY, body)
-        num_more = body.count("|")
-        repeated = repeat and repeat[0] != "?"
-        if repeated and (num_more or _LOOP in body or _CHOICE in body):
-            raise _refusal(text, f"a group with repetition or alternatives inside is repeated (`{repeat}`)")
-        body = _CHOICE * num_more.bit_length() + body.replace("|", _ANY)
-        if repeat:
-            body = _freedom(repeat) + (_ANY if repeated else body)
-        marked = marked[: found.start()] + body + marked[found.end() :]
-    return marked
+        words = body.split("|")
+        choices = _CHOICE * (len(words) - 1).bit_length()
+        body = choices + body.replace("|", _ANY)
+        if repeat.startswith("?"):
+            body = _CHOICE + body
+        elif re.match(r"\{[1-4]\}", repeat) and len(body) <= 100:  # the limit keeps nested repeats small
+            body *= int(repeat[1])
+        elif repeat:
+            if (_LOOP in body or _CHOICE in body) and not _prefix_free(words):
+                raise _refusal(text, f"a group with repetition or alternatives inside is repeated (`{repeat}`)")
+            at_least_one = not repeat.startswith(("*", "{0", "{,"))
+            is_loop = repeat[0] != "{" or "," in repeat
+            body = choices + _ANY * at_least_one + _LOOP * is_loop
+        grouped = grouped[: found.start()] + body + grouped[found.end() :]
+    return grouped
 
 
-def _freedom(repeat: str) -> str:
-    if repeat[0] == "?":
-        return _CHOICE
-    if repeat[0] == "{" and "," not in repeat:
-        return _ANY
-    return _LOOP if repeat.startswith(("*", "{0", "{,")) else _ANY + _LOOP
-
-
-def _num_places(after: str, name: str) -> int:
-    # Without regard to case, which can only find more of them.
-    return len(re.findall(f"(?i)(?={re.escape(after)})", name)) or 1
+def _prefix_free(words: Sequence[str]) -> bool:
+    """Returns whether no literal starts another (ignoring case), so that a loop over them never has a choice."""
+    words = sorted(word.lower() for word in words)
+    return all(map(str.isascii, words)) and not any(b.startswith(a) for a, b in itertools.pairwise(words))
 
 
 def _refusal(text: str, why: str) -> RuleError:

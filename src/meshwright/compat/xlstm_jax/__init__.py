@@ -1,4 +1,4 @@
-"""Drop-in for `xlstm_jax`: its distribution utilities, and the types they refer to."""
+"""Drop-in for the `distributed` package of `xlstm_jax` and its types."""
 
 from meshwright.compat.xlstm_jax import common_types as common_types
 from meshwright.compat.xlstm_jax import dataset as dataset

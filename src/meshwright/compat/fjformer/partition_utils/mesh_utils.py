@@ -1,7 +1,7 @@
-"""Drop-in for `fjformer.partition_utils.mesh_utils`: the same names and arguments, without the original's defects.
+"""Drop-in for `fjformer.partition_utils.mesh_utils`: the same names and arguments, without the original's bugs.
 
-One thing differs from the functions of the same name in `meshwright`, because code written for the original counts
-on it: without a mesh, `with_sharding_constraint` does nothing, so that a model also runs on one device.
+Unlike Meshwright's own, `with_sharding_constraint` does nothing without a mesh, as in the original, so that a model
+also runs on one device.
 """
 
 from __future__ import annotations
@@ -35,5 +35,11 @@ __all__ = [
 
 
 def with_sharding_constraint(x: PyTree, partition_specs: PyTree) -> PyTree:
-    """Constrains arrays to the mesh in force; without one, returns them as they are. A misspelt axis is an error."""
+    """Constrains arrays on the current mesh and raises for an unknown axis; without a mesh, does nothing.
+
+    Example:
+        >>> from meshwright import P
+        >>> with_sharding_constraint(1.0, P("dp"))
+        1.0
+    """
     return x if current_mesh() is None else _strict_with_sharding_constraint(x, partition_specs)

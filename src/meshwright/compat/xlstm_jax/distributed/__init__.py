@@ -1,4 +1,4 @@
-"""Drop-in for `xlstm_jax.distributed`: everything of its modules, under one name."""
+"""Drop-in for `xlstm_jax.distributed`, with the names of all its modules."""
 
 from meshwright.compat.xlstm_jax.distributed import (
     array_utils,

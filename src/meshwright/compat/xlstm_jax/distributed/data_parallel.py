@@ -8,10 +8,4 @@ from meshwright.linen.fsdp_boxes import (
     sync_gradients,
 )
 
-__all__ = [
-    "gather_array_with_mean_grads",
-    "gather_params",
-    "shard_module_params",
-    "shard_params",
-    "sync_gradients",
-]
+__all__ = ["gather_array_with_mean_grads", "gather_params", "shard_module_params", "shard_params", "sync_gradients"]

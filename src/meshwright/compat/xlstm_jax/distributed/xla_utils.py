@@ -1,4 +1,4 @@
-"""Drop-in for `xlstm_jax.distributed.xla_utils`: settings that JAX reads once, when it starts."""
+"""Drop-in for `xlstm_jax.distributed.xla_utils`: settings that JAX reads only when it starts."""
 
 from meshwright.mesh.build import set_XLA_flags, simulate_cpu_devices
 
@@ -6,5 +6,9 @@ __all__ = ["set_XLA_flags", "simulate_CPU_devices"]
 
 
 def simulate_CPU_devices(device_count: int = 8) -> None:
-    """Makes JAX use simulated CPU devices; raises when JAX has already started with others."""
+    """Makes JAX simulate devices on the CPU; raises if JAX has already started with other devices.
+
+    Example:
+        >>> simulate_CPU_devices(8)
+    """
     simulate_cpu_devices(device_count)
