@@ -23,7 +23,7 @@ LINK_SHARE = 0.8
 HOST_SHARE = 0.94
 HOP_SECONDS = {"ici": 1e-6, "nvlink": 2e-6, "network": 10e-6, "host": 10e-6}
 # Bytes/s to host memory, each way. GPUs: NVIDIA data sheets, PCIe 4 (A100) and 5, half of the bidirectional figure.
-# TPUs publish none per chip; assumed is a quarter of a PCIe 4 card.
+# TPUs publish none per chip; assumed is the share of a PCIe 4 card with four chips.
 HOST_SPEED = {"a100": 32e9, "a100-40": 32e9, "h100": 64e9, "h200": 64e9, "b200": 64e9}
 HOST_ASSUMED = 16e9
 
