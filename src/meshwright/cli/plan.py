@@ -49,16 +49,16 @@ class StepOptions:
         target: Machine, e.g. v5p:4x4x8, v5e:16x16, v5p:4x4x8*4 (slices), h200:8x8 (hosts x GPUs), cpu:8.
         model: Built-in model to plan instead of a job, e.g. decoder-7b.
         model_options: Model fields to override, e.g. num_layers=4.
-        batch_size: Rows per step over all devices (default: the job's batch; with --model, one row per device).
-        num_tokens: Tokens per row, with --model (default: 4096).
-        remat: Rematerialization policy (default: none; a search tries none, dots and full).
+        batch_size: Rows per step over all devices; if unset, the job's batch, or one row per device with --model.
+        num_tokens: Tokens per row with --model; 4096 if unset.
+        remat: Rematerialization policy; if unset, none, and a search tries none, dots and full.
         precision: Precision of the step.
-        minibatches: Number of minibatches per step, for gradient accumulation (default: 1).
-        sync: How often devices exchange the gradients of minibatches (default: hybrid).
+        minibatches: Number of minibatches per step, for gradient accumulation; if unset, 1, and a search tries 1 to 32.
+        sync: How often devices exchange the gradients of minibatches; if unset, hybrid, and a search also tries once.
         overlap: Ask the compiler to overlap collectives with matmuls.
         optimizer: Name of an optax optimizer.
         compile: Compile the step for the machine, if its compiler is installed.
-        python: Interpreter whose compilers to use (default: this one).
+        python: Interpreter whose compilers to use; if unset, this one.
         timeout: Time limit per compilation, in seconds.
         price: Price per device-hour, in dollars.
         json: Print JSON.
@@ -116,7 +116,7 @@ def plan(
 
     Args:
         job: Job to plan: module:attribute or file.py:attribute; or use --model.
-        mesh: Mesh, e.g. "fsdp:32,tp:4" (default: the job's mesh).
+        mesh: Mesh, e.g. "fsdp:32,tp:4"; if unset, the job's mesh.
         view: "local": Meshwright layers insert the collectives; "global": XLA does.
         zero_axis: Mesh axis to also shard the optimizer state over (ZeRO-1).
     """

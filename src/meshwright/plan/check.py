@@ -129,7 +129,8 @@ def _exposed_problems(plan: Plan, most: int | None, ignored: float) -> list[str]
         f"{c.kind} over {'+'.join(c.axes)}, {format_bytes(size(c))} per step, {c.verdict} ({c.serves or c.source})"
         for c in sorted(found, key=size, reverse=True)[:8]
     ]
-    said = f"exposed: {len(found)} collectives expose more than {format_bytes(ignored)} per step each; allowed: {most}"
+    total = len(plan.compiled.collectives)
+    said = f"exposed: {len(found)} of {total} collectives expose over {format_bytes(ignored)} per step; allowed: {most}"
     return ["\n    ".join([said, *lines])]
 
 

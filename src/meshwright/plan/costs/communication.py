@@ -187,7 +187,7 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
         for kind, count in (("all-gather", gathers), ("reduce-scatter", scatters)):
             times = layers * count + ends[kind]
             sent = one * share * times
-            found.append(Traffic(TENSOR_AXIS, kind, "rows of activations", sent, int(times) * parts, True))
+            found.append(Traffic(TENSOR_AXIS, kind, "activations", sent, int(times) * parts, True))
         if (together := profile.sharing(tp)) > 1:
             # Neighbors gather the key and value heads they share, again if a tick or a layer is recomputed, and sum
             # their gradients in the backward pass.

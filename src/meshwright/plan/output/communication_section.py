@@ -80,7 +80,7 @@ def _collectives(compiled: Compiled) -> Markup:
     body = [_rows(rows[:MAX_ROWS])]
     if len(rows) > MAX_ROWS:
         body.append(fold(f"{len(rows) - MAX_ROWS:,} more", _rows(rows[MAX_ROWS:])))
-    said = [f"{format_bytes(exposed)} of it are exposed (compiled)."]
+    said = [f"{format_bytes(exposed)} of it is exposed (compiled)."]
     if any(c.cycles_between for c in compiled.collectives):
         said.append("Overlapping work other than matmuls counts with the compiler's cycle estimate.")
     return join([prose(*said), fold(name, *body, opened=True)])
