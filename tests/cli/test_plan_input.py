@@ -86,12 +86,7 @@ def test_numbers_at_their_limits(cli):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("--mesh", "tp:8"),
-        ("diff", "fsdp:8", "tp:8"),
-        ("diff", "tp:8", "fsdp:8"),
-        ("search", "--against", "tp:8"),
-    ],
+    [("--mesh", "tp:8"), ("diff", "fsdp:8", "tp:8"), ("diff", "tp:8", "fsdp:8"), ("search", "--against", "tp:8")],
 )
 def test_a_mesh_that_training_rejects(cli, arguments):
     with pytest.raises(MeshError, match=r"tp=8 does not divide 4 heads.*\nhint: set tp to 1, 2 or 4"):

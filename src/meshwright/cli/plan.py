@@ -16,7 +16,7 @@ import tyro
 from meshwright.cli import show
 from meshwright.errors import ConfigError, JobError
 from meshwright.mesh.string import parse_mesh
-from meshwright.plan.compiled.compile import Compiled, CompileError, compile_step
+from meshwright.plan.compiled.compile import CompileError, compile_step
 from meshwright.plan.compiled.topology import can_compile_for
 from meshwright.plan.output.commands import PlannedJob, plan_command, train_command
 from meshwright.plan.output.explain import PlanData
@@ -291,26 +291,22 @@ class _Planner:
         return Setup(**{**known, **changes})
 
     def check(self, setup: Setup) -> Plan:
-        """Returns one computed plan, which raises within a second if the setup is wrong."""
+        """Returns the computed plan, or raises within a second if the setup is wrong."""
         mesh = str(parse_mesh(setup.mesh).resolve(self.target.num_devices))
         with self.errors():
             return make_plan(self.job, self.target, replace(setup, mesh=mesh), price=self.options.price)
 
     def plan(self, setup: Setup) -> Plan:
-        """Returns one plan, compiled if possible."""
         made = self.check(setup)  # fail before minutes of compiling
-        compiled = self._compile(made.setup) if self.compiles else None
-        if compiled is None:
+        if not self.compiles:
             return made
-        return make_plan(self.job, self.target, made.setup, compiled=compiled, price=self.options.price)
-
-    def _compile(self, setup: Setup) -> Compiled | None:
-        _tell(f"compiling {setup} for {self.target}")
+        _tell(f"compiling {made.setup} for {self.target}")
         try:
-            return compile_step(self.compiled_from, self.target, setup, **self.limits)
+            compiled = compile_step(self.compiled_from, self.target, made.setup, **self.limits)
         except CompileError as error:
             self.note(f"memory and communication are computed, because compiling failed ({error.reason}): {error}")
-            return None
+            return made
+        return make_plan(self.job, self.target, made.setup, compiled=compiled, price=self.options.price)
 
     def search(self, constraints: str, top: int) -> tuple[Search, Sequence[Plan], Sequence[Rejected]]:
         """Returns a search, its best plans (compiled if possible), and those that failed to compile or do not fit."""

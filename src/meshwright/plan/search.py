@@ -193,23 +193,12 @@ def search(
     for mesh in _meshes(target, constraints):
         spec = parse_mesh(mesh)
         first = Setup(mesh=mesh, rows=rows, precision=precision, optimizer=optimizer)
-        problem = _mesh_problem(job, profile, mesh_sizes(spec))
-        layout = None
-        if problem is None:
-            try:
-                layout, _ = lay_out(job, profile, spec, first)
-            except LayoutError as error:
-                problem = ("parameters not divisible", str(error).splitlines()[0])
-            else:
-                crashes = known_to_fail(target, dict(layout.mesh.shape))
-                if crashes:
-                    layout, problem = None, ("known compiler crash", crashes[0])
+        layout = _layout_or_problem(job, profile, target, spec, first)
         for setup in _variants(first, constraints, remats):
-            if layout is None:
-                assert problem is not None
-                rejected.append(Rejected(setup, *problem))
-                continue
-            found = _judge(profile, layout, target, spec, setup, rows=rows, price=price)
+            if isinstance(layout, Layout):
+                found = _judge(profile, layout, target, spec, setup, rows=rows, price=price)
+            else:
+                found = Rejected(setup, *layout)
             if isinstance(found, Rejected):
                 rejected.append(found)
             else:
@@ -294,9 +283,6 @@ def largest_batch(job: Any, target: str | Target, setup: Setup, *, profile: JobC
     return low * unit
 
 
-# --- Candidates ---
-
-
 def _rows(job: Any, profile: JobCosts, constraints: Constraints, target: Target) -> int:
     """Returns the rows of the batch; a number of tokens is rounded to rows that divide over the devices."""
     if constraints.rows is not None:
@@ -372,10 +358,21 @@ def _words(constraints: Constraints, name: str) -> str:
     return ", ".join(f"{name}{sign}{number}" for sign, number in constraints.limits[name])
 
 
-def _mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple[str, str] | None:
-    problem = mesh_problem(job, profile, sizes)
-    unused = unused_axes(job, sizes) if problem is None else ()
-    return ("unused axis", f"the job splits nothing over {unused[0]}") if unused else problem
+def _layout_or_problem(
+    job: Any, profile: JobCosts, target: Target, spec: MeshSpec, setup: Setup
+) -> Layout | tuple[str, str]:
+    """Returns the layout of a mesh, or the reason and detail of its rejection."""
+    sizes = mesh_sizes(spec)
+    if (problem := mesh_problem(job, profile, sizes)) is not None:
+        return problem
+    if unused := unused_axes(job, sizes):
+        return "unused axis", f"the job splits nothing over {unused[0]}"
+    try:
+        layout, _ = lay_out(job, profile, spec, setup)
+    except LayoutError as error:
+        return "parameters not divisible", str(error).splitlines()[0]
+    crashes = known_to_fail(target, sizes)
+    return ("known compiler crash", crashes[0]) if crashes else layout
 
 
 def _judge(

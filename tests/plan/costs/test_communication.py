@@ -79,17 +79,11 @@ CASES = {
     "tp + sp": (Setup(mesh="tp:8"), {"tp": tp_rows(8, 1, 10) + sums(8, NORMS)}),
     "fsdp, tp, full remat": (
         Setup(mesh="fsdp:2,tp:4", remat="full"),
-        {
-            "fsdp": fsdp_gathers(2, 4) + fsdp_scatters(2, 4) + sums(2, NORMS),
-            "tp": tp_rows(4, 2, 11) + sums(4, NORMS),
-        },
+        {"fsdp": fsdp_gathers(2, 4) + fsdp_scatters(2, 4) + sums(2, NORMS), "tp": tp_rows(4, 2, 11) + sums(4, NORMS)},
     ),
     "fsdp, tp, remat dots": (
         Setup(mesh="fsdp:2,tp:4", remat="dots"),
-        {
-            "fsdp": fsdp_gathers(2, 4) + fsdp_scatters(2, 4) + sums(2, NORMS),
-            "tp": tp_rows(4, 2, 10) + sums(4, NORMS),
-        },
+        {"fsdp": fsdp_gathers(2, 4) + fsdp_scatters(2, 4) + sums(2, NORMS), "tp": tp_rows(4, 2, 10) + sums(4, NORMS)},
     ),
     "accumulated, hybrid": (
         Setup(mesh="dp:2,fsdp:4", num_minibatches=2, sync="hybrid"),
@@ -123,11 +117,7 @@ PIPELINES = {
     "pp:2": (Setup(mesh="pp:2"), {"pp": handed_on(1) + sums(2, ENDS + WIDTH)}),
     "dp:4,pp:2": (
         Setup(mesh="dp:4,pp:2"),
-        {
-            "pp": handed_on(4),
-            "dp": sums(4, DEEP / STAGES * MATRICES + STAGE_NORMS),
-            "dp+pp": sums(8, ENDS + WIDTH),
-        },
+        {"pp": handed_on(4), "dp": sums(4, DEEP / STAGES * MATRICES + STAGE_NORMS), "dp+pp": sums(8, ENDS + WIDTH)},
     ),
     "fsdp:2,pp:2": (
         Setup(mesh="fsdp:2,pp:2", remat="full"),

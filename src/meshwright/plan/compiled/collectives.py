@@ -252,7 +252,6 @@ class _Reader:
         self.stretches.append(Stretch(in_flight, flops, cycles))
 
     def _collective(self, computation: str, one: Instruction) -> Collective | None:
-        """Returns the collective that an instruction runs or starts."""
         core = one if _kind(one.opcode) else None
         wrapped = one.opcode in ("async-start", "call-start") or (
             one.opcode == "fusion" and "collective-start" in one.name

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.errors import MeshwrightError
-from meshwright.layout.leaf import format_bytes
 from meshwright.plan.compiled.topology import TPU_ENVIRONMENT, require_compiler
 from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.step_setup import Setup
@@ -204,8 +203,3 @@ def _crash(status: int, target: Target, said: list[str]) -> str:
     name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     words = "\n  ".join(line for line in said[-8:] if line.strip()) or "(none)"
     return f"the compiler for {target} crashed ({name}). Its last output:\n  {words}"
-
-
-def over_limit(used: int, limit: int) -> str:
-    """Returns the error message for exceeding the memory limit."""
-    return f"compiling used {format_bytes(used)} of host memory; the limit is {format_bytes(limit)}."

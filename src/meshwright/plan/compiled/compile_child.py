@@ -18,9 +18,10 @@ import jax
 from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
+from meshwright.layout.leaf import format_bytes
 from meshwright.loop.logging.memory_use import peak_resident
 from meshwright.plan.compiled.collectives import ProgramSchedule, read_schedule
-from meshwright.plan.compiled.compile import Compiled, over_limit
+from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.compiled.topology import assumed_cudnn, mesh_on_target, require_compiler, stand_in_for_cudnn
 from meshwright.plan.compiled.verdict import CompiledCollective, judge
 from meshwright.plan.step_setup import Setup, build_step, step_options
@@ -125,8 +126,9 @@ def _watch_memory(limit: int, answered: Path) -> None:
     # An operating-system limit would count reserved addresses, far more than compilers use.
     def watch() -> None:
         while True:
-            if peak_resident() > limit:
-                _write(answered, {"error": over_limit(peak_resident(), limit), "reason": "memory"})
+            if (used := peak_resident()) > limit:
+                said = f"compiling used {format_bytes(used)} of host memory; the limit is {format_bytes(limit)}."
+                _write(answered, {"error": said, "reason": "memory"})
                 os._exit(1)
             time.sleep(0.1)
 

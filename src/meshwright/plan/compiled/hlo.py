@@ -181,7 +181,10 @@ def partners(attributes: str) -> tuple[tuple[int, ...], ...]:
     """
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota:
-        return (_group_of_iota(int(iota[2]), _numbers(iota[3]), _numbers(iota[4] or "")),)
+        dims = _numbers(iota[3])
+        places = np.arange(math.prod(dims)).reshape(dims)
+        order = _numbers(iota[4] or "") or tuple(range(len(dims)))
+        return (tuple(places.transpose(order).reshape(-1)[: int(iota[2])].tolist()),)
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
     if listed:
         return (_numbers(listed[1]),)
@@ -195,12 +198,6 @@ def partners(attributes: str) -> tuple[tuple[int, ...], ...]:
         return (tuple(_numbers(order[1])[place] for place in group) if order else tuple(group.tolist()),)
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", attributes)
     return tuple(_numbers(pair) for pair in re.findall(r"\{([\d,]+)", pairs[1] + "}")) if pairs else ()
-
-
-def _group_of_iota(size: int, dims: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    places = np.arange(math.prod(dims)).reshape(dims)
-    flat = (places.transpose(order) if order else places).reshape(-1)
-    return tuple(flat[:size].tolist())
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -52,7 +52,6 @@ class Matmuls:
         return often * sum(self._inside(name)[1] for name in instruction.called)
 
     def _inside(self, computation: str) -> tuple[int, float]:
-        """Returns the number of matmuls in a computation, and their FLOPs."""
         if computation not in self._known:
             self._known[computation] = (0, 0.0)  # ends recursion
             inside = self.program.computations.get(computation, [])
@@ -151,15 +150,14 @@ def _convolution(attributes: str, left: tuple[int, ...], right: tuple[int, ...],
     total = 2.0 * rows / (int(groups[1]) if groups else 1) * features * right[labels[2].index("i")]
     spatial = [letter for letter in labels[1] if letter.isdigit()]
     for place, letter in enumerate(spatial):
-        stride, dilated, holes = (_of_dim(sizes.get(name), place, 1) for name in ("stride", "rhs_dilate", "lhs_dilate"))
+        stride, dilated, holes = (
+            int(sizes[name].split("x")[place]) if name in sizes else 1
+            for name in ("stride", "rhs_dilate", "lhs_dilate")
+        )
         before = int((sizes["pad"].split("x")[place].split("_"))[0]) if "pad" in sizes else 0
         extents = (left[labels[1].index(letter)], right[labels[2].index(letter)], out[labels[3].index(letter)])
         total *= _pairs(*extents, stride, dilated, holes, before)
     return total
-
-
-def _of_dim(text: str | None, place: int, default: int) -> int:
-    return default if text is None else int(text.split("x")[place])
 
 
 @functools.lru_cache(maxsize=1024)

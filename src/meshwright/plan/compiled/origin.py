@@ -129,7 +129,9 @@ class Origins:
 
     def find(self, computation: str, instruction: Instruction, core: Instruction, kind: str) -> Origin:
         """Returns the origin of a collective; `core` is the collective inside `instruction`, if that wraps it."""
-        made_of = [instruction, core, *self._adds(core)]
+        # A reduction's computation keeps metadata that the collective itself may lose.
+        inside = [one for name in core.called for one in self.program.computations.get(name, []) if one.op_name]
+        made_of = [instruction, core, *inside]
         source = next((one.op_name for one in made_of if one.op_name), "")
         place = next((place for place in map(self.lines.find, made_of) if place is not None), None)
         serves = self._serves(computation, instruction, core, kind, source, place.function if place else "")
@@ -153,10 +155,6 @@ class Origins:
         else:
             what = "an activation"
         return f"{what} of {where}" if where else what
-
-    def _adds(self, core: Instruction) -> list[Instruction]:
-        """Returns the instructions of a reduction's computation, which keep metadata that the collective may lose."""
-        return [one for name in core.called for one in self.program.computations.get(name, []) if one.op_name]
 
     def _neighbours(self, computation: str, instruction: Instruction) -> list[str]:
         """Returns the operations that produce and use the sent value: casts of a gradient have its scope too."""

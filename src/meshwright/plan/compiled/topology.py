@@ -198,15 +198,11 @@ def gpu_target_config(kind: str) -> str:
         assert count == 1, name
     if facts.get("major", 9) == 8:
         text = text.replace("feature_extension: ACCELERATED_FEATURES", "feature_extension: NONE")
-    return _known_fields(text)
-
-
-def _known_fields(config: str) -> str:
-    # jax 0.10 rejects these newer fields.
     if jax.__version_info__ >= (0, 11):
-        return config
+        return text
+    # jax 0.10 rejects these newer fields.
     newer = "mem_clock_ghz|reserved_shared_memory_per_block|max_blocks_per_multiprocessor|collective_memory_granularity"
-    return re.sub(rf"(?m)^\s*(?:{newer}):.*\n", "", config)
+    return re.sub(rf"(?m)^\s*(?:{newer}):.*\n", "", text)
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ HIDES_UNASKED = ("tpu7x",)
 # tp:16, on v5e:16x16; assumed for v6e.
 OPEN_RINGS_WAIT = ("v5e", "v6e")
 # Hidden share of copies to host memory and back. GPUs: fitted to four steps on one H200 (benchmarks/RESULTS.md), none
-# with layers in a loop, a third with unrolled layers. TPUs: a guess, as their copies are asynchronous.
+# with layers in a loop, a third with unrolled layers. TPUs: a guess, since their copies are asynchronous.
 HOST_HIDDEN = {"tpu": 0.9, "gpu": 0.0}
 HOST_HIDDEN_WRITTEN_OUT = 0.33
 
@@ -264,9 +264,8 @@ def beside_matmuls(sent: tuple[Sent, ...], seconds: float) -> tuple[Sent, ...]:
     hidden = sum((item.seconds or 0.0) * item.hidden for item in sent if item.axis == TENSOR_AXIS)
     if hidden <= seconds:
         return sent
-    return tuple(
-        replace(item, hidden=item.hidden * seconds / hidden) if item.axis == TENSOR_AXIS else item for item in sent
-    )
+    share = seconds / hidden
+    return tuple(replace(i, hidden=i.hidden * share) if i.axis == TENSOR_AXIS else i for i in sent)
 
 
 def compiled_sent(compiled: Compiled, links: Mapping[str, Link]) -> tuple[Sent, ...]:

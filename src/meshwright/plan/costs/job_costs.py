@@ -305,10 +305,12 @@ def _narrow(params: PyTree, dtypes: Precision) -> PyTree:
 
 @contextlib.contextmanager
 def _traced_for(platform: str) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.sharding.use_abstract_mesh(_one_device(platform)))
-        if platform == "gpu":
-            stack.enter_context(assumed_cudnn())
+    device: Any = jax.sharding.AbstractDevice
+    known = {"device_kind": _KINDS[platform], "num_cores": None, "platform": platform}
+    taken = {name: value for name, value in known.items() if name in inspect.signature(device).parameters}
+    mesh = AbstractMesh((1,), ("dp",), axis_types=(AxisType.Auto,), abstract_device=device(**taken))
+    cudnn = assumed_cudnn() if platform == "gpu" else contextlib.nullcontext()
+    with jax.sharding.use_abstract_mesh(mesh), cudnn:
         yield
 
 
@@ -325,13 +327,6 @@ def _loss(job: Any, remat: str) -> Callable[..., Any]:
     if policy is None:
         return lambda params, batch, key: job.loss(params, batch, key)
     return jax.checkpoint(lambda params, batch, key: job.loss(params, batch, key), policy=policy)
-
-
-def _one_device(platform: str) -> AbstractMesh:
-    device: Any = jax.sharding.AbstractDevice
-    known = {"device_kind": _KINDS[platform], "num_cores": None, "platform": platform}
-    taken = {name: value for name, value in known.items() if name in inspect.signature(device).parameters}
-    return AbstractMesh((1,), ("dp",), axis_types=(AxisType.Auto,), abstract_device=device(**taken))
 
 
 def _tokens_per_row(job: Any) -> tuple[int, tuple[str, ...]]:

@@ -236,13 +236,12 @@ def _in_turn(parts: list[Part]) -> list[Part]:
     A loop over layers allocates the gradients of all layers at its start.
     """
     gradients = sum(part.bytes for part in parts if part.name == "gradients")
-    made = []
-    for part in parts:
-        if part.name == "activations":
-            took = min(gradients, part.bytes)
-            part = part.without(took, f"{format_bytes(took)} more before the backward pass, reused by gradients")
-        made.append(part)
-    return made
+
+    def shared(part: Part) -> Part:
+        took = min(gradients, part.bytes)
+        return part.without(took, f"{format_bytes(took)} more before the backward pass, reused by gradients")
+
+    return [shared(part) if part.name == "activations" else part for part in parts]
 
 
 def _shrunk(parts: list[Part], by: float) -> list[Part]:

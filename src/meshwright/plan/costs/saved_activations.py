@@ -94,8 +94,9 @@ def kind_of(made: Mapping[int, Any], var: Any) -> str:
     if equation is None:
         return REST
     place = next(place for place, out in enumerate(equation.outvars) if out is var)
-    inner = _body(equation)
-    if inner is not None and place < len(inner.outvars):
+    inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
+    inner = getattr(inner, "jaxpr", inner)
+    if hasattr(inner, "eqns") and len(inner.outvars) == len(equation.outvars):
         found = kind_of(makers(inner), inner.outvars[place])
         if found != REST:
             return found
@@ -134,13 +135,6 @@ def fewer(sizes: Mapping[str, float]) -> dict[str, float]:
     found = {kind: sizes[kind] for kind in kept}
     rest = sum(size for kind, size in sizes.items() if kind not in found)
     return found | ({REST: rest} if rest and found else {})
-
-
-def _body(equation: Any) -> Any:
-    """Returns the jaxpr of a call or loop, if its outputs match those of the equation."""
-    inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
-    inner = getattr(inner, "jaxpr", inner)
-    return inner if hasattr(inner, "eqns") and len(inner.outvars) == len(equation.outvars) else None
 
 
 def _kind_of_function(equation: Any) -> str:

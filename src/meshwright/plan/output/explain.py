@@ -170,7 +170,6 @@ def _cause(what: str, values: Sequence[float], why: str, unit: str) -> CostChang
 
 
 def _recomputing(plan: PlanData) -> float:
-    """Returns the seconds spent on recomputed matmuls."""
     flops = plan["flops"]
     return _seconds(plan, "matmul") * flops["recomputed"] / flops["matmul"] if flops["matmul"] else 0.0
 

@@ -30,7 +30,6 @@ def memory_section(plan: Plan) -> Section:
 
 
 def _splits(plan: Plan) -> list[Markup]:
-    """Returns a bar for each part that is split by kind of layer."""
     made = []
     for part in plan.memory.parts:
         if len(part.split) > 1:
@@ -42,22 +41,17 @@ def _splits(plan: Plan) -> list[Markup]:
 
 def _verdict(plan: Plan) -> list[str]:
     memory = plan.memory
-    verdict = memory.verdict
-    said = [f"{'Each device' if memory.fits is None else 'It'} {verdict}"]
+    said = [f"{'Each device' if memory.fits is None else 'It'} {memory.verdict}"]
     largest = max(memory.parts, key=lambda part: part.bytes)
     if memory.fits is not False:
         said.append(f"The largest part is {largest.words}.")
     state = sum(part.bytes for part in memory.parts if part.name in ("parameters", "optimizer", "bookkeeping"))
     said.append(f"The state takes {format_bytes(state)} (exact, from the layout).")
     if memory.fits is False:
-        said.append(_advice(largest.name))
+        saves = "more remat, more minibatches, fewer rows or a larger tp axis"
+        remedy = saves if largest.name in ("activations", "temporaries") else "a larger fsdp axis, or ZeRO-1 over dp,"
+        said.append(f"Use {remedy} to reduce it.")
     return said
-
-
-def _advice(largest: str) -> str:
-    if largest in ("activations", "temporaries"):
-        return "Use more remat, more minibatches, fewer rows or a larger tp axis to reduce it."
-    return "Use a larger fsdp axis, or ZeRO-1 over dp, to reduce it."
 
 
 def _bar_parts(parts: tuple[Part, ...]) -> tuple[list[str], list[float]]:
@@ -78,7 +72,6 @@ def _bar_parts(parts: tuple[Part, ...]) -> tuple[list[str], list[float]]:
 
 
 def _own(plan: Plan) -> Markup | None:
-    """Returns the compiler's memory analysis, if there is one."""
     if plan.compiled is None or not plan.compiled.memory:
         return None
     rows = [(name.replace("_", " "), format_bytes(size)) for name, size in plan.compiled.memory.items()]

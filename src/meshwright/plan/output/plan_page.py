@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightWarning
+from meshwright.hardware.chips import Chip
 from meshwright.layout import Layout, format_bytes
 from meshwright.mesh.build import create_abstract_mesh
 from meshwright.mesh.string import parse_mesh
@@ -34,6 +35,7 @@ from meshwright.pages import (
     write_page,
 )
 from meshwright.pages.figure import NUM_TONES
+from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.output.commands import PlannedJob, how_to_run, plan_command, train_command
 from meshwright.plan.output.communication_section import sending_section
 from meshwright.plan.output.compare_section import compare_section, time_bars, why_section
@@ -129,8 +131,7 @@ def plan_layout(plan: Plan, job: Any) -> Layout:
 def _head(plan: Plan, subject: PlannedJob, notes: Sequence[str]) -> Markup:
     fits = plan.memory.fits
     word, kind = {True: ("fits", "good"), False: ("does not fit", "bad"), None: ("planned", "busy")}[fits]
-    verdict = plan.memory.verdict
-    said = f"Each device {verdict}" if fits is None else f"It {verdict}"
+    said = f"{'Each device' if fits is None else 'It'} {plan.memory.verdict}"
     how = "".join(f", {text}" for text in setup_words(plan))
     return join(
         [
@@ -190,7 +191,6 @@ def _figures(plan: Plan) -> list[Figure]:
 
 
 def _grounds(plan: Plan, notes: Sequence[str]) -> Section:
-    """Returns the section on the basis of the figures, the notes, the chip's data sheet and the compiler."""
     meaning = pairs(
         [
             ("compiled", "read from the program that the machine's compiler produced"),
@@ -211,40 +211,34 @@ def _grounds(plan: Plan, notes: Sequence[str]) -> Section:
     ]
     made += [tag("h3", "Counted in the traced program (computed)"), pairs(counted)]
     if plan.compiled is not None:
-        made += [tag("h3", "Compiled"), pairs(_compiled(plan))]
+        made += [tag("h3", "Compiled"), pairs(_compiled(plan.compiled))]
     if plan.target.chip is not None:
-        made.append(_chip(plan))
+        made.append(_chip(plan.target.chip))
     return Section("Basis of the figures", join(made), short="Basis")
 
 
-def _compiled(plan: Plan) -> list[tuple[str, str]]:
-    compiled = plan.compiled
-    assert compiled is not None
-    found = [
+def _compiled(compiled: Compiled) -> list[tuple[str, str]]:
+    return [
         ("traced in", duration(compiled.trace_s)),
         ("compiled in", duration(compiled.compile_s)),
         ("host memory for compiling", format_bytes(compiled.peak_rss_bytes)),
         ("matmuls", f"{compiled.num_matmuls:,}"),
         ("collectives", f"{len(compiled.collectives):,}"),
+        *compiled.versions.items(),
     ]
-    return found + list(compiled.versions.items())
 
 
-def _chip(plan: Plan) -> Markup:
-    chip = plan.target.chip
-    assert chip is not None
-    rows = [
-        (f"peak, {dtype}", f"{peak / 1e12:,.0f} TFLOP/s", chip.sources.get(f"peaks.{dtype}", ""))
-        for dtype, peak in chip.peaks.items()
-    ]
-    rows.append(("memory", format_bytes(chip.memory_bytes), chip.sources.get("memory_bytes", "")))
-    rows.append(
-        ("memory bandwidth", f"{chip.memory_bandwidth / 1e9:,.0f} GB/s", chip.sources.get("memory_bandwidth", ""))
-    )
+def _chip(chip: Chip) -> Markup:
     speed = f"{chip.links.count} x {chip.links.per_direction / 1e9:,.1f} GB/s each way"
-    rows.append((f"{chip.links.kind} links", speed, chip.sources.get("links", "")))
     network = "not published" if chip.network is None else f"{chip.network / 1e9:,.1f} GB/s"
-    rows.append(("network", network, chip.sources.get("network", "")))
+    figures = [
+        *((f"peak, {dtype}", f"{peak / 1e12:,.0f} TFLOP/s", f"peaks.{dtype}") for dtype, peak in chip.peaks.items()),
+        ("memory", format_bytes(chip.memory_bytes), "memory_bytes"),
+        ("memory bandwidth", f"{chip.memory_bandwidth / 1e9:,.0f} GB/s", "memory_bandwidth"),
+        (f"{chip.links.kind} links", speed, "links"),
+        ("network", network, "network"),
+    ]
+    rows = [(name, value, chip.sources.get(source, "")) for name, value, source in figures]
     return fold(f"Data sheet of {chip.title}", table(("figure", "value", "source"), rows, sortable=False))
 
 
@@ -289,7 +283,6 @@ def render_diff(compared: PlanDiff) -> str:
 
 
 def _side_by_side(plans: Sequence[PlanData], names: Sequence[str]) -> list[Markup]:
-    """Returns bars of each plan's memory and, if known, its time."""
     made = []
     if all(plan["time"] is not None for plan in plans):
         made.append(time_bars(names, [{part: plan["time"][part]["value"] for part in PARTS} for plan in plans]))

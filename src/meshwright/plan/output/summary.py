@@ -75,7 +75,7 @@ def plan_summary(plan: Plan, subject: PlannedJob) -> Summary:
         f"{plan.setup.mesh}, {plan.rows:,} rows, {plan.tokens_per_step:,} tokens per step"
         + "".join(f", {text}" for text in setup_words(plan)),
         plan.memory.verdict,
-        *speed_lines(plan),
+        _speed(plan),
     ]
     parts: list[str | Table] = ["\n".join(head), memory_table(plan), sent_table(plan)]
     if plan.time is not None:
@@ -96,15 +96,14 @@ def setup_words(plan: Plan) -> list[str]:
     ]
 
 
-def speed_lines(plan: Plan) -> list[str]:
-    """Returns a line with step time, throughput and price."""
+def _speed(plan: Plan) -> str:
     if plan.time is None or plan.tokens_per_second is None:
-        return ["step time is not estimated for CPUs"]
+        return "step time is not estimated for CPUs"
     mfu = "" if plan.mfu is None else f", MFU {percent(plan.mfu)}"
     cost = plan.dollars_per_billion_tokens
     money = "" if cost is None else f", ${cost:,.0f} per billion tokens"
     step = duration(plan.time.step.value)
-    return [f"{step} per step, {compact(plan.tokens_per_second)} tokens/s{mfu}{money} ({plan.time.step.basis})"]
+    return f"{step} per step, {compact(plan.tokens_per_second)} tokens/s{mfu}{money} ({plan.time.step.basis})"
 
 
 def memory_table(plan: Plan) -> Table:
