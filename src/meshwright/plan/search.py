@@ -255,8 +255,10 @@ def largest_batch(job: Any, target: str | Target, setup: Setup, *, profile: JobC
     Example:
         >>> from meshwright.models import Decoder
         >>> from meshwright.train import language_job
-        >>> job = language_job(Decoder.named("7b", num_layers=1), batch_size=4, num_tokens=4096)
-        >>> 64 < largest_batch(job, "v5e:2x2", Setup(mesh="fsdp:4", remat="full")) < 1024
+        >>> job = language_job(Decoder.named("956m"), batch_size=8, num_tokens=2048)
+        >>> setups = [Setup(mesh="fsdp:8", remat=remat) for remat in ("none", "full")]
+        >>> none, full = (largest_batch(job, "v5e:2x4", setup) for setup in setups)
+        >>> 0 < none < full
         True
     """
     target = parse_target(target)

@@ -83,9 +83,10 @@ def step_time(
     step = compute + exposed + bubble + update
     basis: Basis = "compiled" if is_compiled else "computed"
     shares = "at the rate measured on one H200" if chip.matmul_flops else f"at {MATMUL_SHARE:.0%} of the peak, assumed"
+    passes = f"one extra pass over matmul operands and results, at {MEMORY_SHARE:.0%} of the bandwidth"
     return TimePlan(
         matmul=Estimate(plain + attention, "s", "assumed", shares),
-        memory=Estimate(between, "s", "assumed", f"matmul operands and results once more, at {MEMORY_SHARE:.0%}"),
+        memory=Estimate(between, "s", "assumed", passes),
         communication=Estimate(total, "s", basis, "if none of it were hidden"),
         exposed=Estimate(exposed, "s", basis if is_compiled else "assumed", "not hidden by compute"),
         optimizer=Estimate(update, "s", "computed", "one read and write of the state"),

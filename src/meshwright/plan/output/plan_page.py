@@ -78,7 +78,7 @@ def render_plan(
     notes: Sequence[str] = (),
     compared: PlanDiff | None = None,
 ) -> str:
-    """Returns the page about a plan: a single HTML file that loads nothing.
+    """Returns the page about a plan: a single HTML file that needs no network access.
 
     Args:
         subject: the planned job, for the title and the commands.
@@ -114,7 +114,7 @@ def render_plan(
         f"{subject.name} on {plan.target.name} · plan",
         head=_head(plan, subject, notes),
         sections=[section for section in sections if section is not None],
-        foot=f"Made by Meshwright on {made}. Nothing ran on {plan.target.title}. This file loads nothing.",
+        foot=f"Made by Meshwright on {made}. Nothing ran on {plan.target.title}. This file needs no network access.",
     )
 
 
@@ -261,7 +261,7 @@ def build_diff_page(compared: PlanDiff, path: str | Path) -> Path:
 
 
 def render_diff(compared: PlanDiff) -> str:
-    """Returns the page about a difference: a single HTML file that loads nothing."""
+    """Returns the page about a difference: a single HTML file that needs no network access."""
     sides = (compared.before, compared.after)
     names = [f"{letter}: {plan['setup']['mesh']}" for letter, plan in zip("AB", sides, strict=True)]
     head = [tag("p", "Two plans", class_="eyebrow"), tag("h1", " and ".join(names))]
@@ -278,7 +278,7 @@ def render_diff(compared: PlanDiff) -> str:
         f"{' and '.join(names)} \u00b7 difference",
         head=join(head),
         sections=sections,
-        foot=f"Made by Meshwright on {made}. Nothing was run. This file loads nothing.",
+        foot=f"Made by Meshwright on {made}. Nothing was run. This file needs no network access.",
     )
 
 
