@@ -183,8 +183,8 @@ def partners(attributes: str) -> tuple[tuple[int, ...], ...]:
     if iota:
         dims = _numbers(iota[3])
         places = np.arange(math.prod(dims)).reshape(dims)
-        order = _numbers(iota[4] or "") or tuple(range(len(dims)))
-        return (tuple(places.transpose(order).reshape(-1)[: int(iota[2])].tolist()),)
+        permutation = _numbers(iota[4] or "") or tuple(range(len(dims)))
+        return (tuple(places.transpose(permutation).reshape(-1)[: int(iota[2])].tolist()),)
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
     if listed:
         return (_numbers(listed[1]),)
