@@ -264,8 +264,7 @@ def beside_matmuls(sent: tuple[Sent, ...], seconds: float) -> tuple[Sent, ...]:
     hidden = sum((item.seconds or 0.0) * item.hidden for item in sent if item.axis == TENSOR_AXIS)
     if hidden <= seconds:
         return sent
-    share = seconds / hidden
-    return tuple(replace(i, hidden=i.hidden * share) if i.axis == TENSOR_AXIS else i for i in sent)
+    return tuple(replace(i, hidden=i.hidden * seconds / hidden) if i.axis == TENSOR_AXIS else i for i in sent)
 
 
 def compiled_sent(compiled: Compiled, links: Mapping[str, Link]) -> tuple[Sent, ...]:
