@@ -26,14 +26,9 @@ from meshwright.plan.compiled.matmuls import Matmuls, estimated_cycles, merged_h
 from meshwright.plan.compiled.origin import Origins
 
 COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Verdict:
     Args:
         share: hidden share of the transfer time; 1 or 0 if the chip is unknown.
         transfer_s: seconds per transfer; None if the link is unknown.
-        why: reason why it is not hidden, and what would change that.
+        why: reason why it is exposed, and the option or change that would hide it.
     """
 
     share: float
@@ -60,20 +60,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class CompiledCollective:
-    """One collective of a compiled program, as JSON-ready data.
+    """One collective of a compiled program, as JSON-ready data. Other fields are those of `Collective`.
 
     Args:
         axes: mesh axes that it runs along.
-        bytes_moved: bytes of the gathered, reduced or permuted arrays.
         wire_bytes: bytes that each device sends per run, with the algorithm that sends the fewest.
-        matmuls_between, flops_between, cycles_between: compute between its start and end, as in `Collective`.
-        trips: number of times it runs per step.
-        source: operation that it comes from; `line` is its file and line.
-        serves: parameter, gradient or activation that it sends.
-        merged: number of matmuls of its ring that were merged into one.
         transfer_s: seconds per run; None if the link is unknown.
         share: hidden share of that time, from `judge`; None if the chip is unknown.
-        why: reason why it is not hidden, and what would change that.
+        why: reason why it is exposed, and the option or change that would hide it.
     """
 
     kind: str
