@@ -129,9 +129,6 @@ def _ordered(causes: Iterable[CostChange], unit: str) -> tuple[CostChange, ...]:
     return tuple(found)
 
 
-# --- Time ---
-
-
 def _time(before: PlanData, after: PlanData) -> list[CostChange]:
     sides = (before, after)
     again = [_recomputing(plan) for plan in sides]
@@ -208,9 +205,6 @@ def _sent_words(items: list[Mapping[str, Any]]) -> str:
     return f"{format_bytes(size)} over {items[0]['link'].partition(' (')[0]}, {percent(hidden)} hidden"
 
 
-# --- Memory ---
-
-
 def _memory(before: PlanData, after: PlanData) -> list[CostChange]:
     sides = [{part["name"]: part for part in plan["memory"]["parts"]} for plan in (before, after)]
     ways = [_ways(plan) for plan in (before, after)]
@@ -248,9 +242,6 @@ def _ways(plan: PlanData) -> int:
     """Returns the largest number of shards that a mesh splits a parameter into."""
     sizes = dict(part.split("@")[0].split(":") for part in plan["setup"]["mesh"].split(","))
     return math.prod(int(size) for axis, size in sizes.items() if axis != "dp")
-
-
-# --- Words ---
 
 
 def _each(values: list[float], notes: list[str], show: Callable[[float], str] = duration) -> str:
