@@ -1,4 +1,4 @@
-"""Limits that users' tests put on plans: what passes, and what a failure says."""
+"""`assert_plan`: plans within limits, and the errors of those beyond."""
 
 import functools
 import sys
@@ -40,7 +40,7 @@ job = mw.Job(init=init, loss=loss, rules=[(".*", P("fsdp"))], batch=jax.ShapeDty
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory):
-    """A job by its file, and what this machine's own compiler makes of it for eight simulated devices."""
+    """A job reference, and its step compiled for eight simulated CPU devices."""
     path = tmp_path_factory.mktemp("plan") / "split_job.py"
     path.write_text(SOURCE)
     reference = f"{path}:job"
@@ -58,16 +58,16 @@ def test_a_plan_within_its_limits_is_returned():
     assert assert_plan(job(), "v5p:2x2x1", setup=plan.setup, rows=16).rows == 16
 
 
-def test_memory_beyond_its_limit_is_said_with_its_largest_parts():
-    with pytest.raises(PlanError, match=r"memory: .* more than 100.0 KiB, on each device \(computed\)") as caught:
+def test_a_memory_error_names_the_largest_parts():
+    with pytest.raises(PlanError, match=r"memory: .* more than 100.0 KiB, per device \(computed\)") as caught:
         assert_plan(job(), "v5p:2x2x1", mesh="fsdp:4", max_bytes=100 * 1024)
-    assert isinstance(caught.value, AssertionError)  # so that pytest shows it as a failed test
+    assert isinstance(caught.value, AssertionError)  # pytest reports it as a failed assertion
     assert "the largest parts are " in str(caught.value)
-    assert str(caught.value).startswith("the plan of fsdp:4 on 4 x TPU v5p (torus 2x2x1) goes beyond its limits:\n- ")
+    assert str(caught.value).startswith("the plan fsdp:4 on 4 x TPU v5p (torus 2x2x1) exceeds its limits:\n- ")
     assert caught.value.plan.memory.total > 100 * 1024
 
 
-def test_all_problems_are_said_at_once():
+def test_all_problems_are_reported_at_once():
     with pytest.raises(PlanError) as caught:
         assert_plan(job(), "v5p:2x2x1", mesh="fsdp:4", max_bytes=1, max_wire_bytes=1, max_seconds=1e-9, min_mfu=0.99)
     kinds = [problem.partition(":")[0] for problem in caught.value.problems]
@@ -75,7 +75,7 @@ def test_all_problems_are_said_at_once():
     assert "all-gather over fsdp" in caught.value.problems[1]
 
 
-def test_what_does_not_fit_the_machine_fails_without_a_limit():
+def test_a_plan_that_does_not_fit_fails_without_a_limit():
     big = language_job(Decoder.named("7b"), batch_size=4, num_tokens=2048)
     with pytest.raises(PlanError, match=r"memory: it does not fit: .* of 15.8 GiB"):
         assert_plan(big, "v5e:2x2", mesh="fsdp:4")
@@ -83,13 +83,13 @@ def test_what_does_not_fit_the_machine_fails_without_a_limit():
 
 def test_a_step_keeps_its_memory_and_traffic_on_eight_simulated_devices(on_cpu):
     job, compiled = on_cpu
-    # Two float32 matrices of 256 KiB: an eighth of each lies here. Both are gathered and scattered once, and of each
-    # seven eighths travel; then there are four numbers, of the loss and of the norm of the gradients.
+    # Each device holds an eighth of two 256 KiB float32 matrices. Both are gathered and scattered once, sending 7/8 of
+    # each; four more scalars belong to the loss and the gradient norm.
     matrices, wire = 2 * 128 * 512 * 4, (2 * 2 * 128 * 512 * 4 + 4 * 2 * 4) * 7 / 8
     plan = assert_plan(job, "cpu:8", setup=SPLIT, compile=compiled, max_bytes=1.5 * MIB, max_wire_bytes=wire, exposed=0)
     assert plan.memory.basis == "compiled"
     assert next(part.bytes for part in plan.memory.parts if part.name == "parameters") == matrices / 8
-    with pytest.raises(PlanError, match=r"sent: 896.0 KiB, 1 B more than .* in a step \(compiled\)"):
+    with pytest.raises(PlanError, match=r"sent: 896.0 KiB, 1 B more than .* per device and step \(compiled\)"):
         assert_plan(job, "cpu:8", setup=SPLIT, compile=compiled, max_wire_bytes=wire - 1)
 
 
@@ -115,23 +115,23 @@ def test_hidden_and_small_collectives_are_not_counted():
     check(collective(), collective(is_async=False, wire_bytes=4.0))
     waits = collective(matmuls_between=0)
     check(waits, most=1)
-    with pytest.raises(PlanError, match=r"exposed: 1 of the .*allowed: 0\n.*no matmul between its start"):
+    with pytest.raises(PlanError, match=r"exposed: 1 of 2 .*allowed: 0\n.*no matmul between its start"):
         check(collective(), waits)
-    # Of 12 MiB a step, an eighth is more than is ignored, and a twentieth is not.
+    # An eighth of 12 MiB per step is above ignore_bytes, a twentieth is not.
     check(collective(share=0.95))
-    with pytest.raises(PlanError, match=r"partly hidden \(87.5%\): the compute beside it is shorter"):
+    with pytest.raises(PlanError, match=r"partly hidden \(87.5%\): the transfer takes longer"):
         check(collective(share=0.875))
-    # Small ones add up over the trips of their loop.
-    with pytest.raises(PlanError, match=r"4.0 MiB a step"):
+    # Small collectives add up over the trips of their loop.
+    with pytest.raises(PlanError, match=r"4.0 MiB per step"):
         check(collective(is_async=False, wire_bytes=4096.0, trips=1024))
 
 
-def test_what_cannot_be_asked():
-    with pytest.raises(MeshwrightError, match="a setup, or a mesh"):
+def test_invalid_arguments():
+    with pytest.raises(MeshwrightError, match="got neither setup nor mesh"):
         assert_plan(job(), "cpu:8")
-    with pytest.raises(MeshwrightError, match="a setup, or a mesh"):
+    with pytest.raises(MeshwrightError, match="got both setup and mesh"):
         assert_plan(job(), "cpu:8", mesh="fsdp:8", setup=Setup(mesh="fsdp:8"))
-    with pytest.raises(MeshwrightError, match="nothing was compiled"):
+    with pytest.raises(MeshwrightError, match="needs a compiled program"):
         assert_plan(job(), "cpu:8", mesh="fsdp:8", exposed=0)
-    with pytest.raises(MeshwrightError, match="no figures for the speed of cpu:8"):
+    with pytest.raises(MeshwrightError, match="step time is unknown for cpu:8"):
         assert_plan(job(), "cpu:8", mesh="fsdp:8", min_mfu=0.1)

@@ -1,4 +1,4 @@
-"""Meshes that a job cannot run on: a plan refuses what a step refuses, and axes that split nothing."""
+"""Meshes that a job cannot run on: plans and steps reject the same meshes, and unused axes."""
 
 import jax
 import jax.numpy as jnp
@@ -31,24 +31,24 @@ def own_job(mesh=None, rules=(("w", P("fsdp", "tp")),)):
 
 WHOLE = Execution(tensor_axis=None)
 REFUSED = {
-    "heads": (lambda: decoder(num_heads=4), Setup(mesh="tp:8"), "tp=8 does not divide 4 heads.*\nhint: tp may be 1, 2"),
+    "heads": (lambda: decoder(num_heads=4), Setup(mesh="tp:8"), "tp=8 does not divide 4 heads.*\nhint: set tp to 1, 2"),
     "shared heads": (
         lambda: decoder(tokens=96, num_heads=12, num_kv_heads=3, head_dim=8),
         Setup(mesh="dp:2,tp:4"),
-        "tp=4 is no factor or multiple of 3 key/value heads.*\nhint: tp may be 1 only",
+        "tp=4 is not a factor or multiple of 3 key/value heads.*\nhint: set tp to 1.$",
     ),
     "tokens": (
         lambda: decoder(tokens=60),
         Setup(mesh="tp:8"),
-        "tp=8 does not divide 60 tokens.*\nhint: tp may be 1, 2",
+        "tp=8 does not divide 60 tokens.*\nhint: set tp to 1, 2",
     ),
-    "tokens of XLA": (lambda: decoder(tokens=60), Setup(mesh="tp:8", view="global"), "does not divide 60 tokens"),
+    "tokens, global view": (lambda: decoder(tokens=60), Setup(mesh="tp:8", view="global"), "does not divide 60 tokens"),
     "heads of an xLSTM": (
         lambda: language_job(XLSTM.named("tiny", num_heads=4), batch_size=8, num_tokens=64),
         Setup(mesh="tp:8"),
         "tp=8 does not divide 4 heads",
     ),
-    "layers": (lambda: decoder(), Setup(mesh="dp:2,pp:4"), "pp=4 does not divide 2 layers.*\nhint: pp may be 1 or 2"),
+    "layers": (lambda: decoder(), Setup(mesh="dp:2,pp:4"), "pp=4 does not divide 2 layers.*\nhint: set pp to 1 or 2"),
 }
 TAKEN = {
     "heads": (lambda: decoder(num_heads=4), Setup(mesh="dp:2,tp:4")),
@@ -58,7 +58,7 @@ TAKEN = {
         Setup(mesh="tp:8"),
     ),
     "left to XLA": (lambda: decoder(tokens=60, num_heads=4, run=WHOLE), Setup(mesh="tp:8", view="global")),
-    "a job of one's own": (own_job, Setup(mesh="fsdp:2,tp:4", view="global")),
+    "a custom job": (own_job, Setup(mesh="fsdp:2,tp:4", view="global")),
 }
 
 
@@ -68,7 +68,7 @@ def lower(job, setup):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_plan_refuses_what_a_step_refuses(name):
+def test_a_plan_rejects_the_same_meshes_as_a_step(name):
     make, setup, says = REFUSED[name]
     job = make()
     with pytest.raises(MeshError, match=says):
@@ -78,14 +78,14 @@ def test_a_plan_refuses_what_a_step_refuses(name):
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_a_plan_takes_what_a_step_takes(name):
+def test_a_plan_accepts_the_same_meshes_as_a_step(name):
     make, setup = TAKEN[name]
     job = make()
     assert make_plan(job, "cpu:8", setup).memory.total > 0
     lower(job, setup)
 
 
-def test_axes_that_split_nothing():
+def test_unused_axes():
     job = decoder()
     assert known_axes(job) == ("dp", "fsdp", "pp", "tp")
     assert unused_axes(job, {"fdsp": 4, "tpp": 2, "spare": 1, "pp": 2}) == ["fdsp", "tpp"]
@@ -100,7 +100,7 @@ def test_axes_that_split_nothing():
     assert make_plan(job, "h200:1x8", Setup(mesh="fsdp:8,spare:1")).rows == 8
 
 
-def test_a_job_of_ones_own_knows_the_axes_of_its_rules_and_mesh():
+def test_a_custom_job_knows_the_axes_of_its_rules_and_mesh():
     assert known_axes(own_job()) == ("dp", "fsdp", "tp")
     with pytest.raises(MeshError, match=r"does not use mesh axis 'sp'[\s\S]*add that axis to the job's mesh"):
         check_axes(own_job(), {"sp": 8})
@@ -110,7 +110,7 @@ def test_a_job_of_ones_own_knows_the_axes_of_its_rules_and_mesh():
     ]
 
 
-def test_a_search_leaves_out_axes_that_split_nothing():
+def test_a_search_rejects_unused_axes():
     job = own_job(rules=[("w", P("fsdp"))])
     batch = {"inputs": jnp.zeros((8, 16)), "targets": jnp.zeros((8, 16))}
 
@@ -120,11 +120,13 @@ def test_a_search_leaves_out_axes_that_split_nothing():
     job = mw.Job(init=job.init, rules=mw.Rules(job.rules, optional_axes=("fsdp",)), loss=loss, batch=batch)
     found = search(job, "h200:1x8", constraints="pp=1, minibatches=1")
     assert {plan.setup.mesh for plan in found.ranked} == {"fsdp:8", "dp:2,fsdp:4", "dp:4,fsdp:2", "dp:8"}
-    details = {item.detail for item in found.rejected if item.reason == "split nothing along an axis"}
-    assert details == {"nothing of the job is split over tp"}
+    details = {item.detail for item in found.rejected if item.reason == "unused axis"}
+    assert details == {"the job splits nothing over tp"}
 
 
-@pytest.mark.parametrize(("rows", "parts", "what"), [(0, 1, "0 rows"), (-8, 1, "-8 rows"), (8, 0, "0 minibatches")])
-def test_a_step_of_nothing_is_not_planned(rows, parts, what):
-    with pytest.raises(PlacementError, match=f"a step of {what} cannot be planned"):
+@pytest.mark.parametrize(
+    ("rows", "parts", "name", "got"), [(0, 1, "rows", 0), (-8, 1, "rows", -8), (8, 0, "minibatches", 0)]
+)
+def test_an_empty_step_is_rejected(rows, parts, name, got):
+    with pytest.raises(PlacementError, match=f"the number of {name} must be at least 1; got {got}"):
         make_plan(decoder(), "h200:1x8", Setup(mesh="fsdp:8", rows=rows, num_minibatches=parts))

@@ -1,4 +1,4 @@
-"""Plans against what was measured and compiled: memory, time, and what every figure says of itself."""
+"""Plans against measured and compiled memory and time, and the basis of every figure."""
 
 import functools
 import json
@@ -56,7 +56,7 @@ def test_a_956m_decoder_on_one_h200_as_measured():
     assert all([name for _, name in sorted(found)] == ["none", "dots", "full"] for found in ranks.values())
 
 
-# Peaks that compilers gave (libtpu 0.0.42, jax-cuda12-plugin 0.10.2), in GiB: decoders on machines not at hand.
+# Peaks in GiB of decoders compiled with libtpu 0.0.42 and jax-cuda12-plugin 0.10.2.
 COMPILED = [
     ("7b", "h100:32x8", 8192, Setup(mesh="dp:32,fsdp:8", remat="full", rows=512), 23.5),
     ("7b", "h100:32x8", 8192, Setup(mesh="fsdp:256", rows=512), 72.0),
@@ -70,7 +70,7 @@ COMPILED = [
 
 
 @pytest.mark.slow
-def test_computed_peaks_of_large_decoders_are_near_the_compiled():
+def test_computed_peaks_of_large_decoders_match_the_compiled_ones():
     profiles = {}
     for size, target, tokens, setup, gib in COMPILED:
         job = language_job(Decoder.named(size), batch_size=512, num_tokens=tokens)
@@ -104,22 +104,22 @@ def test_the_state_is_exact(mesh):
     assert sum(part.bytes for part in parts.values()) == plan_of(mesh).memory.total
 
 
-def test_gradients_wait_in_the_dtype_that_they_have():
+def test_gradients_are_held_in_the_right_dtype():
     job, profile = small()
     params = Decoder.named("tiny").num_params
     norms = 5 * 64
     wide = {
-        "dp:8": (Setup(mesh="dp:8"), 2 * (params - norms) + 4 * norms),  # as the loss computes them
-        "minibatches": (Setup(mesh="dp:8", num_minibatches=2), 4 * params),  # added up
-        "fsdp:8": (Setup(mesh="fsdp:8"), 4 * (params - norms) / 8 + 4 * norms),  # as they travel
-        "once": (Setup(mesh="fsdp:8", num_minibatches=2, sync="once"), 4 * params),  # whole, until the last minibatch
+        "dp:8": (Setup(mesh="dp:8"), 2 * (params - norms) + 4 * norms),  # compute dtype
+        "minibatches": (Setup(mesh="dp:8", num_minibatches=2), 4 * params),  # accumulated
+        "fsdp:8": (Setup(mesh="fsdp:8"), 4 * (params - norms) / 8 + 4 * norms),  # reduction dtype
+        "once": (Setup(mesh="fsdp:8", num_minibatches=2, sync="once"), 4 * params),  # full until the last minibatch
     }
     for name, (setup, expected) in wide.items():
         layout = state_layout(job, optax.adamw(1e-4), mw.create_abstract_mesh(setup.mesh))
         assert gradient_bytes(profile, layout, setup) == expected, name
 
 
-def test_minibatches_divide_activations_and_recomputing_drops_them():
+def test_minibatches_and_remat_reduce_activations():
     def activations(**options):
         return next(p.bytes for p in plan_of("fsdp:8", **options).memory.parts if p.name == "activations")
 
@@ -152,7 +152,7 @@ def test_verdicts_on_memory():
     assert "the largest part is optimizer" in much.verdict
 
 
-def test_time_is_the_sum_of_its_parts_and_says_what_it_rests_on():
+def test_time_is_the_sum_of_its_parts_and_names_its_basis():
     plan = plan_of("fsdp:4,tp:2", remat="full")
     time = plan.time
     whole = time.matmul.value + time.memory.value + time.exposed.value + time.bubble.value + time.optimizer.value
@@ -164,26 +164,26 @@ def test_time_is_the_sum_of_its_parts_and_says_what_it_rests_on():
     assert plan.mfu == pytest.approx(plan.flops.model / (8 * 459e12 * time.step.value))
 
 
-def test_what_is_known_of_compilers():
-    # v5e: whole gathers are synchronous, and a scatter over the whole slice is an all-reduce. v5p: neither.
+def test_known_behavior_of_compilers():
+    # On v5e, gathers are synchronous and a reduce-scatter over the slice becomes an all-reduce; on v5p neither.
     v5e, v5p = plan_of("fsdp:8", target="v5e:2x4"), plan_of("fsdp:8")
     scatters = [next(i for i in p.sent if i.what == "gradients of parameters") for p in (v5e, v5p)]
     assert [item.kind for item in scatters] == ["all-reduce", "reduce-scatter"]
     assert scatters[0].wire_bytes == 2 * scatters[1].wire_bytes
     assert v5e.hidden_share < 0.3 < 0.8 < v5p.hidden_share
     part = plan_of("dp:2,fsdp:4", target="v5e:2x4")
-    assert "reduce-scatter" in {item.kind for item in part.sent}  # along a part of the slice it stays one
+    assert "reduce-scatter" in {item.kind for item in part.sent}  # over part of the slice it stays a reduce-scatter
 
 
-def test_over_a_part_of_a_torus_less_is_hidden():
-    # As compiled for a 7B decoder: 91% and 79% (benchmarks/RESULTS.md).
+def test_less_is_hidden_over_part_of_a_torus():
+    # A compiled 7B decoder has 91% and 79% (benchmarks/RESULTS.md).
     whole, part = plan_of("fsdp:64", target="v5p:4x4x4", rows=64), plan_of("dp:4,fsdp:16", target="v5p:4x4x4", rows=64)
     shares = [{item.hidden for item in plan.sent if item.kind == "all-gather"} for plan in (whole, part)]
     assert shares == [{0.9}, {0.8}]
 
 
-def test_rings_hide_no_more_than_their_matmuls_can():
-    """Sixteen ways, hops take longer than the products beside them; four ways, they do not."""
+def test_rings_hide_at_most_the_time_of_their_matmuls():
+    """With tp:16 hops take longer than their matmuls, with tp:4 they do not."""
     job = big_job()
     profile = profile_job(job, platform="tpu", remats=("none",))
 
@@ -199,12 +199,12 @@ def test_rings_hide_no_more_than_their_matmuls_can():
     less, shares = rings("dp:16,tp:4", "v5p:4x4x4", 459e12)
     assert less < 1
     assert shares == {0.9}
-    assert rings("dp:64,tp:4", "v5e:16x16", 197e12) == (0, set())  # no closed ring there: its hops wait
+    assert rings("dp:64,tp:4", "v5e:16x16", 197e12) == (0, set())  # not a closed ring, so hops are synchronous
 
 
 def test_a_pipeline_has_a_bubble():
     plan = plan_of("dp:4,pp:2")
-    # Two stages, four microbatches: one of five ticks is idle. The head's four products are the last stage's alone.
+    # Two stages and four microbatches: one of five ticks is idle. Only the last stage has the head's four matmuls.
     busy = plan.time.matmul.value + plan.time.memory.value + plan.time.exposed.value
     head = 4 * 2 * 256 * 64 * (16 * 64) / 8 / (459e12 * 0.69)
     assert plan.time.bubble.value == pytest.approx((busy + head) * 5 / 4 - busy)
@@ -215,7 +215,7 @@ def test_a_pipeline_has_a_bubble():
         assert plan_of(mesh).time.bubble.value == 0
 
 
-def test_a_pipeline_computes_every_tick_again():
+def test_a_pipeline_recomputes_every_tick():
     whole, piped = plan_of("dp:8"), plan_of("dp:4,pp:2")
     assert piped.flops.model == whole.flops.model
     assert piped.flops.recomputed - whole.flops.recomputed == whole.flops.model // 3  # a forward pass
@@ -233,21 +233,21 @@ def test_prices():
     assert plan_of("fsdp:8").dollars_per_billion_tokens is None
 
 
-def test_cpus_have_no_speed():
+def test_cpus_have_no_step_time():
     plan = plan_of("fsdp:8", target="cpu:8")
     assert (plan.time, plan.mfu, plan.tokens_per_second) == (None, None, None)
     assert all(item.seconds is None for item in plan.sent)
 
 
-def test_policies_that_were_not_counted():
-    with pytest.raises(MeshwrightError, match=r"'offload' keeps on a device was not counted[\s\S]*compile_step"):
-        plan_of("fsdp:8", remat="offload")  # the profile at hand has no such policy
+def test_policies_that_were_not_profiled():
+    with pytest.raises(MeshwrightError, match=r"remat='offload' was not profiled.\nhint: use one of none"):
+        plan_of("fsdp:8", remat="offload")
     with pytest.raises(MeshwrightError, match=r"remat='ful' cannot be planned\.\nhint: did you mean 'full'"):
         profile_job(small()[0], remats=("ful",))
 
 
 # Measured on one H200 with benchmarks/plan_h200.py (jax 0.11.2): rows, form of the layers, peak bytes, seconds. The
-# rates of the host's link were fitted to these four, so this holds the plan to them and predicts nothing.
+# host link's rates were fitted to these four, so this checks the fit and predicts nothing.
 OFFLOADED = [
     (8, "scan", 17976089088, 0.5750),
     (16, "scan", 20689951488, 1.1283),
@@ -264,7 +264,7 @@ def test_offloaded_activations_as_measured(rows, form, peak, seconds):
     assert plan.time.step.value == pytest.approx(seconds, rel=0.05)
 
 
-def test_what_is_offloaded_is_what_dots_keeps_and_crosses_the_host_link_twice():
+def test_offload_moves_the_residuals_of_dots_over_the_host_link_twice():
     job, _ = small()
     profile = profile_job(job, remats=("none", "dots", "full", "offload"))
     needs = profile.needs
@@ -274,32 +274,32 @@ def test_what_is_offloaded_is_what_dots_keeps_and_crosses_the_host_link_twice():
     (host,) = (item for item in plan.sent if item.axis == "host")
     assert host.wire_bytes == pytest.approx(2 * needs["offload"].hosted_per_row * 16 / 4 / 2)
     assert (host.basis, host.link) == ("assumed", "host (speed assumed)")
-    # Compiled for these chips with libtpu 0.0.42: 7B with 8 layers, 9.53 GiB.
+    # 8 layers of the 7B decoder take 9.53 GiB when compiled for these chips with libtpu 0.0.42.
     large = language_job(Decoder.named("7b", num_layers=8), batch_size=8, num_tokens=4096, packed=True)
     peak = make_plan(large, "v5p:2x2x2", Setup(mesh="fsdp:8", remat="offload")).memory.total
     assert peak / 2**30 == pytest.approx(9.53, rel=0.1)
 
 
-def test_once_keeps_all_weights_gathered_and_says_so():
+def test_sync_once_keeps_all_weights_gathered():
     plan = plan_of("fsdp:8", num_minibatches=2, sync="once")
     gathered = next(part for part in plan.memory.parts if part.name == "gathered weights")
     matrices = Decoder.named("tiny").num_params - 5 * 64
-    assert (gathered.bytes, gathered.note[:11]) == (2 * matrices, "all of them")
-    assert not any(item.hidden for item in plan.sent)  # nor is there compute beside what is exchanged once
+    assert (gathered.bytes, gathered.note[:11]) == (2 * matrices, "all weights")
+    assert not any(item.hidden for item in plan.sent)  # a single exchange has no compute to overlap with
 
 
-def test_what_compilers_are_known_to_die_on_is_said():
+def test_known_compiler_crashes_are_noted():
     model = Decoder.named("tiny", d_model=4096, d_ff=4096, vocab_size=4096)
     job = language_job(model, batch_size=4096, num_tokens=64)
     profile = profile_job(job, remats=("none",))
     for mesh, said in (("fsdp:4096", True), ("dp:16,fsdp:256", False)):
         notes = make_plan(job, "v5p:16x16x16", Setup(mesh=mesh), profile=profile).notes
-        assert any("libtpu 0.0.42 crashes" in note and "dp:16,fsdp:256 does" in note for note in notes) is said
+        assert any("libtpu 0.0.42 crashes" in note and "try dp:16,fsdp:256" in note for note in notes) is said
     wide = known_to_fail(parse_target("v5p:16x16x32"), {"fsdp": 4096, "tp": 2})
-    assert wide[0].endswith("; dp:16,fsdp:256,tp:2 does")
+    assert wide[0].endswith("; try dp:16,fsdp:256,tp:2")
 
 
-def test_without_asking_for_overlap_only_rings_hide_on_tpus():
+def test_without_overlap_only_rings_hide_on_tpus():
     asked, not_asked = (plan_of("fsdp:4,tp:2", overlap=overlap) for overlap in (True, False))
     assert {item.axis: item.hidden > 0 for item in not_asked.sent if item.wire_bytes > 2**16} == {
         "fsdp": False,
@@ -316,18 +316,18 @@ def test_without_asking_for_overlap_only_rings_hide_on_tpus():
     assert gpus[0].sent == gpus[1].sent  # asynchronous by default
 
 
-def test_in_the_global_view_what_is_sent_is_assumed():
+def test_communication_in_the_global_view_is_assumed():
     plan = plan_of("fsdp:8", view="global")
     assert {item.basis for item in plan.sent} == {"assumed"}
     assert any("XLA decides" in note for note in plan.notes)
 
 
 def test_rows_that_do_not_divide():
-    with pytest.raises(PlacementError, match=r"16 rows cannot be split over 8 devices and 4 minibatches"):
+    with pytest.raises(PlacementError, match=r"16 rows do not divide over 8 devices and 4 minibatches"):
         plan_of("fsdp:8", num_minibatches=4)
 
 
-def test_a_large_replicated_leaf_is_called_out():
+def test_a_large_replicated_leaf_is_noted():
     model = Decoder.named("tiny", vocab_size=65536, d_model=256)
     job = language_job(model, batch_size=16, num_tokens=64)
     rules = [(pattern, P() if "embed" in pattern else spec) for pattern, spec in job.rules]
@@ -357,7 +357,7 @@ def test_a_compiled_peak_is_the_total_and_the_parts_add_up_to_it():
     assert any("less than computed" in part.note for part in plan.memory.parts)
 
 
-def test_compiled_collectives_replace_the_computed():
+def test_compiled_collectives_replace_computed_ones():
     job, profile = small()
     plan = make_plan(job, "v5p:2x2x2", Setup(mesh="fsdp:8"), profile=profile, compiled=compiled())
     found = {item.kind: (item.wire_bytes, item.hidden, item.count, item.basis) for item in plan.sent}
@@ -366,7 +366,7 @@ def test_compiled_collectives_replace_the_computed():
     assert plan.time.exposed.basis == "compiled"
 
 
-def test_a_program_that_the_compiler_found_too_large():
+def test_a_program_too_large_for_the_compiler():
     job, profile = small()
     text = "RESOURCE_EXHAUSTED: 120G exceeds available HBM (95.74G)."
     made = Compiled("v5p:2x2x2", Setup(mesh="fsdp:8"), does_not_fit=text)
@@ -378,10 +378,10 @@ def test_a_program_that_the_compiler_found_too_large():
 def test_verdicts_on_collectives():
     gather, waits = compiled().collectives
     assert gather.verdict == "hidden"
-    assert "a reduce-scatter was asked for" in waits.verdict
+    assert "a reduce-scatter was compiled to an all-reduce" in waits.verdict
 
 
-def test_plans_are_plain_data():
+def test_plans_round_trip_through_json():
     job, profile = small()
     plan = make_plan(job, "v5p:2x2x2", Setup(mesh="fsdp:8"), profile=profile, compiled=compiled())
     data = json.loads(json.dumps(plan.to_json()))

@@ -1,4 +1,4 @@
-"""Setups: plain data, and what they ask for by name."""
+"""Setups as data, optimizers by name, and batches of other sizes."""
 
 import jax
 import pytest
@@ -16,14 +16,14 @@ def test_optimizers_by_name():
         make_optimizer("adamww")
 
 
-def test_setups_are_plain_data():
+def test_setups_round_trip_through_json():
     setup = Setup(
         mesh="fsdp:8", precision={"compute": "bfloat16", "reduce": "bfloat16"}, num_minibatches=4, sync="once"
     )
     assert Setup.from_json(setup.to_json()) == setup
     assert str(setup.dtypes.reduce) == "bfloat16"
     assert str(Setup(mesh="dp:2", remat="full")) == "dp:2 remat=full"
-    with pytest.raises(MeshwrightError, match=r"a setup has no 'remt'[\s\S]*did you mean 'remat'"):
+    with pytest.raises(MeshwrightError, match=r"a setup has no field 'remt'[\s\S]*did you mean 'remat'"):
         Setup.from_json({"mesh": "dp:2", "remt": "full"})
 
 

@@ -1,4 +1,4 @@
-"""Names of machines: what they mean, and what the errors of the others say."""
+"""Names of target machines, valid and invalid."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from meshwright.plan.target import parse_target
         ("v5p:4x4x8", "tpu", 128, 32, 95.74),
         ("v5p:16x16x16", "tpu", 4096, 1024, 95.74),
         ("v6e:16x16", "tpu", 256, 32, 31.25),
-        ("tpu7x:4x4x4", "tpu", 128, 16, 94.75),  # two devices to a chip
+        ("tpu7x:4x4x4", "tpu", 128, 16, 94.75),  # two devices per chip
         ("v4:2x2x1", "tpu", 4, 1, 30.75),
         ("v5p:4x4x8*4", "tpu", 512, 128, 95.74),
         ("h200:8x8", "gpu", 64, 8, 139.8),
@@ -23,7 +23,7 @@ from meshwright.plan.target import parse_target
         ("b200:9x8", "gpu", 72, 9, 178.4),
     ],
 )
-def test_what_names_mean(text, platform, devices, hosts, gib):
+def test_valid_targets(text, platform, devices, hosts, gib):
     target = parse_target(text)
     assert (target.platform, target.num_devices, target.num_hosts) == (platform, devices, hosts)
     assert target.memory_bytes is None if gib is None else target.memory_bytes / 2**30 == pytest.approx(gib, rel=2e-3)
@@ -31,7 +31,7 @@ def test_what_names_mean(text, platform, devices, hosts, gib):
     assert parse_target(target) is target
 
 
-def test_aliases_have_one_name():
+def test_aliases_resolve_to_one_name():
     assert parse_target("a100-80:1x8").name == "a100:1x8"
 
 
@@ -40,7 +40,7 @@ def test_titles_count_hosts():
     assert [title.partition("(")[2] for title in titles] == ["1 host of 8)", "2 hosts of 8)"]
 
 
-def test_which_dims_close_to_rings():
+def test_dims_that_wrap_around():
     assert parse_target("v5e:16x8").wraps == (True, False)
     assert parse_target("v5p:2x4x8").wraps == (False, True, True)
     assert parse_target("h200:1x8").wraps == ()
@@ -49,24 +49,24 @@ def test_which_dims_close_to_rings():
 @pytest.mark.parametrize(
     ("text", "says", "hint"),
     [
-        ("v5p:128", "has 3 dims, this has 1", "v5p:4x4x8"),
-        ("v5e:256", "has 2 dims, this has 1", "v5e:16x16"),
-        ("v5e:4x4x4", "has 2 dims, this has 3", "v5e:8x8"),
-        ("v5e:3x5", "1, 2, 4, 8 or 16, not 3", "v5e:4x4"),
-        ("v5p:4x4x6", "1, 2 or a multiple of 4, not 6", "v5p:4x4x"),
-        ("v5p:32x32x32", "at most 8960 chips, this has 32768", "several slices"),
-        ("h200:64", "hosts x GPUs per host, this has 1 sizes", "h200:8x8"),
-        ("h200:4x16", "at most 8 of them", "h200:8x8"),
-        ("h200:2x8*2", "only TPUs come in slices", "h200:4x8"),
-        ("cpu:2x4", "simulated by their number", "cpu:8"),
-        ("v5e:0x4", "leaves no devices", "for example v5e:16x16"),
+        ("v5p:128", "has 3 dims; got 1", "use v5p:4x4x8"),
+        ("v5e:256", "has 2 dims; got 1", "v5e:16x16"),
+        ("v5e:4x4x4", "has 2 dims; got 3", "v5e:8x8"),
+        ("v5e:3x5", "1, 2, 4, 8 or 16; got 3", "v5e:4x4"),
+        ("v5p:4x4x6", "1, 2 or a multiple of 4; got 6", "v5p:4x4x"),
+        ("v5p:32x32x32", "at most 8960 chips; got 32768", "several slices"),
+        ("h200:64", "hosts x GPUs per host; got 1", "h200:8x8"),
+        ("h200:4x16", "at most 8 GPUs; got 16", "h200:8x8"),
+        ("h200:2x8*2", "only TPUs have slices", "h200:4x8"),
+        ("cpu:2x4", "simulated CPU devices take one number", "cpu:8"),
+        ("v5e:0x4", "sizes must be at least 1", "use e.g. v5e:16x16"),
         ("h20:8x8", "is not a target", "did you mean 'h200'"),
         ("v5x:4x4", "is not a target", "did you mean 'v5"),
-        ("", "is not a target", "for example v5e:16x16"),
-        ("v5e:16by16", "is not a target", "for example v5e:16x16"),
+        ("", "is not a target", "use e.g. v5e:16x16"),
+        ("v5e:16by16", "is not a target", "use e.g. v5e:16x16"),
     ],
 )
-def test_errors_name_the_nearest_target(text, says, hint):
+def test_errors_suggest_the_nearest_target(text, says, hint):
     with pytest.raises(MeshError, match=says) as caught:
         parse_target(text)
     assert hint in caught.value.hint

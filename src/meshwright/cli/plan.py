@@ -1,4 +1,4 @@
-"""`meshwright plan`, `plan search` and `plan diff`: memory, communication and time of a step on any machine."""
+"""`meshwright plan`, `plan search` and `plan diff`: memory, communication and time per step on any machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tyro
 from meshwright.cli import show
 from meshwright.errors import ConfigError, JobError
 from meshwright.mesh.string import parse_mesh
-from meshwright.plan.compiled.compile import Compiled, CompileError, compile_step
+from meshwright.plan.compiled.compile import CompileError, compile_step
 from meshwright.plan.compiled.topology import can_compile_for
 from meshwright.plan.output.commands import PlannedJob, plan_command, train_command
 from meshwright.plan.output.explain import PlanData
@@ -30,7 +30,7 @@ from meshwright.plan.target import parse_target
 from meshwright.train.job import job_errors, load_job
 
 DEFAULT_TOKENS = 4096
-# Options of `meshwright plan` that became commands, or went with one.
+# Options of `meshwright plan` that are now commands, or options of one.
 _MOVED = {
     "--search": "meshwright plan search ...",
     "--constraints": 'meshwright plan search --constraints "tp<=8" ...',
@@ -46,23 +46,23 @@ class StepOptions:
     """The step to plan, the machine, and the output.
 
     Args:
-        target: Machine: v5p:4x4x8, v5e:16x16, v5p:4x4x8*4 (slices), h200:8x8 (hosts x GPUs), cpu:8.
-        model: Built-in model to plan instead of a job, such as decoder-7b.
-        model_options: Fields of the model to change, such as num_layers=4.
-        batch_size: Rows per step over all devices (default: the job's own; for a model, one per device).
-        num_tokens: Tokens per row of a model (default: 4096).
-        remat: What the backward pass recomputes (default: none; a search tries all but offload).
+        target: Machine, e.g. v5p:4x4x8, v5e:16x16, v5p:4x4x8*4 (slices), h200:8x8 (hosts x GPUs), cpu:8.
+        model: Built-in model to plan instead of a job, e.g. decoder-7b.
+        model_options: Model fields to override, e.g. num_layers=4.
+        batch_size: Rows per step over all devices; if unset, the job's batch, or one row per device with --model.
+        num_tokens: Tokens per row with --model; 4096 if unset.
+        remat: Rematerialization policy; if unset, none, and a search tries none, dots and full.
         precision: Precision of the step.
-        minibatches: Number of minibatches per step, for gradient accumulation (default: 1).
-        sync: How often devices exchange the gradients of minibatches (default: hybrid).
-        overlap: Ask the compiler to hide collectives behind matmuls.
+        minibatches: Number of minibatches per step, for gradient accumulation; if unset, 1, and a search tries 1 to 32.
+        sync: How often devices exchange the gradients of minibatches; if unset, hybrid, and a search also tries once.
+        overlap: Ask the compiler to overlap collectives with matmuls.
         optimizer: Name of an optax optimizer.
-        compile: Compile for the machine, if its compiler is installed.
-        python: Interpreter whose compilers are used (default: this one).
-        timeout: Time limit of each compilation, in seconds.
-        price: Price of one device, in dollars per hour.
+        compile: Compile the step for the machine, if its compiler is installed.
+        python: Interpreter whose compilers to use; if unset, this one.
+        timeout: Time limit per compilation, in seconds.
+        price: Price per device-hour, in dollars.
         json: Print JSON.
-        html: Write a page to this file.
+        html: Write an HTML page to this file.
     """
 
     target: str = ""
@@ -84,18 +84,18 @@ class StepOptions:
     html: Path | None = None
 
     def check(self, top: int = 1) -> None:
-        """Raises where an option has a number that it cannot have."""
+        """Raises a `ConfigError` if a number is out of range."""
         counts = {"batch-size": self.batch_size, "num-tokens": self.num_tokens, "minibatches": self.minibatches}
         for name, value in {**counts, "top": top}.items():
             if value is not None and value < 1:
-                hint = f"--{name} takes a whole number, 1 or more."
-                raise ConfigError(f"--{name} {value} is not possible.", hint=hint)
+                hint = f"pass a positive whole number, e.g. --{name} 8."
+                raise ConfigError(f"--{name} must be at least 1; got {value}.", hint=hint)
         if not self.timeout > 0:
-            hint = "--timeout takes seconds, more than 0."
-            raise ConfigError(f"--timeout {self.timeout:g} leaves no time.", hint=hint)
+            hint = "pass a number of seconds, e.g. --timeout 180."
+            raise ConfigError(f"--timeout must be greater than 0; got {self.timeout:g}.", hint=hint)
         if self.price is not None and not 0 <= self.price < math.inf:
-            hint = "--price takes dollars per hour of one device, 0 or more."
-            raise ConfigError(f"--price {self.price:g} is no price.", hint=hint)
+            hint = "pass the price per device-hour in dollars, e.g. --price 2.5."
+            raise ConfigError(f"--price must be finite and at least 0; got {self.price:g}.", hint=hint)
 
 
 _Step = Annotated[StepOptions, tyro.conf.OmitArgPrefixes]
@@ -111,21 +111,21 @@ def plan(
 ) -> int:
     """Plan a training step for hardware you don't have: memory, communication and time.
 
-    Without the machine's compiler everything is computed, and stderr says how to install it. Exits with 1 if the step
-    does not fit.
+    If the machine's compiler is not installed, all figures are computed from shapes and data sheets. Exits with status
+    1 if the step does not fit.
 
     Args:
-        job: module:attribute or file.py:attribute; or use --model.
-        mesh: Mesh, such as "fsdp:32,tp:4" (default: the job's own).
+        job: Job to plan: module:attribute or file.py:attribute; or use --model.
+        mesh: Mesh, e.g. "fsdp:32,tp:4"; if unset, the job's mesh.
         view: "local": Meshwright layers insert the collectives; "global": XLA does.
-        zero_axis: Also split the optimizer state along this axis (ZeRO-1).
+        zero_axis: Mesh axis to also shard the optimizer state over (ZeRO-1).
     """
     step.check()
     planner = _Planner(job, step)
     setup = planner.setup(mesh=mesh or getattr(planner.job, "mesh", None) or "", view=view, zero_axis=zero_axis)
     if not setup.mesh:
-        hint = 'add --mesh "fsdp:8,tp:4", or rank all meshes: meshwright plan search.'
-        raise JobError("no mesh was given, and the job names none.", hint=hint)
+        hint = 'pass --mesh "fsdp:8,tp:4", or rank all meshes with `meshwright plan search`.'
+        raise JobError("no mesh given, and the job has no default mesh.", hint=hint)
     made = planner.plan(setup)
     _print(_plan_json(made, planner.subject) if step.json else plan_summary(made, planner.subject))
     planner.write_page([made])
@@ -140,23 +140,23 @@ def plan_search(
     against: str | None = None,
     step: _Step = StepOptions(),  # noqa: B008
 ) -> int:
-    """Rank all meshes, remat policies, minibatches and sync modes by arithmetic, and compile the best.
+    """Rank all meshes, remat policies, minibatch counts and sync modes by estimated step time, and compile the best.
 
-    Exits with 1 if nothing fits.
+    Exits with status 1 if nothing fits.
 
     Args:
-        job: module:attribute or file.py:attribute; or use --model.
-        constraints: Limits of the search: "tp<=8, pp=1, batch=4M tokens, remat=full|dots".
+        job: Job to plan: module:attribute or file.py:attribute; or use --model.
+        constraints: Limits on the search, e.g. "tp<=8, pp=1, batch=4M tokens, remat=full|dots".
         top: Number of plans to show and compile.
-        against: Plan to compare the best with: a file that --json wrote, or a setup such as "dp:32,fsdp:8 remat=full".
+        against: Plan to compare the best with: a file written by --json, or a setup like "dp:32,fsdp:8 remat=full".
     """
     step.check(top)
     if against is not None:
         _check_file(against)
     planner = _Planner(job, step)
     base = planner.setup()
-    if against is not None and not _is_file(against):  # before minutes of compiling
-        planner.check(parse_setup(against, base))
+    if against is not None and not _is_file(against):
+        planner.check(parse_setup(against, base))  # fail before minutes of compiling
     given = None if against is None or not _is_file(against) else read_plan(against)
     found, best, failed = planner.search(constraints, top)
     compared = None
@@ -185,11 +185,11 @@ def plan_diff(
     """Explain the difference between two plans, cause by cause.
 
     Args:
-        before: First plan: a file that --json wrote, or a setup such as "fsdp:32,tp:4 remat=full".
-        after: Second plan. Two files need no further options.
-        job: module:attribute or file.py:attribute; or use --model.
+        before: First plan: a file written by --json, or a setup like "fsdp:32,tp:4 remat=full".
+        after: Second plan, in the same form. Two files need no further options.
+        job: Job to plan: module:attribute or file.py:attribute; or use --model.
         view: "local": Meshwright layers insert the collectives; "global": XLA does.
-        zero_axis: Also split the optimizer state along this axis (ZeRO-1).
+        zero_axis: Mesh axis to also shard the optimizer state over (ZeRO-1).
     """
     step.check()
     for one in (before, after):
@@ -200,7 +200,7 @@ def plan_diff(
         planner = _Planner(job, step)
         base = planner.setup(view=view, zero_axis=zero_axis)
         given = [read_plan(one) if _is_file(one) else parse_setup(one, base) for one in (before, after)]
-        if planner.compiles:  # before minutes of compiling
+        if planner.compiles:  # fail before minutes of compiling
             for side in given:
                 if isinstance(side, Setup):
                     planner.check(side)
@@ -218,22 +218,23 @@ COMMANDS: dict[str, Callable[..., int]] = {"plan": plan, "plan search": plan_sea
 
 
 def join_words(args: Sequence[str]) -> list[str]:
-    """Returns arguments with a command of two words as one; raises for options that have become commands."""
+    """Joins a two-word command (`plan search`) into one argument; raises for options that are now commands."""
     if " ".join(args[:2]) in COMMANDS:
         return [" ".join(args[:2]), *args[2:]]
     for arg in args[1:] if args[:1] == ["plan"] else ():
         name = arg.partition("=")[0].replace("_", "-")
         if name in _MOVED:
-            raise ConfigError(f"`meshwright plan` has no option {name} any more.", hint=f"use: {_MOVED[name]}")
+            raise ConfigError(f"`meshwright plan` no longer has the option {name}.", hint=f"use: {_MOVED[name]}")
     return list(args)
 
 
 class _Planner:
-    """Makes plans of one job on one machine; remembers why something was not compiled."""
+    """Plans one job on one machine, and collects notes for the page."""
 
     def __init__(self, job: str, options: StepOptions) -> None:
         if not options.target:
-            raise ConfigError("a plan needs a machine.", hint="--target v5p:4x4x8, h200:8x8 or cpu:8.")
+            hint = "pass the machine to plan for, e.g. --target v5p:4x4x8, h200:8x8 or cpu:8."
+            raise ConfigError("--target is missing.", hint=hint)
         self.options, self.target = options, parse_target(options.target)
         self.subject = _subject(job, options)
         self.job = self._load()
@@ -242,8 +243,9 @@ class _Planner:
         self.compiles = options.compile and (options.python is not None or can_compile_for(self.target))
         if options.compile and not self.compiles:
             self.note(
-                f"memory and communication are computed: the compiler for {self.target.kind} is not installed here.\n"
-                f'hint: pip install "meshwright[{self.target.platform}]" for compiled figures.'
+                "memory and communication are computed, because the compiler for "
+                f"{self.target.kind} is not installed.\n"
+                f'hint: run `pip install "meshwright[{self.target.platform}]"` to get compiled figures.'
             )
 
     def _load(self) -> Any:
@@ -256,25 +258,25 @@ class _Planner:
         assert self.subject.num_tokens is not None
         model = make_model(self.subject.model, self.subject.model_options)
         rows = self.target.num_devices if self.options.batch_size is None else self.options.batch_size
-        # Packed, as `meshwright train` has its batches.
+        # `meshwright train` packs its batches too.
         return language_job(model, batch_size=rows, num_tokens=self.subject.num_tokens, packed=True)
 
     def note(self, text: str) -> None:
-        """Says something now, and on the page."""
+        """Prints a note, and keeps it for the page."""
         _tell(f"note: {text}")
         self.notes.append(text)
 
     @property
     def compiled_from(self) -> Any:
-        """What another process can load: the reference to a job where there is one."""
+        """The job as another process can load it: its reference if it has one."""
         return self.subject.job or self.job
 
     def errors(self) -> contextlib.AbstractContextManager[None]:
-        """What a job's own functions raise is told with their lines."""
+        """Reports errors of the job's functions with their file and line."""
         return job_errors(self.job, self.subject.job) if self.subject.job else contextlib.nullcontext()
 
     def setup(self, **changes: Any) -> Setup:
-        """Returns the setup that the options describe; a model's rows are in its batch already."""
+        """Returns the setup that the options describe; `rows` stays None for a model, whose batch has them."""
         options = self.options
         known = {
             "mesh": "",
@@ -289,29 +291,25 @@ class _Planner:
         return Setup(**{**known, **changes})
 
     def check(self, setup: Setup) -> Plan:
-        """Returns one plan, computed: an error tells what is wrong with a setup in a second."""
+        """Returns the computed plan, or raises within a second if the setup is wrong."""
         mesh = str(parse_mesh(setup.mesh).resolve(self.target.num_devices))
         with self.errors():
             return make_plan(self.job, self.target, replace(setup, mesh=mesh), price=self.options.price)
 
     def plan(self, setup: Setup) -> Plan:
-        """Returns one plan, compiled if that is possible."""
-        made = self.check(setup)  # before minutes of compiling
-        compiled = self._compile(made.setup) if self.compiles else None
-        if compiled is None:
+        made = self.check(setup)  # fail before minutes of compiling
+        if not self.compiles:
+            return made
+        _tell(f"compiling {made.setup} for {self.target}")
+        try:
+            compiled = compile_step(self.compiled_from, self.target, made.setup, **self.limits)
+        except CompileError as error:
+            self.note(f"memory and communication are computed, because compiling failed ({error.reason}): {error}")
             return made
         return make_plan(self.job, self.target, made.setup, compiled=compiled, price=self.options.price)
 
-    def _compile(self, setup: Setup) -> Compiled | None:
-        _tell(f"compiling {setup} for {self.target}")
-        try:
-            return compile_step(self.compiled_from, self.target, setup, **self.limits)
-        except CompileError as error:
-            self.note(f"memory and communication are computed, as it could not be compiled ({error.reason}): {error}")
-            return None
-
     def search(self, constraints: str, top: int) -> tuple[Search, Sequence[Plan], Sequence[Rejected]]:
-        """Returns a search, its best plans, compiled if that is possible, and those that did not compile or fit."""
+        """Returns a search, its best plans (compiled if possible), and those that failed to compile or do not fit."""
         options, rows = self.options, self.setup().rows
         batch = None if rows is None else f"{rows} rows"
         asked = {"remat": options.remat, "minibatches": options.minibatches, "sync": options.sync, "batch": batch}
@@ -330,17 +328,17 @@ class _Planner:
             return found, best, ()
         done, failed = compile_best(self.compiled_from, found, top=top, tell=_tell, **self.limits)
         if not done:
-            self.note("none of the best could be compiled; what is shown is computed.")
+            self.note("none of the best plans could be compiled; the plans shown are computed.")
         return found, done or best, failed
 
     def write_page(
         self, plans: Sequence[Plan], *, found: Search | None = None, compared: PlanDiff | None = None
     ) -> None:
-        """Writes the page about the first of the plans, if one was asked for."""
+        """Writes the page about the first plan, if --html is set."""
         if self.options.html is None:
             return
         if not plans:
-            _tell("note: nothing fits, so there is no page.")
+            _tell("note: nothing fits, so no page was written.")
             return
         from meshwright.plan.output.plan_page import build_plan_page
 
@@ -351,10 +349,12 @@ class _Planner:
 
 def _subject(job: str, options: StepOptions) -> PlannedJob:
     if bool(job) == (options.model is not None):
-        raise ConfigError("a plan is of a job or of a model.", hint="my_pkg.train:job, or --model decoder-7b.")
+        hint = "pass one of them, e.g. my_pkg.train:job or --model decoder-7b."
+        raise ConfigError(f"{'both a job and --model' if job else 'neither a job nor --model'} given.", hint=hint)
     if job:
         if options.num_tokens is not None or options.model_options:
-            raise ConfigError("a job brings its own model and tokens.", hint="leave the options of models out.")
+            hint = "drop them: a job defines its own model and tokens."
+            raise ConfigError("--num-tokens and --model-options apply only to --model.", hint=hint)
         return PlannedJob(job=job)
     tokens = DEFAULT_TOKENS if options.num_tokens is None else options.num_tokens
     return PlannedJob(model=options.model, model_options=options.model_options, num_tokens=tokens)
@@ -384,7 +384,7 @@ def _search_json(
 def _check_file(text: str) -> None:
     if text.endswith(".json") and not _is_file(text):
         hint = "write a plan with: meshwright plan ... --json > FILE"
-        raise ConfigError(f"there is no file {text!r}.", hint=hint)
+        raise ConfigError(f"file {text!r} does not exist.", hint=hint)
 
 
 def _is_file(text: str) -> bool:
@@ -392,7 +392,6 @@ def _is_file(text: str) -> bool:
 
 
 def _print(said: Summary | PlanDiff | PlanData) -> None:
-    """Prints data as JSON, and anything else for people."""
     if isinstance(said, Summary | PlanDiff):
         show(said)
     else:

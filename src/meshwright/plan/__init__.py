@@ -1,1 +1,1 @@
-"""Seeing a program before it runs: what it was compiled to, for machines that are here or not."""
+"""Plans of a training step before it runs: memory, communication and time on hardware you may not have."""

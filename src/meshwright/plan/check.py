@@ -1,4 +1,4 @@
-"""Limits on a plan, for tests: a step keeps its memory and its communication, or the test says what grew."""
+"""Assertions on a plan, for tests: limits on memory, communication and time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.train.job import load_job
 
 
 class PlanError(MeshwrightError, AssertionError):
-    """A plan goes beyond what was allowed; `plan` is that plan, `problems` what it breaks."""
+    """A plan exceeds its limits; `problems` has a line for each, `plan` is the plan."""
 
     def __init__(self, message: str, *, plan: Plan, problems: tuple[str, ...]) -> None:
         self.plan, self.problems = plan, problems
@@ -41,23 +41,21 @@ def assert_plan(
     profile: JobCosts | None = None,
     **limits: Any,
 ) -> Plan:
-    """Plans a job and raises a `PlanError` where it does not fit the machine or goes beyond a limit.
+    """Plans a job and raises a `PlanError` if it does not fit the machine or exceeds a limit; returns the plan.
 
-    Without `compile` everything is computed, in a second or two. With it the step is compiled for the target, which
-    needs its compiler (`cpu:8` needs none), and memory and communication are the compiler's.
+    By default all figures are computed, which takes a second or two. With `compile=True` the step is compiled for the
+    target, and memory and communication are read from the program; this needs the target's compiler, except for CPUs.
 
     Args:
         job: a job, or a reference to one (`module:attribute`).
-        setup: how it runs; or only its `mesh` and `rows`, and the defaults of a `Setup`.
-        max_bytes: of memory on each device, at the peak of a step.
-        max_wire_bytes: that each device sends in a step.
-        exposed: how many collectives may send more than `ignore_bytes` in a step that nothing hides. On chips, what
-            hides is found from their rates, which are assumed.
-        max_seconds, min_mfu: of a step; both rest on assumptions, and are not known for CPUs.
-        compile: whether to compile, or what `compile_step` gave before.
-        limits: of `compile_step`: `timeout_s`, `memory_limit`, `python`.
-
-    Returns the plan, for further checks.
+        setup: the setup to plan; or pass only `mesh` and `rows`, with the defaults of `Setup` for the rest.
+        max_bytes: limit on the peak memory per device.
+        max_wire_bytes: limit on the bytes that each device sends per step.
+        exposed: number of collectives that may send more than `ignore_bytes` exposed bytes per step. On TPUs and GPUs
+            the overlap is estimated from assumed rates.
+        max_seconds, min_mfu: limits on the step time and MFU; both are assumed, and unknown for CPUs.
+        compile: whether to compile, or the result of an earlier `compile_step`.
+        limits: `timeout_s`, `memory_limit` and `python` of `compile_step`.
 
     Example:
         >>> from meshwright.models import Decoder
@@ -68,16 +66,15 @@ def assert_plan(
         True
     """
     if (setup is None) == (mesh is None):
-        raise MeshwrightError("a plan needs a setup, or a mesh for one, and not both.", hint='mesh="fsdp:8".')
+        found = "neither setup nor mesh" if setup is None else "both setup and mesh"
+        raise MeshwrightError(f"assert_plan got {found}.", hint='pass one of them, e.g. mesh="fsdp:8".')
     if setup is None:
         assert mesh is not None
         setup = Setup(mesh=mesh, rows=rows)
     elif rows is not None:
         setup = dataclasses.replace(setup, rows=rows)
     if exposed is not None and compile is False:
-        raise MeshwrightError(
-            "what is exposed is decided by the compiler, and nothing was compiled.", hint="assert_plan(compile=True)."
-        )
+        raise MeshwrightError("`exposed` needs a compiled program.", hint="pass compile=True.")
     made: Compiled | None = None
     if isinstance(compile, Compiled):
         made = compile
@@ -93,7 +90,7 @@ def assert_plan(
     ]
     if problems:
         lines = "\n".join(f"- {problem}" for problem in problems)
-        message = f"the plan of {setup} on {plan.target.title} goes beyond its limits:\n{lines}"
+        message = f"the plan {setup} on {plan.target.title} exceeds its limits:\n{lines}"
         raise PlanError(message, plan=plan, problems=tuple(problems))
     return plan
 
@@ -106,7 +103,7 @@ def _memory_problems(plan: Plan, most: float | None) -> list[str]:
         return []
     largest = sorted(memory.parts, key=lambda part: -part.bytes)[:4]
     parts = ", ".join(f"{part.name} {format_bytes(part.bytes)}" for part in largest)
-    return [_beyond("memory", memory.total, most, f"on each device ({memory.basis}); the largest parts are {parts}")]
+    return [_beyond("memory", memory.total, most, f"per device ({memory.basis}); the largest parts are {parts}")]
 
 
 def _sent_problems(plan: Plan, most: float | None) -> list[str]:
@@ -115,7 +112,7 @@ def _sent_problems(plan: Plan, most: float | None) -> list[str]:
         return []
     largest = sorted(plan.sent, key=lambda item: -item.wire_bytes)[:4]
     parts = ", ".join(f"{item.kind} over {item.axis} {format_bytes(item.wire_bytes)}" for item in largest)
-    return [_beyond("sent", total, most, f"by each device in a step ({plan.sent[0].basis}); the largest are {parts}")]
+    return [_beyond("sent", total, most, f"per device and step ({plan.sent[0].basis}); the largest are {parts}")]
 
 
 def _exposed_problems(plan: Plan, most: int | None, ignored: float) -> list[str]:
@@ -129,13 +126,11 @@ def _exposed_problems(plan: Plan, most: int | None, ignored: float) -> list[str]
     if len(found) <= most:
         return []
     lines = [
-        f"{c.kind} over {'+'.join(c.axes)}, {format_bytes(size(c))} a step, {c.verdict} ({c.serves or c.source})"
+        f"{c.kind} over {'+'.join(c.axes)}, {format_bytes(size(c))} per step, {c.verdict} ({c.serves or c.source})"
         for c in sorted(found, key=size, reverse=True)[:8]
     ]
-    said = (
-        f"exposed: {len(found)} of the collectives, each with more than {format_bytes(ignored)} a step that nothing "
-        f"hides; allowed: {most}"
-    )
+    total = len(plan.compiled.collectives)
+    said = f"exposed: {len(found)} of {total} collectives expose over {format_bytes(ignored)} per step; allowed: {most}"
     return ["\n    ".join([said, *lines])]
 
 
@@ -143,12 +138,12 @@ def _time_problems(plan: Plan, most: float | None, least: float | None) -> list[
     if most is None and least is None:
         return []
     if plan.time is None or plan.mfu is None:
-        raise MeshwrightError(f"there are no figures for the speed of {plan.target}.", hint="leave time limits out.")
+        raise MeshwrightError(f"step time is unknown for {plan.target}.", hint="drop max_seconds and min_mfu.")
     found = []
     if most is not None and plan.time.step.value > most:
-        found.append(f"time: {plan.time.step.value:.4g} s a step ({plan.time.step.basis}); allowed: {most:.4g} s")
+        found.append(f"time: {plan.time.step.value:.4g} s per step ({plan.time.step.basis}); allowed: {most:.4g} s")
     if least is not None and plan.mfu < least:
-        found.append(f"MFU: {plan.mfu:.1%} ({plan.time.step.basis}); wanted: {least:.1%}")
+        found.append(f"MFU: {plan.mfu:.1%} ({plan.time.step.basis}); required: {least:.1%}")
     return found
 
 

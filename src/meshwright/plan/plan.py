@@ -1,7 +1,7 @@
-"""What a step costs on a machine: memory, time, tokens per second, MFU, dollars. Every figure says what it rests on.
+"""Plan of a training step on a machine: memory, time, tokens per second, MFU and price.
 
-"compiled" was read off the compiled program, "computed" follows from shapes and the table of chips, "assumed" holds a
-number that was measured elsewhere, or a guess.
+Every figure names its basis: "compiled" is read from the compiled program, "computed" follows from shapes and data
+sheets, "assumed" uses a rate measured on another machine, or an estimate.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from meshwright.plan.target import Target, parse_target
 from meshwright.train.job import check_axes, execution_of
 from meshwright.train.state import state_layout
 
-# libtpu 0.0.42 died with SIGFPE on a 7B decoder with fsdp:4096, and compiled dp:16,fsdp:256 for the same chips.
+# libtpu 0.0.42 crashed with SIGFPE on a 7B decoder with fsdp:4096, but compiled dp:16,fsdp:256 for the same chips.
 CRASHES_FROM = 4096
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known of a step before it runs; `str(plan)` is a summary.
+    """Memory, communication and time of a training step; `str(plan)` is a summary.
 
     Args:
-        flops: of the whole step, on all devices.
-        time: None for CPUs, of which the table of chips has no figures.
-        price: dollars per hour of one device, as given.
+        flops: FLOPs of the step, over all devices.
+        time: None for CPUs, whose speed is unknown.
+        price: dollars per device-hour.
     """
 
     target: Target
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """The share of all devices' peaks that the model's own operations take."""
+        """Model FLOPs utilization: model FLOP/s as a share of the peak of all devices."""
         if self.time is None or self.peak_flops is None:
             return None
         return self.flops.model / (self.time.step.value * self.target.num_devices * self.peak_flops)
@@ -85,12 +85,12 @@ class Plan:
 
     @property
     def hidden_share(self) -> float:
-        """The share of all bytes that are sent beside compute; 1 where nothing is sent."""
+        """Share of the sent bytes that overlap with compute; 1 if nothing is sent."""
         total = sum(item.wire_bytes for item in self.sent)
         return sum(item.wire_bytes * item.hidden for item in self.sent) / total if total else 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
+        """Returns the plan as JSON data."""
         memory = {"fits": self.memory.fits, "verdict": self.memory.verdict, **asdict(self.memory)}
         return {
             "target": {"name": self.target.name, "title": self.target.title, "devices": self.target.num_devices},
@@ -114,9 +114,9 @@ class Plan:
         lines = [f"{self.target.title}, {self.setup}: {self.memory.verdict}"]
         if self.time is not None and self.mfu is not None and self.tokens_per_second is not None:
             lines.append(
-                f"{self.time.step.value:.3g} s a step ({self.time.step.basis}), {self.tokens_per_second:,.0f} "
-                f"tokens/s, MFU {self.mfu:.1%}, {self.time.exposed.value / self.time.step.value:.1%} of it waiting "
-                "for links"
+                f"{self.time.step.value:.3g} s per step ({self.time.step.basis}), {self.tokens_per_second:,.0f} "
+                f"tokens/s, MFU {self.mfu:.1%}, {self.time.exposed.value / self.time.step.value:.1%} exposed "
+                "communication"
             )
         return "\n".join(lines)
 
@@ -130,12 +130,13 @@ def make_plan(
     compiled: Compiled | None = None,
     price: float | None = None,
 ) -> Plan:
-    """Plans a step: computed, or read off the compiled program where one is given.
+    """Plans a training step.
 
     Args:
-        profile: what `profile_job` counted, where it is there already.
-        compiled: what `compile_step` made of the same setup, for memory and communication.
-        price: dollars per hour of one device.
+        profile: result of `profile_job`, to reuse (default: profile the job, which takes seconds).
+        compiled: result of `compile_step` for the same setup; memory and communication are then read from it instead
+            of computed.
+        price: dollars per device-hour.
 
     Example:
         >>> from meshwright.models import Decoder
@@ -149,7 +150,7 @@ def make_plan(
     spec = parse_mesh(setup.mesh).resolve(target.num_devices)
     sizes = mesh_sizes(spec)
     if profile is None:
-        check_axes(job, sizes)  # before seconds of counting
+        check_axes(job, sizes)  # fail before seconds of tracing
         profile = profile_of(job, target, setup)
     check_mesh(job, profile, sizes)
     layout, notes = lay_out(job, profile, spec, setup)
@@ -160,12 +161,12 @@ def make_plan(
 
 
 def mesh_sizes(spec: MeshSpec) -> dict[str, int]:
-    """Returns how many devices lie along each axis of a resolved mesh."""
+    """Returns the size of each axis of a resolved mesh."""
     return {axis.name: axis.size for axis in spec.axes}
 
 
 def profile_of(job: Any, target: Target, setup: Setup) -> JobCosts:
-    """Returns what `profile_job` counts for one setup: its own remat policy, and none to compare it with."""
+    """Profiles a job for one setup, with its remat policy and "none", which memory plans need too."""
     return profile_job(
         job,
         precision=setup.precision,
@@ -176,7 +177,7 @@ def profile_of(job: Any, target: Target, setup: Setup) -> JobCosts:
 
 
 def lay_out(job: Any, profile: JobCosts, spec: MeshSpec, setup: Setup) -> tuple[Layout, tuple[str, ...]]:
-    """Returns the layout of the whole state, and what it warns of."""
+    """Returns the layout of the train state, and its warnings."""
     mesh = create_abstract_mesh(spec)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MeshwrightWarning)
@@ -200,18 +201,18 @@ def assemble(
     price: float | None = None,
     notes: tuple[str, ...] = (),
 ) -> Plan:
-    """Puts a plan together from what is known already: arithmetic only."""
+    """Calculates a plan from a profile and a layout, without tracing."""
     sizes = dict(layout.mesh.shape)
     stages = profile.stages(sizes)
     check_rows(sizes, setup, rows, stages)
     if setup.remat not in profile.needs:
         raise MeshwrightError(
-            f"what remat={setup.remat!r} keeps on a device was not counted.",
-            hint=f"plan one of: {', '.join(profile.needs)}; compile_step compiles any.",
+            f"remat={setup.remat!r} was not profiled.",
+            hint=f"use one of {', '.join(profile.needs)}, or pass it to profile_job(remats=...).",
         )
     needs = profile.needs[setup.remat]
     flops = each_count(lambda count: count * rows, needs.flops)
-    if stages.count > 1:  # every tick computes its forward pass again
+    if stages.count > 1:  # every backward tick recomputes its forward pass
         forward = each_count(lambda count: count * rows, profile.forward)
         flops = replace(each_count(int.__add__, flops, forward), recomputed=flops.recomputed + forward.matmul)
     links = axis_links(target, spec)
@@ -227,7 +228,7 @@ def assemble(
             sent = beside_matmuls(sent, (flops.matmul - flops.attention) / layout.mesh.size / rate)
         if setup.view == "global":
             sent = tuple(replace(item, basis="assumed") for item in sent)
-            notes += ("in the global view XLA decides what is sent; assumed is what our own layers would send",)
+            notes += ("XLA decides the communication in the global view; the plan assumes that of the local view",)
     if needs.hosted_per_row and target.chip is not None:
         sent += (host_copies(profile, target.chip, setup, sizes, rows),)
     tokens = rows * profile.tokens_per_row
@@ -250,79 +251,73 @@ def assemble(
 
 
 def mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple[str, str] | None:
-    """Returns what keeps a job from a mesh: in a few words that many meshes share, and for this one; or None."""
+    """Returns why a job cannot run on a mesh, as a short reason and a sentence; None if it can."""
     tp, pp = sizes.get(TENSOR_AXIS, 1), sizes.get(PIPELINE_AXIS, 1)
     run = execution_of(job) or Execution()
-    if run.tensor_axis is not None:  # otherwise XLA splits what it can
+    if run.tensor_axis is not None:  # otherwise XLA handles any size
         if profile.heads and not heads_fit(profile.heads, tp):
-            return "do not divide the heads", f"tp={tp} does not divide {profile.heads} heads"
+            return "heads not divisible", f"tp={tp} does not divide {profile.heads} heads"
         if profile.kv_heads and not heads_fit(profile.kv_heads, tp, shared=True):
-            return (
-                "do not divide the heads",
-                f"tp={tp} is no factor or multiple of {profile.kv_heads} key/value heads",
-            )
+            return "heads not divisible", f"tp={tp} is not a factor or multiple of {profile.kv_heads} key/value heads"
         if run.sequence_parallel and profile.tokens_per_row % tp:
-            return "do not divide the tokens", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
+            return "tokens not divisible", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
     if profile.num_layers % pp:
-        return "do not divide the layers", f"pp={pp} does not divide {profile.num_layers} layers"
+        return "layers not divisible", f"pp={pp} does not divide {profile.num_layers} layers"
     if pp > 1 and not profile.by_layer:
-        return "have no stages", "the model is not one of ours, whose layers can be stages of a pipeline"
+        return "no pipeline stages", "only built-in models can be split into pipeline stages"
     return None
 
 
 def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> None:
-    """Raises where a job cannot run on a mesh; of models that are not ours, only what their rules say is known."""
+    """Raises a `MeshError` if a job cannot run on a mesh; for custom models it checks only the axes."""
     check_axes(job, sizes)
     if profile.d_model is None:
         return
     problem = mesh_problem(job, profile, sizes)
     if problem is None:
         return
-    axis = PIPELINE_AXIS if problem[0] == "do not divide the layers" else TENSOR_AXIS
+    axis = PIPELINE_AXIS if problem[0] == "layers not divisible" else TENSOR_AXIS
     devices = math.prod(sizes.values())
     fit = [
         size
         for size in range(1, devices + 1)
         if devices % size == 0 and mesh_problem(job, profile, {axis: size}) is None
     ]
-    raise MeshError(
-        f"{problem[1]}, so that this model cannot run on such a mesh.", hint=f"{axis} may be {one_of(fit)}."
-    )
+    raise MeshError(f"{problem[1]}, so the model cannot run on this mesh.", hint=f"set {axis} to {one_of(fit)}.")
 
 
 def one_of(sizes: list[int]) -> str:
-    """Returns numbers to choose from, in words.
+    """Lists numbers to choose from.
 
     >>> one_of([1, 2, 4]), one_of([1])
-    ('1, 2 or 4', '1 only')
+    ('1, 2 or 4', '1')
     """
-    if len(sizes) == 1:
-        return f"{sizes[0]} only"
-    return f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
+    *rest, last = map(str, sizes)
+    return f"{', '.join(rest)} or {last}" if rest else last
 
 
 def check_rows(sizes: Mapping[str, int], setup: Setup, rows: int, stages: Stages) -> None:
-    """Raises where rows cannot be split over devices, minibatches, and microbatches of a pipeline."""
-    for count, what in ((rows, "rows"), (setup.num_minibatches, "minibatches")):
+    """Raises if the rows do not divide over devices, minibatches and pipeline microbatches."""
+    for count, name in ((rows, "rows"), (setup.num_minibatches, "minibatches")):
         if count < 1:
-            raise PlacementError(f"a step of {count} {what} cannot be planned.", hint=f"use 1 or more {what}.")
+            raise PlacementError(f"the number of {name} must be at least 1; got {count}.", hint=f"add {name}.")
     devices = sizes.get("dp", 1) * sizes.get("fsdp", 1)
     ways = devices * setup.num_minibatches * stages.microbatches
     if rows % ways:
         parts = f"{devices} devices and {setup.num_minibatches} minibatches"
         parts += f" of {stages.microbatches} microbatches" if stages.count > 1 else ""
         raise PlacementError(
-            f"{rows} rows cannot be split over {parts}.",
+            f"{rows} rows do not divide over {parts}.",
             hint=f"use {max(1, rows // ways) * ways} rows, or another number of minibatches.",
         )
 
 
 def known_to_fail(target: Target, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns a note where the machine's compiler is known to crash on such a mesh."""
+    """Returns a note if the compiler is known to crash on such a mesh."""
     ways = sizes.get("fsdp", 1)
     if target.platform != "tpu" or ways < CRASHES_FROM:
         return ()
     others = {"dp": sizes.get("dp", 1) * ways // 256, "fsdp": 256}
     others |= {axis: size for axis, size in sizes.items() if axis not in others}
     other = ",".join(f"{axis}:{size}" for axis, size in others.items() if size > 1)
-    return (f"libtpu 0.0.42 crashes (SIGFPE) on fsdp:{CRASHES_FROM}, so this may not compile; {other} does",)
+    return (f"libtpu 0.0.42 crashes (SIGFPE) on fsdp:{CRASHES_FROM}, so this may not compile; try {other}",)

@@ -1,7 +1,7 @@
-"""The best way to run a job on a machine: every mesh, remat policy, accumulation and sync mode, ranked by arithmetic.
+"""Search for the fastest mesh, remat policy, number of minibatches and sync mode of a job on a machine.
 
-Each candidate takes a fraction of a millisecond, since what the job needs was counted before (`profile_job`). What is
-left out says why. The best few are worth compiling: `compile_best`.
+The job is profiled once (`profile_job`), so each candidate takes a fraction of a millisecond. `compile_best` compiles
+the best candidates and ranks them again.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20}
 
 @dataclass(frozen=True)
 class Constraints:
-    """What candidates must keep to; made by `parse_constraints`.
+    """Limits on the candidates of a search; made by `parse_constraints`.
 
     Args:
-        limits: for each of the axes and `minibatches`, (comparison, number) pairs.
-        choices: for `remat` and `sync`, what is allowed.
-        batch_tokens, rows: the size of the batch; the job's own where both are None.
+        limits: (comparison, number) pairs for mesh axes and `minibatches`.
+        choices: allowed values of `remat` and `sync`.
+        batch_tokens, rows: the batch size; if both are None, the job's.
     """
 
     limits: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def parse_constraints(text: str) -> Constraints:
         4000000
         >>> parse_constraints("tpp<=8")
         Traceback (most recent call last):
-        meshwright.errors.MeshwrightError: 'tpp<=8' constrains nothing that a search varies.
+        meshwright.errors.MeshwrightError: 'tpp<=8' is not a constraint.
         hint: did you mean 'tp'?
     """
     limits: dict[str, list[tuple[str, int]]] = {}
@@ -82,23 +82,24 @@ def parse_constraints(text: str) -> Constraints:
         match = _TERM.fullmatch(part)
         if match is None or match["name"] not in known:
             wrong = match["name"] if match else part
-            hint = did_you_mean(wrong, known) or f"constrain one of: {', '.join(known)}; for example tp<=8."
-            raise MeshwrightError(f"{part!r} constrains nothing that a search varies.", hint=hint)
+            hint = did_you_mean(wrong, known) or f"constrain one of {', '.join(known)}, e.g. tp<=8."
+            raise MeshwrightError(f"{part!r} is not a constraint.", hint=hint)
         name, sign, value = match["name"], match["sign"], match["value"].strip()
         if name in ("remat", "sync"):
             allowed = REMATS if name == "remat" else (*SYNCS, "every")
             chosen = tuple(word.strip() for word in value.split("|"))
             bad = [word for word in chosen if word not in allowed]
             if sign != "=" or bad:
-                raise MeshwrightError(f"{part!r} is not a choice.", hint=f"{name}={'|'.join(allowed)}")
+                raise MeshwrightError(f"{part!r} is not a constraint.", hint=f"write {name}={'|'.join(allowed)}.")
             choices[name] = chosen
         elif name == "batch":
             count, unit = _amount(part, value)
+            hint = "write e.g. batch=4M tokens or batch=512 rows."
             if count < 1:
-                raise ConfigError(f"{part!r} is an empty batch.", hint="batch=4M tokens, or batch=512 rows.")
+                raise ConfigError(f"{part!r} is an empty batch.", hint=hint)
             tokens, rows = (count, None) if unit == "tokens" else (None, count)
             if sign != "=":
-                raise MeshwrightError(f"{part!r}: a batch has one size.", hint="batch=4M tokens, or batch=512 rows.")
+                raise MeshwrightError(f"{part!r}: the batch size takes only `=`.", hint=hint)
         else:
             limits.setdefault(name, []).append((sign, _amount(part, value)[0]))
     return Constraints({name: tuple(pairs) for name, pairs in limits.items()}, choices, tokens, rows)
@@ -107,13 +108,13 @@ def parse_constraints(text: str) -> Constraints:
 def _amount(part: str, value: str) -> tuple[int, str]:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]{0,2}?)\s*(tokens|rows)?", value.lower())
     if match is None or match[2] not in _UNITS:
-        raise MeshwrightError(f"{part!r}: {value!r} is not a number.", hint="for example 8, 512 rows, 4M tokens.")
+        raise MeshwrightError(f"{part!r}: {value!r} is not a number.", hint="write e.g. 8, 512 rows or 4M tokens.")
     return round(float(match[1]) * _UNITS[match[2]]), match[3] or "tokens"
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A candidate that cannot be, and why: `reason` in a few words that many share, `detail` for this one."""
+    """A rejected candidate: a short `reason`, shared by many, and a `detail` for this one."""
 
     setup: Setup
     reason: str
@@ -122,7 +123,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found; `ranked` holds everything that fits, the fastest first."""
+    """Result of a search: the plans that fit, the fastest first, and the rejected candidates."""
 
     target: Target
     ranked: tuple[Plan, ...]
@@ -137,13 +138,13 @@ class Search:
         return len(self.ranked) + len(self.rejected)
 
     def reasons(self) -> Counter[str]:
-        """Returns how many candidates were rejected for what."""
+        """Returns the number of rejected candidates by reason."""
         return Counter(item.reason for item in self.rejected)
 
     def __str__(self) -> str:
         batch = f"{self.rows} rows of {self.tokens_per_row} tokens ({self.rows * self.tokens_per_row / 1e6:.2f}M)"
         lines = [
-            f"{self.target.title}, {batch} a step",
+            f"{self.target.title}, {batch} per step",
             f"{self.considered} candidates in {self.seconds:.1f} s; {len(self.ranked)} fit",
         ]
         for place, plan in enumerate(self.ranked[:10], 1):
@@ -151,7 +152,7 @@ class Search:
             assert plan.mfu is not None
             memory = format_bytes(plan.memory.total)
             lines.append(f"{place:>3}. {plan.time.step.value:8.3f} s  MFU {plan.mfu:5.1%}  {memory:>10}  {plan.setup}")
-        lines += [f"  not: {count} {reason}" for reason, count in self.reasons().most_common()]
+        lines += [f"  rejected {count}: {reason}" for reason, count in self.reasons().most_common()]
         return "\n".join(lines)
 
 
@@ -165,7 +166,7 @@ def search(
     profile: JobCosts | None = None,
     price: float | None = None,
 ) -> Search:
-    """Ranks all ways to run a job on a target, by arithmetic; nothing is compiled.
+    """Ranks all setups of a job on a target by estimated step time; nothing is compiled.
 
     Example:
         >>> from meshwright.models import Decoder
@@ -178,9 +179,7 @@ def search(
     begin = time.perf_counter()
     target = parse_target(target)
     if target.chip is None:
-        raise MeshwrightError(
-            "there are no figures for the speed of CPUs to rank by.", hint="a target such as v5p:4x4x8."
-        )
+        raise MeshwrightError("cannot rank plans for CPUs, whose speed is unknown.", hint="use e.g. v5p:4x4x8.")
     if isinstance(constraints, str):
         constraints = parse_constraints(constraints)
     _check_possible(target, constraints)
@@ -194,23 +193,12 @@ def search(
     for mesh in _meshes(target, constraints):
         spec = parse_mesh(mesh)
         first = Setup(mesh=mesh, rows=rows, precision=precision, optimizer=optimizer)
-        problem = _mesh_problem(job, profile, mesh_sizes(spec))
-        layout = None
-        if problem is None:
-            try:
-                layout, _ = lay_out(job, profile, spec, first)
-            except LayoutError as error:
-                problem = ("do not divide the parameters", str(error).splitlines()[0])
-            else:
-                crashes = known_to_fail(target, dict(layout.mesh.shape))
-                if crashes:
-                    layout, problem = None, ("crash the compiler", crashes[0])
+        layout = _layout_or_problem(job, profile, target, spec, first)
         for setup in _variants(first, constraints, remats):
-            if layout is None:
-                assert problem is not None
-                rejected.append(Rejected(setup, *problem))
-                continue
-            found = _judge(profile, layout, target, spec, setup, rows=rows, price=price)
+            if isinstance(layout, Layout):
+                found = _judge(profile, layout, target, spec, setup, rows=rows, price=price)
+            else:
+                found = Rejected(setup, *layout)
             if isinstance(found, Rejected):
                 rejected.append(found)
             else:
@@ -223,14 +211,24 @@ def search(
 def compile_best(
     job: Any, found: Search, *, top: int = 3, tell: Any = None, **limits: Any
 ) -> tuple[tuple[Plan, ...], tuple[Rejected, ...]]:
-    """Compiles the best candidates of a search and ranks them again, by what was compiled.
+    """Compiles the best candidates of a search and ranks them again.
 
     Args:
         job: a job, or a reference to one.
-        tell: called with a line of text before each.
-        limits: of `compile_step`: `timeout_s`, `memory_limit`, `python`.
+        top: number of candidates to compile.
+        tell: called with a line of text before each compilation.
+        limits: `timeout_s`, `memory_limit` and `python` of `compile_step`.
 
-    Returns those that fit, and those that do not or could not be compiled.
+    Returns the plans that fit, and the candidates that do not or that failed to compile.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> found = search(job, "h200:1x2", constraints="fsdp=2, minibatches=1, remat=none")
+        >>> plans, failed = compile_best(job, found, python="no-such-python")
+        >>> len(plans), failed[0].reason
+        (0, 'not compiled: missing')
     """
     known = load_job(job) if isinstance(job, str) else job
     done: list[Plan] = []
@@ -247,12 +245,22 @@ def compile_best(
         if again.memory.fits:
             done.append(again)
         else:
-            failed.append(Rejected(plan.setup, "do not fit once compiled", again.memory.verdict))
+            failed.append(Rejected(plan.setup, "out of memory when compiled", again.memory.verdict))
     return tuple(sorted(done, key=_rank)), tuple(failed)
 
 
 def largest_batch(job: Any, target: str | Target, setup: Setup, *, profile: JobCosts | None = None) -> int:
-    """Returns the most rows that fit with a setup, by arithmetic; 0 where not even the fewest do."""
+    """Returns the largest number of rows that fits by estimate, or 0 if none does.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("956m"), batch_size=8, num_tokens=2048)
+        >>> setups = [Setup(mesh="fsdp:8", remat=remat) for remat in ("none", "full")]
+        >>> none, full = (largest_batch(job, "v5e:2x4", setup) for setup in setups)
+        >>> 0 < none < full
+        True
+    """
     target = parse_target(target)
     if profile is None:
         profile = profile_of(job, target, setup)
@@ -277,11 +285,8 @@ def largest_batch(job: Any, target: str | Target, setup: Setup, *, profile: JobC
     return low * unit
 
 
-# --- Candidates ---
-
-
 def _rows(job: Any, profile: JobCosts, constraints: Constraints, target: Target) -> int:
-    """Returns the rows of a batch; a number of tokens is rounded to rows that devices can share."""
+    """Returns the rows of the batch; a number of tokens is rounded to rows that divide over the devices."""
     if constraints.rows is not None:
         return constraints.rows
     if constraints.batch_tokens is not None:
@@ -294,7 +299,7 @@ def _rows(job: Any, profile: JobCosts, constraints: Constraints, target: Target)
 
 
 def _meshes(target: Target, constraints: Constraints) -> Iterator[str]:
-    """Yields all meshes of a target's devices, axes of size 1 left out; between slices only `dp` crosses."""
+    """Yields all meshes of a target without axes of size 1; only `dp` crosses slices."""
     for sizes in _factors(target.num_devices, len(AXES)):
         named = dict(zip(AXES, sizes, strict=True))
         if named["dp"] % target.num_slices or not all(constraints.allows(axis, size) for axis, size in named.items()):
@@ -324,11 +329,11 @@ def _variants(first: Setup, constraints: Constraints, remats: Sequence[str]) -> 
 
 
 def _check_possible(target: Target, constraints: Constraints) -> None:
-    """Raises where constraints leave nothing to try, and says which of them do."""
+    """Raises a `ConfigError` if the constraints exclude every candidate."""
     if not any(constraints.allows("minibatches", count) for count in MINIBATCHES):
         raise ConfigError(
-            f"{_words(constraints, 'minibatches')} leaves no number of minibatches that a search tries.",
-            hint=f"minibatches may be {one_of(list(MINIBATCHES))}.",
+            f"{_words(constraints, 'minibatches')} matches none of the numbers of minibatches that a search tries.",
+            hint=f"allow {one_of(list(MINIBATCHES))}.",
         )
     if any(True for _ in _meshes(target, constraints)):
         return
@@ -340,14 +345,14 @@ def _check_possible(target: Target, constraints: Constraints) -> None:
         sizes = [least * size for size in range(1, each + 1) if each % size == 0]
         if not any(constraints.allows(axis, size) for size in sizes):
             raise ConfigError(
-                f"{_words(constraints, axis)} leaves no mesh of {target.num_devices} devices"
+                f"{_words(constraints, axis)} matches no mesh of {target.num_devices} devices"
                 f"{f' in {slices} slices' if slices > 1 else ''}.",
-                hint=f"{axis} may be {one_of(sizes)}.",
+                hint=f"set {axis} to {one_of(sizes)}.",
             )
+    words = ", ".join(_words(constraints, axis) for axis in limited)
     raise ConfigError(
-        f"{', '.join(_words(constraints, axis) for axis in limited)} together leave no mesh of {target.num_devices} "
-        "devices.",
-        hint=f"the sizes of all axes multiply to {target.num_devices}; leave one of them out.",
+        f"{words} together match no mesh of {target.num_devices} devices.",
+        hint=f"drop one of them: the axis sizes must multiply to {target.num_devices}.",
     )
 
 
@@ -355,10 +360,21 @@ def _words(constraints: Constraints, name: str) -> str:
     return ", ".join(f"{name}{sign}{number}" for sign, number in constraints.limits[name])
 
 
-def _mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple[str, str] | None:
-    problem = mesh_problem(job, profile, sizes)
-    unused = unused_axes(job, sizes) if problem is None else ()
-    return ("split nothing along an axis", f"nothing of the job is split over {unused[0]}") if unused else problem
+def _layout_or_problem(
+    job: Any, profile: JobCosts, target: Target, spec: MeshSpec, setup: Setup
+) -> Layout | tuple[str, str]:
+    """Returns the layout of a mesh, or the reason and detail of its rejection."""
+    sizes = mesh_sizes(spec)
+    if (problem := mesh_problem(job, profile, sizes)) is not None:
+        return problem
+    if unused := unused_axes(job, sizes):
+        return "unused axis", f"the job splits nothing over {unused[0]}"
+    try:
+        layout, _ = lay_out(job, profile, spec, setup)
+    except LayoutError as error:
+        return "parameters not divisible", str(error).splitlines()[0]
+    crashes = known_to_fail(target, sizes)
+    return ("known compiler crash", crashes[0]) if crashes else layout
 
 
 def _judge(
@@ -367,20 +383,20 @@ def _judge(
     sizes = dict(layout.mesh.shape)
     parts = _row_parts(profile, sizes, setup)
     if rows % parts:
-        return Rejected(setup, "do not divide the rows", f"{rows} rows in {parts} parts")
+        return Rejected(setup, "rows not divisible", f"{rows} rows do not divide into {parts} parts")
     plan = assemble(profile, layout, target, spec, setup, rows=rows, price=price)
     if plan.memory.fits is False:
-        return Rejected(setup, "need too much memory", plan.memory.verdict)
+        return Rejected(setup, "out of memory", plan.memory.verdict)
     return plan
 
 
 def _row_parts(profile: JobCosts, sizes: Mapping[str, int], setup: Setup) -> int:
-    """Returns in how many parts rows are cut: for devices, minibatches, and microbatches of a pipeline."""
+    """Returns the number of parts that rows are split into, over devices, minibatches and microbatches."""
     parts = setup.num_minibatches * profile.stages(sizes).microbatches
     return sizes.get("dp", 1) * sizes.get("fsdp", 1) * parts
 
 
 def _rank(plan: Plan) -> tuple[float, int, int]:
     assert plan.time is not None
-    # Of equals, the simpler.
+    # The simpler setup wins a tie.
     return plan.time.step.value, plan.setup.mesh.count(","), plan.setup.num_minibatches

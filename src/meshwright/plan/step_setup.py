@@ -1,4 +1,4 @@
-"""How a job is run: all that a plan varies, as plain data that a command line, a page and another process can hold."""
+"""The options of a training step that a plan varies, as plain data."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ from meshwright.train.state import require_loss, state_layout
 from meshwright.train.step import Step, make_train_step, xla_options
 from meshwright.types import PyTree
 
-LEARNING_RATE = 1e-4  # changes nothing that a plan looks at
+LEARNING_RATE = 1e-4  # has no effect on a plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A way of running a job.
+    """The options of a training step.
 
     Args:
-        mesh: a mesh string, with every size written out.
-        rows: rows of the whole batch; as many as the job's example batch has by default.
-        view, remat, num_minibatches, sync, clip: as `make_train_step` has them.
-        precision: "float32", "mixed", "bfloat16", or the fields of a `Precision` that differ from its defaults.
-        optimizer: the name of an optimizer of optax.
-        zero_axis: as `state_layout` has it.
-        overlap: asks the compiler for what hides collectives on the target's chips (`overlap_options`).
-        compiler_options: more options for XLA.
+        mesh: a mesh string with explicit sizes.
+        rows: rows of the global batch (default: those of the job's example batch).
+        view, remat, num_minibatches, sync, clip: arguments of `make_train_step`.
+        precision: "float32", "mixed", "bfloat16", or the `Precision` fields that differ from the defaults.
+        optimizer: name of an optax optimizer.
+        zero_axis: argument of `state_layout`.
+        overlap: sets the compiler options that overlap collectives with compute on the target (`overlap_options`).
+        compiler_options: further XLA options.
+
+    Example:
+        >>> str(Setup(mesh="fsdp:8", remat="full"))
+        'fsdp:8 remat=full'
     """
 
     mesh: str
@@ -55,7 +59,7 @@ class Setup:
         return Precision.named(self.precision) if isinstance(self.precision, str) else Precision(**self.precision)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns only what differs from the defaults, and the mesh."""
+        """Returns the mesh and the fields that differ from their defaults."""
         plain = Setup(mesh="")
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         changed = {name: value for name, value in values.items() if name == "mesh" or value != getattr(plain, name)}
@@ -63,7 +67,7 @@ class Setup:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Setup:
-        """Returns what `to_json` wrote.
+        """Returns the setup that `to_json` wrote.
 
         Example:
             >>> setup = Setup(mesh="fsdp:8", remat="full", rows=16)
@@ -73,7 +77,7 @@ class Setup:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in data:
             if name not in known:
-                raise MeshwrightError(f"a setup has no {name!r}.", hint=did_you_mean(name, known))
+                raise MeshwrightError(f"a setup has no field {name!r}.", hint=did_you_mean(name, known))
         return cls(**data)
 
     def __str__(self) -> str:
@@ -82,22 +86,29 @@ class Setup:
 
 
 def make_optimizer(name: str) -> Any:
-    """Returns an optimizer of optax by its name, with a learning rate of no importance."""
+    """Returns an optax optimizer by name, with a placeholder learning rate.
+
+    Example:
+        >>> make_optimizer("adamw").init({"w": np.zeros(2)})[0].mu
+        {'w': Array([0., 0.], dtype=float32)}
+    """
     import optax
 
     factory = getattr(optax, name, None)
     if not callable(factory):
         known = ("adamw", "adam", "sgd", "adafactor", "lion", "lamb", "rmsprop", "adagrad", "muon")
         raise MeshwrightError(
-            f"optax has no optimizer {name!r}.", hint=did_you_mean(name, known) or f"for example {', '.join(known)}."
+            f"optax has no optimizer {name!r}.", hint=did_you_mean(name, known) or f"use e.g. {', '.join(known)}."
         )
     return factory(LEARNING_RATE)
 
 
 def batch_of(job: Any, rows: int | None) -> PyTree:
-    """Returns the shapes of a job's example batch, with another number of rows if one is given."""
+    """Returns the shapes of a job's example batch, resized to `rows` if given."""
     if getattr(job, "batch", None) is None:
-        raise JobError("the job has no example batch, so nothing can be planned.", hint="Job(..., batch=shapes).")
+        raise JobError(
+            "the job has no example batch, which a plan needs.", hint="pass its shapes: Job(..., batch=...)."
+        )
     have = count_rows(job.batch, who="plan")
 
     def shape(leaf: Any) -> Any:
@@ -111,7 +122,7 @@ def batch_of(job: Any, rows: int | None) -> PyTree:
 
 
 def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
-    """Returns the train step that a setup describes, on a mesh, and the shapes of its batch."""
+    """Returns the train step of a setup on a mesh, and the shapes of its batch."""
     require_loss(job, who="plan")
     optimizer = make_optimizer(setup.optimizer)
     layout = state_layout(job, optimizer, mesh, zero_axis=setup.zero_axis, precision=setup.dtypes)
@@ -132,6 +143,6 @@ def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
 
 
 def step_options(mesh: AnyMesh, setup: Setup) -> dict[str, Any]:
-    """Returns the options for XLA that a setup's step is compiled with."""
+    """Returns the XLA options of a setup's step."""
     overlap = setup.overlap and setup.view == "local"
     return xla_options(mesh, dict(setup.compiler_options), overlap=overlap) or {}

@@ -1,8 +1,8 @@
-"""Machines by name: `v5p:4x4x8`, `h200:8x8`, `cpu:8`. Nothing here needs a device, or a compiler for it.
+"""Target machines by name: `v5p:4x4x8`, `h200:8x8`, `cpu:8`.
 
-Grammar: `KIND:SHAPE[*SLICES]`. KIND is `cpu` or a chip of `meshwright.hardware.chips`. SHAPE is a TPU's torus (`16x16`,
-`4x4x8`), hosts x GPUs per host (`8x8`), or a number of simulated CPU devices. `*4` is four slices of a TPU, joined by
-the network.
+Grammar: `KIND:SHAPE[*SLICES]`. KIND is `cpu` or a chip in `meshwright.hardware.chips`. SHAPE is a TPU torus (`16x16`,
+`4x4x8`), hosts x GPUs per host (`8x8`), or a number of simulated CPU devices. `*4` means four TPU slices connected by
+the data-center network.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from meshwright.hardware.chips import ALIASES, CHIPS, Chip, chip_of
 from meshwright.specs import ceil_div
 
 _FORM = re.compile(r"(?P<kind>[A-Za-z][\w.\-]*):(?P<shape>\d+(?:[xX]\d+)*)(?:\*(?P<slices>\d+))?")
-_EXAMPLES = "for example v5e:16x16, v5p:4x4x8, v5p:4x4x8*4 (four slices), h200:8x8 (hosts x GPUs per host), cpu:8."
-# Rings close only where the torus wraps around: on these chips, in dims of this length (or any multiple of it).
+_EXAMPLES = "use e.g. v5e:16x16, v5p:4x4x8, v5p:4x4x8*4 (four slices), h200:8x8 (hosts x GPUs per host), cpu:8."
+# A torus dim wraps around to a ring only if its size is a multiple of this, by the number of dims.
 _WRAP_LENGTH = {2: 16, 3: 4}
-# The share of what is printed that large matmuls hold: 682 of 989 TFLOP/s on one H200 (benchmarks/RESULTS.md). Other
-# chips are assumed to reach the same.
+# Share of peak FLOP/s that large matmuls reach: 682 of 989 TFLOP/s on one H200 (benchmarks/RESULTS.md); assumed for
+# all chips.
 MATMUL_SHARE = 0.69
 
 
 @dataclass(frozen=True)
 class Target:
-    """A machine that a program is planned for; made by `parse_target`.
+    """A machine to plan for; made by `parse_target`.
 
     Args:
-        kind: "cpu", or the chip's name.
-        shape: a TPU slice's torus, (hosts, GPUs per host), or (devices,).
-        num_slices: TPU slices, joined by the slower network.
+        kind: "cpu" or the name of a chip.
+        shape: torus of a TPU slice, (hosts, GPUs per host), or (CPU devices,).
+        num_slices: number of TPU slices.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Target:
 
     @property
     def chip(self) -> Chip | None:
-        """The chip's row in the table; None for CPUs."""
+        """The chip's data sheet; None for CPUs."""
         return chip_of(self.kind)
 
     @property
@@ -78,11 +78,11 @@ class Target:
 
     @property
     def memory_bytes(self) -> int | None:
-        """What a program can use on each device; None for CPUs, which share theirs."""
+        """Memory that a program can use per device; None for CPUs, whose devices share it."""
         return None if self.chip is None else self.chip.memory_bytes
 
     def matmul_rate(self, dtype: str) -> float | None:
-        """Returns the FLOP/s of large matmuls: as measured, or a share of the peak; None if there is no peak.
+        """Returns the FLOP/s of large matmuls, measured or a share of the peak; None if the peak is unknown.
 
         Example:
             >>> parse_target("v5p:4x4x8").matmul_rate("bfloat16") / chip_of("v5p").peak()
@@ -97,14 +97,14 @@ class Target:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Which dims of a TPU's torus close to a ring."""
+        """Whether each dim of a TPU's torus wraps around to a ring."""
         if self.platform != "tpu":
             return ()
         return tuple(size % _WRAP_LENGTH[len(self.shape)] == 0 for size in self.shape)
 
     @property
     def title(self) -> str:
-        """The machine in words."""
+        """A description of the machine."""
         if self.chip is None:
             return f"{self.num_devices} simulated CPU devices"
         if self.platform == "gpu":
@@ -116,15 +116,15 @@ class Target:
 
 
 def parse_target(text: str | Target) -> Target:
-    """Returns the machine that a name means, or raises with the nearest name that means one.
+    """Parses the name of a machine; an error suggests the nearest valid name.
 
     Example:
         >>> parse_target("v5p:4x4x8*4").num_devices, parse_target("h200:8x8").memory_bytes // 2**30
         (512, 139)
         >>> parse_target("v5p:128")
         Traceback (most recent call last):
-        meshwright.errors.MeshError: 'v5p:128' is not a target: the torus of a v5p has 3 dims, this has 1.
-        hint: v5p:4x4x8
+        meshwright.errors.MeshError: 'v5p:128' is not a target: the torus of a v5p has 3 dims; got 1.
+        hint: use v5p:4x4x8
     """
     if isinstance(text, Target):
         return text
@@ -137,49 +137,48 @@ def parse_target(text: str | Target) -> Target:
     slices = int(match["slices"] or 1)
     known = ("cpu", *(chip.name for chip in CHIPS))
     if kind not in known:
-        hint = did_you_mean(kind, known) or f"kinds are: {', '.join(known)}."
+        hint = did_you_mean(kind, known) or f"known kinds: {', '.join(known)}."
         raise MeshError(f"{text!r} is not a target.", hint=f"{hint} {_EXAMPLES}")
-    chip = chip_of(kind)
-    problem, nearest = _problem(kind, chip, shape, slices)
+    problem, nearest = _problem(kind, chip_of(kind), shape, slices)
     if problem:
-        raise MeshError(f"{text!r} is not a target: {problem}.", hint=nearest)
+        raise MeshError(f"{text!r} is not a target: {problem}.", hint=f"use {nearest}")
     return Target(kind, shape, slices)
 
 
 def _problem(kind: str, chip: Chip | None, shape: tuple[int, ...], slices: int) -> tuple[str, str]:
-    """Returns what is wrong with a shape, and the nearest name that is right."""
+    """Returns the problem with a shape and the nearest valid name; "" and "" if there is none."""
     count = math.prod(shape)
     if count == 0 or slices == 0:
-        return "a size of 0 leaves no devices", _EXAMPLES
+        return "sizes must be at least 1", _EXAMPLES.removeprefix("use ")
     if slices > 1 and (chip is None or chip.platform != "tpu"):
-        return "only TPUs come in slices", f"{kind}:{'x'.join(map(str, (shape[0] * slices, *shape[1:])))}"
+        return "only TPUs have slices", f"{kind}:{'x'.join(map(str, (shape[0] * slices, *shape[1:])))}"
     if chip is None:
-        return ("", "") if len(shape) == 1 else ("CPUs are simulated by their number", f"cpu:{count}")
+        return ("", "") if len(shape) == 1 else ("simulated CPU devices take one number", f"cpu:{count}")
     if chip.platform == "gpu":
         each = max(size for size in range(1, 9) if count % size == 0)
         nearest = f"{kind}:{count // each}x{each}"
         if len(shape) != 2:
-            return f"GPUs are written as hosts x GPUs per host, this has {len(shape)} sizes", nearest
+            return f"GPUs take two sizes, hosts x GPUs per host; got {len(shape)}", nearest
         if shape[1] > chip.devices_per_host:
-            return f"a host has at most {chip.devices_per_host} of them", nearest
+            return f"a host has at most {chip.devices_per_host} GPUs; got {shape[1]}", nearest
         return "", ""
     dims = chip.links.torus_dims
     nearest = f"{kind}:{'x'.join(map(str, _torus(count, dims)))}"
     if len(shape) != dims:
-        return f"the torus of a {kind} has {dims} dims, this has {len(shape)}", nearest
+        return f"the torus of a {kind} has {dims} dims; got {len(shape)}", nearest
     fits = (1, 2, 4, 8, 16) if dims == 2 else (1, 2)
     for size in shape:
         if size not in fits and (dims == 2 or size % 4):
             sizes = "1, 2, 4, 8 or 16" if dims == 2 else "1, 2 or a multiple of 4"
-            return f"a dim of a {kind}'s torus is {sizes}, not {size}", nearest
+            return f"a torus dim of a {kind} must be {sizes}; got {size}", nearest
     if count > chip.links.domain // chip.devices_per_chip:
         largest = chip.links.domain // chip.devices_per_chip
-        return f"a slice has at most {largest} chips, this has {count}", f"{nearest}, or several slices: {kind}:..*2"
+        return f"a slice has at most {largest} chips; got {count}", f"{nearest}, or several slices: {kind}:..*2"
     return "", ""
 
 
 def _torus(count: int, dims: int) -> tuple[int, ...]:
-    """Returns the nearest torus of about this many chips, sizes as equal as they can be."""
+    """Returns the torus closest to this number of chips, with sizes as equal as possible."""
     sizes = [1, 2, 4, 8, 16] if dims == 2 else [1, 2, 4, 8, 16, 32]
     shapes = itertools.combinations_with_replacement(sizes, dims)
     return min(shapes, key=lambda shape: (abs(math.prod(shape) - count), max(shape) / min(shape)))

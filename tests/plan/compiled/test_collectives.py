@@ -1,5 +1,5 @@
-# ruff: noqa: E501 (lines of HLO are as long as they are)
-"""The reader of scheduled programs, on programs whose collectives are known and on the forms other chips print."""
+# ruff: noqa: E501 (HLO lines are long)
+"""`read_schedule` on compiled programs, and on the HLO forms of TPUs and GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -74,15 +74,15 @@ def test_the_compute_between_start_and_end():
     scatter, gather, reduce, permute = schedule.collectives
     one = 2 * 8 * 16 * 4
     assert (permute.matmuls_between, permute.flops_between, permute.cycles_between) == (1, one, 100)
-    # The library's call does not say what it contracts with: that has one operand here.
+    # The library call has only one operand here, so its FLOPs are unknown.
     assert (gather.matmuls_between, gather.flops_between) == (1, 0)
     assert scatter.flops_between == reduce.flops_between == 0
     assert [(s.in_flight, s.flops, s.cycles) for s in schedule.stretches] == [((1,), 0, 0), ((3,), one, 100)]
-    # Of those whose cycles are estimated: that of the loop, five times.
+    # Only the matmul in the loop has a cycle estimate, and runs five times.
     assert (schedule.matmul_flops, schedule.matmul_cycles) == (5 * one, 500)
 
 
-def test_compute_that_several_share_is_one_stretch_with_all_of_them():
+def test_compute_shared_by_several_collectives_is_one_stretch():
     second = """  %collective-permute-start.2 = (bf16[8,16]{1,0}, bf16[8,16]{1,0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
   %fusion.7 ="""
     done = """  %collective-permute-done.2 = bf16[8,16]{1,0} collective-permute-done(%collective-permute-start.2)
@@ -90,14 +90,14 @@ def test_compute_that_several_share_is_one_stretch_with_all_of_them():
     schedule = read_schedule(ASYNC.replace("  %fusion.7 =", second).replace("  %i =", done))
     assert schedule.stretches[-1].in_flight == (3, 4)
     assert [one.flops_between for one in schedule.collectives[3:]] == [2 * 8 * 16 * 4] * 2
-    # Of one axis alone, they are the first.
+    # Indices are renumbered for one axis.
     along = schedule.along("tp", {"fsdp": 4, "tp": 2})
     assert [(one.kind, one.trips) for one in along.collectives] == [("collective-permute", 5)] * 2
     assert [stretch.in_flight for stretch in along.stretches] == [(0, 1)]
 
 
-def test_a_start_that_the_compiler_calls_synchronous_is():
-    """As GPUs write it."""
+def test_a_start_marked_as_synchronous():
+    """GPU programs mark it in the backend config."""
     text = ASYNC.replace(
         "{'dp'}, dimensions={0}",
         """{'dp'}, dimensions={0}, backend_config={"collective_backend_config":{"is_sync":true}}""",
@@ -196,7 +196,7 @@ def test_fused_and_combined_forms_and_the_axes_they_run_along():
 
 
 @pytest.mark.parametrize("result", ["f32[8,4]{1,0}", "((f32[8,4]{1,0}), f32[8,4]{1,0})"])
-def test_operands_that_a_start_lists_are_not_sent_twice(result):
+def test_operands_listed_by_a_start_do_not_count(result):
     text = f"""HloModule step
 
 ENTRY %main (a: f32[8,4]) -> f32[8,4] {{

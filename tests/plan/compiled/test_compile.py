@@ -1,4 +1,4 @@
-"""Compiling in a process of its own: what comes back, and that whatever happens there is a message here."""
+"""Compiling in a separate process: results, and errors for crashes and limits."""
 
 import json
 import sys
@@ -48,9 +48,9 @@ def reference(tmp_path_factory):
     return lambda name: f"{path}:{name}"
 
 
-def test_what_comes_back(reference, tmp_path):
+def test_the_result(reference, tmp_path):
     text = tmp_path / "program.txt"
-    # What this process holds is not what compiling takes.
+    # Memory of this process must not count as memory of the compiling one.
     held = np.ones(3 * 2**29, np.uint8)
     found = compile_step(reference("good"), "cpu:2", SETUP, text_path=text, memory_limit=held.size)
     assert 2**26 < found.peak_rss_bytes < held.size
@@ -62,10 +62,10 @@ def test_what_comes_back(reference, tmp_path):
         ("reduce-scatter", "gradient of params/w"),
     }
     assert all(c.line.startswith("meshwright/") for c in found.collectives)
-    # There are no figures for CPUs.
+    # The speed of CPUs is unknown.
     assert [(c.share, c.transfer_s, c.state) for c in gathered] == [(None, None, "exposed")]
     assert Compiled.from_json(json.loads(json.dumps(found.to_json()))) == found
-    # Half of the weights and of the batch, and numbers.
+    # Half of the weights and of the batch, and scalars.
     assert 0 < found.memory["argument"] - (16 * 32 * 4 // 2 + 8 * 16 * 4 // 2) < 64
     assert found.peak_bytes >= found.memory["argument"]
     assert found.does_not_fit is None
@@ -73,7 +73,7 @@ def test_what_comes_back(reference, tmp_path):
     assert text.read_text().startswith("HloModule")
 
 
-def test_a_crash_is_a_message(reference):
+def test_a_crash_is_an_error(reference):
     with pytest.raises(CompileError, match=r"the compiler for cpu:2 crashed \(SIGABRT\)") as caught:
         compile_step(reference("crashes"), "cpu:2", SETUP)
     assert caught.value.reason == "crash"
@@ -84,27 +84,27 @@ def test_a_limit_on_time(reference):
     with pytest.raises(CompileError, match=r"for cpu:2 took longer than 1 s") as caught:
         compile_step(reference("hangs"), "cpu:2", SETUP, timeout_s=1)
     assert caught.value.reason == "timeout"
-    assert time.monotonic() - begin < 300  # the job would take 600
+    assert time.monotonic() - begin < 300  # the job sleeps for 600 s
 
 
 def test_a_limit_on_memory(reference):
-    with pytest.raises(CompileError, match=r"more than the limit of 1.0 MiB") as caught:
+    with pytest.raises(CompileError, match=r"of host memory; the limit is 1.0 MiB") as caught:
         compile_step(reference("good"), "cpu:2", SETUP, memory_limit=2**20)
     assert caught.value.reason == "memory"
 
 
-def test_what_is_refused_there_is_refused_here_with_its_hint(reference):
+def test_errors_of_the_process_keep_their_hint(reference):
     with pytest.raises(CompileError, match=r"dp=3[\s\S]*hint: ") as caught:
         compile_step(reference("good"), "cpu:2", Setup(mesh="dp:3", precision="float32"))
     assert caught.value.reason == "refused"
 
 
-def test_jobs_that_cannot_be_sent():
+def test_jobs_that_cannot_be_pickled():
     batch = {"x": jax.ShapeDtypeStruct((8, 16), "float32")}
     job = mw.Job(
         init=lambda key: {"w": jnp.zeros((16, 32))}, rules=[("w", P())], loss=lambda params, batch, rng: 0, batch=batch
     )
-    with pytest.raises(CompileError, match=r"cannot be sent[\s\S]*module:attribute"):
+    with pytest.raises(CompileError, match=r"cannot pickle the job[\s\S]*module:attribute"):
         compile_step(job, "cpu:2", SETUP)
 
 
@@ -115,7 +115,7 @@ def test_a_compiler_that_is_not_installed(target, extra, monkeypatch):
         compile_step("a:job", target, SETUP)
 
 
-def test_a_program_that_no_tpu_can_hold(tmp_path):
+def test_a_program_too_large_for_a_tpu(tmp_path):
     if not can_compile_for("v5e:2x2"):
         pytest.skip("libtpu is not installed")
     path = tmp_path / "huge_job.py"
@@ -125,7 +125,7 @@ def test_a_program_that_no_tpu_can_hold(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the compilers for TPUs and GPUs exist for Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="TPU and GPU compilers exist only for Linux")
 @pytest.mark.parametrize("target", ["v5p:2x2x1", "h200:1x4"])
 def test_real_compilers(target):
     if not can_compile_for(target):

@@ -1,4 +1,4 @@
-"""What stands in for cuDNN's attention has its results: nothing else can be seen of it without a GPU."""
+"""The stand-in for cuDNN attention has the same results, which is all that can be tested without a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ B, T, N, H = 2, 8, 4, 16
 
 
 def traced(*, by_heads=False, documents=1):
-    """Returns the equations of attention and its gradient, as JAX makes them for GPUs."""
+    """Returns the jaxpr equations of attention and its gradient on GPUs."""
     shape = (B, N, T, H) if by_heads else (B, T, N, H)
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     options = {"qkv_layout": "BNTH" if by_heads else "BTNH", "mask_type": cudnn.MaskType.CAUSAL}
@@ -44,27 +44,27 @@ def traced(*, by_heads=False, documents=1):
 
 
 @pytest.mark.parametrize(("by_heads", "documents"), [(False, 1), (True, 1), (False, 4)])
-def test_it_has_the_results_of_what_it_stands_in_for(by_heads, documents):
+def test_the_stand_in_has_the_same_results(by_heads, documents):
     found = traced(by_heads=by_heads, documents=documents)
     for name, stand_in in (("fwd", _forward), ("bwd", _backward)):
         equation = found[f"dot_product_attention_{name}_wrapper"]
         values = [jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype) for value in equation.invars]
         results = jax.eval_shape(lambda *args, f=stand_in, e=equation: f(*args, **e.params), *values)
         assert [(r.shape, r.dtype) for r in results] == [(v.aval.shape, v.aval.dtype) for v in equation.outvars]
-        # No matmul, but every operand is used, so that none of it is freed early.
+        # Every large operand is used, so that none is freed early.
         jaxpr = jax.make_jaxpr(lambda *args, f=stand_in, e=equation: f(*args, **e.params))(*values)
         used = {id(value) for inner in jaxpr.jaxpr.eqns for value in inner.invars}
         large = [var for var in jaxpr.jaxpr.invars if var.aval.size >= B * T * N]
         assert all(id(var) in used for var in large)
 
 
-def test_it_makes_no_matmuls():
+def test_the_stand_in_has_no_matmuls():
     x = jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16)
     forward = lambda q: _forward(q, q, q, *(jnp.zeros(0),) * 7, layout=0, is_training=True)  # noqa: E731
     assert count_flops(forward, x).matmul == 0
 
 
-def test_afterwards_jax_asks_the_library_again():
+def test_the_cudnn_version_check_is_restored():
     before = cudnn.check_cudnn_version
     with assumed_cudnn():
         assert cudnn.check_cudnn_version() > 90000

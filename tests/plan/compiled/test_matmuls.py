@@ -1,5 +1,5 @@
-# ruff: noqa: E501 (lines of HLO are as long as they are)
-"""FLOPs of matmuls, counted from the text of programs: every form that compilers write them in, and loops."""
+# ruff: noqa: E501 (HLO lines are long)
+"""FLOPs of matmuls in compiled programs: every form that compilers write, and loops."""
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +18,21 @@ FORMS = {
         2 * 3 * 8 * 16 * 4,
     ),
     "TPU's dot": ("bf16[8,16]", "bf16[16,4]", "bf16[8,4]{1,0:T(8,128)(2,1)} convolution(%a, %b), dim_labels=bf_io->bf", 2 * 8 * 16 * 4),
-    # A batch of dots: every output meets one of the 8 places of its window, the others fall into holes.
+    # A batched dot: each output uses one of the 8 positions of its window, the others are holes.
     "TPU's batched dot": (
         "bf16[8,32,16]",
         "bf16[8,16,4]",
         "bf16[8,32,4]{2,1,0} convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf",
         2 * 8 * 32 * 16 * 4,
     ),
-    # A real one: 3 places for each of 10 outputs, but for two at the ends that see padding.
+    # A convolution: 3 positions for each of 10 outputs, without two positions of padding.
     "convolution": (
         "f32[2,10,16]",
         "f32[3,16,4]",
         "f32[2,10,4]{2,1,0} convolution(%a, %b), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
         2 * 2 * (3 * 10 - 2) * 16 * 4,
     ),
-    "a library's": (
+    "library call": (
         "bf16[16,8]",
         "bf16[16,4]",
         '(bf16[8,4]{1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],"rhs_contracting_dimensions":["0"]}}}',

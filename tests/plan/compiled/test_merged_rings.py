@@ -1,4 +1,4 @@
-"""Rings whose matmuls were merged: read off a program for H200s, and compiled where the compiler is there."""
+"""Rings whose matmuls were merged: in a stored program for H200s, and compiled if the compiler is installed."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from meshwright.plan.compiled.verdict import judge
 
 TEXTS = Path(__file__).parent / "texts"
 PROGRAM = TEXTS / "h200_ring_without_barrier.txt"
-MERGED = "8 matmuls of its ring were merged into one, so that none is left to hide it behind"
+MERGED = "8 matmuls of its ring were merged into one, so none is left to overlap with"
 
 
 def check_merged(schedule):
@@ -31,12 +31,12 @@ def test_the_ring_without_a_barrier_is_merged_and_synchronous():
     assert {one.serves for one in schedule.collectives} == {"x"}
 
 
-def test_a_ring_that_sends_sums_is_merged_into_a_matmul_before_it():
+def test_a_ring_of_partial_sums_is_merged_into_a_matmul_before_it():
     schedule = read_schedule((TEXTS / "h200_scatter_ring_without_barrier.txt").read_text())
     check_merged(schedule)
 
 
-def test_shards_that_the_user_joins_are_not_called_merged():
+def test_a_concatenation_by_the_user_is_not_merged():
     text = PROGRAM.read_text().replace(
         'dimensions={0}, metadata={op_name="w"}', 'metadata={op_name="jit(f)/concatenate"}'
     )
@@ -44,12 +44,12 @@ def test_shards_that_the_user_joins_are_not_called_merged():
     assert {one.merged for one in read_schedule(text).collectives} == {0}
 
 
-def test_shards_that_go_into_no_matmul_are_not_called_merged():
+def test_shards_without_a_matmul_are_not_merged():
     text = PROGRAM.read_text().replace(" dot(%parameter_0, %parameter_1)", " add(%parameter_0, %parameter_1)")
     assert {one.merged for one in read_schedule(text).collectives} == {0}
 
 
-def test_the_same_compiled(run_python, tmp_path):
+def test_a_compiled_ring_without_a_barrier_is_merged(run_python, tmp_path):
     if not can_compile_for("h200:1x8"):
         pytest.skip("the compiler for h200 is not installed")
     done = run_python(

@@ -1,5 +1,5 @@
-# ruff: noqa: E501 (lines of HLO are as long as they are)
-"""What collectives serve: by the scopes of our own gathers, and followed back to the arguments of any program."""
+# ruff: noqa: E501 (HLO lines are long)
+"""Origins of collectives: by the scopes of FSDP gathers, and traced back to program arguments."""
 
 import contextlib
 
@@ -22,14 +22,14 @@ PARAMS = {"layers": {"wq": jnp.ones((4, 16, 16))}, "head": jnp.ones((16, 8))}
 
 @pytest.fixture(autouse=True)
 def _names_are_of_this_program():
-    """A cached program has the names of the one that was stored."""
+    """Otherwise a cached program could have the names of another."""
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     yield
     jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
 
 
 def serving(f):
-    """Returns what the collectives of a loss's gradient serve, by their kind."""
+    """Returns the data that collectives of a loss's gradient send, by kind."""
 
     def step(state, x):
         return jax.grad(lambda params: lax.psum(f(params, x).mean(), "fsdp"))(state["params"])
@@ -44,7 +44,7 @@ def serving(f):
     return found
 
 
-def test_our_own_gathers_name_the_parameter_and_its_gradient():
+def test_fsdp_gathers_name_the_parameter_and_its_gradient():
     def f(params, x):
         def layer(h, w):
             whole = gather_tree({"layers": {"wq": w}}, {"layers": {"wq": P(None, "fsdp")}}, axis="fsdp")
@@ -58,7 +58,7 @@ def test_our_own_gathers_name_the_parameter_and_its_gradient():
     assert found["reduce-scatter"] == {("gradient of params/layers/wq", 4), ("gradient of params/head", 1)}
 
 
-def test_a_train_step_names_what_it_gathers_scatters_and_sums():
+def test_collectives_of_a_train_step_name_their_parameters():
     def loss(params, batch, rng):
         return jnp.mean((batch["x"] @ params["w"] + params["b"]) ** 2), {}
 
@@ -79,7 +79,7 @@ def test_a_train_step_names_what_it_gathers_scatters_and_sums():
 
 
 def test_arguments_are_found_through_loops_slices_and_casts():
-    """Nothing here has a scope: the operand is followed out of the loop, to the state's parameters."""
+    """Nothing has a scope, so the operand is traced out of the loop to the parameters."""
 
     def f(params, x):
         def layer(h, w):
@@ -94,7 +94,7 @@ def test_arguments_are_found_through_loops_slices_and_casts():
     assert all(name.startswith("a gradient") for name, _ in found["reduce-scatter"])
 
 
-def test_activations_are_named_by_the_scope_of_the_user():
+def test_activations_are_named_by_user_scopes():
     def f(params, x):
         with jax.named_scope("attention"):
             h = lax.all_gather(jnp.tanh(x), "fsdp", tiled=True)
@@ -104,7 +104,7 @@ def test_activations_are_named_by_the_scope_of_the_user():
 
 
 def test_scopes_change_no_program_and_no_number():
-    """The same gather with the scope and without: all but the metadata is equal, and so is every gradient."""
+    """With and without scopes, programs are equal except for metadata, and gradients are equal."""
     mesh = mw.create_mesh("fsdp:8")
     values = {"layers": {"wq": jax.random.normal(jax.random.key(0), (4, 16, 16))}, "head": PARAMS["head"]}
 
@@ -124,7 +124,7 @@ def test_scopes_change_no_program_and_no_number():
     lines, grads = run()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jax.named_scope", lambda name: contextlib.nullcontext())
-        jax.clear_caches()  # what was traced with the scopes
+        jax.clear_caches()  # drops traces with scopes
         plain_lines, plain_grads = run()
     assert lines == plain_lines
     jax.tree.map(np.testing.assert_array_equal, grads, plain_grads)
@@ -153,7 +153,7 @@ ENTRY %main (a: f32[8,16], b: f32[8,16]) -> f32[64,16] {
 """
 
 
-def test_what_a_loop_hands_on_is_followed_to_before_it_and_what_it_changes_is_not():
+def test_only_values_that_a_loop_passes_through_are_traced_to_before_it():
     assert read_schedule(LOOP).collectives[0].serves == "params/w"
     changed = LOOP.replace("get-tuple-element(%while), index=1", "get-tuple-element(%while), index=2")
     assert read_schedule(changed).collectives[0].serves == "an activation"
@@ -192,16 +192,16 @@ ENTRY %main (a: f32[64,64]) -> f32[8,64] {
 """
 
 
-def test_a_sum_that_lost_its_name_is_known_by_how_it_adds():
-    """As TPUs write a scatter that became an all-reduce: only the computation that adds is still named."""
+def test_a_reduction_without_a_name_uses_that_of_its_computation():
+    """On TPUs, only the computation of a scatter that became an all-reduce keeps its name."""
     (one,) = read_schedule(LOST).collectives
     assert one.source == "reduce_scatter"
-    # The innermost call that is not ours, without anyone's home folder.
+    # The innermost call outside Meshwright, without the home folder.
     assert one.line == "pkg/train.py:12"
     assert one.serves == "an activation of loss.layer"
 
 
-def test_a_sum_that_lost_its_name_is_known_by_the_cast_of_the_gradient():
+def test_a_reduction_without_a_name_uses_the_cast_of_the_gradient():
     named = LOST.replace(
         "%made = f32[64,64]{1,0} multiply(%a, %a)",
         '%made = f32[64,64]{1,0} multiply(%a, %a), metadata={op_name="jit(step)/transpose(jvp(params[head/kernel]))/convert"}',
@@ -218,11 +218,11 @@ def test_a_sum_that_lost_its_name_is_known_by_the_cast_of_the_gradient():
         ("jit(step)/shard_map/(transpose(jvp())/psum_invariant:psum_invariant)", ""),
     ],
 )
-def test_the_last_scope_that_a_person_gave(source, scope):
+def test_last_scope(source, scope):
     assert last_scope(source) == scope
 
 
-# Home folders as Linux and macOS have them, for users and for the superuser.
+# Home folders of users and root, on Linux and macOS.
 @pytest.mark.parametrize("path", ["/home/me/train.py", "/root/train.py", "/Users/me/train.py", "train.py"])
-def test_no_home_folder_shows(path):
+def test_home_folders_are_removed(path):
     assert short_path(path) == "train.py"

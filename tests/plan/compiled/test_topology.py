@@ -1,4 +1,4 @@
-"""Targets that are not here: what is refused, and, where their compilers are installed, what they look like."""
+"""Target devices and meshes, with and without installed compilers."""
 
 import re
 
@@ -25,7 +25,7 @@ def test_unknown_targets(target):
 def test_a_missing_compiler_names_the_extra(target, extra, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert not can_compile_for(target)
-    with pytest.raises(MeshError, match=rf'hint: pip install "meshwright\[{extra}\]"'):
+    with pytest.raises(MeshError, match=rf'hint: run `pip install "meshwright\[{extra}\]"`'):
         target_devices.__wrapped__(target)
 
 
@@ -38,12 +38,12 @@ def test_simulated_devices():
 
 
 def test_several_slices_need_an_axis_that_crosses_them():
-    with pytest.raises(MeshError, match=r"has 2 slices, and mesh 'dp:4,fsdp:8' does not say"):
+    with pytest.raises(MeshError, match=r"has 2 slices, but no axis of mesh 'dp:4,fsdp:8' crosses them"):
         mesh_on_target("v5p:2x2x4*2", "dp:4,fsdp:8")
 
 
 @pytest.mark.parametrize("chip", [chip for chip in CHIPS if chip.platform == "gpu"], ids=lambda chip: chip.name)
-def test_descriptions_of_gpus_agree_with_the_table_of_chips(chip):
+def test_gpu_descriptions_match_the_chip_table(chip):
     text = gpu_target_config(chip.name)
     assert int(re.search(r"device_memory_size: (\d+)", text)[1]) == chip.memory_bytes
     assert int(re.search(r"memory_bandwidth: (\d+)", text)[1]) == pytest.approx(chip.memory_bandwidth, rel=1e-3)
@@ -52,7 +52,7 @@ def test_descriptions_of_gpus_agree_with_the_table_of_chips(chip):
     assert ("unit_description" in text) == (chip.name == "h200")
 
 
-def test_a_tpu_that_is_not_here(run_python):
+def test_devices_of_tpus(run_python):
     if not can_compile_for("v5p:2x2x2"):
         pytest.skip("libtpu is not installed")
     code = """

@@ -1,6 +1,6 @@
-"""What a train step sends, read off the compiled program: on simulated devices, and for TPUs that are not here.
+"""Communication of compiled train steps, on simulated devices and for TPUs, against lower bounds.
 
-A small decoder, scanned, with the benchmark's own floors. Eight layers, since one layer more is gathered than needed.
+A small scanned decoder with the bounds of the benchmark. It has eight layers, since one extra layer is gathered.
 """
 
 import functools
@@ -34,7 +34,7 @@ def benchmark():
 def compiled_for_cpus(mesh, form):
     script, model = benchmark(), Decoder.named("tiny", **SMALL)
     mesh = mw.create_mesh(mesh)
-    # XLA's CPU compiler widens sums of bfloat16, so all of it is float32 here.
+    # XLA's CPU compiler widens bfloat16 sums, so everything is float32 here.
     schedule, _, _ = script.compile_step(
         model, mesh, script.CASES[form], rows=1, num_tokens=64, options={}, precision=FLOAT32
     )
@@ -43,22 +43,22 @@ def compiled_for_cpus(mesh, form):
     return script.describe(schedule, sizes, floors)
 
 
-def test_fsdp_gathers_each_layer_once_each_way():
+def test_fsdp_gathers_each_layer_once_per_pass():
     found = compiled_for_cpus("fsdp:8", "ours")
     assert found["over_floor"]["fsdp"] <= 1.05
-    # Forwards and backwards, one layer more, and the ends, which are kept.
+    # Forward, backward, one extra layer, and embedding and head once.
     assert found["collectives"]["fsdp all-gather"] <= MATRICES * (2 * NUM_LAYERS + 1) + 2
     assert found["collectives"]["fsdp reduce-scatter"] <= MATRICES * NUM_LAYERS + 2
 
 
-def test_tensor_parallel_blocks_send_two_gathers_and_two_scatters_each_way():
+def test_tensor_parallel_blocks_have_two_gathers_and_two_scatters_per_pass():
     found = compiled_for_cpus("fsdp:2,tp:4", "ours, rows kept")
     assert found["over_floor"]["fsdp"] <= 1.05
     assert found["over_floor"]["tp"] <= 1.05
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="libtpu exists for Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="libtpu exists only for Linux")
 def test_on_v5p_every_gather_and_scatter_is_asynchronous(run_python):
     if not can_compile_for("v5p:2x2x4"):
         pytest.skip("the compiler for v5p is not installed")

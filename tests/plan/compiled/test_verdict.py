@@ -1,4 +1,4 @@
-"""Verdicts on collectives: shares of the compute beside them, three words, and one reason each."""
+"""Verdicts on collectives: hidden shares, states and reasons."""
 
 from dataclasses import replace
 
@@ -38,10 +38,10 @@ def judged(collectives, *stretches, **options):
     return judge(ProgramSchedule(tuple(collectives), 1, 0, made), "v5p:2x2x4", MESH, **options)
 
 
-def test_the_three_words():
+def test_the_three_states():
     one = gather()
     needs = seconds_of(one)
-    for part, words in ((1.5, "hidden"), (0.25, "partly hidden (25.0%): the compute beside it is shorter"), (0, "")):
+    for part, words in ((1.5, "hidden"), (0.25, "partly hidden (25.0%): the transfer takes longer"), (0, "")):
         (verdict,) = judged([one], ([0], part * needs))
         assert verdict.share == pytest.approx(min(part, 1))
         assert verdict.transfer_s == pytest.approx(needs)
@@ -50,38 +50,38 @@ def test_the_three_words():
     assert str(nothing) == "exposed: no matmul between its start and its end"
 
 
-def test_collectives_on_one_link_share_the_compute_beside_them():
+def test_collectives_on_one_link_share_the_compute():
     one = gather()
     needs = seconds_of(one)
     first, second = judged([one, one], ([0, 1], needs))
     assert (first.share, second.share) == (pytest.approx(0.5), pytest.approx(0.5))
-    # What one of them no longer needs goes to the other.
+    # Compute that one of them no longer needs goes to the other.
     first, second = judged([one, one], ([0], needs), ([0, 1], needs / 2))
     assert (first.share, second.share) == (pytest.approx(1), pytest.approx(0.5))
-    # Of unequal ones, each gets by what it needs.
+    # Compute is shared in proportion to the remaining time.
     large = gather(bytes_moved=2**26)
     shares = [verdict.share for verdict in judged([one, large], ([0, 1], (needs + seconds_of(large)) / 2))]
     assert shares == [pytest.approx(0.5), pytest.approx(0.5)]
 
 
-def test_compute_that_is_no_matmul_counts_by_its_cycles():
-    """A cycle lasts as long as makes all matmuls run at the chip's rate."""
+def test_other_compute_counts_by_its_cycles():
+    """The length of a cycle makes the matmuls run at the chip's rate."""
     one = gather(matmuls_between=0, cycles_between=1000)
     cycle = seconds_of(one) / 4000
     beside = Stretch((0,), 0.0, 1000)
     found = judge(ProgramSchedule((one,), 1, 0, (beside,), 10_000 * cycle * RATE, 10_000), "v5p:2x2x4", MESH)
-    assert str(found[0]) == "partly hidden (25.0%): the compute beside it is shorter than the transfer"
-    # Without an estimate for any matmul, nothing is known of a cycle.
+    assert str(found[0]) == "partly hidden (25.0%): the transfer takes longer than the compute it overlaps with"
+    # Without an estimate for any matmul, the length of a cycle is unknown.
     (unknown,) = judge(ProgramSchedule((one,), 1, 0, (beside,)), "v5p:2x2x4", MESH)
     assert unknown.share == 0
 
 
-def test_collectives_on_different_links_do_not():
+def test_collectives_on_different_links_do_not_share_compute():
     one, other = gather(ALONG_FSDP), gather(ALONG_TP)
     shares = [verdict.share for verdict in judged([one, other], ([0, 1], max(seconds_of(one), seconds_of(other))))]
     assert shares == [pytest.approx(1), pytest.approx(1)]
     links = axis_links(parse_target("h200:1x8"), parse_mesh("fsdp:4,tp:2"))
-    # Inside a host there is one NVLink for all axes.
+    # Inside a host, all axes share NVLink.
     assert link_names(("fsdp",), links) == link_names(("tp",), links) == ("nvlink",)
 
 
@@ -91,7 +91,7 @@ stretches_of_three = st.lists(
 
 
 @given(stretches_of_three, st.lists(st.floats(0.001, 20), min_size=3, max_size=3))
-def test_no_second_of_compute_hides_more_than_a_second_of_a_link(stretches, seconds):
+def test_a_second_of_compute_hides_at_most_a_second_of_a_link(stretches, seconds):
     lanes = [("a",), ("b",), ("a", "b")]
     made = tuple(Stretch(tuple(in_flight), lasts, 0) for in_flight, lasts in stretches)
     hidden = hidden_seconds(ProgramSchedule((gather(),) * 3, 0, 0, made), seconds, lanes, 1.0)
@@ -101,7 +101,7 @@ def test_no_second_of_compute_hides_more_than_a_second_of_a_link(stretches, seco
         assert sum(part for part, on in zip(hidden, lanes, strict=True) if lane in on) <= total + 1e-6
 
 
-def test_without_a_chip_it_is_yes_or_no():
+def test_without_a_chip_shares_are_all_or_nothing():
     found = judge(ProgramSchedule((gather(), gather(is_async=False)), 1, 0), "cpu:16", MESH)
     assert [str(verdict) for verdict in found] == ["hidden", "exposed: synchronous, the device waits for it"]
     assert [verdict.transfer_s for verdict in found] == [None, None]
@@ -113,47 +113,47 @@ OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"is_async": False}, f"synchronous, the default of v5p; the option {OFFLOAD}all_gather (with its 2d_ and 3d_"),
-        ({"is_async": False, "kind": "all-reduce"}, f"synchronous, the default of v5p; the option {OFFLOAD}all_reduce"),
+        ({"is_async": False}, f"synchronous, the default on v5p; the option {OFFLOAD}all_gather (with its 2d_ and 3d_"),
+        ({"is_async": False, "kind": "all-reduce"}, f"synchronous, the default on v5p; the option {OFFLOAD}all_reduce"),
         ({"is_async": False, "kind": "all-to-all"}, "synchronous, the device waits for it"),
         ({"matmuls_between": 0}, "no matmul between its start and its end"),
         ({"matmuls_between": 0, "merged": 8}, "8 matmuls of its ring were merged into one"),
         ({"is_async": False, "merged": 8}, "synchronous: 8 matmuls of its ring were merged into one"),
         (
             {"is_async": False, "kind": "all-reduce", "source": "jit(f)/reduce_scatter"},
-            f"a reduce-scatter was asked for, and an all-reduce sends twice the bytes; the option {OFFLOAD}reduce_sc",
+            f"a reduce-scatter was compiled to an all-reduce, which sends twice the bytes; the option {OFFLOAD}reduce_",
         ),
     ],
 )
-def test_one_reason_each(changes, why):
+def test_reasons(changes, why):
     (verdict,) = judged([gather(**changes)])
     assert verdict.state == "exposed"
     assert verdict.why.startswith(why)
 
 
-def test_twice_the_bytes_are_said_of_what_is_hidden_too():
+def test_a_hidden_all_reduce_also_reports_twice_the_bytes():
     one = gather(kind="all-reduce", source="jit(f)/psum_scatter")
     (verdict,) = judged([one], ([0], 10 * seconds_of(one)))
-    assert str(verdict).startswith("hidden: a reduce-scatter was asked for")
+    assert str(verdict).startswith("hidden: a reduce-scatter was compiled to an all-reduce")
 
 
-def test_an_option_that_is_set_is_not_advised():
+def test_an_option_that_is_set_is_not_suggested():
     (verdict,) = judged([gather(is_async=False)], options={f"{OFFLOAD}all_gather": "true"})
-    assert verdict.why == f"synchronous, although the option {OFFLOAD}all_gather is set"
+    assert verdict.why == f"synchronous, even though the option {OFFLOAD}all_gather is set"
     assert sync_advice("v5p", "tpu", "all-reduce", "reduce_scatter", {f"{OFFLOAD}reduce_scatter": "true"}) == ""
 
 
-def test_gpus_make_all_asynchronous_that_has_a_matmul_beside_it():
+def test_synchronous_collectives_on_gpus_have_no_matmul_to_overlap_with():
     found = judge(ProgramSchedule((gather(is_async=False),), 1, 0), "h200:2x8", "fsdp:4,tp:4")
-    assert found[0].why == "synchronous, as the compiler found no matmul to put beside it"
+    assert found[0].why == "synchronous, because the compiler found no matmul to overlap with"
 
 
-def test_a_compiled_collective_says_what_was_judged():
+def test_a_compiled_collective_reports_its_verdict():
     values = ("all-gather", ("fsdp",), 8000, 7000.0, 8, True, 2, 10, "jit(step)/all_gather")
     assert CompiledCollective(*values).verdict == "hidden"
-    partly = CompiledCollective(*values, share=0.25, transfer_s=1e-3, why="the compute beside it is shorter.")
+    partly = CompiledCollective(*values, share=0.25, transfer_s=1e-3, why="the compute is shorter.")
     assert (partly.state, partly.hidden, partly.hidden_share) == ("partly hidden", False, 0.25)
-    assert partly.verdict == "partly hidden (25.0%): the compute beside it is shorter."
+    assert partly.verdict == "partly hidden (25.0%): the compute is shorter."
 
 
 def plan_with(*collectives):
@@ -162,8 +162,8 @@ def plan_with(*collectives):
     return make_plan(job, "v5p:2x2x4", setup, compiled=Compiled("v5p:2x2x4", setup, collectives=collectives))
 
 
-def test_the_time_of_a_step_waits_for_what_is_exposed_and_for_nothing_twice():
-    """Transfers that were judged are beside matmuls already, however long they are in all."""
+def test_step_time_includes_exposed_communication_once():
+    """Judged transfers already overlap with matmuls, however long they are in total."""
     links = axis_links(parse_target("v5p:2x2x4"), parse_mesh(MESH))
 
     def sends(axis, share):
@@ -176,6 +176,6 @@ def test_the_time_of_a_step_waits_for_what_is_exposed_and_for_nothing_twice():
     assert plan.time.exposed.value == pytest.approx(lasts / 2)
     assert plan.time.communication.value > 100 * (plan.time.matmul.value + plan.time.memory.value)
     assert {item.axis: item.hidden for item in plan.sent} == {"fsdp": pytest.approx(0.5), "tp": pytest.approx(1.0)}
-    # Without shares, no more can hide than there is compute in all.
+    # Without shares, at most the total compute is hidden.
     (unknown, lasts), compute = sends("fsdp", None), plan.time.matmul.value + plan.time.memory.value
     assert plan_with(unknown).time.exposed.value == pytest.approx(lasts - compute)

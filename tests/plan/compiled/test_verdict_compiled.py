@@ -1,7 +1,7 @@
-"""Known truths about overlap, out of programs compiled for machines that are not here.
+"""Verdicts on small programs compiled for TPUs.
 
-A matmul after a whole gather waits for it, our ring does not; a scatter over a whole slice becomes a sum; the option
-that a verdict names does what it says.
+A matmul waits for a gather before it, but not for the hops of a ring; a reduce-scatter over a slice becomes an
+all-reduce; the options that verdicts suggest work.
 """
 
 import functools
@@ -17,7 +17,7 @@ from meshwright.plan.compiled.topology import can_compile_for
 TARGETS = ["v5p:2x2x4", "v5e:4x4", "v6e:4x4"]
 MESH = "tp:16"
 OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
-# The option of the verdict with the forms that it names.
+# The options that verdicts suggest, with their forms.
 GATHERS = {f"{OFFLOAD}{form}all_gather": "true" for form in ("", "2d_", "3d_")}
 SCATTERS = {f"{OFFLOAD}{form}reduce_scatter": "true" for form in ("", "nd_")}
 CODE = """
@@ -92,33 +92,33 @@ def test_a_gather_before_its_matmul_is_exposed(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_our_ring_is_hidden(target):
+def test_the_ring_of_gather_matmul_is_hidden(target):
     hops = programs(target)["ours"]
     assert len(hops) >= 15
     assert {(hop["kind"], hop["state"], hop["serves"]) for hop in hops} == {("collective-permute", "hidden", "x")}
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_scatter_over_a_whole_slice_becomes_a_sum_and_the_option_keeps_it(target):
+def test_a_scatter_over_a_slice_becomes_an_all_reduce_without_the_option(target):
     (scatter,) = programs(target)["scatter"]
     assert (scatter["kind"], scatter["state"]) == ("all-reduce", "exposed")
-    assert "a reduce-scatter was asked for, and an all-reduce sends twice the bytes" in scatter["verdict"]
-    assert f"the option {OFFLOAD}reduce_scatter (with its nd_ form) keeps it one" in scatter["verdict"]
+    assert "a reduce-scatter was compiled to an all-reduce, which sends twice the bytes" in scatter["verdict"]
+    assert f"the option {OFFLOAD}reduce_scatter (with its nd_ form) keeps it a reduce-scatter" in scatter["verdict"]
     (kept,) = programs(target)["scatter with the option"]
     assert kept["kind"] == "reduce-scatter"
 
 
 @pytest.mark.parametrize("target", ["v5p:2x2x4", "v6e:4x4"])
-def test_the_option_that_the_verdict_names_makes_a_gather_asynchronous(target):
+def test_the_suggested_option_makes_a_gather_asynchronous(target):
     (waits,) = programs(target)["beside"]
     chip = target.partition(":")[0]
     assert not waits["is_async"]
-    assert f"synchronous, the default of {chip}; the option {OFFLOAD}all_gather" in waits["verdict"]
+    assert f"synchronous, the default on {chip}; the option {OFFLOAD}all_gather" in waits["verdict"]
     (starts,) = programs(target)["beside with the option"]
     assert starts["is_async"]
 
 
-def test_v5e_makes_a_gather_asynchronous_by_itself():
+def test_v5e_makes_a_gather_asynchronous_by_default():
     (gather,) = programs("v5e:4x4")["beside"]
     assert gather["is_async"]
     assert gather["share"] > 0

@@ -1,4 +1,4 @@
-"""What a step sends, counted by hand, by arithmetic, and on the compiled program: all three agree to the byte."""
+"""Bytes sent per step: derived here, computed by a plan, and read from the compiled program; all three agree."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ def share(ways):
 
 
 def fsdp_gathers(ways, tp=1, times=1):
-    """Forwards, backwards, and one layer more, which is gathered ahead; the ends are kept."""
+    """Forward, backward, and one prefetched layer; embedding and head are gathered once."""
     return times * FLOAT * share(ways) * ((2 * LAYERS + 1) * MATRICES + ENDS) / tp
 
 
@@ -40,23 +40,23 @@ def sums(ways, elements, times=1):
 
 
 def tp_rows(ways, data, transfers_per_layer):
-    """Rows of activations between blocks, those of the ends, and five numbers of every token for the loss."""
+    """Activations between blocks, at embedding and head, and five floats per token for the loss."""
     tokens = ROWS // data * TOKENS
     return FLOAT * share(ways) * tokens * ((LAYERS * transfers_per_layer + 4) * WIDTH + 5 * ways)
 
 
 ALL = LAYERS * MATRICES + ENDS
-# Pipelines: two stages of two layers, four microbatches in five ticks; figures are those of the last stage.
+# Pipelines of two stages of two layers, with four microbatches in five ticks; bytes of the last stage.
 STAGES, DEEP, MICROBATCHES, TICKS = 2, 4, 4, 5
 
 
 def handed_on(data, tp=1):
-    """A microbatch at every tick, forwards and backwards."""
+    """One microbatch per tick, forward and backward."""
     return 2 * TICKS * FLOAT * ROWS // data // MICROBATCHES * TOKENS * WIDTH / tp
 
 
 def stage_gathers(ways):
-    """For every microbatch: forwards, in the tick that is computed again, and in that for each layer's gradient."""
+    """For every microbatch: forward, in the recomputed tick, and there again for each layer's gradient."""
     return MICROBATCHES * FLOAT * share(ways) * (3 * DEEP / STAGES * MATRICES + 2 * ENDS / 2)
 
 
@@ -65,31 +65,25 @@ def stage_scatters(ways):
 
 
 def stage_tp_rows(ways, data, transfers_per_layer):
-    """Twice the loss's rows and numbers forwards, as its tick is computed again, and once the gradient of its rows."""
+    """The loss's rows and statistics twice, as its tick is recomputed, and the gradient of its rows once."""
     tokens = ROWS // data * TOKENS
     return FLOAT * share(ways) * tokens * ((DEEP / STAGES * transfers_per_layer + 3) * WIDTH + 2 * 5 * ways)
 
 
-ROWS_OR_TABLE = FLOAT * VOCAB * WIDTH  # of the embedding or the head, and of a microbatch's rows as well
+ROWS_OR_TABLE = FLOAT * VOCAB * WIDTH  # bytes of the embedding, of the head, and of a microbatch's rows
 STAGE_NORMS = 2 * DEEP / STAGES * WIDTH
-# For each way of running: what is sent along each axis, without sums of single numbers.
+# Bytes along each axis, without sums of scalars.
 CASES = {
     "dp": (Setup(mesh="dp:8"), {"dp": sums(8, ALL + NORMS)}),
     "fsdp": (Setup(mesh="fsdp:8"), {"fsdp": fsdp_gathers(8) + fsdp_scatters(8) + sums(8, NORMS)}),
     "tp + sp": (Setup(mesh="tp:8"), {"tp": tp_rows(8, 1, 10) + sums(8, NORMS)}),
-    "fsdp, tp, all recomputed": (
+    "fsdp, tp, full remat": (
         Setup(mesh="fsdp:2,tp:4", remat="full"),
-        {
-            "fsdp": fsdp_gathers(2, 4) + fsdp_scatters(2, 4) + sums(2, NORMS),
-            "tp": tp_rows(4, 2, 11) + sums(4, NORMS),
-        },
+        {"fsdp": fsdp_gathers(2, 4) + fsdp_scatters(2, 4) + sums(2, NORMS), "tp": tp_rows(4, 2, 11) + sums(4, NORMS)},
     ),
-    "fsdp, tp, matmuls kept": (
+    "fsdp, tp, remat dots": (
         Setup(mesh="fsdp:2,tp:4", remat="dots"),
-        {
-            "fsdp": fsdp_gathers(2, 4) + fsdp_scatters(2, 4) + sums(2, NORMS),
-            "tp": tp_rows(4, 2, 10) + sums(4, NORMS),
-        },
+        {"fsdp": fsdp_gathers(2, 4) + fsdp_scatters(2, 4) + sums(2, NORMS), "tp": tp_rows(4, 2, 10) + sums(4, NORMS)},
     ),
     "accumulated, hybrid": (
         Setup(mesh="dp:2,fsdp:4", num_minibatches=2, sync="hybrid"),
@@ -113,7 +107,7 @@ CASES = {
     ),
     "accumulated, tp": (
         Setup(mesh="dp:4,tp:2", num_minibatches=2),
-        # What a layer's norms add up over tp, they do in every minibatch.
+        # Gradients of norms are summed over tp in every minibatch.
         {"dp": sums(4, ALL / 2 + NORMS), "tp": tp_rows(2, 4, 10) + sums(2, NORMS, times=2)},
     ),
     "ZeRO-1": (Setup(mesh="dp:8", zero_axis="dp"), {"dp": sums(8, ALL + NORMS)}),
@@ -123,11 +117,7 @@ PIPELINES = {
     "pp:2": (Setup(mesh="pp:2"), {"pp": handed_on(1) + sums(2, ENDS + WIDTH)}),
     "dp:4,pp:2": (
         Setup(mesh="dp:4,pp:2"),
-        {
-            "pp": handed_on(4),
-            "dp": sums(4, DEEP / STAGES * MATRICES + STAGE_NORMS),
-            "dp+pp": sums(8, ENDS + WIDTH),
-        },
+        {"pp": handed_on(4), "dp": sums(4, DEEP / STAGES * MATRICES + STAGE_NORMS), "dp+pp": sums(8, ENDS + WIDTH)},
     ),
     "fsdp:2,pp:2": (
         Setup(mesh="fsdp:2,pp:2", remat="full"),
@@ -141,11 +131,11 @@ PIPELINES = {
         Setup(mesh="pp:2,tp:2"),
         {
             "pp": handed_on(1, 2) + sums(2, ENDS / 2 + WIDTH),
-            # Norms are summed within each microbatch.
+            # Gradients of norms are summed in every microbatch.
             "tp": stage_tp_rows(2, 1, 14) + sums(2, STAGE_NORMS + WIDTH, times=MICROBATCHES),
         },
     ),
-    "pp:2,tp:2, all recomputed": (
+    "pp:2,tp:2, full remat": (
         Setup(mesh="pp:2,tp:2", remat="full"),
         {
             "pp": handed_on(1, 2) + sums(2, ENDS / 2 + WIDTH),
@@ -179,7 +169,7 @@ def setup_of(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_computed_bytes_are_those_counted_by_hand(case):
+def test_computed_bytes_match_the_formulas(case):
     plan = plan_of(case)
     found = Counter()
     for item in plan.sent:
@@ -188,18 +178,18 @@ def test_computed_bytes_are_those_counted_by_hand(case):
     assert all(item.basis == "computed" for item in plan.sent)
 
 
-def test_rows_that_are_kept_are_not_gathered_again():
+def test_saved_rows_are_not_gathered_again():
     setup = setup_of("tp + sp")
     kept = profile_job(job(save_gathered=True), precision="float32", platform="cpu", remats=("none",))
     sent = [sum(i.wire_bytes for i in make_plan(job(), "cpu:8", setup, profile=p).sent) for p in (profile(), kept)]
     assert sent[0] - sent[1] == pytest.approx(tp_rows(8, 1, 10) - tp_rows(8, 1, 8))
 
 
-def test_bfloat16_halves_what_is_gathered_and_not_what_is_summed():
+def test_bfloat16_halves_gathers_but_not_reductions():
     mixed = profile_job(job(), precision="mixed", platform="cpu", remats=("none",))
     plan = make_plan(job(), "cpu:8", Setup(mesh="fsdp:8"), profile=mixed)
     by_kind = {(item.kind, item.what): item.wire_bytes for item in plan.sent}
-    assert by_kind["all-gather", "parameters of layers, ahead of their use"] == pytest.approx(fsdp_gathers(8) / 2)
+    assert by_kind["all-gather", "parameters of layers, prefetched"] == pytest.approx(fsdp_gathers(8) / 2)
     assert by_kind["reduce-scatter", "gradients of parameters"] == pytest.approx(fsdp_scatters(8))
 
 
@@ -214,10 +204,10 @@ def compiled_collectives(job, setup):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in PIPELINES])
-def test_compiled_bytes_are_the_computed_ones(case):
+def test_compiled_bytes_match_the_computed_ones(case):
     compiled = sum(c.trips * c.wire_bytes for c in collectives_of(case))
     computed = sum(item.wire_bytes for item in plan_of(case).sent)
-    # Beyond it: sums of single numbers (loss, count, norms).
+    # The difference is sums of scalars (loss, count, norms).
     assert abs(compiled - computed) < 1024
     assert computed > 100 * 4096 / 8
 
@@ -227,39 +217,39 @@ def bytes_of_a_stage(collectives):
     for c in collectives:
         share = MICROBATCHES / TICKS if "cond/branch" in c.source else 1.0
         if c.source.count("cond/branch") == 2 and c.bytes_moved == ROWS_OR_TABLE:
-            share /= 2  # at the ends: half of these are the embedding's, on the first stage
+            share /= 2  # half of these are the embedding's, on the first stage
         compiled += share * c.trips * c.wire_bytes
     return compiled
 
 
 @pytest.mark.parametrize("case", PIPELINES)
-def test_compiled_bytes_of_a_pipeline_are_the_computed_ones(case):
-    """A program's text has every branch at every tick; a device takes those of its stage, and none while it idles."""
+def test_compiled_bytes_of_a_pipeline_match_the_computed_ones(case):
+    """The program has every branch at every tick; a device takes only its own branches, and none while idle."""
     compiled = bytes_of_a_stage(collectives_of(case, DEEP))
     computed = sum(item.wire_bytes for item in plan_of(case).sent)
     assert abs(compiled - computed) < 1024
     assert computed > 100 * 4096 / 8
 
 
-# Keys and values have 2 heads of 8 features on 8 devices, or 1 on 2: of each, devices gather a head and sum its
-# gradient, and gather it again in a layer, and in a tick of a pipeline, that is computed again.
+# 8 devices share 2 key/value heads of 8 features, or 2 devices share 1: they gather each head and sum its gradient,
+# and gather it again in a recomputed layer or pipeline tick.
 SHARED = [("tp:8", "none", 4), ("tp:8", "full", 6), ("pp:2,tp:2", "none", 6), ("pp:2,tp:2", "dots", 8)]
 
 
 @pytest.mark.parametrize(("mesh", "remat", "times"), SHARED)
-def test_heads_that_devices_share(mesh, remat, times):
+def test_shared_key_value_heads(mesh, remat, times):
     layers, piped = (DEEP, True) if "pp" in mesh else (LAYERS, False)
     few, setup = job(num_layers=layers, num_kv_heads=1 if piped else 2), Setup(mesh=mesh, remat=remat)
     setup = Setup.from_json({**setup.to_json(), "precision": "float32"})
     devices, together = math.prod(parse_mesh(mesh).sizes), 2 if piped else 4
     sent = make_plan(few, f"cpu:{devices}", setup).sent
-    shared = sum(item.wire_bytes for item in sent if item.what == "shared heads")
+    shared = sum(item.wire_bytes for item in sent if item.what == "shared key/value heads")
     here = layers / (STAGES if piped else 1)
     assert shared == pytest.approx(here * times * FLOAT * share(together) * ROWS * TOKENS * 8)
 
 
 @pytest.mark.parametrize(("mesh", "remat"), [case[:2] for case in SHARED])
-def test_compiled_bytes_of_shared_heads_are_the_computed_ones(mesh, remat):
+def test_compiled_bytes_of_shared_heads_match_the_computed_ones(mesh, remat):
     piped, setup = "pp" in mesh, Setup(mesh=mesh, remat=remat, precision="float32")
     few = job(num_layers=DEEP, num_kv_heads=1) if piped else job(num_kv_heads=2)
     found = compiled_collectives(few, setup)
@@ -269,7 +259,7 @@ def test_compiled_bytes_of_shared_heads_are_the_computed_ones(mesh, remat):
 
 
 def test_devices_that_share_a_head_hold_all_of_it():
-    """Each of 8 devices has a whole head of keys and one of values, however few there are."""
+    """Each of 8 devices has one key and one value head, even if there are fewer heads."""
     setup = Setup(mesh="tp:8", remat="none", precision="float32")
     plans = [make_plan(job(num_kv_heads=count), "cpu:8", setup) for count in (1, 2, 8)]
     kept = [part.bytes for plan in plans for part in plan.memory.parts if part.name == "activations"]
@@ -280,7 +270,7 @@ PROGRAMS = [("dp:2", "full"), ("pp:2", "full"), ("pp:2", "none"), ("fsdp:2,pp:2"
 
 
 @pytest.mark.parametrize(("mesh", "remat"), PROGRAMS)
-def test_computed_memory_is_near_the_compiled(mesh, remat):
+def test_computed_memory_matches_the_compiled(mesh, remat):
     model = Decoder.named("tiny", num_layers=4, d_model=256, d_ff=512, vocab_size=1024)
     deep = language_job(model, batch_size=32, num_tokens=128)
     setup = Setup(mesh=mesh, remat=remat, precision="float32")

@@ -1,4 +1,4 @@
-"""What a job needs, counted from traces, against counts by hand."""
+"""Profiles of jobs against formulas."""
 
 import functools
 
@@ -32,16 +32,16 @@ def test_sizes():
     assert found.widths["layers/attn_norm"] == 4  # norms are kept in float32
 
 
-def test_operations_of_one_row():
+def test_flops_per_row():
     layer = 4 * WIDTH**2 + 3 * WIDTH * HIDDEN
-    by_hand = TOKENS * (6 * (2 * layer + WIDTH * VOCAB) + 12 * 2 * TOKENS * WIDTH)
+    expected = TOKENS * (6 * (2 * layer + WIDTH * VOCAB) + 12 * 2 * TOKENS * WIDTH)
     for remat, needs in profile().needs.items():
-        assert needs.flops.model == by_hand, remat
+        assert needs.flops.model == expected, remat
     again = [profile().needs[remat].flops.recomputed for remat in ("none", "dots", "full")]
     assert again[0] == 0 < again[1] < again[2]
 
 
-def test_kernels_of_ours_change_no_count():
+def test_pallas_kernels_change_no_count():
     for layers in ("scan", "unroll"):
         plain, ours = (
             profile_job(
@@ -65,37 +65,37 @@ def test_kernels_of_ours_change_no_count():
         assert ours.needs["full"].flops.recomputed > ours.needs["dots"].flops.recomputed
 
 
-def test_recomputing_keeps_the_inputs_of_layers():
+def test_full_remat_saves_the_inputs_of_layers():
     few, many = profile(2), profile(4)
     each = TOKENS * WIDTH * 2
     assert many.needs["full"].kept_per_row - few.needs["full"].kept_per_row == 2 * each
-    # Results of matmuls: four of attention's size, the attended values, two of the mlp's, and the input. Those of the
-    # last matmul are inputs of the next layer.
+    # Matmul results: four in attention, the attended values, two in the MLP, and the input; the last matmul's result is
+    # the input of the next layer.
     dots = TOKENS * 2 * (4 * WIDTH + WIDTH + 2 * HIDDEN + WIDTH + WIDTH)
     found = (many.needs["dots"].kept_per_row - few.needs["dots"].kept_per_row) / 2
     assert found == pytest.approx(dots, rel=0.15)
     assert few.needs["none"].kept_per_row > few.needs["dots"].kept_per_row > few.needs["full"].kept_per_row
 
 
-def test_layers_written_out_keep_what_no_compiler_would_make_twice():
+def test_unrolled_layers_save_only_residuals_that_are_costly_to_recompute():
     few, many = (profile(count, platform="gpu", remats=("none",), layers="unroll") for count in (2, 4))
-    # Inputs of both norms and their results, queries, keys, values and attended values, and three of the mlp: each as
-    # narrow as it was made. Float32 copies, what norms make on the way and renamed arrays are not kept.
+    # Inputs and results of both norms, queries, keys, values and attended values, and three arrays of the MLP, each in
+    # its original dtype; not float32 copies, intermediates of norms or reshaped arrays.
     wide = 2 * (2 * WIDTH + 2 * WIDTH + 4 * WIDTH + 3 * HIDDEN)
-    numbers = 4 * (8 + 2)  # float32: of every head for attention's softmax, and of both norms
+    numbers = 4 * (8 + 2)  # one float32 per head for the softmax, and one per norm
     found = (many.needs["none"].kept_per_row - few.needs["none"].kept_per_row) / 2
     assert found == pytest.approx(TOKENS * (wide + numbers), rel=0.02)
     assert (few.written_out, profile().written_out) == (True, False)
 
 
-def test_what_waits_is_known_by_the_kind_of_layer_that_made_it():
+def test_residuals_are_attributed_to_kinds_of_layers():
     few, many = (profile(count, platform="gpu", remats=("none",), layers="unroll").needs["none"] for count in (2, 4))
     each = {kind: (many.kept[kind] - few.kept[kind]) / 2 / TOKENS for kind in many.kept}
     assert each == {
-        "attention": 2 * 4 * WIDTH + 4 * 8,  # queries, keys, values, attended values; a float32 of every head
+        "attention": 2 * 4 * WIDTH + 4 * 8,  # queries, keys, values, attended values; a float32 per head
         "feed-forward": 2 * 3 * HIDDEN,  # gate, up and their product
-        "norms": 2 * 2 * WIDTH + 4 * 2,  # the results of both; a float32 of each
-        "residual stream": 2 * 2 * WIDTH,  # what both read
+        "norms": 2 * 2 * WIDTH + 4 * 2,  # results of both; a float32 each
+        "residual stream": 2 * 2 * WIDTH,  # inputs of both norms
         "embedding": 0,
         "loss": 0,
     }
@@ -105,7 +105,7 @@ def test_what_waits_is_known_by_the_kind_of_layer_that_made_it():
 def test_kinds_are_the_same_in_loops_and_under_policies():
     scanned = [profile(count).needs for count in (2, 4)]
     dots = {kind: (scanned[1]["dots"].kept[kind] - size) / 2 / TOKENS for kind, size in scanned[0]["dots"].kept.items()}
-    # Results of matmuls: q, k, v, o and the attended values; gate and up. The last matmul's are the next layer's input.
+    # Matmul results: q, k, v, o and the attended values; gate and up. The last one is the next layer's input.
     assert (dots["attention"], dots["feed-forward"]) == (2 * 5 * WIDTH, 2 * 2 * HIDDEN)
     assert dots["residual stream"] == 2 * WIDTH
     offload = profile(remats=("offload",)).needs["offload"]
@@ -118,30 +118,30 @@ def test_a_loop_over_layers_stores_no_float32_copies_for_norms():
     assert each == {"norms": 2 * 2 * WIDTH + 4 * 2, "residual stream": 2 * 2 * WIDTH}
 
 
-def test_what_does_not_grow_with_the_rows_is_told_apart():
-    # The loss hands the head's gradient to the backward pass, whatever the batch.
+def test_the_fixed_part_does_not_grow_with_the_rows():
+    # The loss passes the head's gradient to the backward pass, whatever the batch size.
     assert profile().needs["full"].kept_fixed >= VOCAB * WIDTH * 2
     longer = profile(num_tokens=2 * TOKENS)
     assert longer.needs["full"].kept_fixed == profile().needs["full"].kept_fixed
     assert longer.needs["full"].kept_per_row == pytest.approx(2 * profile().needs["full"].kept_per_row, rel=0.01)
 
 
-def test_a_policy_needs_the_same_whichever_others_are_counted():
+def test_costs_of_a_policy_do_not_depend_on_the_others():
     alone, beside = profile(remats=("none", "dots")), profile()
     assert alone.needs["dots"] == beside.needs["dots"]
     assert alone.needs["none"] == beside.needs["none"]
 
 
-def test_on_gpus_attention_is_that_of_cudnn():
+def test_gpus_use_cudnn_attention():
     tpu, gpu = profile(remats=("none",)), profile(platform="gpu", remats=("none",))
     assert tpu.needs["none"].flops.attention == 0
-    one = 2 * TOKENS * TOKENS * WIDTH // 2  # of two layers, half of it masked
+    one = 2 * TOKENS * TOKENS * WIDTH // 2  # half is masked
     assert gpu.needs["none"].flops.attention == 2 * one * (2 + 5)
-    # Its logits are never stored.
+    # cuDNN never stores the logits.
     assert gpu.needs["none"].kept_per_row < tpu.needs["none"].kept_per_row
 
 
-def test_jobs_that_are_not_ours():
+def test_custom_jobs():
     def loss(params, batch, rng):
         return jnp.mean((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2), {}
 
@@ -154,6 +154,6 @@ def test_jobs_that_are_not_ours():
     )
     found = profile_job(job, precision="float32", optimizer="sgd")
     assert (found.d_model, found.num_layers, found.by_layer, found.tokens_per_row) == (None, 1, False, 1)
-    assert found.needs["none"].flops.model == 5 * 2 * 16 * 32  # two forwards, three backwards: x needs no gradient
+    assert found.needs["none"].flops.model == 5 * 2 * 16 * 32  # two forward, three backward: x needs no gradient
     assert found.needs["full"].flops.recomputed == 2 * 2 * 16 * 32
-    assert "not one of ours" in found.notes[1]
+    assert "custom model" in found.notes[1]

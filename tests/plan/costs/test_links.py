@@ -1,4 +1,4 @@
-"""Speeds of mesh axes on machines, counted by hand."""
+"""Link speeds of mesh axes."""
 
 import pytest
 
@@ -16,9 +16,9 @@ def speeds(target, mesh):
     ("target", "mesh", "expected"),
     [
         ("h200:8x8", "fsdp:8,tp:8", {"fsdp": ("network", 50e9), "tp": ("nvlink", 450e9)}),
-        # All eight network cards of a host serve one ring: 7/8 of the bytes enter a host, 63/64 leave each GPU.
+        # All eight network cards of a host serve one ring: 7/8 of the bytes enter the host, 63/64 leave each GPU.
         ("h200:8x8", "fsdp:64", {"fsdp": ("network", 8 * 50e9 * (63 / 64) / (7 / 8))}),
-        # Four GPUs of a host in each group of eight.
+        # Each group of eight has four GPUs per host.
         ("h200:2x8", "fsdp:8,tp:2", {"fsdp": ("network", 4 * 50e9 * (7 / 8) / (1 / 2)), "tp": ("nvlink", 450e9)}),
         ("h200:1x8", "dp:2,tp:4", {"dp": ("nvlink", 450e9), "tp": ("nvlink", 450e9)}),
         ("v5p:4x4x8", "fsdp:128", {"fsdp": ("ici", 6 * 100e9)}),
@@ -27,7 +27,7 @@ def speeds(target, mesh):
         ("v5e:8x8", "fsdp:8,tp:8", {"fsdp": ("ici", 50e9), "tp": ("ici", 50e9)}),  # lines, not rings
         ("v5p:4x4x8*2", "dp:2@dcn,fsdp:128", {"dp": ("network", 50e9 / 8), "fsdp": ("ici", 6 * 100e9)}),
         ("v4:4x4x4*2", "dp:2@dcn,fsdp:64", {"dp": ("network", NETWORK_ASSUMED), "fsdp": ("ici", 6 * 50e9)}),
-        # Over both, and no faster than inside a slice: 128 chips have more of the network than of their links.
+        # Limited by the links inside a slice, as the network of 128 chips is faster.
         ("v5p:4x4x8*2", "dp:256@dcn=2", {"dp": ("network", 6 * 100e9)}),
         ("cpu:8", "fsdp:8", {}),
     ],
@@ -36,7 +36,7 @@ def test_speeds_of_axes(target, mesh, expected):
     assert speeds(target, mesh) == expected
 
 
-def test_an_axis_that_fills_no_dim_shares_one():
+def test_an_axis_that_does_not_fill_a_dim_shares_one():
     links = axis_links(parse_target("v5e:16x16"), parse_mesh("fsdp:32,tp:8"))
     assert "shares" in links["tp"].words
     assert links["tp"].speed == 50e9
@@ -46,7 +46,7 @@ def test_axes_of_one_device_have_no_link():
     assert list(axis_links(parse_target("h200:1x8"), parse_mesh("dp:1,tp:8"))) == ["tp"]
 
 
-def test_time_is_that_of_bytes_and_of_hops():
+def test_time_includes_bytes_and_hops():
     link = axis_links(parse_target("h200:1x8"), parse_mesh("tp:8"))["tp"]
     assert link.seconds(450e9 * LINK_SHARE) == pytest.approx(1 + 7 * HOP_SECONDS["nvlink"])
     assert link.seconds(0, count=3) == pytest.approx(3 * 7 * HOP_SECONDS["nvlink"])

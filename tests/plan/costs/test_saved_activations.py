@@ -1,4 +1,4 @@
-"""Which part of a model made a value: by scopes, by names of functions, through loops and calls."""
+"""Attribution of values to parts of a model: by scopes, by function names, through loops and calls."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def kinds(function, *arguments):
         ("Block_0/LayerNorm_1", "norms"),
         ("Block_0/ln_f", "norms"),
         ("normal", "normal"),
-        ("attention/norm", "norms"),  # the innermost counts
+        ("attention/norm", "norms"),  # the innermost wins
         ("lm_head", "loss"),
         ("multihead", "multihead"),
         ("jvp(tok_embed)", "embedding"),
@@ -32,7 +32,7 @@ def test_scopes(scopes, kind):
     assert kind_of_scopes(scopes.split("/")) == kind
 
 
-def test_a_loop_hands_over_what_was_made_inside():
+def test_residuals_of_a_loop_belong_to_scopes_inside():
     def body(h, x):
         with jax.named_scope("attn"):
             y = jnp.sin(h) * x
@@ -44,7 +44,7 @@ def test_a_loop_hands_over_what_was_made_inside():
     assert found == [REST, "attention", "feed-forward", REST]
 
 
-def test_what_only_renames_belongs_to_what_made_it():
+def test_casts_and_reshapes_belong_to_the_scope_of_their_input():
     def wide(x):
         with jax.named_scope("norm"):
             y = jnp.tanh(x)
@@ -67,14 +67,14 @@ def feed_forward(x):
     return jnp.cos(x)
 
 
-def test_without_scopes_functions_tell():
+def test_without_scopes_function_names_decide():
     def my_loss(x):
         return SelfAttention()(x), feed_forward(x), x * 2
 
     assert kinds(my_loss, 1.0) == ["attention", "feed-forward", REST]
 
 
-def test_many_kinds_become_a_few_and_the_rest():
+def test_small_kinds_are_summed_as_the_rest():
     sizes = {f"k{place}": float(place) for place in range(1, 11)} | {REST: 100.0}
     found = fewer(sizes)
     assert list(found) == [*(f"k{place}" for place in range(10, 3, -1)), REST]

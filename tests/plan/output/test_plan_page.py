@@ -1,4 +1,4 @@
-"""The page about a plan, in a real browser and as text: all is drawn, nothing is loaded, every figure has its basis."""
+"""The page about a plan, in a browser and as text: charts, no network requests, and a basis for every figure."""
 
 import functools
 import re
@@ -57,7 +57,7 @@ def tiny_job():
 
 
 def compiled(setup):
-    """As many collectives as a 7B decoder's program has, made up."""
+    """Returns made-up collectives, as many as in the program of a 7B decoder."""
     kinds = [
         ("all-gather", "fsdp", True, 1),
         ("collective-permute", "tp", True, 2),
@@ -94,7 +94,7 @@ def big_plan(**changes):
 
 
 def words(html):
-    """Returns what a reader sees of a page."""
+    """Returns the visible text of a page."""
     body = re.sub(r"<(style|script)\b.*?</\1>", " ", html, flags=re.S)
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
 
@@ -109,10 +109,10 @@ def test_the_page_of_a_7b_decoder_and_its_search(browse, tmp_path):
     assert seen.console == []
     assert seen.found["problems"] == []
     assert seen.found["network"] == []
-    # Memory, activations, time, mesh, torus, four leaves, and a bar for each of four plans.
+    # Memory, activations, time, mesh, torus, four leaves and four bars of plans.
     assert seen.found["pictures"] == 13
-    assert seen.found["buttons"] == ["Copy"] * 6  # to train, to plan again, and of each plan
-    # Device 0 in the mesh, and in a tile of each of the four pictures of leaves.
+    assert seen.found["buttons"] == ["Copy"] * 6  # train, reproduce, and one per plan
+    # Device 0 in the mesh and in each of the four pictures of leaves.
     assert seen.found["lit"] == ["0"] * 5
 
 
@@ -126,7 +126,7 @@ def test_all_bytes_are_in_the_bar():
     assert (shown[-1], sum(values), len(shown)) == ("rest", 750, 6)
 
 
-def test_what_the_page_says():
+def test_the_text_of_the_page():
     html = render_plan(big_plan(), job=big_job(), subject=SUBJECT, notes=["a remark"])
     text = words(html)
     assert "It fits: 34.0 GiB of 95.7 GiB (36%), 61.7 GiB free." in text
@@ -137,13 +137,13 @@ def test_what_the_page_says():
     assert "exposed: no matmul between its start and its end" in text
     assert "All 100 collectives of the compiled program, 100 kinds" in text
     assert "params/layers/mlp/gate" in text
-    assert "Chips are linked along x: 4, closed to a ring; y: 4, closed to a ring; z: 8, closed to a ring." in text
+    assert "Chips are linked along x (4, a ring), y (4, a ring), z (8, a ring)." in text
     assert "chip 127: x 3, y 3, z 7" in html
-    # Only pictures of devices show the device that a reader points at: chips have another order.
+    # Chips have another order than devices, so they are not highlighted together.
     assert 'data-devices="0"' not in html[html.index("chip 0: x 0") : html.index("chip 127: ")]
     assert "&lt;layer 19&gt;" in html
-    # Every row of every table of figures names its basis.
-    for heading in ("What the parts rest on", "One step on one device"):
+    # Every row of the tables of figures names its basis.
+    for heading in ("Where the figures come from", "One step on one device"):
         rows = re.findall(r"<tr>(.*?)</tr>", html[html.index(heading) :].partition("</table>")[0], flags=re.S)[1:]
         assert rows
         assert all(re.search("compiled|computed|assumed", row) for row in rows)
@@ -154,9 +154,9 @@ def test_a_narrow_dark_page_with_a_pipeline_on_slices(browse, tmp_path):
     plan = make_plan(tiny_job(), "v5e:4x4*2", setup)
     path = build_plan_page(plan, tmp_path / "plan.html", job=tiny_job(), subject=PlannedJob(job="my.module:job"))
     text = words(path.read_text())
-    assert "2 stages work on 4 microbatches; each idles 20.0% of the time (computed)." in text
-    # A v5e closes only rings of 16.
-    assert "Chips of each of 2 slices are linked along x: 4, a line; y: 4, a line." in text
+    assert "2 stages process 4 microbatches; each is idle 20.0% of the time (computed)." in text
+    # On v5e only dims of size 16 wrap around.
+    assert "Chips of each of 2 slices are linked along x (4, a line), y (4, a line)." in text
     seen = browse(path, width=500, dark=True)
     assert seen.console == []
     assert seen.found["problems"] == []
@@ -171,23 +171,23 @@ def test_gpus_are_drawn_by_host_and_cpus_without_times(browse, tmp_path):
     path = build_plan_page(plan, tmp_path / "plan.html", job=tiny_job(), subject=SUBJECT)
     text = words(path.read_text())
     assert "Each device needs " in text
-    assert "Time is not planned: the table of chips has no figures for CPUs." in text
+    assert "Step time is not estimated for CPUs." in text
     seen = browse(path)
     assert seen.console == []
     assert seen.found["problems"] == []
 
 
-def test_a_plan_that_does_not_fit_says_what_would_help():
+def test_a_plan_that_does_not_fit_gives_advice():
     setup = Setup(mesh="fsdp:4", remat="dots", rows=256)
     plan = make_plan(big_job(), "v5p:2x2x1", setup, profile=big_profile())
     text = words(render_plan(plan, job=big_job(), subject=SUBJECT))
     assert "✕ does not fit" in text
     assert "the largest part is activations with" in text
-    assert "Train it so all the same, on every host" in text
-    assert "More remat, more minibatches, fewer rows or a larger tp axis take less of it." in text
+    assert "Train this plan anyway (run on every host)" in text
+    assert "Use more remat, more minibatches, fewer rows or a larger tp axis to reduce it." in text
 
 
-def test_a_whole_copy_on_every_device_is_called_out():
+def test_large_replicated_parameters_are_named():
     def init(key):
         return {"table": jnp.zeros((4096, 512)), "head": jnp.zeros((512, 512))}
 
@@ -198,20 +198,20 @@ def test_a_whole_copy_on_every_device_is_called_out():
     job = mw.Job(init=init, loss=loss, rules=[("table", P()), ("head", P("fsdp"))], batch=batch)
     plan = make_plan(job, "cpu:8", Setup(mesh="fsdp:8"))
     text = words(render_plan(plan, job=job, subject=SUBJECT))
-    assert "Every device holds a whole copy of params/table (8.0 MiB)." in text
+    assert "Every device holds a full copy of params/table (8.0 MiB)." in text
 
 
-def test_every_collective_says_what_it_serves_how_much_is_hidden_and_where_it_comes_from():
+def test_every_collective_has_its_data_hidden_share_and_source():
     text = words(render_plan(big_plan(), job=big_job(), subject=SUBJECT))
-    row = "all-gather fsdp params/layers/0 512.0 MiB 32 32.0 MiB 1 40.0% partly hidden: the compute beside it"
+    row = "all-gather fsdp params/layers/0 512.0 MiB 32 32.0 MiB 1 40.0% partly hidden: the transfer takes longer"
     assert row in text
     assert "models/&lt;layer 0&gt;.py:7" in text
     assert "exposed: no matmul between its start and its end" in text
-    # Each of five kinds sends 10 GiB: 60% of the first are exposed, 20% of the second, and all of the others.
-    assert "Exposed are 38.0 GiB of it (compiled)." in text
+    # Each of five kinds sends 10 GiB: 60% of the first is exposed, 20% of the second, and all of the others.
+    assert "38.0 GiB of it is exposed (compiled)." in text
 
 
-def test_judged_transfers_of_different_axes_are_drawn_beside_each_other():
+def test_judged_transfers_of_different_axes_are_drawn_in_parallel():
     plan = big_plan()
     lanes = {lane.name: lane.spans for lane in _lanes(plan, plan.time)}
     hidden = {name: [span for span in spans if span.tone == HIDDEN] for name, spans in lanes.items()}

@@ -1,1 +1,1 @@
-"""A step compiled for a target: the compiler's process, its program's text, and each collective judged."""
+"""Steps compiled for a target: running the compiler, reading its program, and judging its collectives."""

@@ -1,8 +1,8 @@
-"""Reads a compiled, scheduled program: its collectives, their bytes, and the compute that runs beside them.
+"""Collectives of a compiled program: their bytes, and the compute they overlap with.
 
-The text form of XLA's HLO lists instructions in the order they will run. A collective that starts and finishes in
-two instructions with matmuls between them can hide behind those; one that is a single instruction stalls the device
-until it is through. How much of it hides on a chip is judged in `meshwright.plan.compiled.verdict`.
+XLA's HLO text lists instructions in the order in which they run. An asynchronous collective starts and finishes in two
+instructions and can overlap with the matmuls between them; a synchronous one is a single instruction that stalls the
+device. `meshwright.plan.compiled.verdict` judges how much of it is hidden on a chip.
 """
 
 from __future__ import annotations
@@ -26,29 +26,25 @@ from meshwright.plan.compiled.matmuls import Matmuls, estimated_cycles, merged_h
 from meshwright.plan.compiled.origin import Origins
 
 COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as it was scheduled; `trips` counts how often its loop runs it.
+    """One scheduled collective.
 
     Args:
-        matmuls_between: between its start and its end; so are `flops_between`, and `cycles_between`, the compiler's
-            estimate of all compute there (TPUs). All of it, also where other collectives are in flight beside it.
-        partners: devices that talk to each other, by their number in the mesh: the first group, or all pairs of a
-            permute.
-        source: the operation of the program it came from, with the transformations around it.
-        serves: the parameter, gradient or activation that it sends, in words.
-        line: the file and line of the program it came from.
-        merged: how many matmuls of its ring the compiler made one of; 0 where it did not.
+        bytes_moved: bytes of the gathered, reduced or permuted arrays.
+        matmuls_between, flops_between: matmuls between its start and end, and their FLOPs.
+        trips: number of times its loop runs it.
+        partners: device numbers in the mesh: the first replica group, or all pairs of a permute.
+        source: operation that it comes from, with the transformations around it.
+        cycles_between: the compiler's cycle estimate of all compute between its start and end (TPUs).
+        serves: parameter, gradient or activation that it sends.
+        line: file and line that it comes from.
+        merged: number of matmuls of its ring that the compiler merged into one, or 0.
     """
 
     kind: str
@@ -68,18 +64,18 @@ class Collective:
 
     @property
     def hidden(self) -> bool:
-        """Whether it runs beside at least one matmul."""
+        """Whether it overlaps with at least one matmul."""
         return self.is_async and self.matmuls_between > 0
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes each device sends, with the algorithm that sends the fewest."""
+        """Bytes that each device sends, with the algorithm that sends the fewest."""
         share = (self.group_size - 1) / self.group_size
         factor = {"all-gather": share, "reduce-scatter": share, "all-to-all": share, "all-reduce": 2 * share}
         return self.bytes_moved * factor.get(self.kind, 1.0)
 
     def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """Returns the axes of a mesh (their sizes, in its order) along which its devices lie.
+        """Returns the mesh axes that it runs along, given the sizes of all axes in order.
 
         Example:
             >>> Collective("all-gather", "g", 64, 2, False, 0, partners=((0, 2),)).axes({"fsdp": 4, "tp": 2})
@@ -94,7 +90,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Compute during which the same collectives are in flight: their places in the schedule, in order of start."""
+    """A stretch of compute during which the same collectives are in flight, as indices into the schedule."""
 
     in_flight: tuple[int, ...]
     flops: float
@@ -103,11 +99,11 @@ class Stretch:
 
 @dataclass(frozen=True)
 class ProgramSchedule:
-    """The collectives of a program in the order of its text, and the compiler's estimate of its compute.
+    """The collectives of a program in program order, and its compute.
 
     Args:
-        stretches: compute beside collectives, in the order it runs.
-        matmul_flops, matmul_cycles: of the matmuls whose cycles the compiler estimates.
+        stretches: compute that overlaps with collectives, in program order.
+        matmul_flops, matmul_cycles: totals over the matmuls with a cycle estimate.
     """
 
     collectives: tuple[Collective, ...]
@@ -118,26 +114,26 @@ class ProgramSchedule:
     matmul_cycles: int = 0
 
     def count(self, kind: str | None = None) -> int:
-        """Returns how many collectives (of one kind) run, loops counted with their trips."""
+        """Returns the number of collectives (of one kind) that run, with loop trips."""
         return sum(c.trips for c in self.collectives if kind in (None, c.kind))
 
     @property
     def num_hidden(self) -> int:
-        """How many collectives run beside a matmul, loops counted with their trips."""
+        """Number of collectives that overlap with a matmul, with loop trips."""
         return sum(c.trips for c in self.collectives if c.hidden)
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes each device sends in all."""
+        """Bytes that each device sends in total."""
         return sum(c.trips * c.wire_bytes for c in self.collectives)
 
     @property
     def hidden_bytes(self) -> float:
-        """Those of them that are sent beside a matmul."""
+        """Bytes that overlap with a matmul."""
         return sum(c.trips * c.wire_bytes for c in self.collectives if c.hidden)
 
     def along(self, axis: str, sizes: Mapping[str, int]) -> ProgramSchedule:
-        """Returns the schedule with only those collectives that run along an axis of a mesh, and along no other."""
+        """Returns the schedule with only the collectives that run along this axis alone."""
         places = [place for place, c in enumerate(self.collectives) if c.axes(sizes) == (axis,)]
         now = {place: number for number, place in enumerate(places)}
         stretches = [
@@ -180,7 +176,7 @@ def read_schedule(text: str) -> ProgramSchedule:
 
 
 class _Reader:
-    """Walks a program in the order it runs, and notes what is in flight at every instruction."""
+    """Walks a program in order and tracks the collectives in flight."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -191,9 +187,9 @@ class _Reader:
         self.matmul_flops = 0.0
 
     def walk(self, computation: str, trips: int) -> None:
-        flying: dict[int, Instruction] = {}  # by their place, in order of start
-        carries: dict[str, int] = {}  # names that hold what is on its way
-        sent: dict[str, int] = {}  # hops by what sends them, and by what arrives
+        flying: dict[int, Instruction] = {}  # by index of the collective, in order of start
+        carries: dict[str, int] = {}  # names of values in flight
+        sent: dict[str, int] = {}  # hops by the name of their start, and below by the name of their result
         arriving: dict[str, int] = {}
         for one in self.program.computations.get(computation, []):
             cycles = estimated_cycles(one)
@@ -215,7 +211,7 @@ class _Reader:
             if found is not None:
                 place = len(self.collectives)
                 self.collectives.append(replace(found, trips=trips))
-                carries[one.name] = place  # where it starts only; also if it is waited for at once
+                carries[one.name] = place
                 if found.is_async:
                     flying[place] = one
                 if found.kind == "collective-permute":
@@ -251,7 +247,6 @@ class _Reader:
         self.stretches.append(Stretch(in_flight, flops, cycles))
 
     def _collective(self, computation: str, one: Instruction) -> Collective | None:
-        """Returns the collective that an instruction is, or starts."""
         core = one if _kind(one.opcode) else None
         wrapped = one.opcode in ("async-start", "call-start") or (
             one.opcode == "fusion" and "collective-start" in one.name
@@ -261,7 +256,7 @@ class _Reader:
         if core is None or one.opcode.endswith(("-done", "-update")) or "-done" in one.name.split(".")[0]:
             return None
         starts = wrapped or one.opcode.endswith("-start")
-        # A TPU's reduce-scatter may be a fusion of an all-reduce and the cut: it sends what a reduce-scatter does.
+        # A TPU fusion of an all-reduce and a slice sends the same bytes as a reduce-scatter.
         scatters = any("all-reduce-scatter" in name for name in one.called)
         kind = "reduce-scatter" if scatters else _kind(core.opcode)
         origin = self.origins.find(computation, one, core, kind)
@@ -279,7 +274,7 @@ class _Reader:
         )
 
     def _inside(self, instruction: Instruction) -> Instruction | None:
-        """Returns the collective that an async wrapper or a fusion runs, if any."""
+        """Returns the collective inside an async wrapper or a fusion, if any."""
         for name in instruction.called:
             for inner in self.program.computations.get(name, []):
                 if _kind(inner.opcode):
@@ -296,12 +291,12 @@ def _kind(opcode: str) -> str:
 
 
 def _bytes_moved(instruction: Instruction) -> int:
-    """Returns the bytes of the larger side of a collective: the gathered, reduced or permuted arrays."""
+    """Returns the bytes of the gathered, reduced or permuted arrays."""
     result = instruction.result
-    # An all-reduce's start lists results alone, or, since jax 0.11 on GPUs, a tuple of operands before them.
+    # An all-reduce-start lists only results, or, since jax 0.11 on GPUs, a tuple of operands before them.
     opens = "((" if instruction.opcode == "all-reduce-start" else "("
     if instruction.opcode.endswith("-start") and result.startswith(opens):
-        # A start's result lists operands, results, and words for its own use; each of the first two may be several.
+        # Other starts list operands, results and context; the first two may be tuples.
         result = tuple_parts(result)[1]
     total = sum(array_bytes(result))
     if instruction.opcode in ("reduce-scatter", "reduce-scatter-start"):

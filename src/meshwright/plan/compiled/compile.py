@@ -1,7 +1,7 @@
-"""A job's train step compiled for a machine that need not exist, in a process of its own.
+"""Compilation of a job's train step in a separate process, for hardware you may not have.
 
-Compilers crash, hang and run out of memory. In another process, with a limit on time and on memory, each of these is a
-message. What comes back is plain data: the compiler's own account of memory, and every collective of the program.
+Compilers can crash, hang or run out of memory; a separate process with a time and memory limit turns each of these
+into an error. The result is plain data: the compiler's memory analysis and every collective of the program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.errors import MeshwrightError
-from meshwright.layout.leaf import format_bytes
 from meshwright.plan.compiled.topology import TPU_ENVIRONMENT, require_compiler
 from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.step_setup import Setup
@@ -34,8 +33,8 @@ Reason = Literal["missing", "refused", "crash", "timeout", "memory"]
 class CompileError(MeshwrightError):
     """A program could not be compiled.
 
-    `reason`: its compiler is "missing", it "refused" the program, was killed in a "crash", or passed the limit of
-    "timeout" or "memory".
+    `reason`: the compiler is "missing", "refused" the program, had a "crash", or exceeded its limit: "timeout" or
+    "memory".
     """
 
     def __init__(self, message: str, *, reason: Reason, hint: str | None = None) -> None:
@@ -45,14 +44,15 @@ class CompileError(MeshwrightError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiler made of a train step.
+    """A compiled train step.
 
     Args:
-        peak_bytes: the most memory that is in use on a device at once, by the compiler's account.
-        memory: its parts: argument, output, alias (outputs in place of arguments), temp, code.
-        does_not_fit: the compiler's words where the program needs more memory than the chip has; then there is no more.
-        estimated_cycles: the compiler's estimate of compute (TPUs); 0 where it has none.
-        peak_rss_bytes: memory that compiling took here.
+        peak_bytes: peak memory per device, from the compiler's memory analysis.
+        memory: its parts: argument, output, alias (outputs that reuse arguments), temp, generated_code.
+        estimated_cycles: the compiler's estimate of compute cycles (TPUs), or 0.
+        trace_s, compile_s: seconds of tracing and compiling.
+        peak_rss_bytes: host memory used to compile.
+        does_not_fit: the compiler's error if the program exceeds the chip's memory; other figures are then missing.
     """
 
     target: str
@@ -71,18 +71,18 @@ class Compiled:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes each device sends in a step."""
+        """Bytes that each device sends per step."""
         return sum(c.trips * c.wire_bytes for c in self.collectives)
 
     @property
     def hidden_share(self) -> float:
-        """The share of these bytes that is sent beside compute; 1 where nothing is sent."""
+        """Share of these bytes that overlaps with compute; 1 if nothing is sent."""
         hidden = sum(c.trips * c.wire_bytes * c.hidden_share for c in self.collectives)
         return hidden / self.wire_bytes if self.wire_bytes else 1.0
 
     @property
     def is_judged(self) -> bool:
-        """Whether the share of every transfer that is hidden was found from its chip's rates."""
+        """Whether the hidden share of every transfer was judged with the chip's rates."""
         return all(c.share is not None for c in self.collectives if c.wire_bytes)
 
     def to_json(self) -> dict[str, Any]:
@@ -109,12 +109,14 @@ def compile_step(
     python: str | None = None,
     text_path: str | Path | None = None,
 ) -> Compiled:
-    """Compiles a job's train step for a target, in a process of its own, or raises a `CompileError`.
+    """Compiles a job's train step for a target in a separate process, or raises a `CompileError`.
 
     Args:
-        job: a job, or a reference to one (`module:attribute`), which is needed where the job cannot be pickled.
-        python: the interpreter whose compilers are used; this one's by default.
-        text_path: a file for the text of the compiled program.
+        job: a job, or a reference to one (`module:attribute`), which also works if the job cannot be pickled.
+        timeout_s: time limit in seconds.
+        memory_limit: limit on the compiling process's memory, in bytes.
+        python: interpreter whose compilers to use (default: this one).
+        text_path: file to write the text of the compiled program to.
 
     Example:
         >>> from meshwright.models import Decoder
@@ -122,11 +124,11 @@ def compile_step(
         >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
         >>> compile_step(job, "v5p:2x2x1", Setup(mesh="fsdp:4"), timeout_s=0)
         Traceback (most recent call last):
-        meshwright.errors.MeshwrightError: a limit of 0 s leaves no time to compile in.
+        meshwright.errors.MeshwrightError: timeout_s must be greater than 0; got 0.
     """
     target = parse_target(target)
     if not timeout_s > 0:
-        raise MeshwrightError(f"a limit of {timeout_s} s leaves no time to compile in.")
+        raise MeshwrightError(f"timeout_s must be greater than 0; got {timeout_s}.")
     if python is None:
         require_compiler(target)
     request = {
@@ -145,12 +147,12 @@ def compile_step(
             raise CompileError(
                 f"compiling {setup} for {target} took longer than {timeout_s:g} s.",
                 reason="timeout",
-                hint='a longer limit, or layers in a loop: Execution(layers="scan") compiles one layer.',
+                hint='raise the limit, or compile layers as a loop: Execution(layers="scan").',
             )
         text = answered.read_text() if answered.exists() else ""
         said = errors.read_text(errors="replace").strip().splitlines()
     if not text:
-        raise CompileError(_crash(status, target, said), reason="crash", hint="the compiler's last words are above.")
+        raise CompileError(_crash(status, target, said), reason="crash", hint="check the compiler's output above.")
     answer = json.loads(text)
     if "error" in answer:
         raise CompileError(answer["error"], reason=answer["reason"], hint=answer.get("hint"))
@@ -164,17 +166,17 @@ def _sent(job: Any) -> dict[str, Any]:
         return {"pickle": base64.b64encode(pickle.dumps(job)).decode()}
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise CompileError(
-            f"the job cannot be sent to the process that compiles it: {error}",
+            f"cannot pickle the job for the compiling process: {error}",
             reason="refused",
-            hint='give a reference to it instead: "module:attribute" or "path/to/file.py:attribute".',
+            hint='pass a reference to the job instead: "module:attribute" or "path/to/file.py:attribute".',
         ) from None
 
 
 def _run(command: list[str], errors: Path, timeout_s: float) -> int | None:
-    """Returns the exit status of a command, or None where it had to be ended."""
+    """Returns the exit status of a command, or None if it timed out."""
     source = str(Path(__file__).parents[3])
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
-    # Nothing of this machine is used, so nothing of it is waited for.
+    # JAX_PLATFORMS=cpu keeps JAX from waiting for local accelerators, which compiling does not use.
     environment = {**TPU_ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
     with errors.open("wb") as stream:
         try:
@@ -183,9 +185,9 @@ def _run(command: list[str], errors: Path, timeout_s: float) -> int | None:
             )
         except OSError as error:
             raise CompileError(
-                f"{command[0]!r} cannot be run: {error.strerror or error}.",
+                f"cannot run {command[0]!r}: {error.strerror or error}.",
                 reason="missing",
-                hint="--python takes the path of an interpreter that has the machine's compiler.",
+                hint="pass the path of a Python interpreter with the target's compiler installed.",
             ) from None
         try:
             return process.wait(timeout=timeout_s)
@@ -199,10 +201,5 @@ def _run(command: list[str], errors: Path, timeout_s: float) -> int | None:
 
 def _crash(status: int, target: Target, said: list[str]) -> str:
     name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    words = "\n  ".join(line for line in said[-8:] if line.strip()) or "nothing"
-    return f"the compiler for {target} crashed ({name}). It said:\n  {words}"
-
-
-def over_limit(used: int, limit: int) -> str:
-    """Returns the message of a process that used too much memory."""
-    return f"compiling took {format_bytes(used)} of memory here, more than the limit of {format_bytes(limit)}."
+    words = "\n  ".join(line for line in said[-8:] if line.strip()) or "(none)"
+    return f"the compiler for {target} crashed ({name}). Its last output:\n  {words}"

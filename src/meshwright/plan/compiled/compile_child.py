@@ -1,4 +1,4 @@
-"""The process that `compile_step` starts: reads a request, compiles, writes what came out. Never imported by others."""
+"""Process that `compile_step` starts: reads a request, compiles, and writes the result."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ import jax
 from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
+from meshwright.layout.leaf import format_bytes
 from meshwright.loop.logging.memory_use import peak_resident
 from meshwright.plan.compiled.collectives import ProgramSchedule, read_schedule
-from meshwright.plan.compiled.compile import Compiled, over_limit
+from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.compiled.topology import assumed_cudnn, mesh_on_target, require_compiler, stand_in_for_cudnn
 from meshwright.plan.compiled.verdict import CompiledCollective, judge
 from meshwright.plan.step_setup import Setup, build_step, step_options
@@ -31,7 +32,7 @@ _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"
 
 
 def main(asked: str, answered: str) -> None:
-    """Compiles what the file `asked` says and writes the result to `answered`."""
+    """Compiles the request in the file `asked` and writes the result to `answered`."""
     request = json.loads(Path(asked).read_text())
     _watch_memory(request["memory_limit"], Path(answered))
     target = parse_target(request["target"])
@@ -44,15 +45,16 @@ def main(asked: str, answered: str) -> None:
             answer = _compile(request, target)
         except MeshwrightError as error:
             answer = _refusal(error, "refused")
-        except Exception as error:  # compilers raise whatever they like; all of it is for the user to read
-            answer = {"error": f"the program was refused: {type(error).__name__}: {_short(error)}", "reason": "refused"}
+        except Exception as error:  # compilers raise any type
+            said = f"the compiler rejected the program: {type(error).__name__}: {_short(error)}"
+            answer = {"error": said, "reason": "refused"}
     _write(Path(answered), answer)
 
 
 def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
     setup = Setup.from_json(request["setup"])
     notes: list[str] = []
-    # A program from a cache would have the names of the one that was stored, which may have been another.
+    # Otherwise a cached program could carry the operation names of a different one.
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     if target.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", target.num_devices)
@@ -64,7 +66,7 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
     step, batch = build_step(job, mesh, setup)
     if target.platform == "gpu":
         stand_in_for_cudnn()
-        notes.append("attention of cuDNN is stood in for: its memory is counted, its matmuls hide nothing")
+        notes.append("a stand-in replaces cuDNN attention: its memory counts, but its matmuls hide nothing")
         with assumed_cudnn():
             lowered = step.lower(batch)
     else:
@@ -115,17 +117,18 @@ def _memory(found: Any, target: Target) -> tuple[dict[str, int], int]:
     parts = ("argument", "output", "alias", "temp", "generated_code")
     memory = {name: int(getattr(found, f"{name}_size_in_bytes")) for name in parts}
     if target.platform == "cpu":
-        # Its peak leaves out what is temporary.
+        # The CPU compiler's peak excludes temporaries.
         return memory, memory["argument"] + memory["output"] - memory["alias"] + memory["temp"]
     return memory, int(found.peak_memory_in_bytes)
 
 
 def _watch_memory(limit: int, answered: Path) -> None:
-    # A limit of the operating system counts addresses, of which compilers reserve many more than they use.
+    # An operating-system limit would count reserved addresses, far more than compilers use.
     def watch() -> None:
         while True:
-            if peak_resident() > limit:
-                _write(answered, {"error": over_limit(peak_resident(), limit), "reason": "memory"})
+            if (used := peak_resident()) > limit:
+                said = f"compiling used {format_bytes(used)} of host memory; the limit is {format_bytes(limit)}."
+                _write(answered, {"error": said, "reason": "memory"})
                 os._exit(1)
             time.sleep(0.1)
 
@@ -133,7 +136,7 @@ def _watch_memory(limit: int, answered: Path) -> None:
 
 
 def _write(answered: Path, answer: dict[str, Any]) -> None:
-    # In one step, so that the other process never reads half of it.
+    # Rename atomically, so that the other process never reads a partial file.
     part = answered.with_suffix(".part")
     part.write_text(json.dumps(answer))
     part.replace(answered)
@@ -145,7 +148,7 @@ def _refusal(error: MeshwrightError, reason: str) -> dict[str, Any]:
 
 
 def _short(error: Exception) -> str:
-    """Returns the first lines of an error; those of XLA go on with the whole program."""
+    """Returns the first lines of an error; XLA appends the whole program."""
     text = re.sub(r"\s*\n\s*", "\n", str(error).strip())
     lines = text.splitlines()[:6]
     return "\n".join(line[:400] for line in lines)

@@ -1,4 +1,4 @@
-"""The text of a compiled program as instructions: XLA's HLO, whose lines stand in the order in which they will run."""
+"""Parser for the text of a compiled program (XLA HLO), whose instructions are listed in the order they run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.specs import ceil_div
 
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
-# A result is one array, whose layout has no spaces, or a tuple of them; no tuple holds `) word(`.
+# A result is an array, whose layout has no spaces, or a tuple, which never contains `) word(`.
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b(?P<type>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
@@ -36,7 +36,7 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> list[str]:
-        """The computations that it runs: fusions, loops, calls, branches."""
+        """Names of the computations that it runs: fusions, loops, calls, branches."""
         return [
             name.strip().lstrip("%")
             for match in _CALLED.finditer(self.attributes)
@@ -45,41 +45,41 @@ class Instruction:
 
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
-        """The names of its operands."""
+        """Names of its operands."""
         return tuple(_NAME.findall(self.operands))
 
     @property
     def op_name(self) -> str:
-        """The operation of the user's program that it came from, as its metadata has it."""
+        """The user's operation that it comes from, from its metadata."""
         found = _OP_NAME.search(self.attributes)
         return found[1].replace("\\'", "'") if found else ""
 
     @property
     def index(self) -> int:
-        """Which part of a tuple it takes, if it takes one."""
+        """Index of a get-tuple-element, or 0."""
         found = _INDEX.search(self.attributes)
         return int(found[1]) if found else 0
 
 
 @dataclass
 class Program:
-    """The computations of a program by name, and the one that runs first; `header` is all before them."""
+    """The computations of a program by name, its entry computation, and the text before them."""
 
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
     entry: str = ""
     header: str = ""
 
     def instruction(self, computation: str, name: str) -> Instruction | None:
-        """Returns the instruction of that name in a computation."""
+        """Returns an instruction of a computation by name."""
         return self._names.get(computation, {}).get(name)
 
     def root(self, computation: str) -> Instruction | None:
-        """Returns the instruction whose value a computation returns."""
+        """Returns the root instruction of a computation."""
         instructions = self.computations.get(computation, [])
         return next((one for one in reversed(instructions) if one.is_root), instructions[-1] if instructions else None)
 
     def callers(self, computation: str) -> list[tuple[str, Instruction]]:
-        """Returns what runs a computation, with the computation that it stands in."""
+        """Returns the instructions that call a computation, each with its own computation."""
         return self._callers.get(computation, [])
 
     @functools.cached_property
@@ -97,7 +97,7 @@ class Program:
 
 
 def parse_program(text: str) -> Program:
-    """Reads the text of a compiled program (`compiled.as_text()`)."""
+    """Parses the text of a compiled program (`compiled.as_text()`)."""
     program = Program()
     current: list[Instruction] | None = None
     header: list[str] = []
@@ -120,7 +120,7 @@ def parse_program(text: str) -> Program:
 
 
 def trip_count(program: Program, loop: Instruction) -> int:
-    """Returns how often a loop runs: as the compiler notes it, or the bound that its counter is compared with."""
+    """Returns the trip count of a loop: the compiler's annotation, or the bound of its counter."""
     noted = _TRIPS.search(loop.attributes)
     if noted:
         return int(noted[1])
@@ -133,7 +133,7 @@ def trip_count(program: Program, loop: Instruction) -> int:
 
 
 def array_dims(shape: str) -> tuple[int, ...]:
-    """Returns the dims of an array, or of a tuple's first.
+    """Returns the dims of an array, or of the first array of a tuple.
 
     Example:
         >>> array_dims("bf16[8,16]{1,0:T(8,128)(2,1)}")
@@ -144,16 +144,16 @@ def array_dims(shape: str) -> tuple[int, ...]:
 
 
 def array_bytes(shape: str) -> Iterator[int]:
-    """Yields the bytes of every array of a shape."""
+    """Yields the bytes of every array in a shape."""
     for match in _ARRAY.finditer(shape):
-        digits = re.search(r"\d+", match["type"])  # f32, bf16, u4, f8e4m3fn; a token has none, and no bytes
+        digits = re.search(r"\d+", match["type"])  # f32, bf16, u4, f8e4m3fn; a token has none
         bits = int(digits[0]) if digits else 8 * (match["type"] == "pred")
         elements = math.prod(int(dim) for dim in match["dims"].split(",") if dim)
         yield ceil_div(elements * bits, 8)
 
 
 def tuple_parts(shape: str) -> list[str]:
-    """Returns the parts of a tuple's shape, which may be tuples themselves."""
+    """Splits the shape of a tuple, whose parts may be tuples."""
     parts, depth = [""], 0
     for letter in shape[1:-1]:
         depth += (letter in "([{") - (letter in ")]}")
@@ -165,7 +165,7 @@ def tuple_parts(shape: str) -> list[str]:
 
 
 def group_size(attributes: str) -> int:
-    """Returns how many devices take part: those of a group, or the pairs of a permute."""
+    """Returns the number of devices in a replica group, or of pairs of a permute."""
     found = partners(attributes)
     if "source_target_pairs=" in attributes:
         return max(2, len(found))
@@ -173,7 +173,7 @@ def group_size(attributes: str) -> int:
 
 
 def partners(attributes: str) -> tuple[tuple[int, ...], ...]:
-    """Returns the first group, from list, iota and mesh forms of replica groups, or all pairs of a permute.
+    """Returns the first replica group, in list, iota or mesh form, or all pairs of a permute.
 
     Example:
         >>> partners("replica_groups=[2,4]<=[4,2]T(1,0)")
@@ -181,7 +181,10 @@ def partners(attributes: str) -> tuple[tuple[int, ...], ...]:
     """
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota:
-        return (_group_of_iota(int(iota[2]), _numbers(iota[3]), _numbers(iota[4] or "")),)
+        dims = _numbers(iota[3])
+        places = np.arange(math.prod(dims)).reshape(dims)
+        permutation = _numbers(iota[4] or "") or tuple(range(len(dims)))
+        return (tuple(places.transpose(permutation).reshape(-1)[: int(iota[2])].tolist()),)
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
     if listed:
         return (_numbers(listed[1]),)
@@ -195,12 +198,6 @@ def partners(attributes: str) -> tuple[tuple[int, ...], ...]:
         return (tuple(_numbers(order[1])[place] for place in group) if order else tuple(group.tolist()),)
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", attributes)
     return tuple(_numbers(pair) for pair in re.findall(r"\{([\d,]+)", pairs[1] + "}")) if pairs else ()
-
-
-def _group_of_iota(size: int, dims: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    places = np.arange(math.prod(dims)).reshape(dims)
-    flat = (places.transpose(order) if order else places).reshape(-1)
-    return tuple(flat[:size].tolist())
 
 
 def _numbers(text: str) -> tuple[int, ...]:

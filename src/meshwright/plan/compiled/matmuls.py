@@ -1,11 +1,11 @@
-"""Matmuls of a compiled program, counted from its text: how many an instruction runs, and how many FLOPs they take.
+"""Number and FLOPs of the matmuls in a compiled program.
 
-Compilers write them as dots, as convolutions (TPUs, where a batch of dots is a convolution with holes), and as calls of
-libraries (GPUs). They stand in fusions, loops and other computations that an instruction calls.
+Matmuls appear as dots, as convolutions (TPUs, where a batched dot is a dilated convolution) and as library calls
+(GPUs), also inside fusions, loops and other called computations.
 
-XLA for GPUs joins matmuls that share an operand. Of a ring that multiplies each shard as it arrives, that makes one
-matmul of all shards at the end, and every hop before it is waited for. Of one that sends sums on, it makes one matmul
-at the beginning, whose parts are added between the hops. `merged_hops` finds such rings.
+XLA for GPUs merges matmuls that share an operand. A ring that multiplies each shard as it arrives then becomes one
+matmul after all hops, and a ring that passes on partial sums becomes one matmul before all hops; in both, the hops
+overlap with nothing. `merged_hops` finds such rings.
 """
 
 from __future__ import annotations
@@ -21,40 +21,39 @@ import numpy as np
 from meshwright.plan.compiled.hlo import Instruction, Program, array_dims, trip_count
 
 _LIBRARY = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|dot)[^"]*"', re.IGNORECASE)
-# A kernel of ours, which writes its product into a larger array: `meshwright.parallel.kernels.matmul_kernel`.
+# `meshwright.parallel.kernels.matmul_kernel`, which writes its product into a larger array.
 _WRITES = re.compile(r'custom_call_target="mosaic_gpu[^"]*".*op_name="[^"]*/write_product/')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_ESTIMATE = 2**62
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
-# What hands a value on as it is.
+# Operations that pass a value through.
 _PASSES = ("bitcast", "copy", "convert", "get-tuple-element", "reshape", "transpose")
 _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 
 
 @dataclass
 class Matmuls:
-    """Counts the matmuls of a program; what was counted once is kept."""
+    """Counts the matmuls of a program, memoized by computation."""
 
     program: Program
     _known: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def count(self, instruction: Instruction) -> int:
-        """Returns how many matmuls an instruction and all it calls run; a loop counts its body once."""
+        """Returns the number of matmuls in an instruction and all that it calls; a loop body counts once."""
         if _is_matmul(instruction):
             return 1
         return sum(self._inside(name)[0] for name in instruction.called)
 
     def flops(self, computation: str, instruction: Instruction) -> float:
-        """Returns the FLOPs of those matmuls; a loop counts its body as often as it runs."""
+        """Returns the FLOPs of those matmuls; a loop body counts with its trips."""
         if _is_matmul(instruction):
             return self._of_one(computation, instruction)
         often = trip_count(self.program, instruction) if instruction.opcode == "while" else 1
         return often * sum(self._inside(name)[1] for name in instruction.called)
 
     def _inside(self, computation: str) -> tuple[int, float]:
-        """Returns the number of matmuls of a computation, and their FLOPs."""
         if computation not in self._known:
-            self._known[computation] = (0, 0.0)  # recursion ends here
+            self._known[computation] = (0, 0.0)  # ends recursion
             inside = self.program.computations.get(computation, [])
             flops = math.fsum(self.flops(computation, one) for one in inside)
             self._known[computation] = sum(self.count(one) for one in inside), flops
@@ -74,7 +73,7 @@ class Matmuls:
         if instruction.opcode == "convolution":
             return _convolution(instruction.attributes, left, right, out)
         contracted = _numbers(r"\blhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-        if contracted is None:  # a library's call has them in its own settings
+        if contracted is None:  # library calls keep them in their backend config
             contracted = _numbers(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
         if contracted is None:
             contracted = (len(left) - 1,)
@@ -82,7 +81,7 @@ class Matmuls:
 
 
 def estimated_cycles(instruction: Instruction) -> int:
-    """Returns the compiler's estimate of how long an instruction takes (TPUs); 0 where it has none."""
+    """Returns the compiler's cycle estimate of an instruction (TPUs), or 0."""
     found = _CYCLES.search(instruction.attributes)
     return int(found[1]) if found and int(found[1]) < _NO_ESTIMATE else 0
 
@@ -90,15 +89,15 @@ def estimated_cycles(instruction: Instruction) -> int:
 def merged_hops(
     program: Program, matmuls: Matmuls, computation: str, sent: Mapping[str, int], arriving: Mapping[str, int]
 ) -> dict[int, int]:
-    """Returns the hops that a merged matmul is before or behind, and how many matmuls it was made of.
+    """Returns the hops that precede or follow a merged matmul, with the number of matmuls merged into it.
 
     Args:
-        sent: by the name of the instruction that sends, the number of the hop.
-        arriving: the same by the name of what arrives.
+        sent: index of each hop by the name of its start.
+        arriving: index of each hop by the name of its result.
     """
     arrived = dict(arriving)
-    joined: dict[str, tuple[list[int], int]] = {}  # values that were joined: the hops that brought them, and how many
-    products: dict[str, tuple[str, int]] = {}  # what is made of a merged matmul, by the matmul
+    joined: dict[str, tuple[list[int], int]] = {}  # concatenated values: the hops they came from, and their number
+    products: dict[str, tuple[str, int]] = {}  # values derived from a merged matmul
     fed: dict[str, list[int]] = {}
     found: dict[int, int] = {}
     for one in program.computations.get(computation, []):
@@ -121,7 +120,7 @@ def merged_hops(
             matmul, count = made[0]
             hops = fed.setdefault(matmul, [])
             hops.append(sent[one.name])
-            if len(hops) > 1:  # a ring; one alone is sent after a matmul as ever
+            if len(hops) > 1:  # a single hop after a matmul is not a ring
                 found |= dict.fromkeys(hops, count)
         elif made and one.opcode in (*_PASSES, "slice", "fusion", "add"):
             products[one.name] = made[0]
@@ -151,20 +150,19 @@ def _convolution(attributes: str, left: tuple[int, ...], right: tuple[int, ...],
     total = 2.0 * rows / (int(groups[1]) if groups else 1) * features * right[labels[2].index("i")]
     spatial = [letter for letter in labels[1] if letter.isdigit()]
     for place, letter in enumerate(spatial):
-        stride, dilated, holes = (_of_dim(sizes.get(name), place, 1) for name in ("stride", "rhs_dilate", "lhs_dilate"))
+        stride, dilated, holes = (
+            int(sizes[name].split("x")[place]) if name in sizes else 1
+            for name in ("stride", "rhs_dilate", "lhs_dilate")
+        )
         before = int((sizes["pad"].split("x")[place].split("_"))[0]) if "pad" in sizes else 0
         extents = (left[labels[1].index(letter)], right[labels[2].index(letter)], out[labels[3].index(letter)])
         total *= _pairs(*extents, stride, dilated, holes, before)
     return total
 
 
-def _of_dim(text: str | None, place: int, default: int) -> int:
-    return default if text is None else int(text.split("x")[place])
-
-
 @functools.lru_cache(maxsize=1024)
 def _pairs(size: int, window: int, out: int, stride: int, dilated: int, holes: int, before: int) -> int:
-    """Returns how many places of a window, over all outputs, meet a value: the rest are padding or holes."""
+    """Returns the number of window positions over all outputs that are not padding or holes."""
     if window == 1 and stride == 1 and holes == 1 and before == 0:
         return min(out, size)
     places = np.arange(out)[:, None] * stride + np.arange(window)[None, :] * dilated - before
@@ -172,7 +170,7 @@ def _pairs(size: int, window: int, out: int, stride: int, dilated: int, holes: i
 
 
 def _joins(program: Program, instruction: Instruction) -> int:
-    """Returns how many values an instruction joins because the compiler, and not the user, wanted it."""
+    """Returns the number of values in a concatenation that the compiler inserted, or 0."""
     inside = [instruction]
     if instruction.opcode == "fusion":
         inside = [one for name in instruction.called for one in program.computations.get(name, [])]

@@ -1,8 +1,7 @@
-"""What a collective of a compiled program serves: a parameter, its gradient, an activation; and the line it comes from.
+"""Origin of a collective: the parameter, gradient or activation that it sends, and its source line.
 
-Two ways lead there. Our own gathers run under a scope that names the leaf (`meshwright.parallel.fsdp`), and scopes
-are kept in the metadata of a program, also of its backward pass. In anyone's program, the value that is sent is
-followed back through what does not change it, out of fusions and loops, to the argument of the program that it was.
+Gathers in `meshwright.parallel.fsdp` run under a scope that names the leaf, which the program's metadata keeps, also in
+the backward pass. In other programs the sent value is traced back through fusions and loops to a program argument.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 
 from meshwright.plan.compiled.hlo import Instruction, Program, array_bytes
 
-# What hands a value on: as it is, in another dtype or layout, a part of it, or from another device.
+# Operations that pass a value on: unchanged, cast, rearranged, sliced, or from another device.
 _PASSES = frozenset((
     "convert", "copy", "bitcast", "bitcast-convert", "reshape", "transpose", "slice", "dynamic-slice", "pad",
     "copy-start", "copy-done", "reverse", "all-gather", "all-gather-start", "all-gather-done", "collective-permute",
@@ -33,19 +32,19 @@ _PLAIN = frozenset((
 _TOKEN = re.compile(r"\['([^']*)'\]|\[([^\]]*)\]|([^.\[\]]+)")
 _FEW = 1024  # bytes
 _MAX_STEPS = 400
-# The tables of files, functions, lines and calls at the top of a compiled program.
+# Patterns for the tables of files, functions and stack frames in the header of a program.
 _FIELDS = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _FILE, _LINE = re.compile(r'\bsource_file="([^"]*)"'), re.compile(r"\bsource_line=(\d+)")
 _HOME = re.compile(r"^(?:/home/[^/]+|/Users/[^/]+|/root)/")
-# Who called our collectives says more than where in them the transfer is.
+# The caller of a Meshwright collective is more useful than a line inside it.
 _OURS = re.compile(r"/meshwright/(?:parallel/|axes\.py)")
 _MAX_DEPTH = 64
 
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of a program, and the function it is in; `str(place)` has no folders of the machine."""
+    """A source line and its function; `str(place)` omits local folders."""
 
     file: str
     function: str
@@ -57,12 +56,12 @@ class SourceLine:
 
 @dataclass
 class SourceLines:
-    """Answers for one program, whose text begins with `header`: numbered files, functions, lines and calls."""
+    """Source lines of a program, from the tables in its `header`."""
 
     header: str
 
     def find(self, instruction: Instruction) -> SourceLine | None:
-        """Returns where an instruction comes from: the innermost call that is not one of our collectives."""
+        """Returns the source line of an instruction: the innermost call outside Meshwright's collectives."""
         frame = _FRAME.search(instruction.attributes)
         if frame:
             calls = self._calls(int(frame[1]))
@@ -72,10 +71,10 @@ class SourceLines:
         return SourceLine(file[1], "", line[1]) if file and line else None
 
     def _calls(self, number: int) -> list[SourceLine]:
-        """Returns the calls that lead to a frame, the innermost first."""
+        """Returns the call stack of a frame, the innermost call first."""
         frames, places = self._tables.get("StackFrames", {}), self._tables.get("FileLocations", {})
         files, functions = self._tables.get("FileNames", {}), self._tables.get("FunctionNames", {})
-        # The first frame has no parent. Where it seems to be its own, parents are numbered one higher.
+        # The first frame has no parent. If it seems to be its own, parent ids are one too high.
         shift = 1 if _numbers(frames.get(1, "")).get("parent_frame_id") == 1 else 0
         found: list[SourceLine] = []
         while number in frames and len(found) < _MAX_DEPTH:
@@ -105,12 +104,12 @@ class SourceLines:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a collective comes from.
+    """The origin of a collective.
 
     Args:
-        source: the operation of the program, with the transformations around it.
-        serves: what it sends, in words: `params/layers/wq`, its gradient, an activation.
-        line: file and line, without the folders of the machine.
+        source: operation that it comes from, with the transformations around it.
+        serves: data that it sends: `params/layers/wq`, its gradient, an activation.
+        line: file and line, without local folders.
     """
 
     source: str
@@ -120,7 +119,7 @@ class Origin:
 
 @dataclass
 class Origins:
-    """Answers for one program; what was read once is kept."""
+    """Finds the origins of a program's collectives."""
 
     program: Program
 
@@ -129,21 +128,17 @@ class Origins:
         return SourceLines(self.program.header)
 
     def find(self, computation: str, instruction: Instruction, core: Instruction, kind: str) -> Origin:
-        """Returns where a collective comes from; `core` is the collective itself where `instruction` wraps it."""
-        made_of = [instruction, core, *self._adds(core)]
+        """Returns the origin of a collective; `core` is the collective inside `instruction`, if that wraps it."""
+        # A reduction's computation keeps metadata that the collective itself may lose.
+        inside = [one for name in core.called for one in self.program.computations.get(name, []) if one.op_name]
+        made_of = [instruction, core, *inside]
         source = next((one.op_name for one in made_of if one.op_name), "")
         place = next((place for place in map(self.lines.find, made_of) if place is not None), None)
         serves = self._serves(computation, instruction, core, kind, source, place.function if place else "")
         return Origin(source, serves, str(place) if place else "")
 
     def _serves(
-        self,
-        computation: str,
-        instruction: Instruction,
-        core: Instruction,
-        kind: str,
-        source: str,
-        function: str,
+        self, computation: str, instruction: Instruction, core: Instruction, kind: str, source: str, function: str
     ) -> str:
         named = _leaves(source) or _leaves(*self._neighbours(computation, instruction))
         if not named:
@@ -161,12 +156,8 @@ class Origins:
             what = "an activation"
         return f"{what} of {where}" if where else what
 
-    def _adds(self, core: Instruction) -> list[Instruction]:
-        """Returns the computation that a sum adds with: its metadata is kept where that of the collective is lost."""
-        return [one for name in core.called for one in self.program.computations.get(name, []) if one.op_name]
-
     def _neighbours(self, computation: str, instruction: Instruction) -> list[str]:
-        """Returns the operations that make and use what is sent: casts of a gradient have its scope as well."""
+        """Returns the operations that produce and use the sent value: casts of a gradient have its scope too."""
         if instruction.op_name:
             return []
         makers = (self.program.instruction(computation, name) for name in instruction.inputs)
@@ -180,7 +171,7 @@ class Origins:
         return found
 
     def _argument(self, computation: str, name: str) -> str:
-        """Returns the argument of the whole program that a value was, followed back through what hands it on; or ""."""
+        """Traces a value back to an argument of the program and returns its name, or ""."""
         walk = _Walk(self.program, computation, name)
         for _ in range(_MAX_STEPS):
             one = self.program.instruction(walk.computation, walk.name)
@@ -195,11 +186,11 @@ class Origins:
 
 @dataclass
 class _Walk:
-    """Where the way back of a value has come to; each method goes one step, and returns False where the way ends.
+    """State of tracing a value back; each method takes one step, and returns False if it cannot.
 
     Args:
-        path: which part of a tuple it is, the outermost first.
-        calls: what was entered on the way, with the computation that it stands in.
+        path: indices into nested tuples, the outermost first.
+        calls: calls entered on the way, each with its computation.
     """
 
     program: Program
@@ -238,7 +229,7 @@ class _Walk:
         return True
 
     def into_loop(self, one: Instruction) -> bool:
-        """Goes into the body, or to before the loop if every turn only hands the value on."""
+        """Enters the body, or skips the loop if its body passes the value through."""
         if not self.path:
             return False
         index, self.name = self.path[0], one.inputs[0]
@@ -251,7 +242,7 @@ class _Walk:
         return True
 
     def through_barrier(self, one: Instruction) -> bool:
-        if len(one.inputs) > 1:  # then it makes a tuple
+        if len(one.inputs) > 1:  # its result is a tuple
             place, self.path = (self.path or (0,))[0], self.path[1:]
             self.name = one.inputs[place]
         else:
@@ -285,7 +276,7 @@ def _leaves(*sources: str) -> list[str]:
 
 
 def argument_name(name: str) -> str:
-    """Returns the name of an argument as paths of our trees are written.
+    """Returns the name of an argument as a tree path.
 
     Example:
         >>> argument_name("state.params['layers']['wq']"), argument_name("x")
@@ -296,9 +287,9 @@ def argument_name(name: str) -> str:
 
 
 def last_scope(source: str) -> str:
-    """Returns the last scope of an operation's name that a person gave it.
+    """Returns the innermost user-given scope of an operation's name.
 
-    Where several operations were made one, theirs stand in brackets at the end: `path/(a:b)`.
+    The name of a fused operation ends with its parts in parentheses: `path/(a:b)`.
 
     Example:
         >>> last_scope("jit(step)/shard_map/transpose(jvp(mlp))/while/body/ppermute")
@@ -315,7 +306,7 @@ def last_scope(source: str) -> str:
 
 
 def short_path(path: str) -> str:
-    """Returns a path without the folders that only this machine has: from the package on, or its last two parts.
+    """Returns a path without local folders: from the package on, or its last two parts.
 
     Example:
         >>> short_path("/home/me/lib/python3.11/site-packages/flax/linen/linear.py"), short_path("/home/me/train.py")

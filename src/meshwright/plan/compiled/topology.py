@@ -1,11 +1,10 @@
-"""Meshes of machines that are not here, for which real compilers can still compile.
+"""Meshes of hardware you don't have, to compile for.
 
-TPU programs are compiled by libtpu (`pip install "meshwright[tpu]"`), GPU programs by JAX's CUDA plugin
-(`pip install "meshwright[gpu]"`), on a machine that has neither.
+libtpu (`pip install "meshwright[tpu]"`) compiles TPU programs, and JAX's CUDA plugin (`pip install "meshwright[gpu]"`)
+compiles GPU programs, on machines without TPUs or GPUs.
 
-XLA asks cuDNN itself how its attention is run, so a program that uses it cannot be compiled without the library. What
-takes its place here has the same operands, results and memory, and none of its matmuls: it is for reading off memory
-and communication, and never runs.
+Compiling cuDNN attention needs the cuDNN library, so a stand-in with the same operands, results and memory, but without
+its matmuls, replaces it. It serves to read memory and communication, and never runs.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from meshwright.mesh.build import arrange_devices
 from meshwright.mesh.string import parse_mesh
 from meshwright.plan.target import Target, parse_target
 
-_CUDNN = 91900  # what the H200 that we measured on has: 9.19
-# libtpu asks the cloud for what machine it is on, unless it is told.
+_CUDNN = 91900  # cuDNN 9.19, as on the H200 of the measurements
+# Without these variables, libtpu queries the cloud for its machine type.
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
@@ -41,7 +40,7 @@ TPU_ENVIRONMENT = {
     "TPU_MIN_LOG_LEVEL": "3",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# What tells other GPUs from an H200, whose description was read off a real one. From XLA's published descriptions.
+# Differences from an H200, whose description was read from a real one; from XLA's published descriptions.
 _GPU_FACTS: dict[str, dict[str, Any]] = {
     "h200": {},
     "h100": {
@@ -80,7 +79,12 @@ _GPU_FACTS["a100-40"] = _GPU_FACTS["a100"] | {
 
 
 def can_compile_for(target: str | Target) -> bool:
-    """Returns whether the compiler for this target (`v5e:16x16`, `h200:1x8`) is installed here."""
+    """Returns whether the compiler for a target is installed.
+
+    Example:
+        >>> can_compile_for("cpu:8")
+        True
+    """
     platform = parse_target(target).platform
     if platform == "tpu":
         return importlib.util.find_spec("libtpu") is not None
@@ -89,20 +93,24 @@ def can_compile_for(target: str | Target) -> bool:
 
 
 def require_compiler(target: str | Target) -> None:
-    """Raises, with what to install, where the compiler for a target is not here."""
+    """Raises a `MeshError` if the compiler for a target is not installed.
+
+    Example:
+        >>> require_compiler("cpu:8")
+    """
     target = parse_target(target)
     if not can_compile_for(target):
-        raise MeshError(
-            f"the compiler for {target.kind} is not installed here.",
-            hint=f'pip install "meshwright[{target.platform}]"',
-        )
+        hint = f'run `pip install "meshwright[{target.platform}]"`.'
+        raise MeshError(f"the compiler for {target.kind} is not installed.", hint=hint)
 
 
 @functools.cache
 def target_devices(target: str | Target) -> tuple[Any, ...]:
-    """Returns the devices of a machine that need not exist: `v5p:4x4x8`, `v5e:16x16`, `h200:1x8` (hosts x GPUs).
+    """Returns the devices of a target, to compile for; those of `cpu:8` are CPU devices of this process.
 
-    Those of `cpu:8` are the CPU devices of this process, of which there must be enough.
+    Example:
+        >>> len(target_devices("cpu:8"))
+        8
     """
     target = parse_target(target)
     require_compiler(target)
@@ -111,7 +119,7 @@ def target_devices(target: str | Target) -> tuple[Any, ...]:
         if len(here) < target.num_devices:
             raise MeshError(
                 f"{target} needs {target.num_devices} CPU devices; this process has {len(here)}.",
-                hint=f"meshwright.simulate_cpu_devices({target.num_devices}), before JAX is used for anything.",
+                hint=f"call meshwright.simulate_cpu_devices({target.num_devices}) before using JAX.",
             )
         return tuple(here[: target.num_devices])
     from jax.experimental import topologies
@@ -128,7 +136,7 @@ def target_devices(target: str | Target) -> tuple[Any, ...]:
         if target.num_slices > 1:
             options["num_slices"] = target.num_slices
         if target.kind == "v4":
-            options["chip_config_name"] = "megacore"  # one device per chip, as JAX has it there
+            options["chip_config_name"] = "megacore"  # one device per chip, as in JAX
         shape = "x".join(map(str, target.shape))
         description = topologies.get_topology_desc(f"{target.kind}:{shape}", platform="tpu", **options)
     devices = tuple(description.devices)
@@ -137,16 +145,21 @@ def target_devices(target: str | Target) -> tuple[Any, ...]:
 
 
 def target_mesh(target: str | Target, sizes: Sequence[int], names: Sequence[str]) -> Mesh:
-    """Returns a mesh over a target's devices, in the order that suits its links."""
+    """Returns a mesh over a target's devices, in a topology-aware order.
+
+    Example:
+        >>> target_mesh("cpu:8", (4, 2), ("fsdp", "tp")).axis_names
+        ('fsdp', 'tp')
+    """
     text = ",".join(f"{name}:{size}" for name, size in zip(names, sizes, strict=True))
     return mesh_on_target(target, text)
 
 
 def mesh_on_target(target: str | Target, mesh: str) -> Mesh:
-    """Returns a mesh, as a mesh string says it, over a target's devices.
+    """Returns the mesh of a mesh string over a target's devices.
 
-    Several slices need an axis that crosses them: `"dp:4@dcn,fsdp:16,tp:4"`. An axis that fills no whole dims of a
-    TPU's torus shares one with another.
+    Several slices need an axis that crosses them: `"dp:4@dcn,fsdp:16,tp:4"`. An axis that does not fill whole dims of
+    a TPU torus shares one with another axis.
 
     Example:
         >>> mesh_on_target("cpu:8", "fsdp:4,tp:2").devices.shape
@@ -157,8 +170,8 @@ def mesh_on_target(target: str | Target, mesh: str) -> Mesh:
     if target.num_slices > 1 and not spec.is_hybrid:
         axis = spec.axes[0]
         raise MeshError(
-            f"{target} has {target.num_slices} slices, and mesh {str(spec)!r} does not say which axis crosses them.",
-            hint=f"{axis.name}:{axis.size}@dcn={target.num_slices}, or @dcn on another axis.",
+            f"{target} has {target.num_slices} slices, but no axis of mesh {str(spec)!r} crosses them.",
+            hint=f"write {axis.name}:{axis.size}@dcn={target.num_slices}, or put @dcn on another axis.",
         )
     devices = target_devices(target)
     if target.platform != "tpu":
@@ -172,11 +185,11 @@ def mesh_on_target(target: str | Target, mesh: str) -> Mesh:
 
 
 def gpu_target_config(kind: str) -> str:
-    """Returns the description of a GPU that XLA compiles for, in the text form of its protocol buffer."""
+    """Returns XLA's description of a GPU to compile for, as a text-format protocol buffer."""
     text = importlib.resources.files("meshwright.plan.compiled").joinpath("h200_target_config.pbtxt").read_text()
     facts = _GPU_FACTS[kind]
     if facts:
-        # What is left out is found by its compute capability; rates of another chip's units would mislead.
+        # XLA derives the removed fields from the compute capability; the H200's would be wrong.
         text = re.sub(r"(?ms)^  (?:scalar|matrix)_unit_description \{.*?^  \}\n", "", text)
         text = re.sub(r"(?m)^  (?:model_str|platform_version): .*\n", "", text)
         text = text.replace('device_description_str: "NVIDIA H200"', f"device_description_str: {facts['name']}")
@@ -185,20 +198,16 @@ def gpu_target_config(kind: str) -> str:
         assert count == 1, name
     if facts.get("major", 9) == 8:
         text = text.replace("feature_extension: ACCELERATED_FEATURES", "feature_extension: NONE")
-    return _known_fields(text)
-
-
-def _known_fields(config: str) -> str:
-    # The compiler refuses fields it does not know; these are newer than jax 0.10.
     if jax.__version_info__ >= (0, 11):
-        return config
+        return text
+    # jax 0.10 rejects these newer fields.
     newer = "mem_clock_ghz|reserved_shared_memory_per_block|max_blocks_per_multiprocessor|collective_memory_granularity"
-    return re.sub(rf"(?m)^\s*(?:{newer}):.*\n", "", config)
+    return re.sub(rf"(?m)^\s*(?:{newer}):.*\n", "", text)
 
 
 @contextlib.contextmanager
 def assumed_cudnn() -> Iterator[None]:
-    """While it is open, JAX traces as if the newest cuDNN and an H200 were there."""
+    """Context in which JAX traces as if cuDNN 9.19 and an H200 were present."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     with (
@@ -209,7 +218,7 @@ def assumed_cudnn() -> Iterator[None]:
 
 
 def stand_in_for_cudnn() -> None:
-    """Makes attention of cuDNN compile to operations of the same memory, for good: for processes that only compile."""
+    """Replaces the lowering of cuDNN attention for the rest of the process, which must only compile."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
     from jax._src.interpreters import mlir
 
@@ -223,7 +232,7 @@ def _forward(query: Any, key: Any, value: Any, *rest: Any, layout: int, is_train
     out = (query * mixed.astype(query.dtype)).astype(query.dtype)
     if not is_training:
         return [out]
-    # The logarithm of the softmax's denominator, [B, N, T], for each of a row's documents.
+    # Log of the softmax denominator, [B, N, T], for each document of a row.
     stats = jnp.sum(query, axis=-1, dtype=jnp.float32) + mixed
     by_heads = layout == 1  # [B, N, T, H] instead of [B, T, N, H]
     _bias, _q_lengths, _kv_lengths, q_offsets, *_others = rest

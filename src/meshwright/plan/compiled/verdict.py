@@ -1,11 +1,9 @@
-"""Judges the collectives of a schedule on a machine: hidden, partly hidden, exposed, and why.
+"""Verdicts on the collectives of a compiled program: hidden, partly hidden or exposed, and the reason.
 
-A transfer is hidden as far as the compute between its start and its end takes as long as it does: FLOPs of matmuls at
-the chip's matmul rate, against its bytes at the speed of its link. Compilers for TPUs also estimate the cycles of all
-that is not a matmul: a cycle is taken to last as long as makes all matmuls run at that rate. Elsewhere other work hides
-transfers too, and is not counted. Transfers that are on a link at the same time share the compute beside them, each by
-what it still needs: so no second of compute hides more than a second of a link. Transfers over different links go on
-beside each other.
+A transfer is hidden as far as the compute between its start and its end lasts: matmul FLOPs at the chip's matmul rate,
+against its bytes at the speed of its link. TPU compilers also estimate the cycles of other work; a cycle is scaled so
+that the matmuls run at that rate. On other platforms only matmuls count. Transfers on the same link share the compute
+they overlap with in proportion to their remaining time, so a second of compute hides at most a second of each link.
 """
 
 from __future__ import annotations
@@ -21,11 +19,10 @@ from meshwright.plan.costs.links import Link, axis_links, transfer_seconds
 from meshwright.plan.target import Target, parse_target
 
 Exposure = Literal["hidden", "partly hidden", "exposed"]
-# Below and above these shares a transfer counts as exposed and as hidden: rates are not known more closely.
+# Shares below and above these count as exposed and hidden, since rates are not known more precisely.
 EXPOSED_BELOW, HIDDEN_FROM = 0.01, 0.99
-# What makes collectives asynchronous on which chip. Read off programs of one gather, scatter or sum beside a matmul,
-# compiled with and without each option (libtpu 0.0.42). Gathers over two or three dims of the torus need the option's
-# 2d or 3d form, scatters its nd form.
+# Options that make collectives asynchronous, found by compiling one collective beside a matmul with and without each
+# (libtpu 0.0.42). Gathers over two or three torus dims need the 2d or 3d form, scatters the nd form.
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
 _SPARSE_CORES = {
     "all-gather": (f"{_OFFLOAD}all_gather", "with its 2d_ and 3d_ forms"),
@@ -33,7 +30,7 @@ _SPARSE_CORES = {
     "all-reduce": (f"{_OFFLOAD}all_reduce", ""),
 }
 OPTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES}
-# There, scatters stay scatters with the same option, but wait all the same.
+# With the option, reduce-scatters stay reduce-scatters on these chips, though they may remain synchronous.
 KEEPS_SCATTERS = ("v5e", "v5p", "v6e")
 SYNCHRONOUS: Mapping[str, tuple[str, ...]] = {"v5e": ("all-reduce", "reduce-scatter")}
 
@@ -43,9 +40,9 @@ class Verdict:
     """A verdict on one collective; `str(verdict)` is a sentence.
 
     Args:
-        share: of the transfer's time, what compute hides; 1 or 0 where no chip is known.
-        transfer_s: how long the transfer takes each time; None where no link is known.
-        why: what keeps it from hiding, and what would change that.
+        share: hidden share of the transfer time; 1 or 0 if the chip is unknown.
+        transfer_s: seconds per transfer; None if the link is unknown.
+        why: reason why it is exposed, and the option or change that would hide it.
     """
 
     share: float
@@ -63,20 +60,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class CompiledCollective:
-    """One collective of a compiled program; `trips` counts how often its loop runs it.
+    """One collective of a compiled program, as JSON-ready data. Other fields are those of `Collective`.
 
     Args:
-        axes: the mesh axes along which its devices lie.
-        bytes_moved: of the larger side: the gathered, reduced or permuted arrays.
-        wire_bytes: what each device sends each time, with the algorithm that sends the fewest.
-        matmuls_between: between its start and its end; so are `flops_between` and `cycles_between`, as `Collective`
-            has them.
-        source: the operation of the program it came from; `line` is the file and line of that.
-        serves: the parameter, gradient or activation that it sends.
-        merged: how many matmuls of its ring were made one.
-        transfer_s: how long it takes each time; None where no link is known.
-        share: of that time, what compute hides, as `judge` finds it; None where no chip is known.
-        why: what keeps it from hiding, and what would change that.
+        axes: mesh axes that it runs along.
+        wire_bytes: bytes that each device sends per run, with the algorithm that sends the fewest.
+        transfer_s: seconds per run; None if the link is unknown.
+        share: hidden share of that time, from `judge`; None if the chip is unknown.
+        why: reason why it is exposed, and the option or change that would hide it.
     """
 
     kind: str
@@ -99,12 +90,12 @@ class CompiledCollective:
 
     @property
     def hidden_share(self) -> float:
-        """The share of it that is hidden: all or nothing where no chip is known."""
+        """Hidden share of its time; 1 or 0 if the chip is unknown."""
         return float(self.is_async and self.matmuls_between > 0) if self.share is None else self.share
 
     @property
     def state(self) -> Exposure:
-        """Whether it is hidden, partly hidden or exposed."""
+        """Hidden, partly hidden or exposed."""
         return state_of(self.hidden_share)
 
     @property
@@ -113,12 +104,12 @@ class CompiledCollective:
 
     @property
     def reason(self) -> str:
-        """Why it is not hidden, or what else is wrong with it; "" where all is well."""
+        """Why it is not hidden or sends too much; "" if there is no problem."""
         return self.why or explain(self, self.hidden_share)
 
     @property
     def verdict(self) -> str:
-        """How much of it is hidden behind compute, and if not all of it, why."""
+        """State, share and reason in one sentence."""
         return str(Verdict(self.hidden_share, self.transfer_s, self.reason))
 
 
@@ -130,19 +121,19 @@ def judge(
     dtype: str = "bfloat16",
     options: Mapping[str, Any] | None = None,
 ) -> tuple[Verdict, ...]:
-    """Returns a verdict on every collective of a schedule that was compiled for a target.
+    """Returns a verdict on every collective of a schedule compiled for a target.
 
     Args:
-        mesh: the mesh string that it was compiled with.
-        dtype: of its matmuls, for their rate.
-        options: the compiler options that it was compiled with, so that none of them is advised.
+        mesh: mesh that it was compiled with.
+        dtype: dtype of the matmuls, which determines their rate.
+        options: compiler options that it was compiled with, which are not suggested again.
 
     Example:
         >>> from meshwright.plan.compiled.collectives import Collective, Stretch
         >>> gather = Collective("all-gather", "g", 64 * 2**20, 4, True, 1, partners=((0, 1, 2, 3),))
         >>> beside = Stretch((0,), flops=5e10, cycles=0)
         >>> [str(one) for one in judge(ProgramSchedule((gather,), 1, 0, (beside,)), "v5p:2x2x1", "fsdp:4")]
-        ['partly hidden (49.9%): the compute beside it is shorter than the transfer']
+        ['partly hidden (49.9%): the transfer takes longer than the compute it overlaps with']
     """
     target = parse_target(target)
     spec = mesh if isinstance(mesh, MeshSpec) else parse_mesh(mesh).resolve(target.num_devices)
@@ -168,11 +159,11 @@ def judge(
 def hidden_seconds(
     schedule: ProgramSchedule, seconds: Sequence[float | None], lanes: Sequence[tuple[str, ...]], rate: float
 ) -> list[float]:
-    """Returns how many seconds of each transfer pass beside compute; `lanes` are the links that each is on."""
+    """Returns the seconds of each transfer that compute hides; `lanes` are the links that each uses."""
     left = [whole or 0.0 for whole in seconds]
     cycle = schedule.matmul_flops / rate / schedule.matmul_cycles if schedule.matmul_cycles else 0.0
     for stretch in schedule.stretches:
-        # A loop has FLOPs, and no estimate of its own.
+        # A loop has FLOPs but no cycle estimate.
         lasts = max(stretch.flops / rate, stretch.cycles * cycle)
         load: dict[str, float] = {}
         for place in stretch.in_flight:
@@ -185,61 +176,58 @@ def hidden_seconds(
 
 
 def link_names(axes: Sequence[str], links: Mapping[str, Link]) -> tuple[str, ...]:
-    """Returns what a transfer along axes occupies: every axis has links of its own on a torus, if none shares a dim."""
+    """Returns the links that a transfer uses: on a torus, each axis has separate links unless axes share a dim."""
     shared = any(link.words.startswith("shares") for link in links.values())
     names = [axis if links[axis].name == "ici" and not shared else links[axis].name for axis in axes if axis in links]
     return tuple(dict.fromkeys(names))
 
 
 def state_of(share: float) -> Exposure:
-    """Returns the word for a share."""
+    """Returns the state for a hidden share."""
     return "hidden" if share >= HIDDEN_FROM else "exposed" if share < EXPOSED_BELOW else "partly hidden"
 
 
 def explain(one: Collective | CompiledCollective, share: float, advice: str = "") -> str:
-    """Returns, in a sentence, why a collective is not hidden, or what else is wrong with it; nothing where all is well.
-
-    `advice`: what `sync_advice` says of its chip.
-    """
+    """Returns why a collective is not hidden or sends too much, or ""; `advice` comes from `sync_advice`."""
     if one.kind == "all-reduce" and ("reduce_scatter" in one.source or "psum_scatter" in one.source):
-        said = "a reduce-scatter was asked for, and an all-reduce sends twice the bytes"
+        said = "a reduce-scatter was compiled to an all-reduce, which sends twice the bytes"
         return f"{said}; {advice}" if advice else said
     if state_of(share) == "hidden":
         return ""
     if one.merged:
         waits = "" if one.is_async else "synchronous: "
         return (
-            f"{waits}{one.merged} matmuls of its ring were merged into one, so that none is left to hide it behind; "
-            "an optimization_barrier between them keeps them apart, as gather_matmul does"
+            f"{waits}{one.merged} matmuls of its ring were merged into one, so none is left to overlap with; "
+            "put an optimization_barrier between them, as gather_matmul does"
         )
     if one.is_async and (one.matmuls_between or one.cycles_between):
-        return "the compute beside it is shorter than the transfer"
+        return "the transfer takes longer than the compute it overlaps with"
     if one.is_async:
         return "no matmul between its start and its end"
     return f"synchronous, {advice or 'the device waits for it'}"
 
 
 def sync_advice(chip: str, platform: str, kind: str, source: str, options: Mapping[str, Any]) -> str:
-    """Returns why a collective is synchronous on a chip, and the option that changes it; "" where nothing is known.
+    """Returns why a collective is synchronous on a chip, and the option that changes it; "" if unknown.
 
     Example:
         >>> sync_advice("v5e", "tpu", "all-reduce", "jit(step)/psum", {})
-        'the default of v5e, and no option is known that changes it'
+        'the default on v5e; no known option changes it'
     """
     if kind == "all-reduce" and "scatter" in source:
         option, forms = _SPARSE_CORES["reduce-scatter"]
         if chip not in KEEPS_SCATTERS or option in options:
             return ""
-        return f"the option {_named(option, forms)} keeps it one"
+        return f"the option {_named(option, forms)} keeps it a reduce-scatter"
     if kind in OPTIONS.get(chip, {}):
         option, forms = OPTIONS[chip][kind]
         if option in options:
-            return f"although the option {option} is set"
-        return f"the default of {chip}; the option {_named(option, forms)} makes it asynchronous"
+            return f"even though the option {option} is set"
+        return f"the default on {chip}; the option {_named(option, forms)} makes it asynchronous"
     if kind in SYNCHRONOUS.get(chip, ()):
-        return f"the default of {chip}, and no option is known that changes it"
+        return f"the default on {chip}; no known option changes it"
     if platform == "gpu" or (chip, kind) == ("v5e", "all-gather"):
-        return "as the compiler found no matmul to put beside it"
+        return "because the compiler found no matmul to overlap with"
     return ""
 
 

@@ -1,6 +1,6 @@
-"""What a step costs by arithmetic: what a job needs, its memory, its communication, its time."""
+"""Estimated costs of a training step: profile of the job, memory, communication and time."""
 
 from typing import Literal
 
 Basis = Literal["compiled", "computed", "assumed"]
-"""What a figure rests on: a compiled program, shapes and data sheets, or an estimate."""
+"""Basis of a figure: a compiled program, shapes and data sheets, or an estimate."""

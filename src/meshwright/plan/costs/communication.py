@@ -1,10 +1,10 @@
-"""What a device sends in a step, by axis: from the layout, or added up from the collectives of a compiled program.
+"""Bytes each device sends per step, by mesh axis: computed from the layout, or summed over compiled collectives.
 
-From the layout, these are the bytes of our own layers and of `make_train_step` in the local view. In the global view
-XLA decides, and the same figures are what it can reach at best.
+The computed bytes are those of Meshwright layers and `make_train_step` in the local view. In the global view XLA
+decides, and they are a lower bound.
 
-Of a pipeline, it is what the last stage sends: the others have no loss, and the first has the embedding instead. Ticks
-in which a stage is idle send nothing but what stages pass on, which is zeros then, and sent all the same.
+For a pipeline they are the bytes of the last stage, which has the loss. Idle ticks send only the activations between
+stages, which are zeros then.
 """
 
 from __future__ import annotations
@@ -26,39 +26,37 @@ from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target
 from meshwright.specs import spec_axes
 
-# Of bytes that could hide, what does, where nothing was compiled. Read off compiled steps of a 7B decoder: rings of
-# tensor parallelism nearly all; whole gathers and scatters by chip, as their compilers make them asynchronous or not.
+# Hidden share of the bytes that could overlap, if nothing was compiled; read from compiled steps of a 7B decoder.
+# Tensor-parallel rings hide nearly all; other gathers and scatters depend on whether the compiler makes them async.
 RING_HIDDEN = 0.9
 WHOLE_HIDDEN = {"v5p": 0.9, "v6e": 0.9, "gpu": 0.9, "v5e": 0.2, "v4": 0.0, "tpu7x": 0.9}
 WHOLE_HIDDEN_ELSEWHERE = 0.2
-# Over some of a torus's dims a transfer takes longer than the matmul beside it: with libtpu 0.0.42 and everything
-# recomputed, 91% were hidden with fsdp:128 over all of 4x4x8, and 79% with dp:16,fsdp:256 over 16x16 of 16x16x16. That
-# is one program of each.
+# Over part of a torus a transfer outlasts its matmul: with libtpu 0.0.42 and full remat, 91% was hidden with fsdp:128
+# over all of 4x4x8, but 79% with dp:16,fsdp:256 over 16x16 of 16x16x16 (one program each).
 PART_HIDDEN = {"v5p": 0.8}
-# There, a scatter over all chips of a slice is compiled to an all-reduce, of twice the bytes; on every TPU, where its
-# compiler is not asked for better, but one.
+# A reduce-scatter over a whole slice compiles to an all-reduce, which sends twice the bytes, on these chips; without
+# overlap options, on all TPUs but HIDES_UNASKED.
 SCATTERS_AS_SUMS = ("v5e",)
 HIDES_UNASKED = ("tpu7x",)
-# There, hops of a ring whose ends are no neighbours are synchronous: seen with libtpu 0.0.42 for tp:4 and tp:8 on a
-# v5e:16x16, where those of tp:16 are not. v6e is assumed to be alike.
+# Hops of a ring whose ends are not neighbors are synchronous here: seen with libtpu 0.0.42 for tp:4 and tp:8, but not
+# tp:16, on v5e:16x16; assumed for v6e.
 OPEN_RINGS_WAIT = ("v5e", "v6e")
-# What is sent to the host's memory and back. Fitted to four steps of one H200 (benchmarks/RESULTS.md): nothing of it
-# hides where layers are in a loop, and a third where they are written out. For TPUs it is a guess: their programs start
-# and end these copies apart.
+# Hidden share of copies to host memory and back. GPUs: fitted to four steps on one H200 (benchmarks/RESULTS.md), none
+# with layers in a loop, a third with unrolled layers. TPUs: a guess, since their copies are asynchronous.
 HOST_HIDDEN = {"tpu": 0.9, "gpu": 0.0}
 HOST_HIDDEN_WRITTEN_OUT = 0.33
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one purpose sends along one axis in a step, or along several at once: "dp+fsdp".
+    """Communication of one purpose per step, along one axis or several at once ("dp+fsdp").
 
     Args:
-        kind: of the collective, as XLA names it.
-        what: what is sent.
-        wire_bytes: what each device sends.
-        count: how many transfers that is, at least.
-        hides: whether there is compute beside it to hide behind.
+        kind: collective, by its XLA name.
+        what: description of the data.
+        wire_bytes: bytes that each device sends.
+        count: minimum number of transfers.
+        hides: whether there is compute to overlap with.
     """
 
     axis: str
@@ -70,19 +68,19 @@ class Traffic:
 
 
 def step_traffic(profile: JobCosts, layout: Layout, setup: Setup, *, rows: int) -> tuple[Traffic, ...]:
-    """Returns all that a step sends; `rows` are those of the whole batch. Size-1 axes send nothing."""
+    """Returns the communication of a step, for a global batch of `rows`; axes of size 1 send nothing."""
     sizes = dict(layout.mesh.shape)
     found = [*_weights(profile, layout, setup, sizes), *_activations(profile, setup, sizes, rows=rows)]
     return tuple(item for item in found if item.wire_bytes)
 
 
 def param_leaves(layout: Layout) -> list[LeafLayout]:
-    """Returns a state layout's leaves that are parameters."""
+    """Returns the parameter leaves of a state layout."""
     return [leaf for leaf in layout.leaves if leaf.name.startswith("params/")]
 
 
 def local_size(leaf: LeafLayout) -> int:
-    """Returns how many elements of a leaf a device has."""
+    """Returns the number of elements in a leaf's shard."""
     return math.prod(leaf.shard_shape)
 
 
@@ -111,7 +109,7 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
             by_layer = profile.by_layer and setup.sync != "once"
             gathers, scatters = _times(stages, name, layers=layers, by_layer=by_layer, profile=profile)
             whole = size * fsdp
-            # What is exchanged once has no compute beside it, nor have the ends of a pipeline, in ticks of their own.
+            # No compute overlaps with a single exchange per step, or with embedding and head of a pipeline.
             hides = setup.sync != "once" and (in_layers or stages.count == 1)
             gathered[hides] += rounds * gathers / layers * whole * width * (fsdp - 1) / fsdp
             scattered[hides] += rounds * scatters / layers * whole * wire * (fsdp - 1) / fsdp
@@ -119,7 +117,7 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
             counts[0] = max(counts[0], int(rounds * (gathers if by_layer else 1)))
             counts[1] = max(counts[1], int(rounds * (scatters if by_layer else 1)))
         if tensor > 1 and TENSOR_AXIS not in split:
-            # In the loss itself: with every minibatch, and every microbatch of a pipeline.
+            # The loss sums these gradients itself, for every minibatch and every microbatch of a pipeline.
             parts = often * stages.microbatches
             sent = parts * 2 * size * wire * (tensor - 1) / tensor
             summed[TENSOR_AXIS] = summed.get(TENSOR_AXIS, 0.0) + sent
@@ -131,19 +129,19 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
             others.remove(setup.zero_axis)
             size //= sizes[setup.zero_axis]  # other axes sum the slices
         if others:
-            # Over all of them at once: fewer bytes than one after the other.
+            # One all-reduce over all axes sends fewer bytes than one per axis.
             ways = math.prod(sizes[axis] for axis in others)
             together = "+".join(others)
             summed[together] = summed.get(together, 0.0) + sums * 2 * size * wire * (ways - 1) / ways
     found = []
     for hides in (True, False):
-        which = "layers, ahead of their use" if hides else "all layers" if setup.sync == "once" else "the ends"
+        which = "of layers, prefetched" if hides else "of all layers" if setup.sync == "once" else "outside layers"
         found += [
-            Traffic(GATHER_AXIS, "all-gather", f"parameters of {which}", gathered[hides], counts[0], hides),
+            Traffic(GATHER_AXIS, "all-gather", f"parameters {which}", gathered[hides], counts[0], hides),
             Traffic(GATHER_AXIS, "reduce-scatter", "gradients of parameters", scattered[hides], counts[1], hides),
         ]
     for axes, sent in summed.items():
-        found.append(Traffic(axes, "all-reduce", "sums of gradients", sent, sums, sums > 1))
+        found.append(Traffic(axes, "all-reduce", "gradients", sent, sums, sums > 1))
     if setup.zero_axis is not None:
         found.append(Traffic(setup.zero_axis, "reduce-scatter", "gradients (ZeRO-1)", zero_scattered, 1, False))
         found.append(Traffic(setup.zero_axis, "all-gather", "updated parameters (ZeRO-1)", zero_gathered, 1, False))
@@ -151,16 +149,16 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
 
 
 def _times(stages: Stages, name: str, *, layers: int, by_layer: bool, profile: JobCosts) -> tuple[float, float]:
-    """Returns how often a device gathers a parameter's layers in a minibatch, and scatters their gradients."""
+    """Returns the number of gathers of a parameter's layers per minibatch, and of scatters of their gradients."""
     in_layers = name.startswith(LAYERS)
     if stages.count > 1 and by_layer:
-        # Each microbatch gathers again: forwards, when its tick is computed again, and, in that, for a layer's
-        # gradient. The ends are not in layers, and the last stage has no embedding unless that is its head.
+        # Each microbatch gathers in the forward pass, when its tick is recomputed, and for a layer's gradient. The
+        # last stage has the head, and the embedding only if they are tied.
         ends = 0 if name.startswith("embed/") and not profile.tied else 2
         gathers, scatters = (3 * layers, layers) if in_layers else (ends, ends / 2)
         return stages.microbatches * gathers, stages.microbatches * scatters
     if by_layer and layers > 1:
-        # Forwards, backwards, and one layer more, gathered ahead. What is not in layers is gathered once and kept.
+        # Forward, backward, and one layer prefetched; parameters outside layers are gathered once and kept.
         return 2 * layers + 1, layers
     return layers, layers
 
@@ -177,32 +175,31 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
     parts = setup.num_minibatches * stages.microbatches
     if tp > 1:
         share = (tp - 1) / tp
-        # Two blocks a layer, each of which gathers its rows and scatters its sums, forwards and backwards.
+        # Each of the two blocks of a layer has one gather and one scatter, forward and backward.
         if setup.remat == "full":
-            gathers, scatters = 6, 5  # both blocks gather again, and the first scatters
+            gathers, scatters = 6, 5  # recomputation gathers in both blocks, and scatters in the first
         else:
-            gathers, scatters = 4 if profile.saves_gathered else 6, 4  # rows again, for the gradients of weights
-        # The embedding and the loss have one of each, and its gradient. In a pipeline every tick is computed again,
-        # and the last stage has the loss alone.
+            gathers, scatters = 4 if profile.saves_gathered else 6, 4  # weight gradients gather the rows again
+        # Embedding and loss have one each. A pipeline recomputes every tick, and its last stage has only the loss.
         if piped:
             gathers, scatters = gathers + 2, scatters + 2
         ends = {"all-gather": 2, "reduce-scatter": 1 if piped else 2}
         for kind, count in (("all-gather", gathers), ("reduce-scatter", scatters)):
             times = layers * count + ends[kind]
             sent = one * share * times
-            found.append(Traffic(TENSOR_AXIS, kind, "rows of activations", sent, int(times) * parts, True))
+            found.append(Traffic(TENSOR_AXIS, kind, "activations", sent, int(times) * parts, True))
         if (together := profile.sharing(tp)) > 1:
-            # Neighbours gather the head of keys, and that of values, of which each has a part: again in a tick and in a
-            # layer that is computed again. Backwards they sum its gradient.
+            # Neighbors gather the key and value heads they share, again if a tick or a layer is recomputed, and sum
+            # their gradients in the backward pass.
             sent = layers * rows / data * profile.shared_bytes(together)
             for kind, count in (("all-gather", 1 + piped + (setup.remat != "none")), ("reduce-scatter", 1)):
                 times = 2 * int(layers) * count * parts
-                found.append(Traffic(TENSOR_AXIS, kind, "shared heads", count * sent, times, False))
-        # Five float32 of each token from each device: maxima, sums, the target's logit.
+                found.append(Traffic(TENSOR_AXIS, kind, "shared key/value heads", count * sent, times, False))
+        # Each device sends five float32 per token: maxima, sums, the logit of the target.
         numbers = rows / data * profile.tokens_per_row * 5 * 4 * tp * share * (2 if piped else 1)
-        found.append(Traffic(TENSOR_AXIS, "all-gather", "numbers of the loss", numbers, parts, False))
+        found.append(Traffic(TENSOR_AXIS, "all-gather", "loss statistics", numbers, parts, False))
     if piped:
-        # A microbatch at every tick, forwards and backwards; rows are split over tp between blocks.
+        # One microbatch per tick, forward and backward; tp splits its rows between blocks.
         times = 2 * setup.num_minibatches * stages.ticks
         sent = times * one / parts / tp
         found.append(Traffic(PIPELINE_AXIS, "collective-permute", "activations between stages", sent, times, False))
@@ -211,9 +208,9 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
 
 @dataclass(frozen=True)
 class Sent:
-    """What is sent along an axis in a step, and how long that takes; `hidden` is the share beside compute.
+    """Communication along an axis per step, and its time; `hidden` is the share that overlaps with compute.
 
-    `is_judged`: that share is what the compute beside each transfer hides, as `plan.compiled.verdict` finds it.
+    `is_judged`: whether `plan.compiled.verdict` measured that share against the compute beside each transfer.
     """
 
     axis: str
@@ -231,9 +228,9 @@ class Sent:
 def computed_sent(
     traffic: tuple[Traffic, ...], links: Mapping[str, Link], target: Target, spec: MeshSpec, *, overlap: bool = True
 ) -> tuple[Sent, ...]:
-    """Returns what our layers send by the layout; how much of it hides is assumed by chip.
+    """Returns the computed communication, with the hidden share assumed by chip.
 
-    Without `overlap` most TPUs' compilers are not asked for collectives beside matmuls, and have none but rings.
+    Without `overlap`, most TPU compilers overlap only rings with matmuls.
     """
     found = []
     whole = WHOLE_HIDDEN.get(target.kind, WHOLE_HIDDEN.get(target.platform, WHOLE_HIDDEN_ELSEWHERE))
@@ -254,26 +251,24 @@ def computed_sent(
         if waits or not item.hides or target.platform == "cpu":  # CPUs have only synchronous collectives
             hidden = 0.0
         seconds = None if link is None else link.seconds(wire_bytes, item.count)
-        name = "not known" if link is None else str(link)
+        name = "unknown" if link is None else str(link)
         found.append(Sent(item.axis, kind, item.what, wire_bytes, item.count, name, seconds, hidden, "computed"))
     return tuple(found)
 
 
 def beside_matmuls(sent: tuple[Sent, ...], seconds: float) -> tuple[Sent, ...]:
-    """Returns what is sent with no more of the rings hidden than their matmuls, which take `seconds`, can hide.
+    """Limits the hidden time of tensor-parallel rings to `seconds`, the time of their matmuls.
 
-    A hop of tensor parallelism goes on beside one product and no longer: many small hops take longer than theirs.
+    A hop overlaps with only one matmul, and many small hops take longer than theirs.
     """
     hidden = sum((item.seconds or 0.0) * item.hidden for item in sent if item.axis == TENSOR_AXIS)
     if hidden <= seconds:
         return sent
-    return tuple(
-        replace(item, hidden=item.hidden * seconds / hidden) if item.axis == TENSOR_AXIS else item for item in sent
-    )
+    return tuple(replace(i, hidden=i.hidden * seconds / hidden) if i.axis == TENSOR_AXIS else i for i in sent)
 
 
 def compiled_sent(compiled: Compiled, links: Mapping[str, Link]) -> tuple[Sent, ...]:
-    """Adds the collectives of a program up by axis and kind."""
+    """Sums the collectives of a program by axis and kind."""
     groups: dict[tuple[tuple[str, ...], str], list[CompiledCollective]] = {}
     for collective in compiled.collectives:
         groups.setdefault((collective.axes, collective.kind), []).append(collective)
@@ -284,10 +279,10 @@ def compiled_sent(compiled: Compiled, links: Mapping[str, Link]) -> tuple[Sent, 
             continue
         count = sum(c.trips for c in members)
         link = slowest_link(axes, links)
-        name = "not known" if link is None else str(link)
+        name = "unknown" if link is None else str(link)
         seconds = transfer_seconds(kind, total, count, axes, links)
         is_judged = all(c.share is not None and c.transfer_s is not None for c in members if c.wire_bytes)
-        # By time where it is known: small transfers take longer than their bytes say.
+        # Weight by time if known, as small transfers take longer than their bytes suggest.
         parts = [(c.trips * ((c.transfer_s or 0.0) if is_judged else c.wire_bytes), c.hidden_share) for c in members]
         hidden = sum(part * share for part, share in parts) / sum(part for part, _ in parts)
         what = _served(members)
@@ -296,7 +291,7 @@ def compiled_sent(compiled: Compiled, links: Mapping[str, Link]) -> tuple[Sent, 
 
 
 def _served(members: Sequence[CompiledCollective]) -> str:
-    """Returns what collectives serve: that which sends most by name."""
+    """Names the data of the collectives by the largest of them."""
     sent: dict[str, float] = {}
     for one in members:
         name = one.serves or one.source
@@ -306,7 +301,7 @@ def _served(members: Sequence[CompiledCollective]) -> str:
 
 
 def host_copies(profile: JobCosts, chip: Chip, setup: Setup, sizes: Mapping[str, int], rows: int) -> Sent:
-    """Returns what offloaded activations send to the host and back."""
+    """Returns the copies of offloaded activations to the host and back."""
     here = rows / (sizes.get("dp", 1) * sizes.get("fsdp", 1))
     split = sizes.get(TENSOR_AXIS, 1) * sizes.get("pp", 1)
     out = profile.needs[setup.remat].hosted_per_row * here / split
@@ -314,4 +309,4 @@ def host_copies(profile: JobCosts, chip: Chip, setup: Setup, sizes: Mapping[str,
     count = 2 * profile.num_layers * setup.num_minibatches
     seconds = link.seconds(2 * out, 0)
     hidden = HOST_HIDDEN_WRITTEN_OUT if not profile.in_loop(setup, sizes) else HOST_HIDDEN[chip.platform]
-    return Sent("host", "copy", "activations that wait there", 2 * out, count, str(link), seconds, hidden, "assumed")
+    return Sent("host", "copy", "offloaded activations", 2 * out, count, str(link), seconds, hidden, "assumed")

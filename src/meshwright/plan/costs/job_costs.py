@@ -1,7 +1,7 @@
-"""What a job needs, counted once from a few traces: operations, kept activations, bytes. The rest is arithmetic.
+"""Profile of a job: FLOPs and saved activations per row, counted by tracing.
 
-Traced is the loss and its gradient for one device and a few rows, in shapes only. What a step needs for more rows is
-proportional to them, apart from what does not depend on the batch.
+The loss and its gradient are traced for one device and a few rows, without allocating arrays. Costs grow linearly with
+the rows, apart from a fixed part.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
 GATHER_AXIS, TENSOR_AXIS, PIPELINE_AXIS = "fsdp", "tp", "pp"
-LAYERS = "layers/"  # where our models stack the parameters of their layers
+LAYERS = "layers/"  # path of stacked layer parameters in built-in models
 REMATS = ("none", "dots", "full")
-"""What a search tries."""
+"""Remat policies that a search tries."""
 _PLANNED = (*REMATS, "offload")
 _ROWS = 2
 _LEAST = "full"  # the policy that keeps the least
@@ -42,10 +42,11 @@ _KINDS = {"gpu": "NVIDIA H200", "tpu": "TPU v5", "cpu": "cpu"}
 
 @dataclass(frozen=True)
 class Stages:
-    """The pipeline of one minibatch, as `parallel.pipeline.engine` runs it (GPipe): 1 stage is no pipeline.
+    """The GPipe pipeline of one minibatch; 1 stage means no pipeline.
 
     Args:
-        microbatches: parts that the rows of a minibatch pass it in.
+        count: number of stages.
+        microbatches: number of microbatches per minibatch.
 
     Example:
         >>> two = Stages(2, 4)
@@ -58,25 +59,25 @@ class Stages:
 
     @property
     def ticks(self) -> int:
-        """Ticks from the first microbatch's entry to the last one's exit."""
+        """Ticks of one forward pass."""
         return self.microbatches + self.count - 1
 
     @property
     def idle(self) -> float:
-        """The share of ticks that each stage waits through; exactly 0 without a pipeline."""
+        """Share of ticks that each stage is idle; exactly 0 without a pipeline."""
         return (self.count - 1) / self.ticks
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What the gradient of a job's loss needs under one remat policy.
+    """Costs of the loss and its gradient under one remat policy.
 
     Args:
-        flops: of one row; `moved` without weights, which do not grow with the rows.
-        kept: bytes of activations that wait for the backward pass, for each row, by the kind of layer that made them.
-        fixed: the same for what does not depend on the rows.
-        looped: `kept` where layers are in a loop, which stores all that it hands over.
-        hosted: bytes that wait in the host's memory instead, for each row.
+        flops: FLOPs per row; `moved` excludes weights, which do not grow with the rows.
+        kept: bytes of saved activations per row, by kind of layer.
+        fixed: bytes of saved activations that do not depend on the rows.
+        looped: `kept` with layers in a loop, which stores all of its residuals.
+        hosted: bytes offloaded to host memory, per row.
     """
 
     flops: Flops
@@ -100,25 +101,25 @@ class Needs:
 
 @dataclass(frozen=True)
 class JobCosts:
-    """What a plan needs to know of a job; made by `profile_job`.
+    """Profile of a job; made by `profile_job`.
 
     Args:
-        tokens_per_row: how many tokens (or examples) a row counts as.
-        num_layers: how many layers are stacked under `layers/`; 1 where none are.
+        tokens_per_row: tokens (or examples) per row.
+        num_layers: number of layers stacked under `layers/`, or 1.
         by_layer: whether the loss gathers its parameters layer by layer.
-        d_model: features of the arrays between layers; None where the model is not one of ours.
-        saves_gathered: whether rows gathered for a matmul are kept for its gradient (`Execution.save_gathered`).
-        vocab_size: columns of the head; None where the model is not one of ours.
-        written_out: whether layers are written out one after the other where they are not gathered.
+        d_model: features between layers; None for custom models.
+        saves_gathered: whether rows gathered for a matmul are saved for its gradient (`Execution.save_gathered`).
+        vocab_size: columns of the head; None for custom models.
+        written_out: whether layers are unrolled if they are not gathered one by one.
         tied: whether the head is the embedding.
-        heads: heads, which tp must divide.
-        kv_heads: heads of keys and values, which tp must divide or be a multiple of; None where there are no others.
-        head_dim: features of a head.
-        num_microbatches: parts in which a minibatch passes a pipeline, as the job says; None for the default.
-        widths: bytes of each element of a parameter while the loss uses it, by the parameter's name.
-        needs: by remat policy.
-        forward: operations of one row's loss alone, without a gradient.
-        state: the shapes of the whole state, for layouts.
+        heads: number of attention heads, which tp must divide.
+        kv_heads: number of key/value heads, which tp must divide or be a multiple of; None if there are no others.
+        head_dim: features per head.
+        num_microbatches: pipeline microbatches per minibatch; None for the default.
+        widths: bytes per element of each parameter in the compute dtype, by name.
+        needs: costs by remat policy.
+        forward: FLOPs per row of the loss without its gradient.
+        state: shapes of the train state.
     """
 
     num_params: int
@@ -142,21 +143,21 @@ class JobCosts:
     notes: tuple[str, ...] = ()
 
     def stages(self, sizes: Mapping[str, int]) -> Stages:
-        """Returns the pipeline on a mesh, given as sizes of its axes."""
+        """Returns the pipeline on a mesh with these axis sizes."""
         count = sizes.get(PIPELINE_AXIS, 1)
         return Stages(count, self.num_microbatches or 2 * count) if count > 1 else Stages(1, 1)
 
     def in_loop(self, setup: Setup, sizes: Mapping[str, int]) -> bool:
-        """Returns whether layers run in a loop: always if they are gathered one by one."""
+        """Returns whether layers run in a loop, as they always do if gathered one by one."""
         gathers = sizes.get(GATHER_AXIS, 1) > 1 and self.by_layer and setup.sync != "once"
         return gathers or not self.written_out
 
     def sharing(self, tp: int) -> int:
-        """Returns how many devices share a head of keys and values."""
+        """Returns the number of devices that share a key/value head."""
         return max(1, tp // self.kv_heads) if self.kv_heads else 1
 
     def shared_bytes(self, together: int) -> float:
-        """Returns how much of the keys and values of one row, in one layer, so many devices have from each other."""
+        """Returns the bytes per row and layer that each of `together` devices gets of a shared key/value head."""
         width = int(self.precision.compute.itemsize)
         return 2 * self.tokens_per_row * (self.head_dim or 0) * width * (together - 1) / together
 
@@ -169,10 +170,11 @@ def profile_job(
     platform: str = "tpu",
     remats: tuple[str, ...] = REMATS,
 ) -> JobCosts:
-    """Counts what a job needs; takes seconds, and no device.
+    """Profiles a job by tracing it, in seconds and without devices.
 
     Args:
-        platform: "tpu", "gpu" or "cpu": models may run differently there. For GPUs, cuDNN is taken to be there.
+        platform: "tpu", "gpu" or "cpu", as models may choose other operations; for "gpu", cuDNN is assumed.
+        remats: remat policies to profile.
 
     Example:
         >>> from meshwright.models import Decoder
@@ -192,15 +194,14 @@ def profile_job(
     model, run = model_of(job), execution_of(job) or Execution()
     heads = getattr(model, "num_heads", None)
     traced = {remat: _trace(job, params, dtypes, remat, _ROWS, platform) for remat in remats}
-    # What does not grow with the rows hardly depends on the policy: gradients that the loss already has, and weights
-    # that matmuls read. It is clearest where the least is kept.
-    # It is taken from one policy, whichever were asked for, so that plans of different searches can be compared.
+    # The fixed part (gradients in the loss, weights that matmuls read) hardly depends on the policy. It always comes
+    # from one policy, so that plans of different searches are comparable.
     least = traced.get(_LEAST) or _trace(job, params, dtypes, _LEAST, _ROWS, platform)
     more = _trace(job, params, dtypes, _LEAST, 2 * _ROWS, platform)
     fixed = {kind: 2 * size - more.kept.get(kind, 0.0) for kind, size in least.kept.items()}
     fixed = {kind: size for kind, size in fixed.items() if size > 0}
     weights = max(0, 2 * least.flops.moved - more.flops.moved)
-    # What is in no part of our models is what layers add to, and hand on.
+    # In built-in models, everything outside a named part is the residual stream.
     names = {} if model is None else {REST: "residual stream"}
 
     def by_row(sizes: Mapping[str, float], fixed: Mapping[str, float]) -> dict[str, float]:
@@ -224,7 +225,7 @@ def profile_job(
     rule = make_optimizer(optimizer)
     state = jax.eval_shape(lambda key: make_state(job, rule, key, precision=dtypes), key)
     if model is None:
-        notes += ("the model is not one of ours: what it sends along tp and pp is not known before it is compiled",)
+        notes += ("custom model: communication along tp and pp is unknown until it is compiled",)
     return JobCosts(
         num_params=sum(int(leaf.value.size) for leaf in leaves),
         tokens_per_row=tokens,
@@ -252,7 +253,7 @@ def profile_job(
 
 
 def each_count(change: Callable[..., int], *flops: Flops) -> Flops:
-    """Returns operations with a change made of every count, of one or of several together."""
+    """Applies a function to every count of one `Flops`, or of several together."""
     names = ("total", "matmul", "recomputed", "attention", "moved")
     counts = {name: change(*(getattr(one, name) for one in flops)) for name in names}
     dtypes = dict.fromkeys(dtype for one in flops for dtype in one.by_dtype)
@@ -261,7 +262,7 @@ def each_count(change: Callable[..., int], *flops: Flops) -> Flops:
 
 
 def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, platform: str) -> Needs:
-    """Returns what a gradient of so many rows needs, `fixed` not yet told from the rest."""
+    """Returns the costs of a gradient for so many rows, with `fixed` still included in the others."""
     batch = batch_of(job, rows)
     loss = _loss(job, remat)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -284,7 +285,7 @@ def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, p
 
 
 def _forward(job: Any, params: PyTree, dtypes: Precision, platform: str) -> Flops:
-    """Returns the operations of one row's loss, which a pipeline computes once more."""
+    """Returns the FLOPs of the loss per row, which a pipeline recomputes."""
     loss, key = _loss(job, "none"), jax.eval_shape(lambda: jax.random.key(0))
 
     def count(rows: int) -> Flops:
@@ -304,20 +305,22 @@ def _narrow(params: PyTree, dtypes: Precision) -> PyTree:
 
 @contextlib.contextmanager
 def _traced_for(platform: str) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.sharding.use_abstract_mesh(_one_device(platform)))
-        if platform == "gpu":
-            stack.enter_context(assumed_cudnn())
+    device: Any = jax.sharding.AbstractDevice
+    known = {"device_kind": _KINDS[platform], "num_cores": None, "platform": platform}
+    taken = {name: value for name, value in known.items() if name in inspect.signature(device).parameters}
+    mesh = AbstractMesh((1,), ("dp",), axis_types=(AxisType.Auto,), abstract_device=device(**taken))
+    cudnn = assumed_cudnn() if platform == "gpu" else contextlib.nullcontext()
+    with jax.sharding.use_abstract_mesh(mesh), cudnn:
         yield
 
 
 def _one_row(flops: Flops, weights: int) -> Flops:
-    """Returns the operations of one row, without the bytes of weights, which do not grow with the rows."""
+    """Returns the FLOPs per row, without the bytes of weights, which do not grow with the rows."""
     return each_count(lambda count: count // _ROWS, replace(flops, moved=max(0, flops.moved - weights)))
 
 
 def _loss(job: Any, remat: str) -> Callable[..., Any]:
-    """Returns the loss as a train step calls it on one device."""
+    """Returns the loss with a remat policy, as a train step calls it on one device."""
     if "remat" in inspect.signature(job.loss).parameters:
         return lambda params, batch, key: job.loss(params, batch, key, remat=remat)
     policy = remat_policy(remat, by_name=False)  # type: ignore[arg-type]
@@ -326,17 +329,10 @@ def _loss(job: Any, remat: str) -> Callable[..., Any]:
     return jax.checkpoint(lambda params, batch, key: job.loss(params, batch, key), policy=policy)
 
 
-def _one_device(platform: str) -> AbstractMesh:
-    device: Any = jax.sharding.AbstractDevice
-    known = {"device_kind": _KINDS[platform], "num_cores": None, "platform": platform}
-    taken = {name: value for name, value in known.items() if name in inspect.signature(device).parameters}
-    return AbstractMesh((1,), ("dp",), axis_types=(AxisType.Auto,), abstract_device=device(**taken))
-
-
 def _tokens_per_row(job: Any) -> tuple[int, tuple[str, ...]]:
     batch = batch_of(job, None)
     targets = batch.get("targets") if isinstance(batch, Mapping) else None
     if targets is not None and len(targets.shape) == 2:
         return int(targets.shape[1]), ()
     count_rows(batch, who="plan")
-    return 1, ("the batch has no [rows, tokens] of `targets`: a row is counted as one token",)
+    return 1, ("the batch has no `targets` of shape [rows, tokens], so a row counts as one token",)

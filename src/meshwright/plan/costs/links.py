@@ -1,8 +1,7 @@
-"""Which links a mesh axis runs over on a machine, and how fast they are for it: the speeds of communication, computed.
+"""Links and link speeds of each mesh axis on a machine.
 
-On GPUs, devices lie in plain order: the last axis is next to each other, and what does not fit into a host crosses the
-network. On TPUs an axis takes whole dims of the torus, or shares one, as JAX lays meshes out. Between slices, and
-between hosts of GPUs, it is the network.
+GPUs are in plain order: the devices of the last axis are neighbors, and an axis that spans hosts uses the network. On
+TPUs an axis takes whole dims of the torus or shares one, as in JAX meshes; slices are connected by the network.
 """
 
 from __future__ import annotations
@@ -16,30 +15,29 @@ from meshwright.hardware.chips import Chip
 from meshwright.mesh.string import MeshSpec
 from meshwright.plan.target import Target
 
-# Where a vendor publishes no network per chip: the slowest of those that are published.
+# The slowest published network per chip, for vendors that publish none.
 NETWORK_ASSUMED = 200e9 / 8 / 8
-# What collectives reach of the speed that is printed, and seconds that each hop of a ring takes however little it
-# sends: assumed, as both depend on libraries and sizes.
+# Share of the published speed that collectives reach, and latency per hop; both are assumed.
 LINK_SHARE = 0.8
-# Fitted to one H200 (benchmarks/RESULTS.md): what offloading added to a step is 60 of 64 GB/s, if nothing of it hides.
+# Fitted to one H200 (benchmarks/RESULTS.md): 60 of 64 GB/s, if no offloading is hidden.
 HOST_SHARE = 0.94
 HOP_SECONDS = {"ici": 1e-6, "nvlink": 2e-6, "network": 10e-6, "host": 10e-6}
-# To the host's memory, each way. GPUs: NVIDIA's data sheets, PCIe of generation 4 (A100) and 5, half of the printed sum
-# of both directions. TPUs: nothing is published per chip; taken to be what four chips have on a card of generation 4.
+# Bytes/s to host memory, each way. GPUs: NVIDIA data sheets, PCIe 4 (A100) and 5, half of the bidirectional figure.
+# TPUs publish none per chip; assumed is the share of a PCIe 4 card with four chips.
 HOST_SPEED = {"a100": 32e9, "a100-40": 32e9, "h100": 64e9, "h200": 64e9, "b200": 64e9}
 HOST_ASSUMED = 16e9
 
 
 @dataclass(frozen=True)
 class Link:
-    """What an axis sends over.
+    """The link that an axis uses.
 
     Args:
         name: "ici", "nvlink", "network" or "host".
-        speed: bytes per second that each device can send, in gathers and scatters along the axis.
-        hops: of the slowest kind, one after the other, in a ring.
-        words: how the axis lies on the machine.
-        is_closed: its devices lie on closed rings, where every hop goes to a neighbour.
+        speed: bytes per second that each device can send in gathers and scatters along the axis.
+        hops: sequential hops over the slowest link in a ring.
+        words: placement of the axis on the machine.
+        is_closed: whether its devices form closed rings, with every hop between neighbors.
     """
 
     name: str
@@ -52,13 +50,13 @@ class Link:
         return f"{self.name} ({self.words})"
 
     def seconds(self, wire_bytes: float, count: int = 1) -> float:
-        """Returns how long so many transfers take, of which each device sends these bytes in all."""
+        """Returns the time of `count` transfers, in which each device sends `wire_bytes` in total."""
         share = HOST_SHARE if self.name == "host" else LINK_SHARE
         return wire_bytes / (self.speed * share) + count * self.hops * HOP_SECONDS[self.name]
 
 
 def axis_links(target: Target, spec: MeshSpec) -> Mapping[str, Link]:
-    """Returns the link of every axis with more than one device; none for CPUs, which have no figures.
+    """Returns the link of every axis with more than one device; none for CPUs.
 
     Example:
         >>> from meshwright.mesh.string import parse_mesh
@@ -79,7 +77,7 @@ def axis_links(target: Target, spec: MeshSpec) -> Mapping[str, Link]:
             continue
         if dcn > 1:
             speed = NETWORK_ASSUMED if chip.network is None else chip.network
-            # Each device sends its share of what its slice sends, once it was gathered or scattered inside.
+            # Devices of a slice share its traffic, after a gather or scatter inside the slice.
             ways = axis.size // dcn
             words = f"crosses {dcn} slices" + (", speed assumed" if chip.network is None else "")
             within = inside[axis.name].speed if ways > 1 else speed
@@ -90,7 +88,7 @@ def axis_links(target: Target, spec: MeshSpec) -> Mapping[str, Link]:
 
 
 def host_link(chip: Chip) -> Link:
-    """Returns the link of a device to its host's memory.
+    """Returns the link between a device and its host's memory.
 
     Example:
         >>> from meshwright.hardware.chips import chip_of
@@ -104,14 +102,14 @@ def host_link(chip: Chip) -> Link:
 def transfer_seconds(
     kind: str, wire_bytes: float, count: int, axes: Sequence[str], links: Mapping[str, Link]
 ) -> float | None:
-    """Returns how long so many transfers along axes take, of these bytes in all; None where no link is known."""
+    """Returns the time of `count` transfers of `wire_bytes` in total along axes; None if the link is unknown."""
     link = slowest_link(axes, links)
-    # A hop of a ring that we wrote is a collective of its own.
+    # Every hop of a Meshwright ring is a separate collective-permute, so it has no further hops.
     return None if link is None else link.seconds(wire_bytes, 0 if kind == "collective-permute" else count)
 
 
 def slowest_link(axes: Sequence[str], links: Mapping[str, Link]) -> Link | None:
-    """Returns the link that decides how long a transfer along axes takes."""
+    """Returns the slowest link of some axes."""
     return min((links[axis] for axis in axes if axis in links), key=lambda link: link.speed, default=None)
 
 
@@ -126,7 +124,7 @@ def _on_hosts(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
         elif axis.size > 1:
             together = max(1, per_host // stride)
             hosts = axis.size // math.gcd(axis.size, together)
-            # A host receives what the others have, through the network cards of those of its GPUs that take part.
+            # A host receives the data of the others through the network cards of its participating GPUs.
             share = ((axis.size - 1) / axis.size) / ((hosts - 1) / hosts)
             speed = min(network * math.gcd(axis.size, together) * share, chip.links.per_direction)
             links[axis.name] = Link("network", speed, hosts - 1, f"{hosts} hosts, {axis.size // hosts} GPUs in each")
@@ -135,7 +133,7 @@ def _on_hosts(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
 
 
 def _on_torus(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
-    """Returns how axes lie on the torus, the last axis first: it is the one that communicates most."""
+    """Places the axes on the torus, starting with the last, which communicates most."""
     free = [(size, wraps) for size, wraps in zip(target.shape, target.wraps, strict=True) if size > 1]
     links = {}
     for axis, size in reversed(list(zip(spec.axes, spec.ici_sizes, strict=True))):
@@ -151,7 +149,7 @@ def _on_torus(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
             lanes = sum(2 if wraps else 1 for _, wraps in taken) or 1
             words = "x".join(str(length) for length, _ in taken) or "inside a chip"
             is_closed = all(wraps for _, wraps in taken)
-            words += " of the torus" + ("" if is_closed else ", not closed to rings")
+            words += " of the torus" + ("" if is_closed else ", no ring")
         else:
             free, lanes = _shared_dims(free, ways)
             is_closed, words = False, "shares dims of the torus"
@@ -168,7 +166,7 @@ def _whole_dims(free: list[tuple[int, bool]], ways: int) -> tuple[tuple[int, boo
 
 
 def _shared_dims(free: list[tuple[int, bool]], ways: int) -> tuple[list[tuple[int, bool]], int]:
-    """Takes a part of the dims, as far as they divide; parts of a dim are lines, with one lane."""
+    """Takes parts of the free dims; a part of a dim is a line with one lane."""
     left: list[tuple[int, bool]] = []
     lanes = 0
     for size, wraps in sorted(free, reverse=True):

@@ -1,4 +1,4 @@
-"""What a step holds on each device, by what it is: exact for the state, computed for the rest; or as compiled."""
+"""Peak memory per device by part: exact for the state, computed or compiled for the rest."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target
 from meshwright.specs import spec_axes
 
-# Logits of a chunk of rows, as they are and in float32: what the loss needs at a time.
+# Limit on the logits of one chunk of the loss, and bytes per logit, including a float32 copy.
 _LOSS_BYTES, _LOGIT_BYTES = 1.2 * 2**30, 8
-# A layer in its backward pass: what it computes again, and gradients of that beside it. Fitted to compiled programs.
+# Recomputed activations of a layer and their gradients, relative to its activations; fitted to compiled programs.
 _LAYER_FACTOR = {"gpu": 1.35, "tpu": 1.0, "cpu": 1.6}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of what is in memory; `basis` says where the figure comes from.
+    """One part of the memory.
 
     Args:
-        split: bytes of it by the kind of layer, the largest first, where that is known.
+        split: bytes by kind of layer, the largest first; empty if unknown.
     """
 
     name: str
@@ -39,13 +39,13 @@ class Part:
 
     @property
     def words(self) -> str:
-        """Its name and size, and the kind of layer that most of it is of."""
+        """Its name and size, and its largest kind of layer."""
         kind = max(self.split, key=lambda kind: self.split[kind], default="")
         most = f" ({format_bytes(self.split[kind])} from {kind})" if kind else ""
         return f"{self.name} with {format_bytes(self.bytes)}{most}"
 
     def without(self, taken: float, note: str, *, basis: Basis | None = None) -> Part:
-        """Returns what is left of it; of every kind of layer goes the same share."""
+        """Returns the part without `taken` bytes, taken evenly from all kinds of layer."""
         share = 1 - taken / self.bytes if self.bytes else 0.0
         split = {kind: size * share for kind, size in self.split.items()}
         return Part(self.name, self.bytes - taken, basis or self.basis, f"{self.note}; {note}", split)
@@ -53,12 +53,13 @@ class Part:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of one device at the peak of a step.
+    """Peak memory per device in a step.
 
     Args:
-        parts: what it holds, largest lifetime first.
-        total: the peak. Compiled, it is the compiler's own; then `parts` ends in what is left of it.
-        capacity: what a program can have; None for CPUs.
+        parts: parts of the peak, the longest-lived first.
+        total: the peak; if compiled, the compiler's, and the last part is the remainder.
+        capacity: memory that a program can use; None for CPUs.
+        refused: error of a compiler that found the program too large.
     """
 
     parts: tuple[Part, ...]
@@ -69,18 +70,18 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None where the capacity is not known."""
+        """Whether it fits; None if the capacity is unknown."""
         if self.refused is not None:
             return False
         return None if self.capacity is None else self.total <= self.capacity
 
     @property
     def verdict(self) -> str:
-        """One sentence for people."""
+        """One sentence on whether it fits."""
         if self.refused is not None:
             return f"does not fit: {self.refused.splitlines()[0]}"
         if self.capacity is None:
-            return f"needs {format_bytes(self.total)} on each device ({self.basis})."
+            return f"needs {format_bytes(self.total)} per device ({self.basis})."
         share = self.total / self.capacity
         largest = max(self.parts, key=lambda part: part.bytes)
         if self.total <= self.capacity:
@@ -96,7 +97,7 @@ class MemoryPlan:
 def plan_memory(
     profile: JobCosts, layout: Layout, target: Target, setup: Setup, *, rows: int, compiled: Compiled | None = None
 ) -> MemoryPlan:
-    """Returns what a device holds at the peak of a step; `rows` are those of the whole batch."""
+    """Returns the peak memory per device, for a global batch of `rows`."""
     sizes = dict(layout.mesh.shape)
     parts = [*_state_parts(layout), *_weight_parts(profile, layout, setup, sizes)]
     parts += _activation_parts(profile, setup, sizes, rows=rows, target=target)
@@ -108,10 +109,10 @@ def plan_memory(
         return MemoryPlan(tuple(parts), total, "computed", target.memory_bytes)
     if compiled.does_not_fit is not None:
         return MemoryPlan(tuple(parts), total, "computed", target.memory_bytes, compiled.does_not_fit)
-    rest = compiled.peak_bytes - sum(part.bytes for part in parts if part.name != "temporaries")
     kept = [part for part in parts if part.name != "temporaries"]
+    rest = compiled.peak_bytes - sum(part.bytes for part in kept)
     if rest >= 0:
-        kept.append(Part("temporaries", rest, "compiled", "what is left of the compiler's peak"))
+        kept.append(Part("temporaries", rest, "compiled", "rest of the compiler's peak"))
     else:
         kept = _shrunk(kept, -rest)
     return MemoryPlan(tuple(kept), compiled.peak_bytes, "compiled", target.memory_bytes)
@@ -127,10 +128,10 @@ def _state_parts(layout: Layout) -> list[Part]:
 
 
 def gradient_bytes(profile: JobCosts, layout: Layout, setup: Setup) -> float:
-    """Returns the bytes of all gradients of a device, as they wait for the optimizer.
+    """Returns the bytes of the gradients that a device holds until the optimizer update.
 
-    Minibatches are added up in float32, and what is scattered arrives in the dtype that it travels in. Others wait in
-    the dtype that the loss computes in, and so do whole ones that are scattered once.
+    Minibatches are accumulated in the accumulation dtype. Scattered gradients arrive in the reduction dtype; others,
+    and those scattered once per step, are in the compute dtype.
     """
     sizes, total = dict(layout.mesh.shape), 0
     for leaf in param_leaves(layout):
@@ -158,23 +159,23 @@ def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mappin
             layers += local_size(leaf) * fsdp * width / profile.num_layers
         else:
             ends += local_size(leaf) * fsdp * width
-    grads = Part("gradients", gradient_bytes(profile, layout, setup), "computed", "as they wait for the optimizer")
-    many, note = 2, "two layers, and what is not in layers"
+    grads = Part("gradients", gradient_bytes(profile, layout, setup), "computed", "held until the optimizer update")
+    many, note = 2, "two layers, and all weights outside layers"
     if setup.sync == "once":
-        note = "all of them, from the first minibatch to the last"
+        note = "all weights, from the first minibatch to the last"
     elif profile.stages(sizes).count > 1:
-        many, note = 1, "a layer of the stage, and what is not in layers"
+        many, note = 1, "one layer of the stage, and all weights outside layers"
     gathered = Part("gathered weights", many * layers + ends, "computed", note)
-    narrow = Part("narrow weights", copies, "computed", "copies in the dtype of computing")
+    narrow = Part("narrow weights", copies, "computed", "copies in the compute dtype")
     return [grads, _tick_gradients(profile, layout, setup, sizes), gathered, narrow]
 
 
 def _tick_gradients(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> Part:
-    """Returns the gradients that a pipeline holds beside those it adds up: a tick's own, and what it adds them to."""
+    """Returns the additional gradients of a pipeline: those of the current tick, and the sum they are added to."""
     if profile.stages(sizes).count == 1:
         return Part("gradients of a tick", 0.0, "computed")
     own = gradient_bytes(profile, layout, replace(setup, num_minibatches=1))
-    return Part("gradients of a tick", 2 * own, "assumed", "a tick's own, and a copy: fitted to programs for CPUs")
+    return Part("gradients of a tick", 2 * own, "assumed", "one tick and a copy, fitted to CPU programs")
 
 
 def _activation_parts(
@@ -184,33 +185,33 @@ def _activation_parts(
     pp = stages.count
     here = rows / (sizes.get("dp", 1) * sizes.get(GATHER_AXIS, 1)) / setup.num_minibatches / stages.microbatches
     needs = profile.needs[setup.remat]
-    split = "" if tp == pp == 1 else ", split over tp" if pp == 1 else ", of one microbatch in one stage"
+    split = "" if tp == pp == 1 else ", split over tp" if pp == 1 else ", for one microbatch in one stage"
     looped = profile.in_loop(setup, sizes)
     most = profile.needs.get("none", needs)
     kinds, all_kinds = (n.looped if looped else n.kept for n in (needs, most))
     if not looped and needs.hosted:
-        # Measured on one H200: where layers are written out, the peak is as if nothing had left the device.
+        # Measured on one H200: with unrolled layers, offloading does not lower the peak.
         kinds = _added(kinds, needs.hosted)
-        split += "; written out, what goes to the host comes back before it is used"
+        split += "; unrolled layers load offloaded activations back early"
     each, whole = (math.fsum(sizes.values()) for sizes in (kinds, all_kinds))
     kept = _added(
         {kind: here * size / (tp * pp) for kind, size in kinds.items()},
         {kind: size / tp for kind, size in needs.fixed.items()},
     )
-    # Devices that share a head of keys, and one of values, have all of it.
+    # Devices that share a key/value head each hold all of it.
     shared = here * profile.shared_bytes(profile.sharing(tp))
     if shared and setup.remat == "none":
         kept = _added(kept, {"attention": shared * profile.num_layers / pp})
     layer = here * whole / profile.num_layers / tp + shared
     again = _LAYER_FACTOR[target.platform] * (layer - here * each / profile.num_layers / tp)
     if target.platform == "cpu":
-        again = max(again, layer)  # what is kept is not written over by its gradients there
+        again = max(again, layer)  # on CPUs, gradients do not reuse the memory of activations
     logits = here * profile.tokens_per_row * (profile.vocab_size or 0) / tp * _LOGIT_BYTES
-    head = 4 * (profile.vocab_size or 0) * (profile.d_model or 0) / tp  # its gradient, added up in float32
+    head = 4 * (profile.vocab_size or 0) * (profile.d_model or 0) / tp  # its gradient, accumulated in float32
     working = max(min(_LOSS_BYTES, logits) + head, again)
-    note = "logits of a chunk and the head's gradient, or a layer that is computed again"
+    note = "logits of one chunk and the head's gradient, or one recomputed layer"
     return [
-        Part("activations", math.fsum(kept.values()), "computed", f"kept for the backward pass{split}", fewer(kept)),
+        Part("activations", math.fsum(kept.values()), "computed", f"saved for the backward pass{split}", fewer(kept)),
         _ticks_part(profile, stages, here / tp),
         Part("temporaries", working, "assumed", note),
     ]
@@ -221,38 +222,37 @@ def _added(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, fl
 
 
 def _ticks_part(profile: JobCosts, stages: Stages, rows: float) -> Part:
-    """Returns what a pipeline keeps of each tick, the rest of which is computed again: what went into it."""
+    """Returns the inputs of all ticks, which a pipeline saves to recompute the ticks."""
     if stages.count == 1:
         return Part("ticks", 0.0, "computed")
     one = rows * profile.tokens_per_row * (profile.d_model or 0) * int(profile.precision.compute.itemsize)
-    note = f"what {stages.ticks} ticks of the pipeline began with, {format_bytes(one)} each"
+    note = f"inputs of {stages.ticks} pipeline ticks, {format_bytes(one)} each"
     return Part("ticks", stages.ticks * one, "computed", note)
 
 
 def _in_turn(parts: list[Part]) -> list[Part]:
-    """Counts of activations only what is not there in turn with gradients: as a layer's go, its gradients come.
+    """Subtracts the gradients from the activations: unrolled layers free a layer's activations as its gradients come.
 
-    In a loop over layers, the gradients of all of them have their place from the start.
+    A loop over layers allocates the gradients of all layers at its start.
     """
     gradients = sum(part.bytes for part in parts if part.name == "gradients")
-    made = []
-    for part in parts:
-        if part.name == "activations":
-            took = min(gradients, part.bytes)
-            part = part.without(took, f"{format_bytes(took)} more before the backward pass, in the place of gradients")
-        made.append(part)
-    return made
+
+    def shared(part: Part) -> Part:
+        took = min(gradients, part.bytes)
+        return part.without(took, f"{format_bytes(took)} more before the backward pass, reused by gradients")
+
+    return [shared(part) if part.name == "activations" else part for part in parts]
 
 
 def _shrunk(parts: list[Part], by: float) -> list[Part]:
-    """Takes what a compiler spared from the activations first, then from gradients, whose lifetimes do not overlap."""
+    """Takes the bytes that a compiler saved from the parts whose lifetimes may not overlap, activations first."""
     left, made = by, []
     spared = ("gradients of a tick", "activations", "gradients", "gathered weights", "ticks")
     for part in sorted(parts, key=lambda part: (*spared, part.name).index(part.name)):
         takes = min(left, part.bytes) if part.name in spared else 0.0
         left -= takes
         if takes:
-            note = f"{format_bytes(takes)} less than computed, by the compiler's peak"
+            note = f"{format_bytes(takes)} less than computed, to match the compiler's peak"
             part = part.without(takes, note, basis="compiled")
         made.append(part)
     order = [part.name for part in parts]

@@ -1,7 +1,7 @@
-"""How much of a loss waits for its gradient, and which part of the model made it: attention, feed-forward, a norm.
+"""Bytes of activations saved for the backward pass, by part of the model: attention, feed-forward, norms.
 
-Scopes say who made a value (`jax.named_scope`): our models have them, linen's and Equinox's modules too. Where there
-is none, the function's name does, or the class it belongs to. A value that a loop hands over was made inside of it.
+The part is read from `jax.named_scope` names, which built-in models and linen and Equinox modules set, or else from
+the names of functions and classes. A residual of a loop belongs to the part that produced it inside the loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 REST = "other parts"
-"""The kind of what no scope and no name tells."""
+"""Kind of values without a known scope or name."""
 _KINDS = (
     ("attention", re.compile(r"attn|attention")),
     ("feed-forward", re.compile(r"mlp|ffn|feed_?forward|swiglu")),
@@ -24,13 +24,13 @@ _KINDS = (
     ("embedding", re.compile(r"embed")),
 )
 _MOST = 8
-# Policies of remat name values, and send them to the host, outside of the scope that made them.
+# Remat policies name and offload values outside the scope that produced them.
 _HANDS_ON = ("convert_element_type", "name", "reshape", "device_put")
 _NUMBER = re.compile(r"[_.]?\d+$")
 _WRAPPED = re.compile(r"[\w<>.]+\(|[()]")
 _A_LOSS = re.compile(r"(^|\b|_)loss(_fn)?$")
 _JAX, _HERE = os.path.dirname(jax.__file__), str(Path(__file__).parents[1])
-# What changes no value, and what is cheaper to compute again than to store.
+# Operations that change no value, and operations that are cheaper to recompute than to store.
 _RENAMES = ("reshape", "name", "squeeze", "expand_dims", "convert_element_type", "copy")
 _CHEAP = ("mul", "add", "sub", "neg", "convert_element_type")
 
@@ -38,12 +38,10 @@ _CHEAP = ("mul", "add", "sub", "neg", "convert_element_type")
 def bytes_kept(
     jaxpr: Any, waiting: Sequence[Any], num_params: int
 ) -> tuple[Mapping[str, float], Mapping[str, float], Mapping[str, float]]:
-    """Returns the bytes of what waits for the backward pass, by the kind of layer that made it.
+    """Returns the bytes of residuals (`waiting`) by kind of layer: as a compiler stores them, in a loop, on the host.
 
-    Three times: as a compiler stores it, as a loop over layers hands it over, and what waits on the host.
-
-    Left out is what depends on parameters alone, and what can be made on the way from something that waits already.
-    Widened values wait as they were before. A loop over layers leaves out only the first.
+    Residuals that depend only on parameters are excluded. A compiler also leaves out those that are cheap to recompute
+    from others, and stores widened values in their original dtype; a loop over layers does neither.
     """
     hosted = [var for var in waiting if _is_on_host(var)]
     waiting = [var for var in waiting if not _is_on_host(var)]
@@ -79,7 +77,6 @@ def bytes_kept(
 
 
 def _by_kind(made: Mapping[int, Any], variables: Iterable[Any]) -> dict[str, float]:
-    """Returns the bytes of variables, by the kind of layer that made them."""
     found: dict[str, float] = {}
     for var in variables:
         kind = kind_of(made, var)
@@ -92,13 +89,14 @@ def _is_on_host(var: Any) -> bool:
 
 
 def kind_of(made: Mapping[int, Any], var: Any) -> str:
-    """Returns the kind of a variable of a jaxpr; `made` has the equation that made each, by the variable's `id`."""
+    """Returns the kind of layer that produced a jaxpr variable; `made` comes from `makers`."""
     equation = made.get(id(var))
     if equation is None:
         return REST
     place = next(place for place, out in enumerate(equation.outvars) if out is var)
-    inner = _body(equation)
-    if inner is not None and place < len(inner.outvars):
+    inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
+    inner = getattr(inner, "jaxpr", inner)
+    if hasattr(inner, "eqns") and len(inner.outvars) == len(equation.outvars):
         found = kind_of(makers(inner), inner.outvars[place])
         if found != REST:
             return found
@@ -109,7 +107,7 @@ def kind_of(made: Mapping[int, Any], var: Any) -> str:
 
 
 def kind_of_scopes(scopes: Sequence[str]) -> str:
-    """Returns the kind that scopes tell, the innermost that does; or else the innermost itself, without its number.
+    """Returns the kind of the innermost scope with a known kind, or else the innermost name without its number.
 
     Example:
         >>> kind_of_scopes(["jvp(Block_0)", "SelfAttention_0", "query"]), kind_of_scopes(["jvp(net)", "Conv_3"])
@@ -126,12 +124,12 @@ def kind_of_scopes(scopes: Sequence[str]) -> str:
 
 
 def makers(jaxpr: Any) -> dict[int, Any]:
-    """Returns the equation that made each variable, by the variable's `id`."""
+    """Returns the equation that produced each variable, by the variable's `id`."""
     return {id(var): equation for equation in jaxpr.eqns for var in equation.outvars}
 
 
 def fewer(sizes: Mapping[str, float]) -> dict[str, float]:
-    """Returns sizes by kind, the largest first, the smallest of many as the rest; none where no kind is known."""
+    """Sorts sizes, the largest first, and adds up the smallest; returns {} if no kind is known."""
     ordered = sorted(sizes, key=lambda kind: -sizes[kind])
     kept = [kind for kind in ordered if kind != REST][: _MOST - 1]
     found = {kind: sizes[kind] for kind in kept}
@@ -139,18 +137,8 @@ def fewer(sizes: Mapping[str, float]) -> dict[str, float]:
     return found | ({REST: rest} if rest and found else {})
 
 
-def _body(equation: Any) -> Any:
-    """Returns what a call or a loop computes, where its results are those of the equation, one by one."""
-    inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
-    inner = getattr(inner, "jaxpr", inner)
-    return inner if hasattr(inner, "eqns") and len(inner.outvars) == len(equation.outvars) else None
-
-
 def _kind_of_function(equation: Any) -> str:
-    """Returns the kind that the names of functions tell, from the innermost to the job's own loss.
-
-    That one is mostly called so, whatever it computes.
-    """
+    """Returns the kind by function names, from the innermost outward, ignoring the job's loss function."""
     for frame in getattr(equation.source_info.traceback, "frames", ()):
         if frame.file_name.startswith(_HERE):
             break

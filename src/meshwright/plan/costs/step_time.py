@@ -1,4 +1,4 @@
-"""Seconds of a step: matmuls at the rate that chips hold, memory between them, and communication that nothing hides."""
+"""Estimated time per step: matmuls, memory traffic, exposed communication, pipeline bubble and optimizer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from meshwright.plan.costs.communication import Sent, param_leaves
 from meshwright.plan.costs.job_costs import JobCosts
 from meshwright.plan.target import MATMUL_SHARE, Target
 
-# Shares of what is printed that programs reach, beside MATMUL_SHARE. Measured on one H200 (benchmarks/RESULTS.md):
-# attention of cuDNN holds 385 of 989 TFLOP/s, copies 4.3 of 4.8 TB/s; rings of tensor parallelism make matmuls 1.3
-# times slower. On other chips they are assumed to be the same, but for rings on TPUs, whose compiler says 1.05.
+# Shares of the peak, measured on one H200 (benchmarks/RESULTS.md) and assumed for all chips: cuDNN attention reaches
+# 385 of 989 TFLOP/s, copies 4.3 of 4.8 TB/s. Tensor-parallel rings slow matmuls down 1.3x there, and 1.05x on TPUs
+# according to their compiler.
 ATTENTION_SHARE, MEMORY_SHARE = 0.39, 0.89
 RING_FACTOR = {"gpu": 1.3, "tpu": 1.05}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its unit, and what it rests on."""
+    """A number with its unit and basis."""
 
     value: float
     unit: str
@@ -30,7 +30,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class TimePlan:
-    """Seconds of a step: `step` is compute, what is exposed, the bubble of a pipeline, and the optimizer."""
+    """Seconds per step: `step` is the sum of `matmul`, `memory`, `exposed`, `bubble` and `optimizer`."""
 
     matmul: Estimate
     memory: Estimate
@@ -51,10 +51,7 @@ def step_time(
     is_compiled: bool,
     tokens: int,
 ) -> TimePlan | None:
-    """Returns where the time of a step goes; chips are taken to reach the shares of their peaks that one H200 did.
-
-    None if the table of chips has no peak.
-    """
+    """Returns the time per step by part; None if the peak FLOP/s of the chip are unknown."""
     chip, dtype = target.chip, profile.precision.compute.name
     rate, peak = target.matmul_rate(dtype), None if chip is None else chip.peak(dtype)
     if chip is None or rate is None or peak is None:
@@ -68,30 +65,31 @@ def step_time(
     between = flops.moved / devices / bandwidth
     state = sum(leaf.bytes_per_device for leaf in layout.leaves)
     weights = sum(leaf.bytes_per_device for leaf in param_leaves(layout))
-    update = (2 * state + 2 * weights) / bandwidth  # all of it read and written, gradients and narrow copies beside
+    update = (2 * state + 2 * weights) / bandwidth  # reads and writes the state, gradients and low-precision weights
     compute = plain + attention + between
     total = sum(item.seconds or 0.0 for item in sent)
     waiting = sum((item.seconds or 0.0) * (1 - item.hidden) for item in sent)
-    # What was judged fits beside compute already; of the rest, no more can hide than there is compute.
+    # Judged transfers already fit into the compute; the others can hide no longer than compute lasts.
     hidden = sum((item.seconds or 0.0) * item.hidden for item in sent if not item.is_judged)
     exposed = waiting + max(0.0, hidden - compute)
     stages = profile.stages(sizes)
     bubble, words = 0.0, "no pipeline"
     if stages.count > 1:
-        # All stages keep the pace of the last, which has the head too: its product twice, and two for gradients.
+        # The last stage sets the pace, as it also runs the head: its matmul twice, and two for gradients.
         head = 4 * 2 * (profile.vocab_size or 0) * (profile.d_model or 0) * tokens / devices / rate * ring
         slowest = compute + (stages.count - 1) * head + exposed
         bubble = slowest / (1 - stages.idle) - compute - exposed
-        words = f"{stages.count - 1} of {stages.ticks} ticks idle, and the last stage has the head as well"
+        words = f"{stages.count - 1} of {stages.ticks} ticks idle; the last stage also runs the head"
     step = compute + exposed + bubble + update
     basis: Basis = "compiled" if is_compiled else "computed"
     shares = "at the rate measured on one H200" if chip.matmul_flops else f"at {MATMUL_SHARE:.0%} of the peak, assumed"
+    passes = f"one extra pass over matmul operands and results, at {MEMORY_SHARE:.0%} of the bandwidth"
     return TimePlan(
         matmul=Estimate(plain + attention, "s", "assumed", shares),
-        memory=Estimate(between, "s", "assumed", f"operands and results of matmuls once more, at {MEMORY_SHARE:.0%}"),
-        communication=Estimate(total, "s", basis, "if nothing of it were hidden"),
-        exposed=Estimate(exposed, "s", basis if is_compiled else "assumed", "what nothing hides"),
-        optimizer=Estimate(update, "s", "computed", "the state read and written once"),
+        memory=Estimate(between, "s", "assumed", passes),
+        communication=Estimate(total, "s", basis, "if none of it were hidden"),
+        exposed=Estimate(exposed, "s", basis if is_compiled else "assumed", "not hidden by compute"),
+        optimizer=Estimate(update, "s", "computed", "one read and write of the state"),
         bubble=Estimate(bubble, "s", "computed", words),
-        step=Estimate(step, "s", "assumed", "all of it together"),
+        step=Estimate(step, "s", "assumed", "sum of the parts"),
     )

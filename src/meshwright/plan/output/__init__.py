@@ -1,1 +1,1 @@
-"""Plans shown: tables, commands, comparisons and pages."""
+"""Output of plans: tables, commands, comparisons and HTML pages."""

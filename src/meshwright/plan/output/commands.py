@@ -1,4 +1,4 @@
-"""The commands that run a plan, or make it again, to be copied."""
+"""Command lines that train or reproduce a plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.plan.step_setup import Setup
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """What is planned, as a command line names it: a model of ours and its shape of a batch, or a job.
+    """The planned job as a command line names it: a built-in model and its row length, or a job reference.
 
     Example:
         >>> PlannedJob(model="decoder-7b", num_tokens=4096).name
@@ -30,7 +30,7 @@ class PlannedJob:
         return self.model or self.job or "a job"
 
     def arguments(self) -> list[str]:
-        """Returns what `meshwright train` calls it."""
+        """Returns the arguments of `meshwright train` that name it."""
         if self.model is None:
             return [] if self.job is None else ["--job", self.job]
         options = ["--model-options", *self.model_options] if self.model_options else []
@@ -39,10 +39,19 @@ class PlannedJob:
 
 
 def train_command(plan: Plan, subject: PlannedJob) -> str | None:
-    """Returns the command that trains as planned, to be given on every host of the machine.
+    """Returns the command that trains as planned, to run on every host.
 
-    None where there is no such command: a plan takes every optimizer of optax, and `meshwright train` a few. A job
-    brings its own batch, of which the command line cannot change the rows.
+    None if `meshwright train` does not have the plan's optimizer. The command does not set the rows of a job, which
+    defines its own batch.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.plan.plan import make_plan
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> plan = make_plan(job, "cpu:8", Setup(mesh="fsdp:8"))
+        >>> train_command(plan, PlannedJob(model="decoder-tiny", num_tokens=16))[:61]
+        'meshwright train --model decoder-tiny --num-tokens 16 --batch'
     """
     if plan.setup.optimizer not in _trained_with():
         return None
@@ -51,12 +60,12 @@ def train_command(plan: Plan, subject: PlannedJob) -> str | None:
 
 
 def how_to_run(plan: Plan, subject: PlannedJob) -> str:
-    """Returns a line with the command that trains as planned, and whether it is one to give."""
+    """Returns one line with the command that trains as planned, or another way if there is no such command."""
     line = train_command(plan, subject)
     if line is None:
         known = ", ".join(_trained_with())
-        return f"run it: by make_train_step; `meshwright train` has no {plan.setup.optimizer}, but {known}"
-    return f"it does not fit; to run it all the same: {line}" if plan.memory.fits is False else f"run it: {line}"
+        return f"run it with make_train_step: `meshwright train` has {known}, not {plan.setup.optimizer}"
+    return f"it does not fit; to run it anyway: {line}" if plan.memory.fits is False else f"run it: {line}"
 
 
 def _trained_with() -> tuple[str, ...]:
@@ -64,10 +73,18 @@ def _trained_with() -> tuple[str, ...]:
 
 
 def plan_command(plan: Plan, subject: PlannedJob) -> str:
-    """Returns the command that makes this plan."""
-    named = subject.arguments()
-    if subject.job is not None:
-        named = [subject.job]
+    """Returns the command that reproduces a plan.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.plan.plan import make_plan
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> plan = make_plan(job, "cpu:8", Setup(mesh="fsdp:8"))
+        >>> plan_command(plan, PlannedJob(job="train.py:job"))[:60]
+        'meshwright plan train.py:job --target cpu:8 --batch-size 8 -'
+    """
+    named = subject.arguments() if subject.job is None else [subject.job]
     target = ["--target", plan.target.name, "--batch-size", str(plan.rows)]
     price = [] if plan.price is None else ["--price", f"{plan.price:g}"]
     own = [] if plan.compiled is not None else ["--no-compile"]
@@ -75,7 +92,7 @@ def plan_command(plan: Plan, subject: PlannedJob) -> str:
 
 
 def setup_arguments(setup: Setup) -> list[str]:
-    """Returns a setup as options, those that have their defaults left out.
+    """Returns a setup as command-line options, without most defaults.
 
     Example:
         >>> setup_arguments(Setup(mesh="fsdp:8,tp:4", remat="full", num_minibatches=2))
@@ -84,7 +101,7 @@ def setup_arguments(setup: Setup) -> list[str]:
     given = {
         "--mesh": setup.mesh,
         "--remat": setup.remat,
-        "--precision": setup.precision if isinstance(setup.precision, str) else None,  # `train` has another default
+        "--precision": setup.precision if isinstance(setup.precision, str) else None,  # the default differs in `train`
         "--minibatches": str(setup.num_minibatches) if setup.num_minibatches > 1 else None,
         "--sync": setup.sync,
         "--view": setup.view if setup.view != "local" else None,

@@ -1,4 +1,4 @@
-"""What a device sends in a step: by axis, and every collective of the compiled program with a verdict."""
+"""Page section on communication: bytes per axis, and every collective of the compiled program with a verdict."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ MAX_ROWS = 12
 
 
 def sending_section(plan: Plan) -> Section:
-    """Returns what is sent over which links, and what hides it."""
+    """Returns the section on communication."""
     if not plan.sent:
-        return Section("Communication", prose("Nothing is sent between devices."))
+        return Section("Communication", prose("Devices send nothing to each other."))
     total = sum(item.wire_bytes for item in plan.sent)
     largest = max(plan.sent, key=lambda item: item.wire_bytes)
     grounds = (
-        "Bytes, and the compute between start and end of each transfer, were read off the compiled program."
+        "Bytes and overlapping compute were read from the compiled program."
         if plan.compiled is not None and plan.compiled.does_not_fit is None
-        else "Bytes follow from the layout; how much of them is hidden is assumed, as nothing was compiled."
+        else "Bytes follow from the layout; the hidden share is assumed, because nothing was compiled."
     )
     said = prose(
-        f"Each device sends {format_bytes(total)} in a step.",
-        f"{percent(plan.hidden_share)} of it is sent while compute runs.",
+        f"Each device sends {format_bytes(total)} per step.",
+        f"{percent(plan.hidden_share)} of it overlaps with compute.",
         _too_much(plan),
-        f"Most of it, {percent(largest.wire_bytes / total)}, is {largest.kind} over {largest.axis}.",
+        f"The largest share, {percent(largest.wire_bytes / total)}, is {largest.kind} over {largest.axis}.",
         grounds,
-        "Times are computed from the table of chips, as if every transfer were alone.",
+        "Transfer times are computed from data sheets, each as if it ran alone.",
     )
     made = [said, sent_table(plan, width=60).markup()]
     if plan.compiled is not None and plan.compiled.collectives:
@@ -41,18 +41,18 @@ def sending_section(plan: Plan) -> Section:
 
 
 def _too_much(plan: Plan) -> str:
-    """Returns a sentence where there is less compute than would hide what could be hidden."""
+    """Returns a sentence if the communication that could overlap takes longer than the compute."""
     if plan.time is None:
         return ""
     hideable = math.fsum((item.seconds or 0.0) * item.hidden for item in plan.sent if not item.is_judged)
     short = hideable - plan.time.matmul.value - plan.time.memory.value
-    return f"That takes {duration(short)} longer than all matmuls, so it is not all hidden." if short > 0 else ""
+    return f"That takes {duration(short)} longer than the compute, so part of it is exposed." if short > 0 else ""
 
 
 def _collectives(compiled: Compiled) -> Markup:
     groups: dict[tuple[str, ...], list[CompiledCollective]] = {}
     for one in compiled.collectives:
-        served = one.serves or "not known"
+        served = one.serves or "unknown"
         key = (one.kind, "+".join(one.axes), served, one.state, one.reason, one.line or one.source)
         groups.setdefault(key, []).append(one)
 
@@ -80,14 +80,14 @@ def _collectives(compiled: Compiled) -> Markup:
     body = [_rows(rows[:MAX_ROWS])]
     if len(rows) > MAX_ROWS:
         body.append(fold(f"{len(rows) - MAX_ROWS:,} more", _rows(rows[MAX_ROWS:])))
-    said = [f"Exposed are {format_bytes(exposed)} of it (compiled)."]
+    said = [f"{format_bytes(exposed)} of it is exposed (compiled)."]
     if any(c.cycles_between for c in compiled.collectives):
-        said.append("Work between that is no matmul counts by the compiler's estimate of its cycles.")
+        said.append("Overlapping work other than matmuls counts with the compiler's cycle estimate.")
     return join([prose(*said), fold(name, *body, opened=True)])
 
 
 def _rows(rows: Sequence[tuple[str, ...]]) -> Markup:
     headings = (
-        "kind", "axes", "serves", "sent", "times", "largest array", "GFLOP between", "hidden", "verdict", "comes from"
+        "kind", "axes", "sends", "bytes", "count", "largest array", "GFLOP between", "hidden", "verdict", "source"
     )  # fmt: skip
     return table(headings, rows, right=(3, 4, 5, 6, 7), code=(9,))

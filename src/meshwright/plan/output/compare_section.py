@@ -1,4 +1,4 @@
-"""The best plans beside each other, each with its command, and what a search left out."""
+"""Page sections that compare plans: the best of a search with their commands, and the causes of a difference."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.search import Search
 
 MAX_PLANS = 10
-_NOTHING = 1e-9  # seconds: what is left of rounding
+_NOTHING = 1e-9  # seconds; rounding errors are smaller
 
 
 def compare_section(plans: Sequence[Plan], subject: PlannedJob, found: Search | None) -> Section | None:
-    """Returns bars of time and a table; None where there is only one plan and no search."""
+    """Returns time bars and a table; None if there is only one plan and no search."""
     timed = [plan for plan in plans if plan.time is not None][:MAX_PLANS]
     if found is None and len(timed) < 2:
         return None
@@ -25,27 +25,27 @@ def compare_section(plans: Sequence[Plan], subject: PlannedJob, found: Search | 
     if found is not None:
         made.append(
             prose(
-                f"{found.considered:,} ways to run it were considered in {found.seconds:.1f} s; {len(found.ranked):,} "
-                "fit.",
-                f"The best {len(timed)} are shown." if timed else "None of them fits.",
+                f"The search considered {found.considered:,} candidates in {found.seconds:.1f} s; "
+                f"{len(found.ranked):,} fit.",
+                f"The best {len(timed)} are shown." if timed else "",
             )
         )
     if timed:
         times = [{part: getattr(plan.time, part).value for part in PARTS} for plan in timed]
         names = [f"{place}. {plan.setup.mesh}" for place, plan in enumerate(timed, 1)]
         made += [time_bars(names, times), ranking_table(timed).markup()]
-        made.append(tag("h3", "Their commands"))
+        made.append(tag("h3", "Commands"))
         for label, plan in zip(names, timed, strict=True):
             line = train_command(plan, subject)
             how = prose(how_to_run(plan, subject)) if line is None else command(line, label=label)
             made.append(fold(label, how, opened=plan is timed[0]))
     if found is not None and found.rejected:
-        made += [tag("h3", "Why others were not taken"), rejected_table(found).markup()]
+        made += [tag("h3", "Rejected candidates"), rejected_table(found).markup()]
     return Section("Other plans", join(made))
 
 
 def why_section(compared: PlanDiff) -> Section:
-    """Returns why one plan takes more or less than another: a sentence for each cause, the largest first."""
+    """Returns the causes of the difference between two plans, the largest first."""
     named = [f"{letter}: {title}" for letter, title in zip("AB", compared.titles, strict=True)]
     made: list[Markup] = [tag("p", line) for line in named]
     for one in compared.explanations:
@@ -56,7 +56,7 @@ def why_section(compared: PlanDiff) -> Section:
 
 
 def time_bars(names: Sequence[str], times: Sequence[Mapping[str, float]]) -> Markup:
-    """Returns a bar of each plan's time; parts that none of them has are left out."""
+    """Returns a bar for each plan's step time, without parts that are 0 in all of them."""
     parts = [part for part in PARTS if any(time[part] > _NOTHING for time in times)]
     bars = [Bar(name, [max(0.0, time[part]) for part in parts]) for name, time in zip(names, times, strict=True)]
-    return stacked_bars("Time of a step", [PART_NAMES[part] for part in parts], bars, unit="assumed", show=duration)
+    return stacked_bars("Time per step", [PART_NAMES[part] for part in parts], bars, unit="assumed", show=duration)

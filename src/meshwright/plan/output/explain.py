@@ -1,6 +1,6 @@
-"""Why one plan takes more time or memory than another: a sentence for each cause, which add up to the difference.
+"""Causes of the difference in time and memory between two plans, which add up to it.
 
-Everything is read off the two plans as data, so that it works for plans of different versions of a program as well.
+Works on plans as JSON data, so it can also compare plans written by different versions of a program.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from meshwright.layout.leaf import format_bytes
 from meshwright.pages.numbers import compact, duration, percent
 
 PlanData = Mapping[str, Any]
-# How figures are written, by their unit.
 SHOW: dict[str, Callable[[float], str]] = {"bytes": format_bytes, "s": duration, "1/s": compact, "share": percent}
-# Causes below this share of the largest are added up in one sentence.
-_SMALL = 0.01
+_SMALL = 0.01  # causes below this share of the largest become one
 
 
 @dataclass(frozen=True)
 class CostChange:
-    """One reason for a difference, of seconds or bytes.
+    """One cause of a difference in seconds or bytes.
 
     Args:
-        what: what it is about, in a few words.
-        before, after: what it takes in each plan.
+        what: the cause in a few words, e.g. "recomputation".
+        before, after: seconds or bytes in each plan.
         why: a sentence without a full stop.
         unit: "s" or "bytes".
     """
@@ -39,7 +37,7 @@ class CostChange:
 
     @property
     def more(self) -> float:
-        """What the second plan takes more; negative where it takes less."""
+        """`after - before`."""
         return self.after - self.before
 
     def __str__(self) -> str:
@@ -51,8 +49,8 @@ class Explanation:
     """The causes of one difference, the largest first; they add up to it.
 
     Args:
-        about: what differs: "a step" or "memory".
-        before, after: the totals that are explained.
+        about: "step time" or "memory per device".
+        before, after: totals of the two plans.
     """
 
     about: str
@@ -63,7 +61,7 @@ class Explanation:
 
     @property
     def more(self) -> float:
-        """What the second plan takes more; negative where it takes less."""
+        """`after - before`."""
         return self.after - self.before
 
     @property
@@ -74,10 +72,9 @@ class Explanation:
             return f"{self.about}: {show(self.before)} in both."
         word = "more" if more > 0 else "less"
         share = f", {abs(more) / self.before:.0%}" if self.before else ""
-        return f"{self.about}: {show(self.after)} in B, {show(self.before)} in A: {show(abs(more))} {word}{share}."
+        return f"{self.about}: {show(self.after)} in B, {show(self.before)} in A ({show(abs(more))} {word}{share})."
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         fields = ("what", "before", "after", "more", "why")
         causes = [{name: getattr(cause, name) for name in fields} for cause in self.causes]
         return {name: getattr(self, name) for name in ("about", "unit", *fields[1:4])} | {"causes": causes}
@@ -87,7 +84,7 @@ class Explanation:
 
 
 def explain(before: PlanData, after: PlanData) -> tuple[Explanation, ...]:
-    """Returns why the time of a step and the memory of a device differ between two plans, as `Plan.to_json` has them.
+    """Explains the difference in step time and memory between two plans, given as `Plan.to_json` data.
 
     Example:
         >>> from meshwright.models import Decoder
@@ -95,22 +92,22 @@ def explain(before: PlanData, after: PlanData) -> tuple[Explanation, ...]:
         >>> from meshwright.plan.step_setup import Setup
         >>> from meshwright.train import language_job
         >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
-        >>> again, kept = (make_plan(job, "v5p:2x2x2", Setup(mesh="fsdp:8", remat=remat)) for remat in ("full", "none"))
-        >>> time, memory = explain(again.to_json(), kept.to_json())
+        >>> full, none = (make_plan(job, "v5p:2x2x2", Setup(mesh="fsdp:8", remat=remat)) for remat in ("full", "none"))
+        >>> time, memory = explain(full.to_json(), none.to_json())
         >>> memory.causes[0].what, memory.causes[0].more > 0
         ('activations', True)
     """
     made = []
     if before["time"] is not None and after["time"] is not None:
         causes = _ordered(_time(before, after), "s")
-        made.append(Explanation("a step", _seconds(before, "step"), _seconds(after, "step"), "s", causes))
+        made.append(Explanation("step time", _seconds(before, "step"), _seconds(after, "step"), "s", causes))
     old, new = (float(plan["memory"]["total"]) for plan in (before, after))
-    made.append(Explanation("memory of a device", old, new, "bytes", _ordered(_memory(before, after), "bytes")))
+    made.append(Explanation("memory per device", old, new, "bytes", _ordered(_memory(before, after), "bytes")))
     return tuple(made)
 
 
 def signed(value: float, unit: str) -> str:
-    """Returns an amount with its sign.
+    """Formats an amount with its sign.
 
     >>> signed(-0.25, "s"), signed(2.0**20, "bytes")
     ('-250 ms', '+1.0 MiB')
@@ -119,8 +116,8 @@ def signed(value: float, unit: str) -> str:
 
 
 def _ordered(causes: Iterable[CostChange], unit: str) -> tuple[CostChange, ...]:
-    """Returns causes by their size, the largest first; those that are too small to matter as one, last."""
-    # What is left of adding in another order is no difference.
+    """Sorts causes by size, the largest first, and adds up the small ones as the last."""
+    # Rounding errors are not a cause.
     real = [cause for cause in causes if abs(cause.more) > 1e-9 * max(abs(cause.before), abs(cause.after))]
     found = sorted(real, key=lambda cause: -abs(cause.more))
     large = [cause for cause in found if abs(cause.more) >= _SMALL * abs(found[0].more)]
@@ -128,19 +125,16 @@ def _ordered(causes: Iterable[CostChange], unit: str) -> tuple[CostChange, ...]:
     if len(small) > 1:
         totals = [math.fsum(getattr(cause, side) for cause in small) for side in ("before", "after")]
         names = ", ".join(cause.what for cause in small)
-        return (*large, CostChange("the rest", totals[0], totals[1], names, unit))
+        return (*large, CostChange("other causes", totals[0], totals[1], names, unit))
     return tuple(found)
-
-
-# --- Time ---
 
 
 def _time(before: PlanData, after: PlanData) -> list[CostChange]:
     sides = (before, after)
-    again = [_again(plan) for plan in sides]
+    again = [_recomputing(plan) for plan in sides]
     own = [_seconds(plan, "matmul") - spent for plan, spent in zip(sides, again, strict=True)]
     if _runs_alike(before, after):
-        # Then the model's own matmuls are the same, and what is computed again may be the slower kind, of attention.
+        # The model's own matmuls are then equal; recomputed ones may be attention, which is slower than the average.
         own = [own[0] if again[0] <= again[1] else own[1]] * 2
         again = [_seconds(plan, "matmul") - spent for plan, spent in zip(sides, own, strict=True)]
     between, update, bubble = ([_seconds(plan, name) for plan in sides] for name in ("memory", "optimizer", "bubble"))
@@ -148,18 +142,18 @@ def _time(before: PlanData, after: PlanData) -> list[CostChange]:
     meshes = [str(plan["setup"]["mesh"]) for plan in sides]
     ticks = [str(plan["time"]["bubble"]["note"]) for plan in sides]
     parts = (
-        ("recomputation", again, "what the backward pass computes again takes ", policies),
-        ("the model's own matmuls", own, "they take ", meshes),
-        ("memory", between, "reading and writing what lies between matmuls takes ", policies),
-        ("the optimizer", update, "its pass over the state takes ", meshes),
-        ("the pipeline's bubble", bubble, "stages wait for each other for ", ticks),
+        ("recomputation", again, "the backward pass recomputes for ", policies),
+        ("model matmuls", own, "they take ", meshes),
+        ("memory traffic", between, "reads and writes between matmuls take ", policies),
+        ("optimizer", update, "the update takes ", meshes),
+        ("pipeline bubble", bubble, "stages are idle for ", ticks),
     )
     causes = [_cause(what, spent, words + _each(spent, notes), "s") for what, spent, words, notes in parts]
     return [*causes, *_waiting(before, after)]
 
 
 def _runs_alike(before: PlanData, after: PlanData) -> bool:
-    """Says whether two plans differ in no more than how they keep or recompute, and when they communicate."""
+    """Whether two plans run the same matmuls, apart from those that are recomputed."""
 
     def model(plan: PlanData) -> tuple[Any, ...]:
         setup = plan["setup"]
@@ -172,14 +166,13 @@ def _cause(what: str, values: Sequence[float], why: str, unit: str) -> CostChang
     return CostChange(what, values[0], values[1], why, unit)
 
 
-def _again(plan: PlanData) -> float:
-    """Returns the seconds of matmuls that are computed a second time."""
+def _recomputing(plan: PlanData) -> float:
     flops = plan["flops"]
     return _seconds(plan, "matmul") * flops["recomputed"] / flops["matmul"] if flops["matmul"] else 0.0
 
 
 def _waiting(before: PlanData, after: PlanData) -> list[CostChange]:
-    """Returns a cause for each axis and kind of transfer, and one for what is more than all compute could hide."""
+    """Returns a cause for each axis and kind of transfer, and one for communication that exceeds all compute."""
     groups = [_by_link(plan) for plan in (before, after)]
     causes = []
     for axis, kind in groups[0] | groups[1]:
@@ -189,7 +182,7 @@ def _waiting(before: PlanData, after: PlanData) -> list[CostChange]:
         causes.append(_cause(f"{kind} over {axis}", spent, why, "s"))
     known = [math.fsum(_wait(item) for item in plan["sent"]) for plan in (before, after)]
     over = [_seconds(plan, "exposed") - spent for plan, spent in zip((before, after), known, strict=True)]
-    why = "what could hide takes longer than all compute, by " + _each(over, ["", ""])
+    why = "communication that could overlap exceeds all compute by " + _each(over, ["", ""])
     return [*causes, _cause("busy links", over, why, "s")]
 
 
@@ -209,10 +202,7 @@ def _sent_words(items: list[Mapping[str, Any]]) -> str:
         return ""
     size = math.fsum(item["wire_bytes"] for item in items)
     hidden = math.fsum(item["wire_bytes"] * item["hidden"] for item in items) / size if size else 1.0
-    return f"{format_bytes(size)} over {items[0]['link'].partition(' (')[0]}, {percent(hidden)} of it hidden"
-
-
-# --- Memory ---
+    return f"{format_bytes(size)} over {items[0]['link'].partition(' (')[0]}, {percent(hidden)} hidden"
 
 
 def _memory(before: PlanData, after: PlanData) -> list[CostChange]:
@@ -222,44 +212,41 @@ def _memory(before: PlanData, after: PlanData) -> list[CostChange]:
     for name in sides[0] | sides[1]:
         sizes = [float(side[name]["bytes"]) if name in side else 0.0 for side in sides]
         if name in ("parameters", "optimizer"):
-            # ZeRO-1 splits the optimizer's statistics along one more axis.
+            # ZeRO-1 shards the optimizer state over one more axis.
             zeros = [plan["setup"].get("zero_axis") if name == "optimizer" else None for plan in (before, after)]
             notes = [
-                ("whole" if count == 1 else f"in {count} parts") + (f", and along {zero}" if zero else "")
+                ("replicated" if count == 1 else f"{count} shards") + (f", ZeRO-1 over {zero}" if zero else "")
                 for count, zero in zip(ways, zeros, strict=True)
             ]
         else:
             notes = [str(side[name]["note"]) if name in side else "" for side in sides]
         why = _each(sizes, notes, format_bytes) + _kinds([side.get(name, {}).get("split", {}) for side in sides])
         causes.append(_cause(name, sizes, why, "bytes"))
-    # A plan that was compiled, but did not fit, has parts that do not add up to what the compiler wanted.
+    # If the compiler rejected a program as too large, the parts do not add up to its total.
     totals = [plan["memory"]["total"] for plan in (before, after)]
     known = [math.fsum(part["bytes"] for part in side.values()) for side in sides]
     rest = [total - size for total, size in zip(totals, known, strict=True)]
     if any(abs(size) > 1 for size in rest):
-        causes.append(_cause("not told apart", rest, _each(rest, ["", ""], format_bytes), "bytes"))
+        causes.append(_cause("unattributed", rest, _each(rest, ["", ""], format_bytes), "bytes"))
     return causes
 
 
 def _kinds(splits: list[dict[str, float]]) -> str:
-    """Returns the kinds of layer that most of a difference comes from."""
+    """Returns the two kinds of layer with the largest differences, in words."""
     more = {kind: splits[1].get(kind, 0.0) - splits[0].get(kind, 0.0) for kind in splits[0] | splits[1]}
     largest = [kind for kind in sorted(more, key=lambda kind: -abs(more[kind])) if abs(more[kind]) >= 1][:2]
     return "; from " + ", ".join(f"{kind} {signed(more[kind], 'bytes')}" for kind in largest) if largest else ""
 
 
 def _ways(plan: PlanData) -> int:
-    """Returns in how many parts a mesh splits parameters at most."""
+    """Returns the largest number of shards that a mesh splits a parameter into."""
     sizes = dict(part.split("@")[0].split(":") for part in plan["setup"]["mesh"].split(","))
     return math.prod(int(size) for axis, size in sizes.items() if axis != "dp")
 
 
-# --- Words ---
-
-
 def _each(values: list[float], notes: list[str], show: Callable[[float], str] = duration) -> str:
-    """Returns what both plans have, each with a word on it; said once where it is the same."""
-    shown = [show(value) if value else "nothing" for value in values]
+    """Returns the value of each plan with its note, or with one note if it is the same."""
+    shown = [show(value) for value in values]
     notes = [note if value else "" for value, note in zip(values, notes, strict=True)]
     if notes[0] == notes[1]:
         said = f"{shown[1]} in B, {shown[0]} in A"

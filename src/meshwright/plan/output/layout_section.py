@@ -1,4 +1,4 @@
-"""The mesh on its machine, and where the state lies on it: every parameter with its rule, spec, bytes and tiles."""
+"""Page sections on the mesh and its links, and on the layout of every parameter: rule, spec, bytes and tiles."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.target import Target
 
 MAX_ROWS, MAX_PICTURES = 60, 4
-# Copies of smaller parameters are not worth a word.
-LARGE = 2**20
+LARGE = 2**20  # bytes; smaller replicated parameters are not mentioned
 
 
 def machine_section(plan: Plan) -> Section:
-    """Returns the mesh, the torus or the hosts it lies on, and the links of every axis."""
+    """Returns pictures of the mesh and the torus or hosts, and a table of links."""
     target = plan.target
     spec = parse_mesh(plan.setup.mesh).resolve(target.num_devices)
     axes = dict(zip(spec.names, spec.sizes, strict=True))
@@ -30,7 +29,7 @@ def machine_section(plan: Plan) -> Section:
     if target.platform == "tpu":
         made += _torus(target)
     elif target.platform == "gpu" and not spec.is_hybrid and target.num_devices > 1:
-        # Devices lie in plain order here, so numbers mean the same as in the mesh.
+        # GPUs are placed in plain order, so device numbers match those of the mesh.
         made.append(mesh_picture("Hosts", {"host": target.shape[0], "gpu": target.shape[1]}))
     links = axis_links(target, spec)
     if links:
@@ -38,30 +37,30 @@ def machine_section(plan: Plan) -> Section:
             (axis, axes[axis], link.name, link.words, f"{link.speed / 1e9:,.0f} GB/s", link.hops, "computed")
             for axis, link in links.items()
         ]
-        headings = ("axis", "devices", "link", "where", "each device sends", "hops", "basis")
-        said = f"Speeds are those of data sheets; {LINK_SHARE:.0%} of them is what collectives are assumed to reach."
+        headings = ("axis", "devices", "link", "placement", "speed per device", "hops", "basis")
+        said = f"Speeds come from data sheets; collectives are assumed to reach {LINK_SHARE:.0%} of them."
         made += [table(headings, rows, right=(1, 4, 5)), prose(said)]
     return Section("Mesh and machine", join(made), short="Machine")
 
 
 def _torus(target: Target) -> list[Markup]:
     dims = list(zip("xyz", target.shape, target.wraps, strict=False))  # of two dims, only x and y
-    words = [f"{name}: {size}, {'closed to a ring' if wraps else 'a line'}" for name, size, wraps in dims]
+    words = [f"{name} ({size}, {'a ring' if wraps else 'a line'})" for name, size, wraps in dims]
     slices = f" of each of {target.num_slices} slices" if target.num_slices > 1 else ""
     picture = mesh_picture("Torus", {name: size for name, size, _ in dims}, node="chip")
-    return [picture, prose(f"Chips{slices} are linked along {'; '.join(words)}.")]
+    return [picture, prose(f"Chips{slices} are linked along {', '.join(words)}.")]
 
 
 def layout_section(layout: Layout) -> Section:
-    """Returns the parameters leaf by leaf, the rest of the state folded."""
+    """Returns a table and pictures of the parameters; the rest of the state is folded."""
     params = [leaf for leaf in layout.leaves if leaf.name.startswith("params/")]
     rest = [leaf for leaf in layout.leaves if not leaf.name.startswith("params/")]
     size = sum(leaf.bytes_total for leaf in params)
     each = sum(leaf.bytes_per_device for leaf in params)
     said = prose(
-        f"Parameters take {format_bytes(size)} in all and {format_bytes(each)} on each device (computed, exact).",
+        f"Parameters take {format_bytes(size)} in total and {format_bytes(each)} per device (computed, exact).",
         _copies(params, layout.mesh.size),
-        "Point at a device to see what it holds.",
+        "Hover over a device to see its shard.",
     )
     rows = leaf_rows(params)
     options: dict[str, Any] = {"right": (5,), "code": (0, 1, 2, 3, 4)}
@@ -70,7 +69,7 @@ def layout_section(layout: Layout) -> Section:
     if len(rows) > MAX_ROWS:
         made.append(fold(f"{len(rows) - MAX_ROWS:,} more rows", table(HEADINGS, rows[MAX_ROWS:], **options)))
     other = leaf_rows(rest)
-    made.append(fold(f"Optimizer and the rest of the state, {len(rest):,} leaves", table(HEADINGS, other, **options)))
+    made.append(fold(f"Optimizer and other state, {len(rest):,} leaves", table(HEADINGS, other, **options)))
     return Section("Parameters", join(made))
 
 
@@ -80,11 +79,11 @@ def _copies(params: Sequence[LeafLayout], num_devices: int) -> str:
         return ""
     named = ", ".join(f"{leaf.name} ({format_bytes(leaf.bytes_total)})" for leaf in whole[:4])
     more = f" and {len(whole) - 4} more" if len(whole) > 4 else ""
-    return f"Every device holds a whole copy of {named}{more}."
+    return f"Every device holds a full copy of {named}{more}."
 
 
 def _largest(params: Sequence[LeafLayout]) -> list[LeafLayout]:
-    """Returns the largest that are not split alike; of those that are whole everywhere, one is enough."""
+    """Returns the largest leaves with different shapes or specs; at most one that is replicated."""
     found: dict[Any, LeafLayout] = {}
     for leaf in sorted(params, key=lambda leaf: -leaf.bytes_total):
         found.setdefault(None if leaf.is_replicated else (leaf.stored_shape, leaf.spec), leaf)

@@ -1,4 +1,4 @@
-"""What a device holds at the peak of a step, as a bar that ends before the capacity or does not."""
+"""Page section on memory: a bar against the chip's capacity, a verdict, and the basis of every part."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from meshwright.plan.plan import Plan
 
 
 def memory_section(plan: Plan) -> Section:
-    """Returns the bar by category, a verdict in words, and what every part rests on."""
+    """Returns the section on memory."""
     memory = plan.memory
     names, values = _bar_parts(memory.parts)
     bar = stacked_bars(
-        "Memory of a device at the peak of a step",
+        "Peak memory per device",
         names,
         [Bar(f"{plan.setup.mesh} ({memory.basis})", values)],
         capacity=memory.capacity,
@@ -25,45 +25,39 @@ def memory_section(plan: Plan) -> Section:
     )
     rows = [(part.name, part.basis, part.note) for part in memory.parts]
     known = table(("part", "basis", "note"), rows, sortable=False)
-    named = tag("h3", "What the parts rest on")
+    named = tag("h3", "Where the figures come from")
     return Section("Memory", join([prose(*_verdict(plan)), bar, *_splits(plan), named, known, _own(plan)]))
 
 
 def _splits(plan: Plan) -> list[Markup]:
-    """Returns a bar of each part that is known by the kind of layer."""
     made = []
     for part in plan.memory.parts:
         if len(part.split) > 1:
             names, values = _bar_parts(tuple(Part(kind, size, part.basis) for kind, size in part.split.items()))
-            title = f"{part.name.capitalize()} by the part of the model that made them"
+            title = f"{part.name.capitalize()} by part of the model"
             made.append(stacked_bars(title, names, [Bar(plan.setup.mesh, values)], unit=part.basis, show=format_bytes))
     return made
 
 
 def _verdict(plan: Plan) -> list[str]:
     memory = plan.memory
-    verdict = memory.verdict
-    said = [f"{'Each device' if memory.fits is None else 'It'} {verdict}"]
+    said = [f"{'Each device' if memory.fits is None else 'It'} {memory.verdict}"]
     largest = max(memory.parts, key=lambda part: part.bytes)
     if memory.fits is not False:
         said.append(f"The largest part is {largest.words}.")
     state = sum(part.bytes for part in memory.parts if part.name in ("parameters", "optimizer", "bookkeeping"))
-    said.append(f"The state itself takes {format_bytes(state)}, which the layout gives exactly.")
+    said.append(f"The state takes {format_bytes(state)} (exact, from the layout).")
     if memory.fits is False:
-        said.append(_advice(largest.name))
+        saves = "more remat, more minibatches, fewer rows or a larger tp axis"
+        remedy = saves if largest.name in ("activations", "temporaries") else "a larger fsdp axis, or ZeRO-1 over dp,"
+        said.append(f"Use {remedy} to reduce it.")
     return said
 
 
-def _advice(largest: str) -> str:
-    if largest in ("activations", "temporaries"):
-        return "More remat, more minibatches, fewer rows or a larger tp axis take less of it."
-    return "A larger fsdp axis, or ZeRO-1 over dp, takes less of it."
-
-
 def _bar_parts(parts: tuple[Part, ...]) -> tuple[list[str], list[float]]:
-    """Returns the parts for a bar: as many as there are patterns to tell apart, and the rest as one.
+    """Returns names and sizes for a bar: one part per available pattern, the rest as one.
 
-    Counters and keys are a few bytes, and counted with the optimizer's statistics here.
+    Bookkeeping (counters and keys) is a few bytes, so it is added to the optimizer state.
     """
     sizes: dict[str, float] = {}
     for part in sorted(parts, key=lambda part: part.name == "bookkeeping"):
@@ -78,10 +72,8 @@ def _bar_parts(parts: tuple[Part, ...]) -> tuple[list[str], list[float]]:
 
 
 def _own(plan: Plan) -> Markup | None:
-    """Returns the compiler's own account, where it gave one."""
     if plan.compiled is None or not plan.compiled.memory:
         return None
     rows = [(name.replace("_", " "), format_bytes(size)) for name, size in plan.compiled.memory.items()]
     rows.append(("peak", format_bytes(plan.compiled.peak_bytes)))
-    said = table(("of the program", "bytes"), rows, right=(1,), sortable=False)
-    return fold("The compiler's own account", said)
+    return fold("Memory analysis of the compiler", table(("part", "bytes"), rows, right=(1,), sortable=False))

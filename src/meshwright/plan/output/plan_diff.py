@@ -1,4 +1,4 @@
-"""Two plans held against each other: what one needs more or less of than the other."""
+"""Comparison of two plans, figure by figure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WRITE = "write one with: meshwright plan ... --json > FILE"
 
 @dataclass(frozen=True)
 class Change:
-    """One figure of two plans; None where one of them does not have it."""
+    """One figure of two plans; `before` or `after` is None if that plan does not have it."""
 
     group: str
     name: str
@@ -35,7 +35,7 @@ class Change:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """What changed between two plans, and why; `str(diff)` is a few sentences and tables."""
+    """The differences between two plans, with their causes; `str(diff)` has sentences and tables."""
 
     before: PlanData
     after: PlanData
@@ -47,21 +47,21 @@ class PlanDiff:
 
     @property
     def titles(self) -> tuple[str, str]:
-        """Both plans in words."""
+        """One line about each plan."""
         return _title(self.before), _title(self.after)
 
     @property
     def explanations(self) -> tuple[Explanation, ...]:
-        """Why time and memory differ, cause by cause."""
+        """The causes of the differences in time and memory."""
         return explain(self.before, self.after)
 
     def why(self) -> Summary:
-        """Returns the two plans and the sentences on why they differ, for a terminal."""
+        """Returns both titles and the explanations, for a terminal."""
         head = "\n".join(f"{letter}: {title}" for letter, title in zip("AB", self.titles, strict=True))
         return Summary((head, *map(str, self.explanations)))
 
     def summary(self) -> Summary:
-        """Returns it for a terminal."""
+        """Returns `why()` and tables of all figures, for a terminal."""
         why = self.why()
         if not self.differs:
             return Summary((why.parts[0], "no figure differs"))
@@ -73,7 +73,6 @@ class PlanDiff:
         return Summary((*why.parts, *tables))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {
             "before": self.titles[0],
             "after": self.titles[1],
@@ -89,7 +88,7 @@ class PlanDiff:
 
 
 def diff_plans(before: Plan | PlanData, after: Plan | PlanData) -> PlanDiff:
-    """Returns what differs between two plans, or between what `Plan.to_json` wrote of them.
+    """Compares two plans, given as `Plan` or as `Plan.to_json` data.
 
     Example:
         >>> from meshwright.models import Decoder
@@ -108,31 +107,43 @@ def diff_plans(before: Plan | PlanData, after: Plan | PlanData) -> PlanDiff:
 
 
 def read_plan(path: str | Path) -> PlanData:
-    """Returns the plan in a file that `meshwright plan --json` wrote; of a search, its best."""
+    """Reads a plan from a file written by `meshwright plan --json`; from a search, its best plan.
+
+    Example:
+        >>> import tempfile
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.plan.plan import make_plan
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> path = Path(tempfile.mkdtemp()) / "plan.json"
+        >>> _ = path.write_text(json.dumps(make_plan(job, "cpu:8", Setup(mesh="dp:8")).to_json()))
+        >>> read_plan(path)["setup"]
+        {'mesh': 'dp:8'}
+    """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise MeshwrightError(f"{path} cannot be read as a plan: {error}.", hint=_WRITE) from None
+        raise MeshwrightError(f"cannot read {path} as a plan: {error}.", hint=_WRITE) from None
     if isinstance(data, dict) and isinstance(data.get("plans"), list):
         if not data["plans"]:
-            raise MeshwrightError(f"{path} is of a search that found no plan.", hint=_WRITE)
+            raise MeshwrightError(f"{path} holds a search that found no plan.", hint=_WRITE)
         data = data["plans"][0]
     if not isinstance(data, dict) or not {"target", "setup", "memory", "sent"} <= data.keys():
         raise MeshwrightError(f"{path} does not hold a plan.", hint=_WRITE)
-    try:  # all that a comparison reads
+    try:  # read every field that a comparison uses
         changed = diff_plans(data, data)
         changed.to_json()
         for change in changed.changes:
             _row(change)
     except KeyError as error:
-        raise MeshwrightError(f"{path} holds a plan without {error}.", hint=_WRITE) from None
+        raise MeshwrightError(f"the plan in {path} has no {error}.", hint=_WRITE) from None
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
-        raise MeshwrightError(f"{path} holds a plan that cannot be read: {error}.", hint=_WRITE) from None
+        raise MeshwrightError(f"the plan in {path} is malformed: {error}.", hint=_WRITE) from None
     return data
 
 
 def parse_setup(text: str, base: Setup) -> Setup:
-    """Returns a setup written as `str(setup)` writes it: a mesh, and what differs from `base`.
+    """Parses a setup in the form of `str(setup)`: a mesh, then the options that differ from `base`.
 
     Example:
         >>> str(parse_setup("fsdp:8 remat=full num_minibatches=2", Setup(mesh="dp:8", sync="once")))
@@ -141,7 +152,7 @@ def parse_setup(text: str, base: Setup) -> Setup:
     if not text.strip() or text.strip().endswith(".json"):
         raise MeshwrightError(
             f"{text!r} is neither a file nor a setup.",
-            hint='"fsdp:32,tp:4 remat=full", or a file that `meshwright plan --json` wrote.',
+            hint='pass a setup like "fsdp:32,tp:4 remat=full", or a file written by `meshwright plan --json`.',
         )
     mesh, *words = text.split()
     changes: dict[str, Any] = {}
@@ -150,32 +161,31 @@ def parse_setup(text: str, base: Setup) -> Setup:
         name = {"minibatches": "num_minibatches", "batch_size": "rows"}.get(name, name)
         if not equals or name not in (field.name for field in dataclasses.fields(Setup)):
             raise MeshwrightError(
-                f"{word!r} of {text!r} is not an option of a setup, and {text!r} is no file.",
-                hint='"fsdp:32,tp:4 remat=full minibatches=2", or a file that `meshwright plan --json` wrote.',
+                f"{word!r} in {text!r} is not a setup option, and no file has that name.",
+                hint='pass a setup like "fsdp:32,tp:4 remat=full", or a file written by `meshwright plan --json`.',
             )
         changes[name] = _value(name, value, word)
     return dataclasses.replace(base, mesh=mesh, **changes)
 
 
 def _value(name: str, text: str, word: str) -> Any:
-    """Returns an option of a setup as its field has it."""
     if name == "overlap":
         if text not in ("True", "False"):
-            raise MeshwrightError(f"{word!r} is not True or False.", hint=f"such as {name}=False.")
+            raise MeshwrightError(f"{word!r} is neither True nor False.", hint=f"write e.g. {name}=False.")
         return text == "True"
     kind = {"rows": int, "num_minibatches": int, "clip": float}.get(name, str)
     try:
         value = kind(text)
     except ValueError:
-        raise MeshwrightError(f"{word!r} is not a number.", hint=f"such as {name}=2.") from None
+        raise MeshwrightError(f"{word!r} is not a number.", hint=f"write e.g. {name}=2.") from None
     if isinstance(value, int) and value < 1:
-        raise ConfigError(f"{word!r} is less than 1.", hint=f"such as {name}=2.")
+        raise ConfigError(f"{word!r} is less than 1.", hint=f"write e.g. {name}=2.")
     return value
 
 
 def _memory(old: PlanData, new: PlanData) -> list[Change]:
     parts = [_by_name(plan["memory"]["parts"]) for plan in (old, new)]
-    group = f"Memory of a device ({_both(old['memory']['basis'], new['memory']['basis'])})"
+    group = f"Memory per device ({_both(old['memory']['basis'], new['memory']['basis'])})"
     return [*_bytes(group, *parts), Change(group, "total", old["memory"]["total"], new["memory"]["total"], "bytes")]
 
 
@@ -204,7 +214,7 @@ def _sent(old: PlanData, new: PlanData) -> list[Change]:
 
     kinds = [by_kind(plan) for plan in (old, new)]
     bases = [dict.fromkeys(item["basis"] for item in plan["sent"]) for plan in (old, new)]
-    group = f"Sent by a device in a step ({_both(*(' and '.join(basis) or 'nothing' for basis in bases))})"
+    group = f"Communication per device and step ({_both(*(' and '.join(basis) or 'nothing' for basis in bases))})"
     total = Change(group, "total", sum(kinds[0].values()), sum(kinds[1].values()), "bytes")
     return [*_bytes(group, *kinds), total, Change(group, "exposed", exposed(old), exposed(new), "bytes")]
 
@@ -212,7 +222,7 @@ def _sent(old: PlanData, new: PlanData) -> list[Change]:
 def _time(old: PlanData, new: PlanData) -> list[Change]:
     if old["time"] is None or new["time"] is None:
         return []
-    group = "Time of a step (assumed)"
+    group = "Time per step (assumed)"
     found = [
         Change(group, PART_NAMES.get(name, name), _seconds(old, name), _seconds(new, name), "s")
         for name in (*PARTS, "step")
@@ -223,9 +233,8 @@ def _time(old: PlanData, new: PlanData) -> list[Change]:
 
 
 def _seconds(plan: PlanData, name: str) -> float:
-    """Returns a time of a plan, without what is left of rounding where it is 0."""
     value = float(plan["time"][name]["value"])
-    return value if value > 1e-9 else 0.0
+    return value if value > 1e-9 else 0.0  # drops rounding errors
 
 
 def _both(one: str, other: str) -> str:

@@ -1,4 +1,4 @@
-"""The page about a plan, and the page about two plans and why they differ."""
+"""HTML pages about a plan, and about the difference between two plans."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightWarning
+from meshwright.hardware.chips import Chip
 from meshwright.layout import Layout, format_bytes
 from meshwright.mesh.build import create_abstract_mesh
 from meshwright.mesh.string import parse_mesh
@@ -34,6 +35,7 @@ from meshwright.pages import (
     write_page,
 )
 from meshwright.pages.figure import NUM_TONES
+from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.output.commands import PlannedJob, how_to_run, plan_command, train_command
 from meshwright.plan.output.communication_section import sending_section
 from meshwright.plan.output.compare_section import compare_section, time_bars, why_section
@@ -49,12 +51,20 @@ from meshwright.plan.step_setup import make_optimizer
 from meshwright.train.state import state_layout
 
 
-def build_plan_page(
-    plan: Plan,
-    path: str | Path,
-    **options: Any,
-) -> Path:
-    """Writes the page about a plan, as `render_plan` makes it of its options, and returns where it is."""
+def build_plan_page(plan: Plan, path: str | Path, **options: Any) -> Path:
+    """Writes the page about a plan to `path` and returns it; `options` are those of `render_plan`.
+
+    Example:
+        >>> import tempfile
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.plan.plan import make_plan
+        >>> from meshwright.plan.step_setup import Setup
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> plan, subject = make_plan(job, "cpu:8", Setup(mesh="fsdp:8")), PlannedJob(job="train.py:job")
+        >>> build_plan_page(plan, f"{tempfile.mkdtemp()}/plan.html", job=job, subject=subject).name
+        'plan.html'
+    """
     return write_page(render_plan(plan, **options), path)
 
 
@@ -68,14 +78,24 @@ def render_plan(
     notes: Sequence[str] = (),
     compared: PlanDiff | None = None,
 ) -> str:
-    """Returns the page about a plan: one file that needs no network.
+    """Returns the page about a plan: a single HTML file that needs no network access.
 
     Args:
-        subject: what is planned, for the title and for commands.
-        others: further plans to compare it with, as a search ranked them.
-        found: that search, for what it left out.
-        notes: to be said beside those of the plan, such as why nothing was compiled.
-        compared: its difference from another plan, to be explained.
+        subject: the planned job, for the title and the commands.
+        others: plans to compare it with, in the order of a search.
+        found: the search, for its rejected candidates.
+        notes: notes to add to those of the plan, such as why nothing was compiled.
+        compared: the difference from another plan, to explain on the page.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.plan.plan import make_plan
+        >>> from meshwright.plan.step_setup import Setup
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> plan = make_plan(job, "cpu:8", Setup(mesh="fsdp:8"))
+        >>> "Peak memory per device" in render_plan(plan, job=job, subject=PlannedJob(job="train.py:job"))
+        True
     """
     layout = plan_layout(plan, job)
     sections = [
@@ -94,15 +114,15 @@ def render_plan(
         f"{subject.name} on {plan.target.name} · plan",
         head=_head(plan, subject, notes),
         sections=[section for section in sections if section is not None],
-        foot=f"Made by Meshwright on {made}. Nothing was run on {plan.target.title}. This file needs no network.",
+        foot=f"Made by Meshwright on {made}. Nothing ran on {plan.target.title}. This file needs no network access.",
     )
 
 
 def plan_layout(plan: Plan, job: Any) -> Layout:
-    """Returns where the whole state of a plan lies."""
+    """Returns the layout of a plan's state."""
     mesh = create_abstract_mesh(parse_mesh(plan.setup.mesh).resolve(plan.target.num_devices))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MeshwrightWarning)  # the plan has them as notes
+        warnings.simplefilter("ignore", MeshwrightWarning)  # they are notes of the plan already
         return state_layout(
             job, make_optimizer(plan.setup.optimizer), mesh, zero_axis=plan.setup.zero_axis, precision=plan.setup.dtypes
         )
@@ -111,8 +131,7 @@ def plan_layout(plan: Plan, job: Any) -> Layout:
 def _head(plan: Plan, subject: PlannedJob, notes: Sequence[str]) -> Markup:
     fits = plan.memory.fits
     word, kind = {True: ("fits", "good"), False: ("does not fit", "bad"), None: ("planned", "busy")}[fits]
-    verdict = plan.memory.verdict
-    said = f"Each device {verdict}" if fits is None else f"It {verdict}"
+    said = f"{'Each device' if fits is None else 'It'} {plan.memory.verdict}"
     how = "".join(f", {text}" for text in setup_words(plan))
     return join(
         [
@@ -120,15 +139,15 @@ def _head(plan: Plan, subject: PlannedJob, notes: Sequence[str]) -> Markup:
             tag("h1", f"{subject.name} on {plan.target.name} ", badge(word, kind=kind)),
             prose(
                 f"{plan.target.title} as {plan.setup.mesh}{how}: {plan.rows:,} rows, {plan.tokens_per_step:,} tokens "
-                "a step.",
+                "per step.",
                 said,
                 _waiting(plan),
             ),
             headline(_figures(plan)),
             *(tag("p", note, class_="note") for note in notes),
             *_how_to_run(plan, subject),
-            tag("h3", "Make this plan again"),
-            command(plan_command(plan, subject), label="the command that makes this plan"),
+            tag("h3", "Reproduce this plan"),
+            command(plan_command(plan, subject), label="command that reproduces this plan"),
         ]
     )
 
@@ -137,106 +156,112 @@ def _how_to_run(plan: Plan, subject: PlannedJob) -> list[Markup]:
     line = train_command(plan, subject)
     if line is None:
         return [tag("p", f"{how_to_run(plan, subject)}.", class_="note")]
-    title = "Train it so all the same, on every host" if plan.memory.fits is False else "Train it so, on every host"
-    return [tag("h3", title), command(line, label="the command that trains as planned")]
+    anyway = " anyway" if plan.memory.fits is False else ""
+    return [tag("h3", f"Train this plan{anyway} (run on every host)"), command(line, label="command that trains")]
 
 
 def _waiting(plan: Plan) -> str:
     if plan.time is None:
-        return "How long a step takes is not planned: there are no figures for the speed of CPUs."
+        return "Step time is not estimated for CPUs."
     share = plan.time.exposed.value / plan.time.step.value
-    return f"A step takes about {duration(plan.time.step.value)}, of which {percent(share)} is waiting for links."
+    return f"A step takes about {duration(plan.time.step.value)}; {percent(share)} of it is exposed communication."
 
 
 def _figures(plan: Plan) -> list[Figure]:
     found = []
     if plan.time is not None:
-        found.append(Figure("Step", duration(plan.time.step.value), plan.time.step.basis))
+        found.append(Figure("Step time", duration(plan.time.step.value), plan.time.step.basis))
     if plan.tokens_per_second is not None:
         each = compact(plan.tokens_per_second / plan.target.num_devices)
         found.append(Figure("Tokens per second", compact(plan.tokens_per_second), f"{each} per device, assumed"))
     if plan.mfu is not None:
         found.append(Figure("MFU", percent(plan.mfu), "of the chips' peak, assumed"))
     room = "" if plan.memory.capacity is None else f" of {format_bytes(plan.memory.capacity)}"
-    found.append(Figure("Memory of a device", format_bytes(plan.memory.total), f"{room} {plan.memory.basis}".strip()))
+    found.append(Figure("Memory per device", format_bytes(plan.memory.total), f"{room} {plan.memory.basis}".strip()))
     if plan.sent:
         total = sum(item.wire_bytes for item in plan.sent)
-        found.append(Figure("Sent by a device", format_bytes(total), f"in a step, {plan.sent[0].basis}"))
+        found.append(Figure("Sent per device", format_bytes(total), f"per step, {plan.sent[0].basis}"))
     if plan.time is not None and plan.time.communication.value:
         hidden = 1 - plan.time.exposed.value / plan.time.communication.value
-        found.append(Figure("Of it hidden", percent(hidden), f"of its time, {plan.time.exposed.basis}"))
+        found.append(Figure("Hidden", percent(hidden), f"of communication time, {plan.time.exposed.basis}"))
     cost = plan.dollars_per_billion_tokens
     if cost is not None:
-        found.append(Figure("Per billion tokens", f"${cost:,.0f}", f"at ${plan.price:g} a device-hour, assumed"))
+        found.append(Figure("Per billion tokens", f"${cost:,.0f}", f"at ${plan.price:g} per device-hour, assumed"))
     return found
 
 
 def _grounds(plan: Plan, notes: Sequence[str]) -> Section:
-    """Returns what a plan rests on: its three words, its notes, the chip's figures and the compiler's versions."""
     meaning = pairs(
         [
-            ("compiled", "read off the program that the machine's own compiler made"),
-            ("computed", "follows from shapes, the layout and data sheets"),
-            ("assumed", "holds a rate that was measured elsewhere, or an estimate"),
+            ("compiled", "read from the program that the machine's compiler produced"),
+            ("computed", "calculated from shapes, the layout and data sheets"),
+            ("assumed", "uses a rate measured on another machine, or an estimate"),
         ]
     )
-    made: list[Markup] = [prose("Every figure says one of three words. The time of a step is always assumed."), meaning]
+    made: list[Markup] = [prose("Every figure names its basis. The step time is always assumed."), meaning]
     said = [*notes, *plan.notes]
     if said:
         made += [tag("h3", "Notes"), tag("ul", *(tag("li", note) for note in said))]
     flops = plan.flops
     counted = [
-        ("model, a step", f"{flops.model:.4g} FLOP"),
-        ("computed again by remat", f"{flops.recomputed:.4g} FLOP"),
-        ("attention, of it", f"{flops.attention:.4g} FLOP"),
-        ("tokens a step", f"{plan.tokens_per_step:,}"),
+        ("model, per step", f"{flops.model:.4g} FLOP"),
+        ("recomputed by remat", f"{flops.recomputed:.4g} FLOP"),
+        ("attention only", f"{flops.attention:.4g} FLOP"),
+        ("tokens per step", f"{plan.tokens_per_step:,}"),
     ]
-    made += [tag("h3", "Counted on the traced program (computed)"), pairs(counted)]
+    made += [tag("h3", "Counted in the traced program (computed)"), pairs(counted)]
     if plan.compiled is not None:
-        made += [tag("h3", "Compiled"), pairs(_compiled(plan))]
+        made += [tag("h3", "Compiled"), pairs(_compiled(plan.compiled))]
     if plan.target.chip is not None:
-        made.append(_chip(plan))
-    return Section("What it rests on", join(made), short="Grounds")
+        made.append(_chip(plan.target.chip))
+    return Section("Basis of the figures", join(made), short="Basis")
 
 
-def _compiled(plan: Plan) -> list[tuple[str, str]]:
-    compiled = plan.compiled
-    assert compiled is not None
-    found = [
+def _compiled(compiled: Compiled) -> list[tuple[str, str]]:
+    return [
         ("traced in", duration(compiled.trace_s)),
         ("compiled in", duration(compiled.compile_s)),
-        ("memory that took here", format_bytes(compiled.peak_rss_bytes)),
+        ("host memory for compiling", format_bytes(compiled.peak_rss_bytes)),
         ("matmuls", f"{compiled.num_matmuls:,}"),
         ("collectives", f"{len(compiled.collectives):,}"),
+        *compiled.versions.items(),
     ]
-    return found + list(compiled.versions.items())
 
 
-def _chip(plan: Plan) -> Markup:
-    chip = plan.target.chip
-    assert chip is not None
-    rows = [
-        (f"peak, {dtype}", f"{peak / 1e12:,.0f} TFLOP/s", chip.sources.get(f"peaks.{dtype}", ""))
-        for dtype, peak in chip.peaks.items()
-    ]
-    rows.append(("memory", format_bytes(chip.memory_bytes), chip.sources.get("memory_bytes", "")))
-    rows.append(
-        ("memory bandwidth", f"{chip.memory_bandwidth / 1e9:,.0f} GB/s", chip.sources.get("memory_bandwidth", ""))
-    )
+def _chip(chip: Chip) -> Markup:
     speed = f"{chip.links.count} x {chip.links.per_direction / 1e9:,.1f} GB/s each way"
-    rows.append((f"{chip.links.kind} links", speed, chip.sources.get("links", "")))
     network = "not published" if chip.network is None else f"{chip.network / 1e9:,.1f} GB/s"
-    rows.append(("network", network, chip.sources.get("network", "")))
-    return fold(f"The figures of {chip.title}", table(("figure", "value", "source"), rows, sortable=False))
+    figures = [
+        *((f"peak, {dtype}", f"{peak / 1e12:,.0f} TFLOP/s", f"peaks.{dtype}") for dtype, peak in chip.peaks.items()),
+        ("memory", format_bytes(chip.memory_bytes), "memory_bytes"),
+        ("memory bandwidth", f"{chip.memory_bandwidth / 1e9:,.0f} GB/s", "memory_bandwidth"),
+        (f"{chip.links.kind} links", speed, "links"),
+        ("network", network, "network"),
+    ]
+    rows = [(name, value, chip.sources.get(source, "")) for name, value, source in figures]
+    return fold(f"Data sheet of {chip.title}", table(("figure", "value", "source"), rows, sortable=False))
 
 
 def build_diff_page(compared: PlanDiff, path: str | Path) -> Path:
-    """Writes the page about a difference and returns where it is; it is one file that needs no network."""
+    """Writes the page about a difference to `path` and returns it.
+
+    Example:
+        >>> import tempfile
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.plan.output.plan_diff import diff_plans
+        >>> from meshwright.plan.plan import make_plan
+        >>> from meshwright.plan.step_setup import Setup
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> plans = [make_plan(job, "cpu:8", Setup(mesh=mesh)) for mesh in ("dp:8", "fsdp:8")]
+        >>> build_diff_page(diff_plans(*plans), f"{tempfile.mkdtemp()}/diff.html").name
+        'diff.html'
+    """
     return write_page(render_diff(compared), path)
 
 
 def render_diff(compared: PlanDiff) -> str:
-    """Returns the page about a difference."""
+    """Returns the page about a difference: a single HTML file that needs no network access."""
     sides = (compared.before, compared.after)
     names = [f"{letter}: {plan['setup']['mesh']}" for letter, plan in zip("AB", sides, strict=True)]
     head = [tag("p", "Two plans", class_="eyebrow"), tag("h1", " and ".join(names))]
@@ -253,20 +278,19 @@ def render_diff(compared: PlanDiff) -> str:
         f"{' and '.join(names)} \u00b7 difference",
         head=join(head),
         sections=sections,
-        foot=f"Made by Meshwright on {made}. Nothing was run. This file needs no network.",
+        foot=f"Made by Meshwright on {made}. Nothing was run. This file needs no network access.",
     )
 
 
 def _side_by_side(plans: Sequence[PlanData], names: Sequence[str]) -> list[Markup]:
-    """Returns a bar of each plan's memory and, where it is known, of its time."""
     made = []
     if all(plan["time"] is not None for plan in plans):
         made.append(time_bars(names, [{part: plan["time"][part]["value"] for part in PARTS} for plan in plans]))
     sizes = [{part["name"]: part["bytes"] for part in plan["memory"]["parts"]} for plan in plans]
-    # Counters and keys are a few bytes; patterns to tell parts apart are few as well.
+    # Bookkeeping is a few bytes, and a bar has only NUM_TONES patterns.
     kinds = {
         kind: max(side.get(kind, 0.0) for side in sizes) for side in sizes for kind in side if kind != "bookkeeping"
     }
     largest = sorted(kinds, key=lambda kind: -kinds[kind])[:NUM_TONES]
     rows = [Bar(name, [side.get(kind, 0.0) for kind in largest]) for name, side in zip(names, sizes, strict=True)]
-    return [*made, stacked_bars("Memory of a device at the peak of a step", largest, rows, show=format_bytes)]
+    return [*made, stacked_bars("Peak memory per device", largest, rows, show=format_bytes)]

@@ -1,4 +1,4 @@
-"""Plans and searches in a terminal: a few sentences and tables, plain into a pipe, drawn by rich where it can."""
+"""Plans and searches as text: sentences and tables, plain or drawn by rich."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from meshwright.plan.search import Rejected, Search
 PARTS = ("matmul", "memory", "exposed", "bubble", "optimizer")
 PART_NAMES = {
     "matmul": "matmuls",
-    "memory": "memory between them",
-    "exposed": "waiting for links",
+    "memory": "memory traffic",
+    "exposed": "exposed communication",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
 }
@@ -24,7 +24,7 @@ PART_NAMES = {
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a title; `right` are the columns of numbers."""
+    """A titled table; `right` lists the right-aligned columns."""
 
     title: str
     headings: tuple[str, ...]
@@ -32,20 +32,20 @@ class Table:
     right: tuple[int, ...] = ()
 
     def aligned(self) -> list[tuple[str, ...]]:
-        """Returns the rows with numbers pushed to the right."""
+        """Returns the rows with right-aligned cells padded."""
         widths = [max(len(row[i]) for row in (self.headings, *self.rows)) for i in range(len(self.headings))]
         return [
             tuple(cell.rjust(widths[i]) if i in self.right else cell for i, cell in enumerate(row)) for row in self.rows
         ]
 
     def markup(self) -> Markup:
-        """Returns it for a page, without its title."""
+        """Returns the table for a page, without its title."""
         return table(self.headings, self.rows, right=self.right)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Sentences and tables, one after the other; prints plainly, and with rich."""
+    """A sequence of sentences and tables, printable with and without rich."""
 
     parts: tuple[str | Table, ...]
 
@@ -69,18 +69,18 @@ class Summary:
 
 
 def plan_summary(plan: Plan, subject: PlannedJob) -> Summary:
-    """Returns a plan for a terminal."""
+    """Returns the text that `meshwright plan` prints."""
     head = [
         f"{subject.name} on {plan.target.title}",
-        f"{plan.setup.mesh}, {plan.rows:,} rows, {plan.tokens_per_step:,} tokens a step"
+        f"{plan.setup.mesh}, {plan.rows:,} rows, {plan.tokens_per_step:,} tokens per step"
         + "".join(f", {text}" for text in setup_words(plan)),
         plan.memory.verdict,
-        *speed_lines(plan),
+        _speed(plan),
     ]
     parts: list[str | Table] = ["\n".join(head), memory_table(plan), sent_table(plan)]
     if plan.time is not None:
         parts.append(time_table(plan))
-    parts.append("compiled: by the compiler; computed: from shapes and data sheets; assumed: rests on an estimate")
+    parts.append("compiled: read from the compiled program; computed: from shapes and data sheets; assumed: estimated")
     if plan.notes:
         parts.append("\n".join(f"note: {note}" for note in plan.notes))
     parts.append(how_to_run(plan, subject))
@@ -88,7 +88,7 @@ def plan_summary(plan: Plan, subject: PlannedJob) -> Summary:
 
 
 def setup_words(plan: Plan) -> list[str]:
-    """Returns what a setup says beside mesh and rows."""
+    """Returns the options of a setup that differ from the defaults, without mesh and rows."""
     return [
         f"{name}={value}"
         for name, value in plan.setup.to_json().items()
@@ -96,19 +96,18 @@ def setup_words(plan: Plan) -> list[str]:
     ]
 
 
-def speed_lines(plan: Plan) -> list[str]:
-    """Returns a line on time, throughput and money; none where the chip's speed is not known."""
+def _speed(plan: Plan) -> str:
     if plan.time is None or plan.tokens_per_second is None:
-        return ["time is not planned: there are no figures for the speed of CPUs"]
+        return "step time is not estimated for CPUs"
     mfu = "" if plan.mfu is None else f", MFU {percent(plan.mfu)}"
     cost = plan.dollars_per_billion_tokens
     money = "" if cost is None else f", ${cost:,.0f} per billion tokens"
     step = duration(plan.time.step.value)
-    return [f"{step} a step, {compact(plan.tokens_per_second)} tokens/s{mfu}{money} ({plan.time.step.basis})"]
+    return f"{step} per step, {compact(plan.tokens_per_second)} tokens/s{mfu}{money} ({plan.time.step.basis})"
 
 
 def memory_table(plan: Plan) -> Table:
-    """Returns what one device holds at the peak of a step."""
+    """Returns the peak memory per device, by part."""
     memory = plan.memory
     rows: list[tuple[str, ...]] = []
     for part in memory.parts:
@@ -119,12 +118,12 @@ def memory_table(plan: Plan) -> Table:
         )
     rows.append(("total", format_bytes(memory.total), "", memory.basis, ""))
     if memory.capacity is not None:
-        rows.append(("capacity", format_bytes(memory.capacity), "", "", f"{plan.target.kind}, by the table of chips"))
-    return Table("Memory of a device", ("part", "bytes", "share", "basis", "note"), tuple(rows), (1, 2))
+        rows.append(("capacity", format_bytes(memory.capacity), "", "", f"{plan.target.kind}, from its data sheet"))
+    return Table("Memory per device", ("part", "bytes", "share", "basis", "note"), tuple(rows), (1, 2))
 
 
 def sent_table(plan: Plan, *, width: int = 48) -> Table:
-    """Returns what a device sends in a step; `width` is that of what it is."""
+    """Returns the communication table; `width` limits the column that names the data."""
     rows = tuple(
         (
             item.axis,
@@ -132,20 +131,19 @@ def sent_table(plan: Plan, *, width: int = 48) -> Table:
             short_source(item.what, width),
             format_bytes(item.wire_bytes),
             f"{item.count:,}",
-            "not known" if item.seconds is None else duration(item.seconds),
-            # Where nothing was compiled, it is an estimate, and says so.
+            "unknown" if item.seconds is None else duration(item.seconds),
             percent(item.hidden) + (" assumed" if item.hidden and item.basis != "compiled" else ""),
             item.link,
             item.basis,
         )
         for item in plan.sent
     )
-    headings = ("axis", "kind", "what", "bytes", "times", "takes", "hidden", "link", "basis")
-    return Table("Sent by a device in a step", headings, rows, (3, 4, 5, 6))
+    headings = ("axis", "kind", "data", "bytes", "count", "time", "hidden", "link", "basis")
+    return Table("Communication per device and step", headings, rows, (3, 4, 5, 6))
 
 
 def time_table(plan: Plan) -> Table:
-    """Returns where the time of a step goes."""
+    """Returns the time per step, by part."""
     assert plan.time is not None
     step = plan.time.step
     figures = [(PART_NAMES[name], getattr(plan.time, name)) for name in PARTS]
@@ -155,17 +153,18 @@ def time_table(plan: Plan) -> Table:
         if figure.value > 1e-9
     ]
     rows.append(("step", duration(step.value), "", step.basis, step.note))
-    return Table("Time of a step", ("part", "takes", "share", "basis", "note"), tuple(rows), (1, 2))
+    return Table("Time per step", ("part", "time", "share", "basis", "note"), tuple(rows), (1, 2))
 
 
 def search_summary(
     found: Search, best: Sequence[Plan], subject: PlannedJob, *, failed: Sequence[Rejected] = (), top: int = 5
 ) -> Summary:
-    """Returns a search for a terminal: the best plans with the command of each, and why others were not taken."""
+    """Returns the text that `meshwright plan search` prints: the best plans, their commands, and rejections."""
     head = (
         f"{subject.name} on {found.target.title}\n"
-        f"{found.rows:,} rows of {found.tokens_per_row:,} tokens, {found.rows * found.tokens_per_row:,} tokens a step\n"
-        f"{found.considered:,} candidates in {found.seconds:.1f} s, of which {len(found.ranked):,} fit"
+        f"{found.rows:,} rows of {found.tokens_per_row:,} tokens, "
+        f"{found.rows * found.tokens_per_row:,} tokens per step\n"
+        f"{found.considered:,} candidates in {found.seconds:.1f} s; {len(found.ranked):,} fit"
     )
     parts: list[str | Table] = [head]
     if best:
@@ -174,14 +173,14 @@ def search_summary(
         parts.append("\n".join(f"{place}. {line}" for place, line in enumerate(commands, 1)))
     parts.append(rejected_table(found))
     if failed:
-        lines = [f"not kept: {item.setup}: {item.reason}: {item.detail.splitlines()[0]}" for item in failed]
+        lines = [f"dropped: {item.setup}: {item.reason}: {item.detail.splitlines()[0]}" for item in failed]
         parts.append("\n".join(lines))
     return Summary(tuple(part for part in parts if isinstance(part, str) or part.rows))
 
 
 def ranking_table(plans: Sequence[Plan]) -> Table:
-    """Returns plans side by side."""
-    headings = ("", "mesh", "setup", "step", "MFU", "tokens/s", "memory", "sent", "waiting", "memory and links")
+    """Returns one row per plan."""
+    headings = ("", "mesh", "setup", "step", "MFU", "tokens/s", "memory", "sent", "exposed", "memory and links")
     rows = []
     for place, plan in enumerate(plans, 1):
         assert plan.time is not None
@@ -203,16 +202,16 @@ def ranking_table(plans: Sequence[Plan]) -> Table:
 
 
 def rejected_table(found: Search) -> Table:
-    """Returns how many candidates were left out for what, with an example of each."""
+    """Returns the number of rejected candidates by reason, with an example of each."""
     rows = []
     for reason, count in found.reasons().most_common():
         example = next(item for item in found.rejected if item.reason == reason)
         rows.append((f"{count:,}", reason, f"{example.setup.mesh}: {example.detail}"))
-    return Table("Not taken", ("candidates", "that", "for example"), tuple(rows), (0,))
+    return Table("Rejected candidates", ("count", "reason", "example"), tuple(rows), (0,))
 
 
 def short_source(what: str, limit: int = 48) -> str:
-    """Returns the end of a long name of an operation: programs name them by the path that leads there.
+    """Shortens a long operation name to its last path components.
 
     >>> short_source("jit(step)/" + "while/body/" * 5 + "all_gather", 24)
     '…/while/body/all_gather'

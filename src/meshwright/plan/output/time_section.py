@@ -1,4 +1,4 @@
-"""Where the time of a step goes: compute and communication beside each other, and the ticks of a pipeline."""
+"""Page sections on the time of a step: compute and communication, and the schedule of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from meshwright.plan.output.summary import time_table
 from meshwright.plan.plan import Plan
 
 MATMUL, MEMORY, OPTIMIZER, HIDDEN, EXPOSED, BUBBLE = range(6)
-KEYS = ("matmuls", "memory between them", "optimizer", "sent beside compute", "sent while compute waits", "bubble")
+KEYS = ("matmuls", "memory traffic", "optimizer", "hidden communication", "exposed communication", "bubble")
 MAX_STAGES = 16
-# What a backward pass takes, in forward ones: its tick is computed again first.
-BACKWARD = 3
-_SMALL = 2e-4  # of a step: too short to be seen
+BACKWARD = 3  # time of a backward tick in forward ticks: it recomputes its forward pass first
+_SMALL = 2e-4  # of a step; shorter transfers would be invisible
 
 
 def time_section(plan: Plan) -> Section:
-    """Returns a timeline of one step, and a table of what it is made of."""
+    """Returns a timeline of one step, and a table of its parts."""
     if plan.time is None:
-        return Section("Time", prose("Time is not planned: the table of chips has no figures for CPUs."))
+        return Section("Time", prose("Step time is not estimated for CPUs."))
     time = plan.time
     shown, sent = time_table(plan), time.communication
     rows = (*shown.rows, ("all communication", duration(sent.value), "", sent.basis, sent.note))
     known = table(shown.headings, rows, right=shown.right, sortable=False)
     said = prose(
         f"A step takes about {duration(time.step.value)} ({time.step.basis}).",
-        f"Communication would take {duration(sent.value)} by itself; "
-        f"{duration(time.exposed.value)} of it is not hidden.",
-        "The picture adds things up by kind: it shows how long, not when.",
+        f"Communication alone would take {duration(sent.value)}; {duration(time.exposed.value)} of it is exposed.",
+        "The picture adds up time by kind: it shows how long each takes, not when it runs.",
     )
     picture = timeline("One step on one device", _lanes(plan, time), unit="by kind, assumed", keys=KEYS)
     return Section("Time", join([said, picture, known]))
@@ -48,7 +46,7 @@ def _lanes(plan: Plan, time: TimePlan) -> list[Lane]:
     lanes = [Lane("compute", [span for span in spans if span.end > span.start + 1e-9])]
     by_axis: dict[str, list[Span]] = {}
     known = _drawn(plan, time)
-    # What was judged is beside compute whatever other axes send; the rest is taken to go one after the other.
+    # Judged transfers overlap with compute whatever other axes send; the others are drawn one after another.
     cursors: dict[str, float] = {}
     for item in known:
         left = (item.seconds or 0.0) * item.hidden
@@ -58,8 +56,8 @@ def _lanes(plan: Plan, time: TimePlan) -> list[Lane]:
         inside = min(left, max(0.0, compute - cursor))
         if inside:
             here.append(Span(cursor, cursor + inside, item.kind, HIDDEN, f"{item.what}, {item.basis}"))
-        if left > inside:  # more than there is compute to hide it
-            here.append(Span(cursor + inside, cursor + left, item.kind, EXPOSED, "more than compute can hide"))
+        if left > inside:
+            here.append(Span(cursor + inside, cursor + left, item.kind, EXPOSED, "exceeds the compute"))
         cursors[lane] = cursor + left
     cursor = max(compute, *cursors.values(), 0.0)
     for item in known:
@@ -72,7 +70,7 @@ def _lanes(plan: Plan, time: TimePlan) -> list[Lane]:
 
 
 def _drawn(plan: Plan, time: TimePlan) -> list[Sent]:
-    """Returns what is sent along axes whose transfers are long enough to be seen."""
+    """Returns the communication along axes whose transfers are long enough to be visible."""
     total: dict[str, float] = {}
     for item in plan.sent:
         total[item.axis] = total.get(item.axis, 0.0) + (item.seconds or 0.0)
@@ -80,7 +78,7 @@ def _drawn(plan: Plan, time: TimePlan) -> list[Sent]:
 
 
 def pipeline_section(plan: Plan) -> Section | None:
-    """Returns who works on which microbatch when; None without a pipeline."""
+    """Returns a chart of the pipeline schedule; None without a pipeline."""
     stages = plan.stages.count
     if stages == 1:
         return None
@@ -103,14 +101,14 @@ def pipeline_section(plan: Plan) -> Section | None:
         lanes.append(Lane(f"stage {stage}", sorted(spans, key=lambda span: span.start)))
     rest = f" The first {MAX_STAGES} of {stages} are drawn." if stages > MAX_STAGES else ""
     often = plan.setup.num_minibatches
-    again = f" It runs so {often} times in a step, once for each minibatch." if often > 1 else ""
+    again = f" This repeats {often} times per step, once per minibatch." if often > 1 else ""
     said = prose(
-        f"{stages} stages work on {schedule.num_microbatches} microbatches; each idles {schedule.bubble_fraction:.1%} "
-        f"of the time (computed).{again}{rest}",
-        "A backward pass computes its tick again, and is drawn three times as long as a forward one (assumed). Numbers "
-        "are microbatches.",
+        f"{stages} stages process {schedule.num_microbatches} microbatches; each is idle "
+        f"{schedule.bubble_fraction:.1%} of the time (computed).{again}{rest}",
+        "Numbers are microbatches. A backward tick recomputes its forward pass, so it is drawn three times as long as "
+        "a forward tick (assumed).",
     )
-    # Without a time for the step, only the order is known.
+    # Without a step time, only the order is known.
     show = duration if plan.time is not None else "{:g} ticks".format
-    picture = timeline("The pipeline", lanes, keys=("forward", "backward"), show=show)
+    picture = timeline("Pipeline schedule", lanes, keys=("forward", "backward"), show=show)
     return Section("Pipeline", join([said, picture]))
