@@ -139,7 +139,7 @@ class Environment:
 
 
 def check(env: Environment, names: list[str]) -> int:
-    """Run the checks named, or all; go on after a failure, so that one run shows everything."""
+    """Run the checks named, or all; continue after a failure, so that one run shows everything."""
     unknown = [name for name in names if name not in CHECKS]
     if unknown:
         fail(f"there is no check called `{unknown[0]}`.", f"the checks are {', '.join(CHECKS)}")
@@ -154,7 +154,7 @@ def check(env: Environment, names: list[str]) -> int:
 
 
 def lock(uv_arguments: list[str]) -> int:
-    """Rewrite the constraints. Pins that still fit stay as they are, unless uv is told `--upgrade`."""
+    """Rewrite the constraints. Pins that still fit do not change without `--upgrade`."""
     CONSTRAINTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         env, work = Environment(Path(folder) / "venv"), Path(folder) / "work"
@@ -166,7 +166,7 @@ def lock(uv_arguments: list[str]) -> int:
         uv += ["--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", *uv_arguments]
         uv += ["--custom-compile-command", "python3 dev.py lock"]
         for python in LOCKED:
-            # Without this, a file for 3.11 would also hold what later Pythons get.
+            # Without this, a file for 3.11 would also hold the pins of later Pythons.
             only = f"\n[tool.uv]\nenvironments = [\"python_version == '{python}'\"]\n"
             (work / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + only)
             for wanted in ("dev", "run"):  # in this order: run takes its versions from dev
@@ -195,7 +195,7 @@ def constraints_file(python: str, wanted: str) -> Path:
 
 
 def fingerprint(wanted: str) -> str:
-    """Changes whenever what `install` would do changes."""
+    """A hash of everything that `install` depends on."""
     digest = hashlib.sha256(f"{wanted} {PYTHON} {ROOT}".encode())
     for file in (ROOT / "pyproject.toml", constraints_file(PYTHON, wanted)):
         digest.update(file.read_bytes() if file.is_file() else b"none")

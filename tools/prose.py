@@ -28,15 +28,15 @@ HABITS = {
     'headless "what"': r"\bwhat\b(?! if\b| to\b)(?![^.]*\?)",
     '"where" for "if"': r"(?:^|[,;:(] ?|\band )where (?:it|there|they|that|this|one|no|none|nothing|an?|the|you|its|two"
     r"|both)\b",
-    '"is no X"': rf"\b(?:is|are|was|were|be) no (?!{COMPARED}\b)\w+",
+    '"is no X"': rf"(?<!\bthere )\b(?:is|are|was|were|be) no (?!{COMPARED}\b)\w+",
     '"of ours", "of its own"': r"\bof (?:ours|yours|theirs|(?:our|its|their|one's|your) own)\b",
     '"goes on"': r"\b(?:go|goes|going|went|gone) on\b(?! (?:the|a|an|each|every|one) )",
     '"is told"': r"\b(?:is|are|was|were|be|been) told\b",
     '"not here"': r"\b(?:is|are|be) not here\b|\bnot to be seen\b",
     '"cannot be."': r"\bcannot be[.;,]|\bmay be none\b|\bthat (?:is|are) none\b",
     '"so often"': r"\bso (?:often|many times)\b|\bhow (?:many|much) (?:they|it) (?:are|is)\b",
-    '"those that"': r"\bthose (?:that|which|who|before|after|of)\b",
-    '"as it is", "by hand"': r"\bas (?:it is|they are)\b|\bby hand\b",
+    '"those that"': r"\bthose (?:that|which|who|before|after)\b",
+    '"as it is", "by hand"': r"\bas (?:it is|they are)\b[.,;:]|\bby hand\b",
     '"nobody", "nothing but"': r"\bnobody\b|\bnothing but\b|\banybody\b",
     '"by itself", "all the same"': r"\b(?:by|of) itself\b|\ball the same\b|\bfor nothing\b",
 }

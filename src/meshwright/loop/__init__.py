@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
+from meshwright.lazy import lazy_names
 from meshwright.loop.config import PRESETS, TrainConfig, preset, read_config
 from meshwright.loop.fit import Loop, Result, fit
 
@@ -35,9 +33,5 @@ _WHERE = {
 
 __all__ = ["PRESETS", "TrainConfig", "preset", "read_config", "fit", "Loop", "Result", *_WHERE]
 
-
-def __getattr__(name: str) -> Any:
-    # Import lazily, so that reading a configuration does not import Orbax and Grain.
-    if name in _WHERE:
-        return getattr(importlib.import_module(f"meshwright.loop.{_WHERE[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Import lazily, so that reading a configuration does not import Orbax and Grain.
+__getattr__ = lazy_names(__name__, {name: f"meshwright.loop.{module}" for name, module in _WHERE.items()})
