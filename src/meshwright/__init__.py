@@ -153,8 +153,8 @@ __all__ = [
 
 # Packages that are imported when they are first used as attributes, e.g. `mw.parallel.local_map`. `mw.verify(job)` and
 # `mw.train(config)` call the packages of these names.
-_PACKAGES = ("parallel", "linen", "models", "train", "data", "checkpoint", "loop", "distributed")
-_PACKAGES += ("verify", "plan", "hardware", "compat")
+_LATER = ("parallel", "linen", "models", "train", "data", "checkpoint", "loop", "distributed", "verify", "plan")
+_PACKAGES = frozenset((*_LATER, "hardware", "compat"))
 
 _load = lazy_names(
     __name__,
