@@ -14,8 +14,8 @@ MODELS = {
     "xlstm": XLSTM(**SIZES, dropout=0.1, chunk_size=8, logit_soft_cap=30.0),
 }
 # Axes of size 1 are left to XLA, also with a pipeline. Pipelines come last, because they disable the compilation cache.
-MESHES = ["dp:8", "fsdp:8", "tp:8", "dp:2,fsdp:2,tp:2", "fsdp:4,tp:2", "pp:2,tp:2,dp:2", "pp:2,dp:4,tp:1"]
-CUT_MESHES = ["fsdp:4,tp:2", "dp:1,fsdp:4,tp:2"]
+MESHES = ["dp:8", "fsdp:8", "tp:8", "dp:2,fsdp:2,tp:2", "pp:2,tp:2,dp:2", "pp:2,dp:4,tp:1"]
+CUT_MESHES = {"decoder": ["fsdp:4,tp:2", "dp:1,fsdp:4,tp:2"], "xlstm": ["fsdp:4,tp:2"]}
 
 
 def batch(seed=0):
@@ -28,7 +28,7 @@ def batch(seed=0):
 
 
 # One verify call for all meshes compiles the reference once.
-@pytest.mark.slow  # two views of seven programs
+@pytest.mark.slow  # two views of six programs
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_the_same_on_every_mesh(name):
     verify(make_job(name), meshes=MESHES, num_steps=2, batch=batch()).require()
@@ -37,7 +37,7 @@ def test_a_model_is_the_same_on_every_mesh(name):
 @pytest.mark.slow  # two views of two programs
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_the_same_in_minibatches(name):
-    verify(make_job(name), meshes=CUT_MESHES, num_minibatches=4, num_steps=2, batch=batch()).require()
+    verify(make_job(name), meshes=CUT_MESHES[name], num_minibatches=4, num_steps=2, batch=batch()).require()
 
 
 def make_job(name):
