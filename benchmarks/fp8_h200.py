@@ -69,7 +69,6 @@ from measure import machine, table, verdict, versions
 
 import meshwright as mw
 from meshwright.models import Decoder, Execution
-from meshwright.plan.compiled.topology import assumed_cudnn, mesh_on_target, stand_in_for_cudnn
 from meshwright.rules import Rules
 from meshwright.train import init_state, language_job, make_train_step, state_layout
 
@@ -355,7 +354,7 @@ def quantize_programs(m: int, k: int) -> dict[str, Program]:
 
 def run_micro(args: argparse.Namespace) -> None:
     on_gpu = args.compile_only or jax.default_backend() == "gpu"
-    where = NamedSharding(mesh_on_target("h200:1x1", "dp:1"), P()) if args.compile_only else None
+    where = NamedSharding(target_mesh()[0], P()) if args.compile_only else None
 
     def operand(wanted: Any, seed: int) -> Any:
         if wanted is None:
@@ -411,6 +410,14 @@ def back_to_back(compiled: Any, operands: Any, tiny: bool) -> float:
     return (time.perf_counter() - start) / count
 
 
+def target_mesh() -> tuple[Any, Any]:
+    """Returns a mesh of one H200 that need not be there, and the context in which steps are traced for it."""
+    from meshwright.plan.compiled.topology import assumed_cudnn, mesh_on_target, stand_in_for_cudnn
+
+    stand_in_for_cudnn()
+    return mesh_on_target("h200:1x1", "dp:1"), assumed_cudnn
+
+
 # --- The train step ---
 
 
@@ -418,7 +425,7 @@ class Variant:
     """A train step by one recipe. States of all variants are alike but for the amaxes of delayed scaling."""
 
     def __init__(self, args: argparse.Namespace, name: str, sizes: dict[str, int], mesh: Any) -> None:
-        self.name, self.recipe = name, RECIPES[name]
+        self.name, self.recipe, self.part, self.folder = name, RECIPES[name], args.one, args.hlo
         self.amaxes, self.batch, self.seq = AMAXES, args.batch, args.seq
         # Written out, as "auto" has it on GPUs: amaxes are handed out in the order of the trace.
         job = language_job(Decoder(**sizes), batch_size=args.batch, num_tokens=args.seq, run=Execution(layers="unroll"))
@@ -457,8 +464,8 @@ class Variant:
         self.compiled = self.step.lower(self.job.batch).compile()
         self.seconds = time.time() - start
         text = self.compiled.as_text()
-        if folder := os.environ.get("FP8_HLO"):
-            Path(folder, f"{self.name}.hlo").write_text(text)
+        if self.folder:
+            Path(self.folder, f"{self.part}-{self.name}.hlo").write_text(text)
         self.matmuls, self.moved = matmuls(text), gigabytes(text)
         self.peak = self.compiled.memory_analysis().peak_memory_in_bytes / GIB
         self.in_fp8 = sum(count for name, count in self.matmuls.items() if "$f8" in name)
@@ -514,8 +521,7 @@ def run_steps(args: argparse.Namespace) -> None:
         args.batch, args.seq = 2, 16
     compiling = contextlib.nullcontext
     if args.compile_only:
-        stand_in_for_cudnn()
-        mesh, compiling = mesh_on_target("h200:1x1", "dp:1"), assumed_cudnn
+        mesh, compiling = target_mesh()
     else:
         mesh = mw.create_mesh("dp:1", devices=1)
         print(f"{jax.devices()[0].device_kind}; {sizes}; {args.batch} x {args.seq} tokens", flush=True)
@@ -693,6 +699,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--losses", type=int, default=10, help="steps whose losses are compared (default: 10)")
     parser.add_argument("--layers", type=int, help="number of layers, in place of the model's own")
     parser.add_argument("--write", help="a file for the results as JSON")
+    parser.add_argument("--hlo", help="a folder for the steps' compiled programs")
     parser.add_argument("--compile-only", action="store_true", help="compile for an H200 that need not be there")
     parser.add_argument("--tiny", action="store_true", help="small sizes that run on a CPU")
     parser.add_argument("--batch", type=int, default=16, help=argparse.SUPPRESS)
