@@ -4,6 +4,7 @@
     PYTHONPATH=src python3 benchmarks/fp8_h200.py --parts 4096 --variants bf16 fixed
     PYTHONPATH=src python3 benchmarks/fp8_h200.py --tiny                            # small sizes on a CPU
     PYTHONPATH=src python3 benchmarks/fp8_h200.py --compile-only --layers 2         # no GPU: compiles for an H200
+    PYTHONPATH=src python3 benchmarks/fp8_h200.py --parts curves --seconds 540      # loss curves; about seven minutes
 
 Parts, each in a process of its own:
 
@@ -12,6 +13,9 @@ Parts, each in a process of its own:
 - 956m, 4096: the train step (forward, backward, AdamW; mixed precision) of the 956M decoder at 16 x 2048 tokens, and of
   one with d 4096, ff 14336 and 8 layers. Losses of `--losses` steps from the same state on the same text; then times in
   turns, `--rounds` rounds in a drawn order, each of one step to warm up and `--steps` that are timed and waited for.
+- curves (only if named): trains the 956M decoder for `--curve-steps` steps on Python sources, one byte per token, with
+  warmup, cosine decay and clipping. All variants see the same batches in the same order and, except for `NAME_seedN`,
+  start from the same parameters. Prints the losses of every tenth step and how far they are from bf16.
 
 The compiled program says how each matmul runs: XLA falls back to bfloat16 without a word where it does not recognize
 fp8. Variants are the recipes of `fp8_matmul.py`. A variant that fails is reported and left out. `--seconds` limits the
@@ -83,13 +87,22 @@ TINY = {
     "4096": {"vocab_size": 256, "num_layers": 1, "d_model": 64, "num_heads": 2, "d_ff": 128},
 }
 TARGETS = {"956m": 1.30, "4096": 1.45}
-PARTS = ("check", "956m", "4096", "micro")
-SHARES = {"check": 0.10, "956m": 0.50, "4096": 0.65, "micro": 1.0}  # of the time that is left when a part begins
+DEFAULT_PARTS = ("check", "956m", "4096", "micro")
+PARTS = (*DEFAULT_PARTS, "curves")
+SHARES = {
+    "check": 0.10,
+    "956m": 0.50,
+    "4096": 0.65,
+    "micro": 1.0,
+    "curves": 1.0,
+}  # of the time that is left when a part begins
 VARIANTS = {
     "956m": "bf16 delayed8 current current_delayed8 fixed kernel_delayed delayed8_precise weights_once wgrad_bf16 "
     "delayed direct current_bf16_cast written_first transposes_apart",
     "4096": "bf16 delayed8 current fixed delayed8_precise",
 }
+CURVE_VARIANTS = ("bf16", "kernel_delayed", "delayed8_precise", "current")
+CURVE_BOUND = 5e-3  # of the loss of bf16
 MICRO = [(32768, 2048, 5632), (32768, 4096, 14336), (32768, 2048, 2048)]
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False}
 GIB = 2**30
@@ -224,6 +237,10 @@ def listed(counts: Counter[str]) -> str:
 # --- check: against float32 ---
 
 BOUNDS = {"y": 5e-2, "dx": 1e-1, "dw": 1e-1}
+QUANTIZED = 1e-2  # fp8 cannot be closer to float32 than this; bfloat16 is
+# XLA joins small dots that share an operand, and no longer recognizes fp8 in the result. It then drops the casts to fp8
+# and back as excess precision. The dots of a real step are too large to be joined.
+CHECK_OPTIONS = GPU_OPTIONS | {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def run_check(args: argparse.Namespace) -> None:
@@ -240,6 +257,8 @@ def run_check(args: argparse.Namespace) -> None:
     def exact(x: Any, ws: Any, amaxes: Any) -> Any:
         return tuple(jnp.matmul(x, w, precision="highest") for w in ws)
 
+    on_gpu = jax.default_backend() == "gpu"
+    options = CHECK_OPTIONS if on_gpu else {"xla_allow_excess_precision": False}
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (x, ws, gs))
     known = jnp.stack([jnp.abs(leaf).max() for leaf in jax.tree.leaves(wide)])
     reference = jax.jit(lambda *values: both(exact, *values))(*wide, known)
@@ -253,7 +272,9 @@ def run_check(args: argparse.Namespace) -> None:
             casts = str(jax.make_jaxpr(lambda *values: both(dots, *values))(x, ws, gs, known))
             count = len(re.findall(r"convert_element_type\[\s*new_dtype=float8", casts))
             gradients = tuple(g / 1e-3 for g in gs) if recipe.scaling == "fixed" else gs
-            ys, dx, dws, news = jax.jit(lambda *values: both(dots, *values))(x, ws, gradients, known)
+            program = jax.jit(lambda *values: both(dots, *values), compiler_options=options)
+            compiled = program.lower(x, ws, gradients, known).compile()
+            ys, dx, dws, news = compiled(x, ws, gradients, known)
             if recipe.scaling == "fixed":  # its scale is for gradients of a summed loss
                 dx, dws = jax.tree.map(lambda leaf: leaf * 1e-3, (dx, dws))
             errors = {
@@ -261,18 +282,18 @@ def run_check(args: argparse.Namespace) -> None:
                 for key, got, want in zip(BOUNDS, (ys, dx, dws), reference[:3], strict=True)
             }
             amaxes_agree = not recipe.keeps_amaxes or apart(news, known) < 0.1
-            zero, *zero_gradients, _ = jax.jit(lambda *values: both(dots, *values))(0 * x, ws, gs, known)
+            zero, *zero_gradients, _ = compiled(0 * x, ws, gs, known)
             finite = all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((zero, zero_gradients)))
             close = all(errors[key] <= BOUNDS[key] for key in BOUNDS)
+            in_fp8 = sum(number for kind, number in matmuls(compiled.as_text()).items() if "$f8" in kind)
+            rounded = [error > QUANTIZED for key, error in errors.items() if key != "dw" or recipe.wgrad]
+            quantized = all(rounded) and (not on_gpu or in_fp8 == 2 * len(rounded))
+            met = close and finite and amaxes_agree and quantized
             text = ", ".join(f"{key} {error:.1e}" for key, error in errors.items())
-            print(
-                verdict(
-                    f"{name}: {text} from float32; {count} casts; amaxes {'agree' if amaxes_agree else 'DIFFER'}",
-                    close and finite and amaxes_agree,
-                ),
-                flush=True,
-            )
-            tell({"name": name, **errors, "casts": count, "met": close and finite and amaxes_agree})
+            text += f" from float32; {count} casts; amaxes {'agree' if amaxes_agree else 'DIFFER'}"
+            text += f"; {in_fp8} of {2 * len(rounded)} matmuls in fp8" if on_gpu else ""
+            print(verdict(f"{name}: {text}" + ("" if all(rounded) else "; NOT QUANTIZED"), met), flush=True)
+            tell({"name": name, **errors, "casts": count, "in_fp8": in_fp8, "met": met})
 
         attempt(f"check {name}", one)
 
@@ -424,13 +445,15 @@ def target_mesh() -> tuple[Any, Any]:
 class Variant:
     """A train step by one recipe. States of all variants are alike but for the amaxes of delayed scaling."""
 
-    def __init__(self, args: argparse.Namespace, name: str, sizes: dict[str, int], mesh: Any) -> None:
+    def __init__(self, args: argparse.Namespace, name: str, sizes: dict[str, int], mesh: Any, rate: Any = None) -> None:
         self.name, self.recipe, self.part, self.folder = name, RECIPES[name], args.one, args.hlo
         self.amaxes, self.batch, self.seq = AMAXES, args.batch, args.seq
         # Written out, as "auto" has it on GPUs: amaxes are handed out in the order of the trace.
         job = language_job(Decoder(**sizes), batch_size=args.batch, num_tokens=args.seq, run=Execution(layers="unroll"))
         self.delayed = self.recipe is not None and self.recipe.keeps_amaxes
-        self.optimizer = optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
+        self.optimizer = optax.adamw(rate or 3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
+        if rate is not None:  # by the optimizer, not by the step, so that amaxes are not clipped as gradients
+            self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), self.optimizer)
         self.first = jnp.full(AMAXES_PER_LAYER * sizes["num_layers"], 8.0)
         rules, init = job.rules, job.init
         if self.delayed:
@@ -612,6 +635,145 @@ def text_batches(args: argparse.Namespace, vocab_size: int, count: int) -> list[
     return [{"inputs": row[:, :-1], "targets": row[:, 1:]} for row in rows]
 
 
+# --- curves: longer runs ---
+
+SEEDED = re.compile(r"(\w+?)(?:_seed(\d+))?")
+
+
+def curve_variant(text: str) -> str:
+    match = SEEDED.fullmatch(text)
+    if match is None or match[1] not in RECIPES:
+        raise argparse.ArgumentTypeError(f"unknown recipe {text!r}; known: {', '.join(RECIPES)}")
+    return text
+
+
+def run_curves(args: argparse.Namespace) -> None:
+    sizes = dict((TINY if args.tiny else SIZES)["956m"])
+    sizes["num_layers"] = args.layers or sizes["num_layers"]
+    if args.tiny:
+        args.batch, args.seq = 2, 16
+    mesh, compiling = (
+        target_mesh() if args.compile_only else (mw.create_mesh("dp:1", devices=1), contextlib.nullcontext)
+    )
+    count = args.curve_steps
+    warmup = max(1, count // 10)
+    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-4, warmup, max(count, warmup + 1), 3e-5)
+    if not args.compile_only:
+        print(f"{jax.devices()[0].device_kind}; {sizes}; {args.batch} x {args.seq} tokens; {count} steps", flush=True)
+    compiled: dict[str, Variant] = {}
+    begins: dict[int, Any] = {}
+    batches: list[Any] = []
+    first: dict[str, Any] = {}
+
+    def prepare(recipe: str) -> Variant:
+        if recipe not in compiled:
+            variant = Variant(args, recipe, sizes, mesh, rate)
+            with compiling():
+                variant.compile()
+            print(
+                f"{recipe}: compiled in {variant.seconds:.0f} s, peak {variant.peak:.2f} GiB, {variant.in_fp8} of "
+                f"{21 * sizes['num_layers']} projections in fp8: {listed(variant.matmuls)}",
+                flush=True,
+            )
+            compiled[recipe] = variant
+        return compiled[recipe]
+
+    def begin(variant: Variant, seed: int) -> Any:
+        if seed not in begins:
+            made = init_state(variant.job, variant.optimizer, variant.layout, jax.random.key(seed))
+            params = {key: leaf for key, leaf in made.params.items() if key != variant.amaxes}
+            begins[seed] = dataclasses.replace(made, params=params)
+        return variant.adapt(jax.tree.map(jnp.copy, begins[seed]), jnp.copy(variant.first))
+
+    def train(name: str, recipe: str, seed: int) -> None:
+        variant = prepare(recipe)
+        if args.compile_only:
+            return
+        if not batches:
+            batches.extend(variant.step.place(batch) for batch in curve_batches(args, sizes["vocab_size"], count))
+        state, losses, times = begin(variant, seed), [], []
+        for batch in batches:
+            if time.time() > args.until - 3:
+                print(f"{name}: stopped after {len(losses)} of {count} steps, no time left", flush=True)
+                break
+            start = time.perf_counter()
+            state, metrics = variant.compiled(state, batch)
+            losses.append(float(metrics["loss"]))
+            times.append(time.perf_counter() - start)
+        if not losses:
+            return
+        result = {
+            "name": name, "seed": seed, "steps": len(losses), "planned": count, "ms": 1e3 * statistics.median(times),
+            "compile_s": variant.seconds, "in_fp8": variant.in_fp8, "losses": losses,
+        }  # fmt: skip
+        shown = " ".join(f"{step}: {losses[step - 1]:.4f}" for step in tenth_steps(len(losses)))
+        print(f"{name}: {result['ms']:.1f} ms a step; losses {shown}", flush=True)
+        if first:
+            result |= {"baseline": first["name"]} | differences(losses, first["losses"])
+            print(curve_verdict(result), flush=True)
+        else:
+            first.update(result)
+        tell(result)
+
+    for name in args.curve_variants:
+        match = SEEDED.fullmatch(name)
+        assert match is not None
+        if not args.compile_only and time.time() + (0 if args.tiny else 30) > args.until:
+            print(f"{name}: skipped, too little time is left", flush=True)
+            continue
+        attempt(f"curves {name}", functools.partial(train, name, match[1], int(match[2] or 0)))
+
+
+def tenth_steps(count: int) -> range:
+    """Returns the steps, from 1 on, whose losses are compared: every tenth, or all of a very short run."""
+    return range(10, count + 1, 10) if count >= 20 else range(1, count + 1)
+
+
+def differences(losses: list[float], first: list[float]) -> dict[str, Any]:
+    """Returns the largest relative differences of two curves over all tenth steps and the last half of them."""
+    count = min(len(losses), len(first))
+    parts = {step: losses[step - 1] / first[step - 1] - 1 for step in range(1, count + 1)}
+    tenths = {step: abs(parts[step]) for step in tenth_steps(count)}
+    late = [size for step, size in tenths.items() if step > count // 2]
+    # A NaN is a failure, not a small difference; `max` would ignore it.
+    largest = [max(sizes) if all(map(math.isfinite, sizes)) else math.inf for sizes in (late, tenths.values())]
+    mean = statistics.fmean(parts[step] for step in parts if step > count // 2)
+    return {"apart": largest[1], "apart_late": largest[0], "mean_late": mean, "compared": count}
+
+
+def curve_verdict(result: dict[str, Any]) -> str:
+    text = (
+        f"curves: {result['name']} differs from {result['baseline']} by at most {result['apart_late']:.2%} in the last "
+        f"half and {result['apart']:.2%} in all of {result['compared']} steps, every tenth compared; mean of the last "
+        f"half {result['mean_late']:+.2%}"
+    )
+    if result["seed"]:
+        return f"{text} (other initial parameters)"
+    return verdict(f"{text} ({CURVE_BOUND:.1%} wanted in the last half)", result["apart_late"] <= CURVE_BOUND)
+
+
+def curve_batches(args: argparse.Namespace, vocab_size: int, count: int) -> list[dict[str, Any]]:
+    """Returns batches of rows of Python sources in a drawn order, one byte per token.
+
+    The standard library comes first; packages follow if it is too short for a single pass.
+    """
+    wanted, length, parts = count * args.batch * (args.seq + 1), args.seq + 1, []
+    for module in (os, jax, np, optax):
+        for path in sorted(Path(str(module.__file__)).parent.rglob("*.py")):
+            if path.is_file() and "site-packages" not in path.relative_to(Path(str(module.__file__)).parent).parts:
+                parts.append(path.read_bytes())
+        if sum(map(len, parts)) >= wanted:
+            break
+    text = np.frombuffer(b"\n".join(parts), np.uint8)
+    rows = text[: len(text) // length * length].reshape(-1, length)
+    rng = np.random.default_rng(0)
+    passes = -(-count * args.batch // len(rows))
+    order = np.concatenate([rng.permutation(len(rows)) for _ in range(passes)])
+    print(f"{len(text) / 1e6:.1f} MB of text; {count * args.batch / len(rows):.2f} passes", flush=True)
+    chosen = [rows[order[i * args.batch :][: args.batch]].astype(np.int32) % vocab_size for i in range(count)]
+    return [{"inputs": batch[:, :-1], "targets": batch[:, 1:]} for batch in chosen]
+
+
 # --- Tables ---
 
 
@@ -653,18 +815,39 @@ def micro_table(results: list[dict[str, Any]]) -> str:
 
 def check_table(results: list[dict[str, Any]]) -> str:
     rows = [
-        [result["name"], result["failed"][:60], "", "", "", ""]
+        [result["name"], result["failed"][:60], *[""] * (len(BOUNDS) + len(CHECKED) - 1)]
         if "failed" in result
-        else [result["name"], *(f"{result[key]:.1e}" for key in BOUNDS), result["casts"], result["met"]]
+        else [result["name"], *(f"{result[key]:.1e}" for key in BOUNDS), *(result[key] for key in CHECKED)]
         for result in results
     ]
-    return table(["recipe", *BOUNDS, "casts", "met"], rows)
+    return table(["recipe", *BOUNDS, "casts", "in fp8", "met"], rows)
 
 
-SUMMARIES = {"check": check_table, "micro": micro_table}
+def curve_table(results: list[dict[str, Any]]) -> str:
+    """Returns the losses of all variants side by side, each with its relative difference from the first's."""
+    own = [result for result in results if "failed" not in result]
+    rows = []
+    for step in tenth_steps(max((len(result["losses"]) for result in own), default=0)):
+        cells = []
+        for result in own:
+            losses, first = result["losses"], own[0]["losses"]
+            cell = f"{losses[step - 1]:.4f}" if step <= len(losses) else ""
+            if cell and result is not own[0] and step <= len(first):
+                cell += f" ({losses[step - 1] / first[step - 1] - 1:+.2%})"
+            cells.append(cell)
+        rows.append([step, *cells])
+    failed = [f"{result['name']}: {result['failed'][:100]}" for result in results if "failed" in result]
+    return "\n".join([table(["step", *(result["name"] for result in own)], rows), *failed])
+
+
+CHECKED = ("casts", "in_fp8", "met")
+SUMMARIES = {"check": check_table, "micro": micro_table, "curves": curve_table}
 
 
 def judge(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        if result["part"] == "curves" and "apart" in result:
+            print(curve_verdict(result))
     for part, wanted in TARGETS.items():
         own = [result for result in results if result["part"] == part and result.get("ratio")]
         plain = next((result for result in own if result["name"] == "bf16"), None)
@@ -686,17 +869,23 @@ def judge(results: list[dict[str, Any]]) -> None:
                 print(verdict(f"{part}: {result['name']} runs {result['in_fp8']} of {most} projections in fp8", False))
 
 
-RUNS = {"check": run_check, "micro": run_micro, "956m": run_steps, "4096": run_steps}
+RUNS = {"check": run_check, "micro": run_micro, "956m": run_steps, "4096": run_steps, "curves": run_curves}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=DEFAULT_PARTS)
     parser.add_argument("--variants", nargs="+", help="recipes by name (default: those of each part that fit the time)")
     parser.add_argument("--seconds", type=float, default=480, help="time limit of the whole run (default: 480)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per round (default: 5)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of all variants (default: 3)")
     parser.add_argument("--losses", type=int, default=10, help="steps whose losses are compared (default: 10)")
+    parser.add_argument("--curve-steps", type=int, default=300, help="steps of each loss curve (default: 300)")
+    parser.add_argument(
+        "--curve-variants", nargs="+", default=CURVE_VARIANTS, type=curve_variant, metavar="NAME[_seedN]",
+        help=f"recipes whose losses are compared, the baseline first (default: {' '.join(CURVE_VARIANTS)}); "
+        "_seedN draws other initial parameters",
+    )  # fmt: skip
     parser.add_argument("--layers", type=int, help="number of layers, in place of the model's own")
     parser.add_argument("--write", help="a file for the results as JSON")
     parser.add_argument("--hlo", help="a folder for the steps' compiled programs")

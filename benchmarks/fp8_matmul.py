@@ -48,7 +48,8 @@ class Recipe:
         wgrad: False computes weight gradients in bfloat16.
         stacked: quantizes all layers' weights at once, before the first layer.
         kernel: casts and transposes with a Pallas kernel; with delayed scaling, it returns the amax as well.
-        precise: turns fast accumulation off in the backward pass.
+        precise: the products without fast accumulation: "dgrad", "wgrad" or both. Fast accumulation loses the most
+            in weight gradients, which add up a product for every token.
         cast: the dtype in which a tensor is divided by its scale.
     """
 
@@ -59,7 +60,7 @@ class Recipe:
     wgrad: bool = True
     stacked: bool = False
     kernel: bool = False
-    precise: bool = False
+    precise: tuple[str, ...] = ()
     cast: Any = jnp.float32
 
     def scaling_of(self, dtype: Any) -> str:
@@ -86,8 +87,10 @@ RECIPES: dict[str, Recipe | None] = {
     "written_first": Recipe(barrier="input"),
     "transposes_apart": Recipe(barrier="output"),
     "wgrad_bf16": Recipe(wgrad=False),
-    "precise": Recipe(precise=True),
-    "delayed8_precise": Recipe(scaling="delayed8", precise=True),
+    "precise": Recipe(precise=("dgrad", "wgrad")),
+    "delayed8_precise": Recipe(scaling="delayed8", precise=("dgrad", "wgrad")),
+    "kernel_delayed_precise": Recipe(scaling="delayed", kernel=True, precise=("dgrad", "wgrad")),
+    "kernel_delayed_precise_wgrad": Recipe(scaling="delayed", kernel=True, precise=("wgrad",)),
 }
 
 
@@ -179,13 +182,13 @@ def _cast_kernel(
 # --- Multiplying ---
 
 
-def dot8(recipe: Recipe, a: Any, a_scale: Any, b: Any, b_scale: Any, dims: Any, *, backward: bool = False) -> Any:
+def dot8(recipe: Recipe, a: Any, a_scale: Any, b: Any, b_scale: Any, dims: Any, product: str = "fwd") -> Any:
     """Returns the product of two fp8 matrices, times their scales, in bfloat16."""
-    precision = lax.Precision.HIGHEST if recipe.precise and backward else None
+    precision = lax.Precision.HIGHEST if product in recipe.precise else None
     options: Any = {"preferred_element_type": jnp.bfloat16, "precision": precision}
     if recipe.form == "direct":
-        product = lax.dot_general(a, b, (dims, ((), ())), **options)
-        return product * (a_scale * b_scale).astype(jnp.bfloat16)
+        unscaled = lax.dot_general(a, b, (dims, ((), ())), **options)
+        return unscaled * (a_scale * b_scale).astype(jnp.bfloat16)
     return lax.dot_general(wide(a, a_scale), wide(b, b_scale), (dims, ((), ())), **options)
 
 
@@ -257,14 +260,14 @@ def make_fp8_dots(recipe: Recipe) -> Any:
             g = gradients[number].reshape(-1, gradients[number].shape[-1])
             w8, scale = kept[number]
             g8, turned, g_scale, g_amax = quantize(recipe, g, amaxes[1 + count + number], E5M2)
-            part = dot8(recipe, g8, g_scale, w8, scale, LAST, backward=True)
+            part = dot8(recipe, g8, g_scale, w8, scale, LAST, "dgrad")
             dx = part if dx is None else part + dx  # in this order, cuBLAS adds the sum so far
             if not recipe.wgrad:
                 dw = lax.dot_general(x_kept, g, (ROWS, ((), ())), preferred_element_type=jnp.bfloat16)
             elif turned is None:
-                dw = dot8(recipe, x_kept, x_scale, g8, g_scale, ROWS, backward=True)
+                dw = dot8(recipe, x_kept, x_scale, g8, g_scale, ROWS, "wgrad")
             else:
-                dw = dot8(recipe, x_kept, x_scale, turned, g_scale, LAST, backward=True)
+                dw = dot8(recipe, x_kept, x_scale, turned, g_scale, LAST, "wgrad")
             dw = dw.astype(gradients[0].dtype)
             if like[number] is not None:
                 dw = dataclasses.replace(like[number], value=dw)
