@@ -100,7 +100,7 @@ def test_processes_that_differ():
         [np.frombuffer(bytes.fromhex(fingerprint(one[name])), np.uint8) for name in names] for one in facts
     ])  # fmt: skip
     report_disagreement(names, digests[:2], {}, 0)
-    with pytest.raises(mw.MeshwrightError, match=r"differ in `seed`: rank 2 of 3 has another .*on rank 0, it is 1"):
+    with pytest.raises(mw.MeshwrightError, match=r"differ in `seed`: rank 2 of 3 does not .*rank \(0\) it is 1"):
         report_disagreement(names, digests, {"seed": "1"}, 0)
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -57,3 +58,23 @@ def test_overlap_options_are_for_the_local_view(monkeypatch, view, overlap, aske
 def test_a_model_must_define_a_layer():
     with pytest.raises(TypeError, match="abstract"):
         mw.models.LanguageModel(vocab_size=8, num_layers=1, d_model=8)
+
+
+@pytest.mark.parametrize(("mesh", "waits"), [("dp:8", True), ("dp:1", False)])
+def test_simulated_devices_run_one_step_at_a_time(monkeypatch, mesh, waits):
+    job = mw.Job(
+        init=lambda key: {"w": jnp.ones(8)},
+        rules=[("w", P())],
+        loss=lambda params, batch, rng: (jnp.mean(batch["x"] @ params["w"]), {}),
+    )
+    layout = mw.state_layout(job, optax.sgd(0.1), mw.create_mesh(mesh, devices=None if waits else jax.devices()[:1]))
+    state = mw.init_state(job, optax.sgd(0.1), layout, jax.random.key(0))
+    run, batch = mw.make_train_step(job, optax.sgd(0.1), layout), {"x": jnp.ones((8, 8))}
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda value: waited.append(value))
+    results = []
+    for _ in range(2):
+        state, metrics = run(state, batch)
+        results.append(metrics)
+    assert len(waited) == (2 if waits else 0)
+    assert not waits or any(waited[1] is value for value in results[0].values())

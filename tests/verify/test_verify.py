@@ -381,7 +381,7 @@ def test_a_job_that_draws_its_batches(name):
         ({}, {"num_steps": 0}, "num_steps=0"),
         ({}, {"devices": 1}, "at least 2 devices, but there is only one"),
         ({}, {"devices": 99}, "devices=99, but 8 are available"),
-        ({}, {"meshes": "dp:3,tp:4"}, "dp=3 x tp=4 = 12"),
+        ({}, {"meshes": "dp:3,tp:4"}, "dp=3 x tp=4 needs 12 devices"),
         ({"loss": None}, {}, "verify: the job has no loss"),
     ],
 )

@@ -203,6 +203,8 @@ class Step:
         self.row_axes = row_axes
         self.donates = donate
         self._shardings: dict[Any, PyTree] = {}
+        self._on_simulated_devices = layout.mesh.size > 1 and chip_family(layout.mesh) == "cpu"
+        self._last: Any = None
 
         @functools.wraps(function)
         def under_mesh(state: RunState, batch: PyTree) -> Any:
@@ -222,7 +224,14 @@ class Step:
         if not self._is_expected(state):  # the checks below give better errors, but naming leaves is slow
             require_live_state(state, donates=self.donates)
             require_same_state(state, self.layout)
-        return self._jit(state, self.place(batch))
+        if self._on_simulated_devices:
+            # XLA:CPU shares one thread pool between programs, so collectives of two steps in flight can deadlock.
+            jax.block_until_ready(self._last)
+        result = self._jit(state, self.place(batch))
+        if self._on_simulated_devices:
+            last = jax.tree.leaves(result)[-1]  # a metric, which is never donated
+            self._last = last if is_concrete(last) else None
+        return result
 
     def _is_expected(self, state: RunState) -> bool:
         leaves, structure = jax.tree.flatten(state)
