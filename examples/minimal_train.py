@@ -3,7 +3,7 @@
 python examples/minimal_train.py              # dp:2,fsdp:4 on eight simulated CPU devices
 python examples/minimal_train.py fsdp:-1      # all devices of this machine
 
-The model predicts the next byte of Python's own source code from the eight bytes before it.
+The model predicts the next byte of a module of Python's standard library from the eight bytes before it.
 """
 
 import sys
@@ -56,7 +56,7 @@ def batches(seed):
         yield {"context": text[starts[:, None] + np.arange(CONTEXT)], "target": text[starts + CONTEXT]}
 
 
-# 4. The loop: a layout for the mesh, a state that is created in place, one compiled step, checkpoints.
+# 4. The loop: a layout for the mesh, a state created in shards, one compiled step, checkpoints.
 def main(mesh_string="dp:2,fsdp:4"):
     optimizer = optax.adamw(3e-3)
     layout = mw.state_layout(job, optimizer, mw.create_mesh(mesh_string))
