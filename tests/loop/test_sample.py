@@ -154,7 +154,7 @@ def test_a_current_mesh_changes_nothing(known):
         (["a"], {}, r"got <U1\[1\]"),
         ([1], {"num_tokens": 24}, r"1 prompt tokens and 24 new tokens do not fit a window of 24"),
         ([1], {"num_tokens": 0}, r"0 new tokens do not fit"),
-        ([1], {"temperature": -1.0}, r"temperature is -1.0"),
+        ([1], {"temperature": -1.0}, r"temperature=-1.0 is out of range"),
     ],
 )
 def test_invalid_arguments_are_errors(prompt, options, text):

@@ -197,9 +197,18 @@ def test_bad_inputs():
             lambda: linear_cross_entropy(x, head, targets, vocab_size=41),
             r"vocab_size=41 for 40 columns.\nhint: use 1 to",
         ),
-        (lambda: linear_cross_entropy(x, head, targets, label_smoothing=1.0), r"label_smoothing=1.0.\nhint: use 0 or"),
-        (lambda: linear_cross_entropy(x, head, targets, soft_cap=0.0), r"soft_cap=0.0.\nhint: use a positive number"),
-        (lambda: linear_cross_entropy(x, head, targets, chunk_rows=0), r"chunk_rows=0.\nhint: use a positive number"),
+        (
+            lambda: linear_cross_entropy(x, head, targets, label_smoothing=1.0),
+            r"label_smoothing=1.0 is out of range.\nhint: use 0 or",
+        ),
+        (
+            lambda: linear_cross_entropy(x, head, targets, soft_cap=0.0),
+            r"soft_cap=0.0 is out of range.\nhint: use a positive number",
+        ),
+        (
+            lambda: linear_cross_entropy(x, head, targets, chunk_rows=0),
+            r"chunk_rows=0 is out of range.\nhint: use a positive number",
+        ),
     ]
     for call, text in cases:
         with pytest.raises(PlacementError, match=text):

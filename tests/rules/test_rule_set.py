@@ -68,7 +68,7 @@ def test_logical_rules(names, spec, mapping):
 @pytest.mark.parametrize(
     ("names", "text"),
     [
-        (("embd",), r"rule 0 `w`: logical axis 'embd' is not in the mapping .*\nhint: did you mean 'embed'"),
+        (("embd",), r"rule 0 `w`: logical name 'embd' is not in the mapping .*\nhint: did you mean 'embed'"),
         (("zzzzz",), r"\nhint: add 'zzzzz': None to replicate these dims"),
         ("embed", r"must be a tuple of logical names\.\nhint: write"),
         (P("embed"), "must be a tuple of logical names"),

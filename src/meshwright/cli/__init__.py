@@ -54,7 +54,7 @@ def _run(args: list[str]) -> int | None:
                 "doctor": doctor,
             },
             prog="meshwright",
-            description="Place JAX models on any mesh, check them against one device, and train them.",
+            description="Place JAX models on any mesh, check them against one device, plan and train them.",
             args=join_words(args),
         )
         return code

@@ -57,7 +57,7 @@ class Examination:
 
 
 def doctor(num_cpu_devices: int = 8, json: bool = False) -> int:
-    """Check this machine: versions, devices, and what it can train, plan and launch.
+    """Check this machine: versions, devices and capabilities.
 
     Args:
         num_cpu_devices: number of CPU devices to simulate if there is no accelerator.

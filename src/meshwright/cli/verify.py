@@ -34,7 +34,8 @@ def verify(
         job: module:attribute or file.py:attribute.
         mesh: meshes such as "dp:2,tp:4", or "all" for every way to split the devices over the axes of the job's rules.
             If omitted, the job's mesh, or else each axis alone.
-        view: global: XLA inserts the collectives; local: the loss does; both: compare each view.
+        view: global: XLA inserts the collectives; local: the loss and
+            Meshwright layers do; both: compare each view.
         minibatches: numbers of minibatches to compare.
         steps: number of SGD steps.
         tolerance: largest allowed relative error.

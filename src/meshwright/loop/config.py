@@ -195,20 +195,20 @@ class TrainConfig:
         Example:
             >>> TrainConfig(run=RunOptions(steps=-1))
             Traceback (most recent call last):
-            meshwright.errors.ConfigError: steps is -1.
+            meshwright.errors.ConfigError: steps=-1 is out of range.
             hint: use a whole number of at least 1.
         """
         options, run = self.flat(), self.run
         for name, value in options.items():
             if isinstance(value, int) and name != "seed" and abs(value) >= 1 << 31:
-                raise ConfigError(f"{name} is {value}.", hint="use a whole number below 2**31.")
+                raise ConfigError(f"{name}={value} is out of range.", hint="use a whole number below 2**31.")
         for name in ("job", "data", "tokenizer", "data_cache", "run", "wandb", "trackio"):
             if options[name] is not None and not options[name].strip():
                 raise ConfigError(f"{name} is empty.", hint=f"set {name} or leave it out; is a shell variable unset?")
         for names, is_fine, hint in _LIMITS:
             for name in names.split():
                 if options[name] is not None and not is_fine(options[name]):
-                    raise ConfigError(f"{name} is {options[name]}.", hint=hint)
+                    raise ConfigError(f"{name}={options[name]} is out of range.", hint=hint)
         if self.model.job is not None and self.model.model_options:
             raise ConfigError("model_options apply to built-in models, not to a job.", hint="leave one of them out.")
         if run.or_start and not (run.resume and run.run):

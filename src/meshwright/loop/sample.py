@@ -147,7 +147,9 @@ class Sampler:
                 hint="shorten the prompt, generate fewer tokens, or pass a larger window to make_sampler.",
             )
         if not (math.isfinite(temperature) and temperature >= 0):
-            raise MeshwrightError(f"temperature is {temperature}.", hint="use a finite number of at least 0.")
+            raise MeshwrightError(
+                f"temperature={temperature} is out of range.", hint="use a finite number of at least 0."
+            )
 
 
 def _generate(

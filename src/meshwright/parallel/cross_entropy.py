@@ -437,8 +437,10 @@ def _check_options(
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise view.error(f"targets are {targets.dtype}.", hint="pass integer token ids.")
     if not 0 <= label_smoothing < 1:
-        raise view.error(f"label_smoothing={label_smoothing}.", hint="use 0 or more, and less than 1.")
+        raise view.error(f"label_smoothing={label_smoothing} is out of range.", hint="use 0 or more, and less than 1.")
     if soft_cap is not None and soft_cap <= 0:
-        raise view.error(f"soft_cap={soft_cap}.", hint="use a positive number, or None for no cap.")
+        raise view.error(f"soft_cap={soft_cap} is out of range.", hint="use a positive number, or None for no cap.")
     if chunk_rows is not None and chunk_rows < 1:
-        raise view.error(f"chunk_rows={chunk_rows}.", hint="use a positive number, or None for the default.")
+        raise view.error(
+            f"chunk_rows={chunk_rows} is out of range.", hint="use a positive number, or None for the default."
+        )

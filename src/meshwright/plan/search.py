@@ -71,7 +71,7 @@ def parse_constraints(text: str) -> Constraints:
         4000000
         >>> parse_constraints("tpp<=8")
         Traceback (most recent call last):
-        meshwright.errors.MeshwrightError: 'tpp<=8' is not a constraint.
+        meshwright.errors.MeshwrightError: cannot parse the constraint 'tpp<=8'.
         hint: did you mean 'tp'?
     """
     limits: dict[str, list[tuple[str, int]]] = {}
@@ -83,14 +83,16 @@ def parse_constraints(text: str) -> Constraints:
         if match is None or match["name"] not in known:
             wrong = match["name"] if match else part
             hint = did_you_mean(wrong, known) or f"constrain one of {', '.join(known)}, e.g. tp<=8."
-            raise MeshwrightError(f"{part!r} is not a constraint.", hint=hint)
+            raise MeshwrightError(f"cannot parse the constraint {part!r}.", hint=hint)
         name, sign, value = match["name"], match["sign"], match["value"].strip()
         if name in ("remat", "sync"):
             allowed = REMATS if name == "remat" else (*SYNCS, "every")
             chosen = tuple(word.strip() for word in value.split("|"))
             bad = [word for word in chosen if word not in allowed]
             if sign != "=" or bad:
-                raise MeshwrightError(f"{part!r} is not a constraint.", hint=f"write {name}={'|'.join(allowed)}.")
+                raise MeshwrightError(
+                    f"cannot parse the constraint {part!r}.", hint=f"write {name}={'|'.join(allowed)}."
+                )
             choices[name] = chosen
         elif name == "batch":
             count, unit = _amount(part, value)

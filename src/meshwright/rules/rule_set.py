@@ -1,4 +1,4 @@
-"""Partition rules: `(regex, PartitionSpec)` pairs, written with mesh axes or logical axis names.
+"""Partition rules: `(regex, PartitionSpec)` pairs, written with mesh axes or logical names.
 
 Rules come from users, so `compile_pattern` rejects a regex that `re` could search for hours.
 """
@@ -112,7 +112,7 @@ def logical_rules(
                 continue
             if name not in known:
                 raise RuleError(
-                    f"{where}: logical axis {name!r} is not in the mapping ({', '.join(known)}).",
+                    f"{where}: logical name {name!r} is not in the mapping ({', '.join(known)}).",
                     hint=did_you_mean(name, known) or f"add {name!r}: None to replicate these dims.",
                 )
             for axis in dim_axes(known[name]):
