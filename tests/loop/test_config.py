@@ -87,7 +87,7 @@ def test_a_duplicate_key_is_rejected(tmp_path):
 def test_too_large_numbers_are_rejected(tmp_path, name):
     file = tmp_path / "run.yaml"
     file.write_text(f"{name}: 99999999999999999999999\n")
-    with pytest.raises(ConfigError, match=rf"{name} is 9+.\nhint: use a whole number below 2\*\*31"):
+    with pytest.raises(ConfigError, match=rf"{name}=9+ is out of range.\nhint: use a whole number below 2\*\*31"):
         read_config(file)
     file.write_text(f"learning_rate: 1{'0' * 400}\n")
     with pytest.raises(ConfigError, match="use a number"):

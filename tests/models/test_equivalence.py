@@ -14,7 +14,8 @@ MODELS = {
     "xlstm": XLSTM(**SIZES, dropout=0.1, chunk_size=8, logit_soft_cap=30.0),
 }
 # Axes of size 1 are left to XLA, also with a pipeline. Pipelines come last, because they disable the compilation cache.
-MESHES = ["dp:8", "fsdp:8", "tp:8", "dp:2,fsdp:2,tp:2", "pp:2,tp:2,dp:2", "pp:2,dp:4,tp:1"]
+MESHES = ["dp:8", "fsdp:8", "tp:8", "dp:2,fsdp:2,tp:2", "pp:2,tp:2,dp:2"]
+ONE_DEVICE_AXES = {"decoder": ["pp:2,dp:4,tp:1"], "xlstm": []}
 CUT_MESHES = {"decoder": ["fsdp:4,tp:2", "dp:1,fsdp:4,tp:2"], "xlstm": ["fsdp:4,tp:2"]}
 
 
@@ -28,10 +29,10 @@ def batch(seed=0):
 
 
 # One verify call for all meshes compiles the reference once.
-@pytest.mark.slow  # two views of six programs
+@pytest.mark.slow  # two views of five or six programs
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_the_same_on_every_mesh(name):
-    verify(make_job(name), meshes=MESHES, num_steps=2, batch=batch()).require()
+    verify(make_job(name), meshes=[*MESHES, *ONE_DEVICE_AXES[name]], num_steps=2, batch=batch()).require()
 
 
 @pytest.mark.slow  # two views of two programs

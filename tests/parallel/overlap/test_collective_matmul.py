@@ -95,10 +95,10 @@ def test_sums_of_integers_and_floats(form, dtype):
     rng = np.random.default_rng(0)
     x = rng.integers(-9, 9, (16, 8)).astype(dtype)
     for w in (rng.normal(size=(8, 8)).astype(np.float32), rng.integers(1, 2**22, (8, 8)).astype(np.int32)):
-        scatter = local_map(
+        scatter = jax.jit(local_map(
             lambda x, w: matmul_scatter(x, w, axis="tp", form=form),
             mesh=mw.create_mesh("tp:8"), in_specs=(P(None, "tp"), P("tp", None)), out_specs=P("tp", None),
-        )  # fmt: skip
+        ))  # fmt: skip
         got, wanted = scatter(x, w), x.astype(w.dtype) @ w
         assert got.dtype == w.dtype
         if w.dtype == np.int32:
