@@ -102,7 +102,7 @@ def test_only_rows_with_too_many_pieces_are_nan():
     )
 
 
-# --- Arguments passed to cuDNN; its results were compared on a GPU (benchmarks/RESULTS.md) ---
+# --- Arguments passed to cuDNN; its results were compared on a GPU (benchmarks/results/packed_attention.md) ---
 
 
 @pytest.fixture

@@ -176,7 +176,7 @@ def test_known_behavior_of_compilers():
 
 
 def test_less_is_hidden_over_part_of_a_torus():
-    # A compiled 7B decoder has 91% and 79% (benchmarks/RESULTS.md).
+    # A compiled 7B decoder has 91% and 79% (benchmarks/results/scatter_forms.md).
     whole, part = plan_of("fsdp:64", target="v5p:4x4x4", rows=64), plan_of("dp:4,fsdp:16", target="v5p:4x4x4", rows=64)
     shares = [{item.hidden for item in plan.sent if item.kind == "all-gather"} for plan in (whole, part)]
     assert shares == [{0.9}, {0.8}]

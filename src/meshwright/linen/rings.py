@@ -5,8 +5,8 @@ and of `(i + k) mod n` when shifting down. A scatter sums the entries for each d
 a gather is a scatter around the same ring in the other direction, and vice versa.
 
 The matmuls below use these rings for activations that are split by features. Compilers overlap them less well than
-matmuls on rows (`meshwright.parallel.gather_matmul`; both are in benchmarks/RESULTS.md), so use them only for models
-whose activations are split this way.
+matmuls on rows (`meshwright.parallel.gather_matmul`; both are in benchmarks/results/overlap.md), so use them only for
+models whose activations are split this way.
 """
 
 from __future__ import annotations

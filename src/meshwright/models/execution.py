@@ -41,7 +41,7 @@ class Execution:
             communication along `tensor_axis` for more memory (with `remat="full"`, that of one layer).
         prefetch: whether to gather the next layer's weights while a layer computes, if layers are scanned.
         layers: "scan" compiles one layer, "unroll" compiles all of them, a number that many per loop step. "auto" picks
-            the fastest form measured on the backend (benchmarks/RESULTS.md).
+            the fastest form measured on the backend (benchmarks/results/decoder_h200.md).
         num_microbatches: number of microbatches in a pipeline (default: twice the number of stages).
         attention: implementation of attention, "xla" or "cudnn" (default: chosen by `meshwright.models.attention`).
         max_segments: the largest number of documents in a row; allows the fast path for packed rows on GPUs.

@@ -27,7 +27,7 @@ from meshwright.models.ops import unstack
 from meshwright.parallel.fsdp import Gather
 from meshwright.types import PyTree
 
-# On GPUs, slicing stacked weights and residuals in a scan costs about 10% (benchmarks/RESULTS.md).
+# On GPUs, slicing stacked weights and residuals in a scan costs about 10% (benchmarks/results/decoder_h200.md).
 _BEST_FORM: dict[str, Layers] = {"gpu": "unroll"}
 
 

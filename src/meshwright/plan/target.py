@@ -21,8 +21,8 @@ _FORM = re.compile(r"(?P<kind>[A-Za-z][\w.\-]*):(?P<shape>\d+(?:[xX]\d+)*)(?:\*(
 _EXAMPLES = "use e.g. v5e:16x16, v5p:4x4x8, v5p:4x4x8*4 (four slices), h200:8x8 (hosts x GPUs per host), cpu:8."
 # A torus dim wraps around to a ring only if its size is a multiple of this, by the number of dims.
 _WRAP_LENGTH = {2: 16, 3: 4}
-# Share of peak FLOP/s that large matmuls reach: 682 of 989 TFLOP/s on one H200 (benchmarks/RESULTS.md); assumed for
-# all chips.
+# Share of peak FLOP/s that large matmuls reach: 682 of 989 TFLOP/s on one H200 (benchmarks/results/decoder_h200.md);
+# assumed for all chips.
 MATMUL_SHARE = 0.69
 
 

@@ -231,7 +231,7 @@ def written_once(tree: PyTree) -> PyTree:
     """Returns a tree whose leaves are written to memory before use, on GPUs.
 
     Otherwise XLA fuses the stacking of layer gradients into the optimizer update, which is slower
-    (benchmarks/RESULTS.md).
+    (benchmarks/results/decoder_h200.md).
     """
     # One barrier per leaf, because the outputs of one barrier vary along the same axes.
     return jax.tree.map(lax.optimization_barrier, tree) if chip_family(current_mesh()) == "gpu" else tree

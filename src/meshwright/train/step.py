@@ -281,7 +281,7 @@ class Step:
         return self._jit.lower(self.layout.abstract, shapes)
 
 
-# --- Default XLA options by device family, as measured in benchmarks/RESULTS.md ---
+# --- Default XLA options by device family, as measured in benchmarks/results/decoder_h200.md ---
 
 # Step time of a 956M decoder on one H200: cuBLAS matmuls save 3% over Triton's; disabling the fusion of slices, which
 # keeps autotuning from matmuls with stacked weights, saves 1.5%.

@@ -16,8 +16,8 @@ from meshwright.plan.compiled.topology import can_compile_for
 
 ROOT = Path(__file__).parents[3]
 
-# Per target and operation: the largest accepted compute relative to the unsplit form, from RESULTS.md plus 2%. Only the
-# libtpu release that estimated compute checks it; hops, bytes and memory are checked with any release.
+# Per target and operation: the largest accepted compute relative to the unsplit form, from results/overlap.md plus 2%.
+# Only the libtpu release that estimated compute checks it; hops, bytes and memory are checked with any release.
 RECORDED_LIBTPU = "0.0.42."
 TPU_FORWARD = {
     "v5e:16x16": {"gather": 1.06, "scatter": 1.13},

@@ -1,6 +1,7 @@
 """Dispatch of Pallas kernels (compiled by Triton): when to use them and how to call them.
 
-Each kernel exists because it saves a pass over memory that XLA makes; benchmarks/RESULTS.md has the time saved.
+Each kernel exists because it saves a pass over memory that XLA makes; benchmarks/results/decoder_h200.md has the time
+saved.
 """
 
 from __future__ import annotations

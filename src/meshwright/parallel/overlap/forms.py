@@ -1,8 +1,9 @@
 """Forms of the overlapped matmuls and compiler options that hide communication, by chip.
 
-Each form was chosen by compiling [16384, 8192] @ [8192, 28672] in bfloat16 ahead of time (see benchmarks/RESULTS.md)
-and reading the hidden hops, the compiler's compute estimate relative to the unsplit form, and temporary memory. Forms
-that look equivalent can differ completely in how the compiler schedules them, hence the table.
+Each form was chosen by compiling [16384, 8192] @ [8192, 28672] in bfloat16 ahead of time (see
+benchmarks/results/overlap.md) and reading the hidden hops, the compiler's compute estimate relative to the unsplit
+form, and temporary memory. Forms that look equivalent can differ completely in how the compiler schedules them, hence
+the table.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ _GPU_ISLAND: dict[Operation, Form] = _GPU | {"gather_matmul_grad": Form(tie="pro
 # On GPUs, whole collectives in parts do better than the rings above from so many devices and so many features per
 # device on (a row that is gathered meets that many columns, one that is scattered was that long); the first that fits
 # counts. What they are chosen by is compute, measured on one H200, plus the transfers that are not hidden, at 370 GB/s
-# for a collective, and less for a hop of a ring: benchmarks/RESULTS.md has both. Where a transfer takes as long as its
-# matmul, parts are even. Narrower than any measured, all stay rings: in a 7B with tp:8, parts hid 84% of bytes for 89%.
+# for a collective, and less for a hop of a ring: benchmarks/results/collective_matmul.md has both. Where a transfer
+# takes as long as its matmul, parts are even. Narrower than any measured, all stay rings: in a 7B with tp:8, parts hid
+# 84% of bytes for 89%.
 GPU_PARTS: dict[Operation, list[tuple[int, int, Form]]] = {
     "gather_matmul": [
         (8, 3584, PARTS),  # 3/4, 218 MiB, or 240 where no kernel writes its products (unsplit 256)
@@ -149,7 +151,7 @@ def choose_form(operation: Operation, form: Form | str | None, *, axis_size: int
 
 # An all-gather of a layer's weights (FSDP) is one instruction, and only the compiler can make it asynchronous. By
 # default it does so on GPUs but not on TPUs. These options were chosen on a 7B decoder's train step, compiled for 64
-# chips (benchmarks/RESULTS.md); none was timed on hardware.
+# chips (benchmarks/results/train_step_aot.md); none was timed on hardware.
 
 # SparseCores run collectives during matmuls. By default, collectives on v5p and v6e are synchronous, and a
 # reduce-scatter over a whole slice becomes an all-reduce of twice the bytes. The alternative, async collective fusion,

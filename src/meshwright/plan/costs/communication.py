@@ -41,8 +41,9 @@ HIDES_UNASKED = ("tpu7x",)
 # Hops of a ring whose ends are not neighbors are synchronous here: seen with libtpu 0.0.42 for tp:4 and tp:8, but not
 # tp:16, on v5e:16x16; assumed for v6e.
 OPEN_RINGS_WAIT = ("v5e", "v6e")
-# Hidden share of copies to host memory and back. GPUs: fitted to four steps on one H200 (benchmarks/RESULTS.md), none
-# with layers in a loop, a third with unrolled layers. TPUs: a guess, since their copies are asynchronous.
+# Hidden share of copies to host memory and back. GPUs: fitted to four steps on one H200
+# (benchmarks/results/plan_h200.md), none with layers in a loop, a third with unrolled layers. TPUs: a guess, since
+# their copies are asynchronous.
 HOST_HIDDEN = {"tpu": 0.9, "gpu": 0.0}
 HOST_HIDDEN_WRITTEN_OUT = 0.33
 

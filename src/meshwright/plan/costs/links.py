@@ -19,7 +19,7 @@ from meshwright.plan.target import Target
 NETWORK_ASSUMED = 200e9 / 8 / 8
 # Share of the published speed that collectives reach, and latency per hop; both are assumed.
 LINK_SHARE = 0.8
-# Fitted to one H200 (benchmarks/RESULTS.md): 60 of 64 GB/s, if no offloading is hidden.
+# Fitted to one H200 (benchmarks/results/plan_h200.md): 60 of 64 GB/s, if no offloading is hidden.
 HOST_SHARE = 0.94
 HOP_SECONDS = {"ici": 1e-6, "nvlink": 2e-6, "network": 10e-6, "host": 10e-6}
 # Bytes/s to host memory, each way. GPUs: NVIDIA data sheets, PCIe 4 (A100) and 5, half of the bidirectional figure.

@@ -11,9 +11,9 @@ from meshwright.plan.costs.communication import Sent, param_leaves
 from meshwright.plan.costs.job_costs import JobCosts
 from meshwright.plan.target import MATMUL_SHARE, Target
 
-# Shares of the peak, measured on one H200 (benchmarks/RESULTS.md) and assumed for all chips: cuDNN attention reaches
-# 385 of 989 TFLOP/s, copies 4.3 of 4.8 TB/s. Tensor-parallel rings slow matmuls down 1.3x there, and 1.05x on TPUs
-# according to their compiler.
+# Shares of the peak, measured on one H200 (benchmarks/results/decoder_h200.md) and assumed for all chips: cuDNN
+# attention reaches 385 of 989 TFLOP/s, copies 4.3 of 4.8 TB/s. Tensor-parallel rings slow matmuls down 1.3x there, and
+# 1.05x on TPUs according to their compiler.
 ATTENTION_SHARE, MEMORY_SHARE = 0.39, 0.89
 RING_FACTOR = {"gpu": 1.3, "tpu": 1.05}
 
