@@ -67,7 +67,9 @@ def main(args: list[str]) -> int:
         return check(env, rest)
     if command == "docs":
         env.install("dev")
-        return env.run(DOCS)
+        status = env.run(DOCS)
+        note(f"open {ROOT / 'docs' / '_build' / 'html' / 'index.html'}" if not status else "the build failed")
+        return status
     if command == "test":
         env.install("dev")
         # By file, because the code blocks of one page share their names; in the order of conftest.py, slow ones first.

@@ -1,9 +1,7 @@
-"""A training loop on any mesh in 80 lines: your model, your data, your loop.
+"""A training loop on any mesh in 80 lines: next-byte prediction on a module of Python's standard library.
 
 python examples/minimal_train.py              # dp:2,fsdp:4 on eight simulated CPU devices
 python examples/minimal_train.py fsdp:-1      # all devices of this machine
-
-The model predicts the next byte of a module of Python's standard library from the eight bytes before it.
 """
 
 import sys
@@ -44,7 +42,6 @@ batch_shapes = {
     "context": jax.ShapeDtypeStruct((ROWS, CONTEXT), jnp.int32),
     "target": jax.ShapeDtypeStruct((ROWS,), jnp.int32),
 }
-job = mw.Job(init=init, rules=rules, loss=loss, batch=batch_shapes)
 
 
 # 3. The data: any iterator of host arrays.
@@ -56,11 +53,16 @@ def batches(seed):
         yield {"context": text[starts[:, None] + np.arange(CONTEXT)], "target": text[starts + CONTEXT]}
 
 
+# The job holds everything that `meshwright verify`, `plan` and `train --job` need.
+job = mw.Job(init=init, rules=rules, loss=loss, batch=batch_shapes, make_batch=lambda seed: next(batches(seed)))
+
+
 # 4. The loop: a layout for the mesh, a state created in shards, one compiled step, checkpoints.
 def main(mesh_string="dp:2,fsdp:4"):
     optimizer = optax.adamw(3e-3)
     layout = mw.state_layout(job, optimizer, mw.create_mesh(mesh_string))
     state = mw.init_state(job, optimizer, layout, jax.random.key(0))
+    # "global": XLA inserts the collectives, for any loss. "local" is for losses written for `shard_map`.
     step = mw.make_train_step(job, optimizer, layout, view="global", clip=1.0)
     with mw.Checkpoints(tempfile.mkdtemp()) as checkpoints:
         for number, batch in zip(range(1, STEPS + 1), batches(seed=0), strict=False):

@@ -201,3 +201,9 @@ def test_equinox_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "equinox", None)
     with pytest.raises(mw.JobError, match=r"needs Equinox, which is not installed\.\nhint: pip install equinox"):
         equinox_job(Equinox, None, SHAPES, RULES)
+
+
+@pytest.mark.parametrize("make_job", [linen_job, nnx_job, equinox_job])
+def test_adapters_pass_make_batch_on(make_job):
+    made = make_job(lambda key: None, lambda *args: 0.0, {}, [], make_batch=lambda seed: {"seed": seed})
+    assert made.make_batch(3) == {"seed": 3}

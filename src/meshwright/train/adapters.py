@@ -31,6 +31,7 @@ def linen_job(
     *,
     init_args: tuple[Any, ...] | None = None,
     mesh: str | None = None,
+    make_batch: Callable[[int], PyTree] | None = None,
 ) -> Job:
     """Returns a job for a `flax.linen` module whose only variables are parameters.
 
@@ -38,6 +39,7 @@ def linen_job(
         loss: `loss(apply, batch, rng)`; `apply(*args, **kwargs)` calls the module with its parameters, and with `rng`
             for dropout. `rng` is None if dropout is off.
         batch: an example batch of arrays or shapes.
+        make_batch: `make_batch(seed) -> batch`, for `meshwright train --job` and `verify`.
         init_args: arrays or shapes to initialize the module with (default: the arguments of the loss's first call).
 
     Example:
@@ -76,11 +78,17 @@ def linen_job(
 
         return loss(apply, batch, rng)
 
-    return _job(init, job_loss, batch, rules, mesh)
+    return _job(init, job_loss, batch, rules, mesh, make_batch)
 
 
 def nnx_job(
-    make_model: Callable[[Any], Any], loss: Callable[..., Any], batch: PyTree, rules: Any, *, mesh: str | None = None
+    make_model: Callable[[Any], Any],
+    loss: Callable[..., Any],
+    batch: PyTree,
+    rules: Any,
+    *,
+    mesh: str | None = None,
+    make_batch: Callable[[int], PyTree] | None = None,
 ) -> Job:
     """Returns a job for a `flax.nnx` model whose only state is parameters and random streams.
 
@@ -88,6 +96,7 @@ def nnx_job(
         make_model: `make_model(rngs)` returns the model, given `nnx.Rngs`.
         loss: `loss(model, batch)`. The model is in training mode if dropout has a key, else in evaluation mode.
         batch: an example batch of arrays or shapes.
+        make_batch: `make_batch(seed) -> batch`, for `meshwright train --job` and `verify`.
 
     Example:
         >>> import meshwright as mw
@@ -125,7 +134,7 @@ def nnx_job(
         (model.eval if rng is None else model.train)()
         return loss(model, batch)
 
-    return _job(init, job_loss, batch, rules, mesh)
+    return _job(init, job_loss, batch, rules, mesh, make_batch)
 
 
 def equinox_job(
@@ -135,6 +144,7 @@ def equinox_job(
     rules: Any,
     *,
     mesh: str | None = None,
+    make_batch: Callable[[int], PyTree] | None = None,
 ) -> Job:
     """Returns a job for an Equinox model, whose float arrays are the parameters.
 
@@ -142,6 +152,7 @@ def equinox_job(
         make_model: `make_model(key)` returns the model.
         loss: `loss(model, batch, key)`. If `key` is None, the model is in inference mode.
         batch: an example batch of arrays or shapes.
+        make_batch: `make_batch(seed) -> batch`, for `meshwright train --job` and `verify`.
 
     Example:
         >>> import equinox as eqx, meshwright as mw
@@ -172,7 +183,7 @@ def equinox_job(
         model = eqx.combine(names.from_dict(params), static)
         return loss(eqx.nn.inference_mode(model, rng is None), batch, rng)
 
-    return _job(init, job_loss, batch, rules, mesh)
+    return _job(init, job_loss, batch, rules, mesh, make_batch)
 
 
 class _Names(NamedTuple):
@@ -193,7 +204,14 @@ class _Names(NamedTuple):
         return self.structure.unflatten([functools.reduce(operator.getitem, path, nested) for path in self.paths])
 
 
-def _job(init: Callable[..., Any], loss: Callable[..., Any], batch: PyTree, rules: Any, mesh: str | None) -> Job:
+def _job(
+    init: Callable[..., Any],
+    loss: Callable[..., Any],
+    batch: PyTree,
+    rules: Any,
+    mesh: str | None,
+    make_batch: Callable[[int], PyTree] | None,
+) -> Job:
     """Returns a job whose loss always returns a dict of metrics."""
 
     def with_metrics(params: PyTree, batch: PyTree, rng: PRNGKeyArray | None) -> tuple[Any, Mapping[str, Any]]:
@@ -201,7 +219,7 @@ def _job(init: Callable[..., Any], loss: Callable[..., Any], batch: PyTree, rule
         has_metrics = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
         return result if has_metrics else (result, {})
 
-    return Job(init=init, rules=rules, loss=with_metrics, batch=batch, mesh=mesh)
+    return Job(init=init, rules=rules, loss=with_metrics, batch=batch, mesh=mesh, make_batch=make_batch)
 
 
 def _refuse_others(model: Any, others: Iterable[str]) -> None:

@@ -40,7 +40,8 @@ class Job:
         loss: `loss(params, batch, rng) -> (loss, metrics)`.
         batch: an example batch of arrays or `jax.ShapeDtypeStruct`.
         mesh: the job's usual mesh, as a string.
-        make_batch: `make_batch(seed) -> batch` with the example's shapes, used by `meshwright verify`.
+        make_batch: `make_batch(seed) -> batch` with the example's shapes, for `meshwright train --job` and
+            `verify`.
         vocab_size: size of the model's vocabulary. Data with larger tokens is rejected, because JAX clamps them.
         model: the model that the loss trains, if it is a `meshwright.models.LanguageModel`, for plans by layer.
         execution: the execution options of that model.
