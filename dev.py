@@ -111,7 +111,9 @@ class Environment:
         pins = constraints_file(PYTHON, wanted)
         if pins.is_file():
             note(f"installing the pinned `{wanted}` packages into {self.folder} (once; a minute or two)")
-            self.pip("--require-hashes", "-r", str(pins))
+            # The pins are complete. Resolving them again would fail whenever a package that another one requires with
+            # an extra (`etils[epath]`) has a newer release than its pin, because that release has no hash here.
+            self.pip("--no-deps", "--require-hashes", "-r", str(pins))
             self.pip("--no-deps", "--no-build-isolation", "-e", str(ROOT))
         else:
             note(f"constraints/ has no pins for Python {PYTHON}; installing the newest versions, UNPINNED")
