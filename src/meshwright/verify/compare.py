@@ -86,6 +86,7 @@ def compare(
     tolerance: float,
     scales: Mapping[str, float] | None = None,
     least_scale: float = 0.0,
+    rounding: Mapping[str, float] | None = None,
 ) -> Comparison:
     """Compares two trees, leaf by leaf.
 
@@ -94,6 +95,7 @@ def compare(
     Args:
         scales: the scale of each leaf (default: its largest magnitude).
         least_scale: the smallest scale, so that leaves which are zero up to rounding can be compared.
+        rounding: the rounding error of each leaf, which an element may differ by in any case; see `rounding_scales`.
 
     Example:
         >>> w = np.ones((2, 2), np.float32)
@@ -110,6 +112,8 @@ def compare(
         if expected.shape != got.shape:
             raise TreeError(f"{what}: `{name}` has shape {got.shape} on the mesh, {expected.shape} on one device.")
         scale = max(largest(expected) if scales is None else scales[name], least_scale)
+        if rounding is not None and tolerance > 0:
+            scale = max(scale, rounding[name] / tolerance)
         leaf = compare_leaf(name, expected, got, scale=scale)
         same_bits = tolerance > 0 or expected.tobytes() == got.tobytes()
         leaves.append(leaf)

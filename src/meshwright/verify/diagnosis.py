@@ -55,7 +55,9 @@ class Finding:
             name = grads.different[0]
             what, expected, array = f"the gradient of `{name}`", reference.grads[name], measured.grads[name]
         got = worst_copies(array, expected)
+        errors = reference.rounding_errors["loss" if name is None else "grads"]
         allowed = self.tolerance * max(largest(expected), LEAST * largest_of_all(reference.grads))
+        allowed = max(allowed, errors["loss" if name is None else name])
         tried = (
             lambda: causes.not_finite(expected, got, what=what),
             lambda: causes.copies(what, causes.copies_along(array, allowed=allowed)),
@@ -141,7 +143,11 @@ class Finding:
         wanted = reference.changes(reference.first)
         got = reference.changes(all_worst_copies(measured.first, reference.first))
         allowed = {
-            name: max(self.tolerance * largest(change), rounding(reference.first[name]))
+            name: max(
+                self.tolerance * largest(change),
+                rounding(reference.first[name]),
+                reference.rounding_errors["first"][name],
+            )
             for name, change in wanted.items()
         }
         equal = all(np.abs(wanted[name] - got[name]).max(initial=0.0) <= allowed[name] for name in wanted)

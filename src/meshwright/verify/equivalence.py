@@ -203,7 +203,7 @@ def _case(reference: Reference, placed: Placed, mesh: str, view: View, num_minib
     found = [] if initial.ok else [causes.initial(repeatable=reference.is_repeatable)]
     if not initial.ok:  # start from the same parameters, so that the step itself can still be compared
         placed = placed.starting_from(reference.params)
-    measured = placed.measure(view, num_minibatches)
+    measured = placed.measure(placed.make_step(view, num_minibatches))
     comparisons = (initial, *reference.compare(measured, tolerance))
     if not all(comparison.ok for comparison in comparisons[1:]):
         by_name = {comparison.what: comparison for comparison in comparisons}

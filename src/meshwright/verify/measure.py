@@ -28,11 +28,12 @@ from meshwright.parallel.rows import count_rows, row_key
 from meshwright.train.gradients import View, make_gradients
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, state_layout
-from meshwright.train.step import make_train_step
+from meshwright.train.step import Step, make_train_step
 from meshwright.train.sync import Sync
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 from meshwright.verify.compare import GROWTH, Array, Comparison, Named, apart, compare, largest
+from meshwright.verify.rounding import SAMPLES, jitter, rounding_scales
 
 # The smallest scale of a leaf's errors, as a fraction of the largest gradient of all leaves: gradients that cancel to
 # zero still contain rounding errors of about that size.
@@ -116,14 +117,18 @@ class Placed:
         opt_state = jax.device_put(self.inputs.recording.init(placed), shardings.opt_state)
         return dataclasses.replace(self, state=dataclasses.replace(self.state, params=placed, opt_state=opt_state))
 
-    def measure(self, view: View, num_minibatches: int) -> Measured:
-        """Takes `num_steps` steps."""
+    def make_step(self, view: View, num_minibatches: int) -> Step:
+        """Returns the step that `measure` takes."""
         inputs, options = self.inputs, self._options(view, num_minibatches)
-        step = make_train_step(inputs.job, inputs.recording, self.layout, skip_nonfinite=False, donate=False, **options)
-        state, metrics = step(self.state, inputs.batch)
+        return make_train_step(inputs.job, inputs.recording, self.layout, skip_nonfinite=False, donate=False, **options)
+
+    def measure(self, step: Step, batch: PyTree = None) -> Measured:
+        """Takes `num_steps` steps, with the shared batch by default."""
+        batch = self.inputs.batch if batch is None else batch
+        state, metrics = step(self.state, batch)
         grads, first = _named(state.opt_state[0].trace), _named(state.params)
-        for _ in range(inputs.num_steps - 1):
-            state, _ = step(state, inputs.batch)
+        for _ in range(self.inputs.num_steps - 1):
+            state, _ = step(state, batch)
         return Measured(metrics["loss"], grads, first, _named(state.params))
 
     def gradients(self, view: View, num_minibatches: int) -> Callable[[PyTree, Any], tuple[Any, dict[str, Any]]]:
@@ -159,8 +164,8 @@ class Reference:
     """Results of the step on one device, on the host."""
 
     def __init__(self, placed: Placed) -> None:
-        measured = placed.measure("global", 1)
-        self.placed, self.inputs = placed, placed.inputs
+        self.placed, self.inputs, self.step = placed, placed.inputs, placed.make_step("global", 1)
+        measured = placed.measure(self.step)
         self.params: PyTree = jax.device_get(placed.state.params)
         self.initial, self.loss = _fetch(placed.initial), np.asarray(measured.loss)
         self.grads, self.first, self.last = map(_fetch, (measured.grads, measured.first, measured.last))
@@ -169,7 +174,7 @@ class Reference:
 
     def changes(self, params: Named) -> dict[str, Any]:
         """Returns the change of the parameters since initialization."""
-        return {name: leaf.astype(np.float64) - self.initial[name].astype(np.float64) for name, leaf in params.items()}
+        return _changes(params, self.initial)
 
     # --- Comparing ---
 
@@ -177,6 +182,26 @@ class Reference:
         """Compares loss, gradients and parameters, each with the worst copy that a device holds."""
         loss = worst_copies(measured.loss, self.loss)
         grads, last = all_worst_copies(measured.grads, self.grads), all_worst_copies(measured.last, self.last)
+        return (
+            *self.compare_gradients(loss, grads, tolerance, expected=(self.loss, self.grads)),
+            self._compare_parameters(last, tolerance),
+        )
+
+    def compare_gradients(
+        self, loss: Any, grads: Named, tolerance: float, *, expected: tuple[Any, Named]
+    ) -> tuple[Comparison, Comparison]:
+        least = LEAST * largest_of_all(expected[1])
+
+        def compare_loss(rounding: Named | None) -> Comparison:
+            one, other = {"loss": expected[0]}, {"loss": loss}
+            return compare("loss", one, other, tolerance=tolerance, least_scale=LEAST, rounding=rounding)
+
+        def compare_grads(rounding: Named | None) -> Comparison:
+            return compare("gradients", expected[1], grads, tolerance=tolerance, least_scale=least, rounding=rounding)
+
+        return self._beyond_rounding(compare_loss, "loss"), self._beyond_rounding(compare_grads, "grads")
+
+    def _compare_parameters(self, last: Named, tolerance: float) -> Comparison:
         # Each step rounds parameters once, and rounding errors grow over the steps.
         num_steps = self.inputs.num_steps
         after = tolerance if num_steps == 1 else GROWTH * tolerance
@@ -184,19 +209,40 @@ class Reference:
             name: max(largest(change), num_steps * rounding(self.last[name]) / after)
             for name, change in self.changes(self.last).items()
         }
-        return (
-            *self.compare_gradients(loss, grads, tolerance, expected=(self.loss, self.grads)),
-            compare("parameters", self.last, last, tolerance=after, scales=scales),
-        )
 
-    def compare_gradients(
-        self, loss: Any, grads: Named, tolerance: float, *, expected: tuple[Any, Named]
-    ) -> tuple[Comparison, Comparison]:
-        least = LEAST * largest_of_all(expected[1])
-        return (
-            compare("loss", {"loss": expected[0]}, {"loss": loss}, tolerance=tolerance, least_scale=LEAST),
-            compare("gradients", expected[1], grads, tolerance=tolerance, least_scale=least),
-        )
+        def compare_last(rounding: Named | None) -> Comparison:
+            return compare("parameters", self.last, last, tolerance=after, scales=scales, rounding=rounding)
+
+        return self._beyond_rounding(compare_last, "last")
+
+    def _beyond_rounding(self, compared: Callable[[Named | None], Comparison], what: str) -> Comparison:
+        """Compares again with the leaves' rounding errors if there is a difference; they cost a few more steps."""
+        found = compared(None)
+        return found if found.ok else compared(self.rounding_errors[what])
+
+    @cached_property
+    def rounding_errors(self) -> dict[str, dict[str, float]]:
+        """The rounding errors of the loss, the gradients, and the parameters' changes in the first and in all steps.
+
+        They come from repetitions on one device with jittered parameters and batches; see `verify.rounding`.
+        """
+        compute = Precision.named(self.inputs.precision).compute
+        expected = {
+            "loss": {"loss": self.loss},
+            "grads": self.grads,
+            "first": self.changes(self.first),
+            "last": self.changes(self.last),
+        }
+        samples: dict[str, list[Named]] = {what: [] for what in expected}
+        for number in range(SAMPLES):
+            placed = self.placed.starting_from(jitter(self.params, number, dtype=compute))
+            measured = placed.measure(self.step, jitter(self.inputs.batch, number))
+            start = _fetch(placed.initial)
+            samples["loss"].append({"loss": np.asarray(measured.loss)})
+            samples["grads"].append(_fetch(measured.grads))
+            samples["first"].append(_changes(_fetch(measured.first), start))
+            samples["last"].append(_changes(_fetch(measured.last), start))
+        return {what: rounding_scales(tree, samples[what]) for what, tree in expected.items()}
 
     # --- Computed only if a case differs ---
 
@@ -275,6 +321,10 @@ def rounding(leaf: Any) -> float:
 def largest_of_all(tree: Named) -> float:
     """Returns the largest magnitude in a tree."""
     return max((largest(leaf) for leaf in tree.values()), default=0.0)
+
+
+def _changes(params: Named, start: Named) -> dict[str, Any]:
+    return {name: leaf.astype(np.float64) - start[name].astype(np.float64) for name, leaf in params.items()}
 
 
 def _named(tree: PyTree) -> dict[str, Any]:
