@@ -5,8 +5,11 @@ tokens, and `Batches` reads the rows in an order that depends only on a seed. A 
 and `check_ledger` checks that none was lost or repeated.
 """
 
+from meshwright.data.array_rows import ArrayRows, read_arrays
 from meshwright.data.batches import Batches, eval_batches, job_batches, local_rows, place_rows
 from meshwright.data.documents import Document, Documents, open_documents
+from meshwright.data.forms import open_rows
+from meshwright.data.iterated import IteratedRows, iterated_batches
 from meshwright.data.ledger.audit import LedgerReport, check_ledger
 from meshwright.data.ledger.journal import Ledger
 from meshwright.data.packed_rows import Rows
@@ -24,10 +27,15 @@ __all__ = [
     "prepare_tokens",
     "Tokens",
     "Rows",
+    "open_rows",
+    "ArrayRows",
+    "read_arrays",
+    "IteratedRows",
     "Batches",
     "PlacedBatch",
     "BatchStream",
     "eval_batches",
+    "iterated_batches",
     "job_batches",
     "local_rows",
     "place_rows",

@@ -19,7 +19,10 @@ from meshwright.types import PyTree
 
 
 class RowSource(Protocol):
-    """Rows by number: dicts of arrays with equal shapes. `Rows` is one."""
+    """Rows by number: trees of arrays with equal shapes. `Rows` is one.
+
+    A source whose rows change with the epoch, e.g. by random crops, also has `read(number, epoch)`.
+    """
 
     fingerprint: str
 
@@ -95,10 +98,16 @@ class Batches(BatchStream):
 
         order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat(epochs)
         placer = _Placer(rows, batch_size, shardings)
+        read = getattr(rows, "read", None)
 
         def load(first: int) -> PlacedBatch:
             positions = first + placer.numbers
-            return placer.batch(first, positions, [int(order[int(position)]) for position in positions])
+            numbers = [int(order[int(position)]) for position in positions]
+            if read is None:
+                return placer.batch(first, positions, numbers)
+            epochs = [int(position) // len(rows) for position in positions]
+            values = [read(number, epoch) for number, epoch in zip(numbers, epochs, strict=True)]
+            return placer.batch(first, positions, numbers, values)
 
         super().__init__(
             load,
@@ -112,6 +121,12 @@ class Batches(BatchStream):
             ledger=ledger,
             first_step=first_step,
         )
+
+
+def can_pad(rows: RowSource) -> bool:
+    """Returns whether rows have `weights`, so that rows of zeros do not count."""
+    example = rows[0]
+    return isinstance(example, Mapping) and "weights" in example
 
 
 def eval_batches(
@@ -138,7 +153,7 @@ def eval_batches(
     placer = _Placer(rows, batch_size, shardings)
     available = ceil_div(len(rows), batch_size)
     num_batches = available if num_batches is None else min(num_batches, available)
-    if len(rows) % batch_size and num_batches == available and "weights" not in placer.example:
+    if len(rows) % batch_size and num_batches == available and not can_pad(rows):
         raise DataError(
             f"{len(rows)} rows do not fill batches of {batch_size}, and rows without `weights` cannot be padded.",
             hint=f"pass num_batches={len(rows) // batch_size}, or rows with weights.",
@@ -222,7 +237,7 @@ class _Placer:
 
     def __init__(self, rows: RowSource, batch_size: int, shardings: Shardings) -> None:
         self.rows = rows
-        self.example = rows[0]
+        self.example = jax.tree.map(np.asarray, rows[0])
         self.batch_size = batch_size
         self.shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((batch_size, *np.shape(leaf)), leaf.dtype), self.example
@@ -230,11 +245,17 @@ class _Placer:
         self.shardings = shardings(self.shapes)
         self.numbers = local_rows(self.shapes, self.shardings)
 
-    def batch(self, first: int, positions: np.ndarray, numbers: list[int]) -> PlacedBatch:
-        """Returns a batch of the rows with these numbers, padded with zeros up to the number of positions."""
+    def batch(
+        self, first: int, positions: np.ndarray, numbers: list[int], values: list[PyTree] | None = None
+    ) -> PlacedBatch:
+        """Returns a batch of the rows with these numbers, padded with zeros up to the number of positions.
+
+        Args:
+            values: the rows, if they are not those of epoch 0.
+        """
         empty = jax.tree.map(np.zeros_like, self.example)
-        values = [self.rows[number] for number in numbers] + [empty] * (len(positions) - len(numbers))
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *values)
+        values = [self.rows[number] for number in numbers] if values is None else values
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *values, *[empty] * (len(positions) - len(numbers)))
         return PlacedBatch(
             arrays=place_rows(stacked, self.numbers, self.shapes, self.shardings),
             first_row=first,

@@ -27,6 +27,7 @@ class PlacedBatch:
         num_rows: rows in the global batch, on all processes.
         row_ids: numbers of the rows that this process read.
         positions: position of each of these in the order of all rows.
+        place: position of an iterator after this batch, as JSON values.
     """
 
     arrays: PyTree
@@ -34,6 +35,11 @@ class PlacedBatch:
     num_rows: int
     row_ids: np.ndarray
     positions: np.ndarray
+    place: Mapping[str, Any] | None = None
+
+
+class EndOfData(Exception):
+    """Raised by the `load` of a stream whose length is not known in advance."""
 
 
 class Writer(Protocol):
@@ -49,6 +55,12 @@ class BatchStream(Iterator[PlacedBatch]):
 
     Positions are counted in rows, not batches, so a run that resumes from `state` may change its batch size, mesh and
     number of processes. All processes reach the end of the data at the same step.
+
+    Args:
+        load: function from the position of a batch's first row to the batch.
+        position: values that `state` holds besides the row, until a batch brings others in its `place`.
+        in_order: whether `load` must be called in order, by one thread.
+        on_close: called after the reader threads ended.
     """
 
     def __init__(
@@ -61,6 +73,9 @@ class BatchStream(Iterator[PlacedBatch]):
         start_row: int = 0,
         stop_row: int | None = None,
         rows_per_epoch: int | None = None,
+        position: Mapping[str, Any] | None = None,
+        in_order: bool = False,
+        on_close: Callable[[], None] | None = None,
         prefetch: int = 2,
         ledger: Writer | None = None,
         first_step: int = 1,
@@ -73,6 +88,9 @@ class BatchStream(Iterator[PlacedBatch]):
         self.stop_row = stop_row
         self._next_row = start_row
         self._facts = {"seed": seed, "fingerprint": fingerprint}
+        self._place = dict(position or {})
+        self._on_close = on_close
+        self._has_ended = False
         self._load = load
         self._start_row = start_row
         self._ledger = ledger
@@ -83,7 +101,7 @@ class BatchStream(Iterator[PlacedBatch]):
         self._idle = threading.Condition()
         length = sys.maxsize // batch_size if self.num_left is None else self.num_left
         # One element is one batch: each thread loads whole batches, and Grain keeps their order.
-        options = grain.ReadOptions(num_threads=min(prefetch, 4), prefetch_buffer_size=prefetch)
+        options = grain.ReadOptions(num_threads=min(prefetch, 1 if in_order else 4), prefetch_buffer_size=prefetch)
         self._batches: Any = iter(grain.MapDataset.range(length).map(self._read).to_iter_dataset(options))
         if ledger is not None:
             ledger.begin({**self.state, "batch_size": batch_size, "rows_per_epoch": rows_per_epoch})
@@ -93,7 +111,7 @@ class BatchStream(Iterator[PlacedBatch]):
     @property
     def state(self) -> dict[str, Any]:
         """The position after the last batch handed out, as JSON values."""
-        return {"next_row": self._next_row, **self._facts}
+        return {"next_row": self._next_row, **self._facts, **self._place}
 
     @property
     def num_left(self) -> int | None:
@@ -117,8 +135,10 @@ class BatchStream(Iterator[PlacedBatch]):
             raise self._error
         if self._closing:
             raise DataError("this batch stream is closed.", hint="make a new one from its state.")
+        if self._has_ended:
+            raise StopIteration
         try:
-            batch: PlacedBatch = next(self._batches)
+            batch: PlacedBatch | None = next(self._batches).batch
         except StopIteration:
             raise
         except BaseException as error:
@@ -126,11 +146,15 @@ class BatchStream(Iterator[PlacedBatch]):
             self._error = error
             self.close()
             raise
+        if batch is None:
+            self._has_ended = True
+            raise StopIteration
         assert batch.first_row == self._next_row, (batch.first_row, self._next_row)
         if self._ledger is not None:
             self._ledger.append(self._step, batch)
         self._step += 1
         self._next_row += self.batch_size
+        self._place = dict(batch.place or self._place)
         return batch
 
     def close(self) -> None:
@@ -140,6 +164,9 @@ class BatchStream(Iterator[PlacedBatch]):
         self._batches.close()
         with self._idle:
             self._idle.wait_for(lambda: self._reading == 0)
+        if self._on_close is not None:
+            on_close, self._on_close = self._on_close, None
+            on_close()
 
     def __enter__(self) -> BatchStream:
         return self
@@ -147,13 +174,15 @@ class BatchStream(Iterator[PlacedBatch]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, number: int) -> PlacedBatch | None:
+    def _read(self, number: int) -> _Read:
         with self._idle:
             if self._closing:
-                return None
+                return _Read(None)
             self._reading += 1
         try:
-            return self._load(self._start_row + int(number) * self.batch_size)
+            return _Read(self._load(self._start_row + int(number) * self.batch_size))
+        except EndOfData:
+            return _Read(None)
         except StopIteration as error:
             # It would look like the end of the data.
             raise DataError("reading rows raised StopIteration.") from error
@@ -161,6 +190,13 @@ class BatchStream(Iterator[PlacedBatch]):
             with self._idle:
                 self._reading -= 1
                 self._idle.notify_all()
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A batch, or the end of the data; Grain would skip a bare None."""
+
+    batch: PlacedBatch | None
 
 
 def start_of(state: Mapping[str, Any], *, seed: int, fingerprint: str) -> int:
