@@ -47,14 +47,14 @@ def counted(home: Path) -> float:
     """Returns the held-out cross-entropy of a unigram model of bytes."""
     sys.path.insert(0, str(ROOT / "src"))
     from meshwright.data import Rows, load_tokenizer, open_documents, prepare_tokens
-    from meshwright.loop.config import DataOptions
+    from meshwright.loop.config import NUM_ROWS, DataOptions
 
     options = DataOptions()
     tokens = prepare_tokens(open_documents(), load_tokenizer("bytes"), folder=home / "tokens")
     train, held_out = tokens.split(options.validation)
     counts = np.bincount(train.read(0, train.num_tokens)[0], minlength=256) + 1.0
     rows = Rows(held_out, options.num_tokens)
-    seen = [rows[number] for number in range(4 * options.batch_size)]  # the rows of the run's evaluation
+    seen = [rows[number] for number in range(4 * NUM_ROWS)]  # the rows of the run's evaluation
     targets = np.concatenate([row["targets"][row["weights"] > 0] for row in seen])
     return float(-np.log(counts / counts.sum())[targets].mean())
 

@@ -445,7 +445,7 @@ def test_a_custom_job_is_trained_and_resumed(make_config, read_run, stop_at, tmp
         train(again.changed({"epochs": 1, "run": str(tmp_path / "x")}), **QUIET)
     with pytest.raises(ConfigError, match="batch_size is 64, which would have no effect"):
         train(again.changed({"batch_size": 64, "run": str(tmp_path / "x")}), **QUIET)
-    with pytest.raises(MeshwrightError, match="the job has no make_batch"):
+    with pytest.raises(MeshwrightError, match="the job has no data and no make_batch"):
         train(again.changed({"job": f"{tmp_path}/jobs.py:alone", "run": str(tmp_path / "x")}), **QUIET)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import Checkpoints
@@ -138,7 +139,7 @@ class Evaluation(Callback):
         evaluated_at: step whose evaluation is already in the log.
     """
 
-    evaluate: Callable[[RunState], Mapping[str, float]]
+    evaluate: Callable[[RunState], Mapping[str, Any]]
     every: int
     evaluated_at: int | None = None
 
@@ -162,9 +163,11 @@ class Evaluation(Callback):
             self.run(loop)
 
     def run(self, loop: Loop) -> None:
+        from meshwright.loop.logging.trackers import plain
+
         loop.phase("evaluating")
         with loop.timed("eval"):
-            found = {f"eval/{name}": float(value) for name, value in self.evaluate(loop.state).items()}
+            found = {f"eval/{name}": plain(value) for name, value in self.evaluate(loop.state).items()}
         self.evaluated_at = loop.number
         loop.log.metrics(loop.number, {"time": time.time(), **found})
         loss = found.get("eval/loss")
@@ -173,26 +176,29 @@ class Evaluation(Callback):
         loop.last_metrics = {**loop.last_metrics, **found}
 
 
-def make_evaluation(setup: RunSetup) -> Callable[[RunState], Mapping[str, float]] | None:
-    """Returns a function from a state to its mean metrics over the evaluation batches, or None if there are none."""
+def make_evaluation(setup: RunSetup) -> Callable[[RunState], Mapping[str, Any]] | None:
+    """Returns a function from a state to its metrics over the evaluation batches, or None if there are none."""
+    from meshwright.loop.sources import with_fields
     from meshwright.train import make_eval_step
 
-    config, source, count = setup.config, setup.source, setup.config.run.eval_batches
+    config, held_out, job = setup.config, setup.held_out, setup.job
     if not config.run.eval_every:
         return None
-    step = make_eval_step(setup.job, setup.layout, view=config.placement.view, precision=setup.precision)
-    if source.evaluation(step, count) is None:
-        setup.tell(f"evaluation is off: {source.why_no_evaluation}")
+    if held_out is None:
+        setup.tell(f"evaluation is off: {setup.source.why_no_evaluation}")
         return None
+    if getattr(job, "eval_loss", None) is not None:
+        job = with_fields(job, loss=job.eval_loss)
+    step = make_eval_step(job, setup.layout, view=config.placement.view, precision=setup.precision)
 
-    def evaluate(state: RunState) -> Mapping[str, float]:
-        sums, weight = dict[str, float](), 0.0
-        for batch in source.evaluation(step, count) or ():
-            found = {name: float(value) for name, value in jax.device_get(step(state, batch.arrays)).items()}
-            tokens = found.pop("tokens", 1.0)
+    def evaluate(state: RunState) -> Mapping[str, Any]:
+        sums, weight = dict[str, Any](), 0.0
+        for batch in held_out.batches(step):
+            found = dict(jax.device_get(step(state, batch.arrays)))
+            tokens = float(found.pop("tokens", 1.0))
             weight += tokens
             for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + tokens * value
+                sums[name] = sums.get(name, 0.0) + tokens * np.asarray(value, np.float64)
         return {name: total / weight for name, total in sums.items()}
 
     return evaluate

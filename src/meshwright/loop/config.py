@@ -20,6 +20,9 @@ from typing import Any, Literal
 
 from meshwright.errors import ConfigError, did_you_mean
 
+NUM_ROWS = 16
+"""Rows per step if neither the options nor a job say otherwise."""
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -38,13 +41,14 @@ class DataOptions:
     """Training data and batches."""
 
     data: str | None = None
-    """File, folder or glob of text, .jsonl or .array_record (default: the source of Python's standard library)."""
+    """File, folder or glob of text, .jsonl or .array_record; for a job without text, a file or folder of .npy or .npz
+    (default: the job's data, or the source of Python's standard library)."""
     text_field: str = "text"
     """JSON field that holds the text in .jsonl files."""
     tokenizer: str = "bytes"
     """bytes, or the path of a Hugging Face tokenizer.json."""
-    batch_size: int = 16
-    """Rows per step, over all devices."""
+    batch_size: int | None = None
+    """Rows per step, over all devices (default: those of the job's batch, or 16)."""
     num_tokens: int = 128
     """Tokens per row."""
     validation: float = 0.05

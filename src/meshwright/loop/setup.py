@@ -44,7 +44,16 @@ from meshwright.loop.safety.preemption import Preemption
 from meshwright.loop.safety.spike import Rollback, SpikeGuard
 from meshwright.loop.safety.watchdog import Watchdog
 from meshwright.loop.sample import TrainingSamples
-from meshwright.loop.sources import JobSource, StreamStart, TextSource, make_source, rows_of
+from meshwright.loop.sources import (
+    HeldOut,
+    Source,
+    StreamStart,
+    TextSource,
+    make_held_out,
+    make_source,
+    rows_of,
+    with_rows,
+)
 from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
 from meshwright.specs import round_up
@@ -60,7 +69,8 @@ class RunSetup:
     tell: Voice
     model: LanguageModel | None
     job: Any
-    source: TextSource | JobSource
+    source: Source
+    held_out: HeldOut | None
     optimizer: Any
     choice: MeshChoice
     layout: Layout
@@ -112,7 +122,7 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
 
 def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     """Makes all decisions, the same on all processes; writes only the empty run folder."""
-    model, job, source = _load(config, tell)
+    model, job, source, held_out = _load(config, tell)
     precision: str = config.placement.precision
     if precision == "auto":
         precision = "float32" if jax.devices()[0].platform == "cpu" else "mixed"
@@ -141,28 +151,30 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     )
     _require_rows(step, job, config.placement.minibatches)
     folder = RunFolder.open(config, name=config.model.model if config.model.job is None else "job")
-    return RunSetup(config, tell, model, job, source, optimizer, choice, layout, precision, step, folder)
+    return RunSetup(config, tell, model, job, source, held_out, optimizer, choice, layout, precision, step, folder)
 
 
-def _load(config: TrainConfig, tell: Voice) -> tuple[LanguageModel | None, Any, TextSource | JobSource]:
-    """Returns the model, the job and the data source, after checking that all processes agree."""
+def _load(config: TrainConfig, tell: Voice) -> tuple[LanguageModel | None, Any, Source, HeldOut | None]:
+    """Returns the model, the job and its data, after checking that all processes agree."""
     named, sizes = config.model.model, config.model.model_options
 
-    def load() -> tuple[Any, TextSource | JobSource]:
+    def load() -> tuple[Any, Source, HeldOut | None]:
         job = load_job(config.model.job) if config.model.job is not None else None
         if job is None:  # report wrong options before reading any text
             make_model(named, sizes)
-        return job, make_source(config, job, tell=tell)
+        source = make_source(config, job, tell=tell)
+        return job, source, make_held_out(config, job, source, tell=tell)
 
-    job, source = together("loading the job and its data", load)
+    job, source, held_out = together("loading the job and its data", load)
     shared = {name: value for name, value in config.flat().items() if name not in PER_PROCESS}
-    agree({**shared, **source.facts()}, job=job)
+    held = {} if held_out is None else {"eval_data": held_out.rows.fingerprint}
+    agree({**shared, **source.facts(), **held}, job=job)
     if job is not None:
-        return None, job, source
+        return None, with_rows(job, source.batch_size), source, held_out
     assert isinstance(source, TextSource)
     model = make_model(named, sizes, vocab_size=source.vocab_size)
-    job = language_job(model, batch_size=config.data.batch_size, num_tokens=config.data.num_tokens, packed=True)
-    return model, job, source
+    job = language_job(model, batch_size=source.batch_size, num_tokens=config.data.num_tokens, packed=True)
+    return model, job, source, held_out
 
 
 def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, precision: str) -> MeshChoice:

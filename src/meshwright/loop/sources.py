@@ -1,13 +1,15 @@
-"""Sources of a run's batches: text, or the job itself."""
+"""Sources of a run's batches: text, rows that a job holds, or batches that it makes; and its evaluation data."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,20 +17,29 @@ import numpy as np
 from meshwright.data import (
     Batches,
     BatchStream,
+    IteratedRows,
     Ledger,
     Rows,
+    Tokenizer,
+    Tokens,
     eval_batches,
+    iterated_batches,
     job_batches,
     load_tokenizer,
     open_documents,
+    open_rows,
     prepare_tokens,
 )
+from meshwright.data.array_rows import ARRAY_FILES
+from meshwright.data.batches import RowSource, can_pad
 from meshwright.errors import ConfigError, DataError, JobError
-from meshwright.loop.config import DataOptions, TrainConfig
+from meshwright.loop.config import NUM_ROWS, DataOptions, TrainConfig
 from meshwright.parallel.rows import count_rows
+from meshwright.specs import ceil_div
 from meshwright.train.step import Step
 
 Tell = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,35 +56,88 @@ class StreamStart:
     ledger: Ledger | None = None
 
 
+class HeldOut:
+    """Evaluation data, which gives the same batches each time."""
+
+    def __init__(
+        self, rows: RowSource | IteratedRows, batch_size: int, *, seed: int, num_batches: int, tell: Tell
+    ) -> None:
+        self.rows, self.batch_size, self.seed, self.num_batches = rows, batch_size, seed, num_batches
+        if isinstance(rows, IteratedRows):
+            return
+        full, rest = divmod(len(rows), batch_size)
+        if not rest or can_pad(rows):
+            self.num_batches = min(num_batches, ceil_div(len(rows), batch_size))
+            return
+        if not full:
+            raise DataError(
+                f"the evaluation data has {len(rows)} rows, fewer than one batch of {batch_size}.",
+                hint="use more rows or a smaller batch, or add `weights` to the batch, which are 0 for padding.",
+            )
+        if num_batches > full:
+            tell(f"evaluation leaves out {rest} of {len(rows):,} rows, which do not fill a batch of {batch_size}")
+        self.num_batches = min(num_batches, full)
+
+    def batches(self, step: Step, num_batches: int | None = None) -> Iterator[Any]:
+        """Yields the evaluation batches on the step's devices."""
+        count = self.num_batches if num_batches is None else min(num_batches, self.num_batches)
+        if not isinstance(self.rows, IteratedRows):
+            yield from eval_batches(self.rows, self.batch_size, step.batch_shardings, count)
+            return
+        options: dict[str, Any] = {"batch_size": self.batch_size, "shardings": step.batch_shardings}
+        with iterated_batches(self.rows, seed=self.seed, epochs=1, **options) as stream:
+            yield from itertools.islice(stream, count)
+
+
 class TextSource:
     """Text as packed rows of tokens, split into training and evaluation rows.
 
     Args:
         vocab_size: vocabulary size of the job's model; larger token ids are rejected.
+        eval_data: evaluation text; without it, a share of the documents is held out.
     """
 
-    def __init__(self, options: DataOptions, *, tell: Tell, vocab_size: int | None = None) -> None:
-        self.options = options
-        self.tokenizer = load_tokenizer(options.tokenizer)
-        documents = open_documents(options.data, text_field=options.text_field)
-        folder = Path(options.data_cache) if options.data_cache else default_cache() / "tokens"
-        tokens = prepare_tokens(documents, self.tokenizer, folder=folder, tell=tell)
+    counts_tokens = True
+    why_no_evaluation = "no rows are held out"
+
+    def __init__(
+        self,
+        options: DataOptions,
+        *,
+        tell: Tell,
+        batch_size: int,
+        vocab_size: int | None = None,
+        eval_data: Any = None,
+    ) -> None:
+        self.options, self.batch_size = options, batch_size
+        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
+        tokens = self._tokens(options.data, tell)
         train, validation = tokens.split(options.validation)
         self.fingerprint = tokens.fingerprint
         self.rows = Rows(train, options.num_tokens, vocab_size=vocab_size)
-        self.eval_rows = None
-        if options.validation:
+        self.eval_rows: RowSource | None = None
+        if eval_data is not None:
+            held_out = self._tokens(eval_data, tell)
+            self.fingerprint += held_out.fingerprint
+            self.eval_rows = Rows(held_out, options.num_tokens, vocab_size=vocab_size)
+        elif options.validation:
             self.eval_rows = Rows(validation, options.num_tokens, vocab_size=vocab_size)
-        if len(self.rows) < options.batch_size:
+        if len(self.rows) < batch_size:
             raise DataError(
                 f"the data has {len(self.rows)} training rows of {options.num_tokens} tokens; a batch needs "
-                f"{options.batch_size}.",
+                f"{batch_size}.",
                 hint="use more text, a smaller --batch-size, or fewer --num-tokens.",
             )
+        held = 0 if self.eval_rows is None else len(self.eval_rows)
         tell(
             f"data: {tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens; rows of {options.num_tokens}: "
-            f"{len(self.rows):,} for training, {len(self.eval_rows or ()):,} for evaluation"
+            f"{len(self.rows):,} for training, {held:,} for evaluation"
         )
+
+    def _tokens(self, path: Any, tell: Tell) -> Tokens:
+        documents = open_documents(path, text_field=self.options.text_field)
+        folder = Path(self.options.data_cache) if self.options.data_cache else default_cache() / "tokens"
+        return prepare_tokens(documents, self.tokenizer, folder=folder, tell=tell)
 
     @property
     def vocab_size(self) -> int:
@@ -86,32 +150,65 @@ class TextSource:
     def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
         """Returns the batches from a position on, on the step's devices."""
         shared: dict[str, Any] = {"shardings": step.batch_shardings, "seed": seed, **vars(place)}
-        return Batches(self.rows, batch_size=self.options.batch_size, epochs=self.options.epochs, **shared)
+        return Batches(self.rows, batch_size=self.batch_size, epochs=self.options.epochs, **shared)
 
-    def evaluation(self, step: Step, num_batches: int) -> Iterator[Any] | None:
-        """Returns the evaluation batches, the same each time, or None if there are none."""
-        if not self.eval_rows:
-            return None
-        return iter(eval_batches(self.eval_rows, self.options.batch_size, step.batch_shardings, num_batches))
 
-    why_no_evaluation = "no rows are held out"
-    counts_tokens = True
+class RowsSource:
+    """Rows that the job or --data gives, in any form that `meshwright.data.open_rows` reads."""
+
+    why_no_evaluation = "the job has no eval_data"
+    eval_rows: RowSource | None = None
+
+    def __init__(self, job: Any, data: Any, options: DataOptions, *, seed: int, tell: Tell) -> None:
+        name = "--data" if options.data is not None else "the job's data"
+        rows = rows_of(job)
+        self.rows = open_rows(data, job.batch, seed=seed, name=name)
+        self.options, self.batch_size = options, options.batch_size or rows
+        self.counts_tokens = is_text(job)
+        _require_default(options, ("text_field", "tokenizer", "num_tokens", "validation"), f"{name} is not text")
+        if isinstance(self.rows, IteratedRows):
+            if not self.rows.by_row:
+                _require_default(options, ("batch_size",), f"{name} gives whole batches", but=rows)
+            size = "an iterator over rows" if self.rows.by_row else "an iterator over batches"
+        else:
+            size = f"{len(self.rows):,} rows"
+            if len(self.rows) < self.batch_size:
+                raise DataError(
+                    f"{name} has {len(self.rows)} rows, fewer than one batch of {self.batch_size}.",
+                    hint="use more rows, or a smaller --batch-size.",
+                )
+        tell(f"data: {size}, in batches of {self.batch_size}")
+
+    def facts(self) -> dict[str, Any]:
+        return {"data": self.rows.fingerprint, "batch": self.batch_size}
+
+    def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
+        shared: dict[str, Any] = {"shardings": step.batch_shardings, "seed": seed, **vars(place)}
+        shared |= {"batch_size": self.batch_size, "epochs": self.options.epochs}
+        if isinstance(self.rows, IteratedRows):
+            return iterated_batches(self.rows, **shared)
+        return Batches(self.rows, **shared)
 
 
 class JobSource:
     """Batches that a job makes from seeds."""
 
+    counts_tokens = False
+    why_no_evaluation = "the job makes its own batches and has no eval_data"
+    eval_rows: RowSource | None = None
+
     def __init__(self, job: Any, options: DataOptions) -> None:
         if getattr(job, "make_batch", None) is None:
             raise JobError(
-                "the job has no make_batch, and its example batch is not text.",
-                hint="add make_batch(seed) -> batch, or use a batch of `inputs` and `targets` with --data.",
+                "the job has no data and no make_batch, and its example batch is not text.",
+                hint="add data=..., or make_batch(seed) -> batch, or a batch of `inputs` and `targets` and --data.",
             )
         self.job = job
         self.options = options
         self.batch_size = rows_of(job)
-        _require_default(options, ("text_field", "tokenizer", "epochs", "num_tokens"), "the job makes its own batches")
-        _require_default(options, ("batch_size",), "the job's batch decides", but=self.batch_size)
+        names = ("text_field", "tokenizer", "epochs", "num_tokens", "validation")
+        _require_default(options, names, "the job makes its own batches")
+        _require_default(options, ("batch_size",), "the job makes its own batches", but=self.batch_size)
 
     def facts(self) -> dict[str, Any]:
         return {"batch": jax.tree.leaves(self.job.batch)}
@@ -120,11 +217,8 @@ class JobSource:
         shared: dict[str, Any] = {"shardings": step.batch_shardings, "seed": seed, **vars(place)}
         return job_batches(self.job, batch_size=self.batch_size, **shared)
 
-    def evaluation(self, step: Step, num_batches: int) -> Iterator[Any] | None:
-        return None
 
-    why_no_evaluation = "the job makes its own batches and holds none out"
-    counts_tokens = False
+Source = TextSource | RowsSource | JobSource
 
 
 def is_text(job: Any) -> bool:
@@ -158,19 +252,70 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
 
 
-def make_source(config: TrainConfig, job: Any, *, tell: Tell) -> TextSource | JobSource:
-    """Returns the source of a run's batches: text, unless the job makes its own and --data is not set."""
+def make_source(config: TrainConfig, job: Any, *, tell: Tell) -> Source:
+    """Returns the source of a run's batches: --data, else the job's data, else its make_batch, else text."""
+    options = config.data
     if job is None:
-        return TextSource(config.data, tell=tell)
-    if is_text(job) and (config.data.data is not None or getattr(job, "make_batch", None) is None):
+        return TextSource(options, tell=tell, batch_size=options.batch_size or NUM_ROWS)
+    data = options.data if options.data is not None else getattr(job, "data", None)
+    is_path = isinstance(data, (str, os.PathLike))
+    wants_text = is_path or (data is None and getattr(job, "make_batch", None) is None)
+    if is_text(job) and wants_text and not (is_path and holds_arrays(data)):
         rows, tokens = job.batch["inputs"].shape
-        _require_default(config.data, ("batch_size",), "the job's batch decides", but=rows)
-        _require_default(config.data, ("num_tokens",), "the job's batch decides", but=tokens)
-        vocab_size = getattr(job, "vocab_size", None)
+        _require_default(options, ("num_tokens",), "the job's batch decides", but=tokens)
+        vocab_size, eval_data = getattr(job, "vocab_size", None), getattr(job, "eval_data", None)
         if vocab_size is None:
             tell("the job has no vocab_size, so token ids beyond its vocabulary are not detected")
-        options = dataclasses.replace(config.data, batch_size=rows, num_tokens=tokens)
-        return TextSource(options, tell=tell, vocab_size=vocab_size)
-    if config.data.data is not None:
-        raise JobError("the job's batches are not tokens, so --data cannot fill them.", hint="leave --data out.")
-    return JobSource(job, config.data)
+        if eval_data is not None:
+            _require_default(options, ("validation",), "the job has eval_data")
+            options = dataclasses.replace(options, validation=0.0)
+        if not isinstance(eval_data, (str, os.PathLike)) or holds_arrays(eval_data):
+            eval_data = None
+        options = dataclasses.replace(options, num_tokens=tokens, data=None if data is None else str(data))
+        size = options.batch_size or rows
+        return TextSource(options, tell=tell, batch_size=size, vocab_size=vocab_size, eval_data=eval_data)
+    if data is not None:
+        return RowsSource(job, data, options, seed=config.run.seed, tell=tell)
+    return JobSource(job, options)
+
+
+def make_held_out(config: TrainConfig, job: Any, source: Source, *, tell: Tell) -> HeldOut | None:
+    """Returns the evaluation data of a run: the job's, else that of its text, else None."""
+    if not config.run.eval_every:
+        return None
+    rows: Any = source.eval_rows
+    if rows is None and (data := getattr(job, "eval_data", None)) is not None:
+        rows = open_rows(data, job.batch, seed=config.run.seed, name="the job's eval_data")
+    if rows is None or (not isinstance(rows, IteratedRows) and not len(rows)):
+        return None
+    count = config.run.eval_batches
+    return HeldOut(rows, source.batch_size, seed=config.run.seed, num_batches=count, tell=tell)
+
+
+def holds_arrays(path: Any) -> bool:
+    """Returns whether a path is an .npy or .npz file, or a folder that holds some."""
+    place = Path(path)
+    if place.is_dir():
+        return any(item.suffix in ARRAY_FILES for item in place.iterdir())
+    return place.suffix in ARRAY_FILES
+
+
+def with_rows(job: Any, num_rows: int) -> Any:
+    """Returns a job whose example batch has this number of rows."""
+    if rows_of(job) == num_rows:
+        return job
+
+    def resized(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype) if np.ndim(leaf) else leaf
+
+    return with_fields(job, batch=jax.tree.map(resized, job.batch))
+
+
+def with_fields(job: T, **fields: Any) -> T:
+    """Returns a copy of a job, which may be any object, with some attributes changed."""
+    if dataclasses.is_dataclass(job) and not isinstance(job, type):
+        return dataclasses.replace(job, **fields)
+    job = copy.copy(job)
+    for name, value in fields.items():
+        setattr(job, name, value)
+    return job
