@@ -231,6 +231,7 @@ def test_a_state_of_unknown_classes_is_recognized_by_its_paths():
         ((16, 1), P("tp", None), "statistic of another shape"),
         ((1, 8), P(None, "fsdp"), "statistic of another shape"),
         ((16, 8, 3), P("tp", "fsdp", None), "statistic of another shape"),
+        ((10, 16, 8), P(None, "tp", "fsdp"), "several of the parameter's shape"),
         ((5,), P(), "statistic of unrelated shape"),
         ((5, 5), P(), "statistic of unrelated shape"),
     ],

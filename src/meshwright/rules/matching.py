@@ -127,6 +127,8 @@ def _statistic_spec(spec: P, subject: Subject) -> tuple[P, str]:
         if dims is not None:
             return P(*(entries[dim] for dim in dims)), f"dims {dims} of the parameter"
         return P(), "statistic of unrelated shape"
+    if shape[1:] == param_shape:  # the last values of a parameter, as L-BFGS keeps them
+        return P(None, *entries), "several of the parameter's shape"
     same = [dim < len(param_shape) and shape[dim] == param_shape[dim] for dim in range(len(shape))]
     if not any(same):
         return P(), "statistic of unrelated shape"

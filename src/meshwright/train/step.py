@@ -27,8 +27,9 @@ from meshwright.models.execution import Remat
 from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.parallel.rows import count_rows
 from meshwright.specs import round_up
-from meshwright.train.gradients import View, make_gradients, named_shardings
+from meshwright.train.gradients import Gradients, View, make_gradients, named_shardings
 from meshwright.train.guards import is_concrete, require_live_state, require_same_state
+from meshwright.train.optimizer_update import require_known_optimizer, update
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, gradient_specs
 from meshwright.train.sync import Sync
@@ -58,7 +59,8 @@ def make_train_step(
         job: a job whose `loss(params, batch, rng) -> (loss, metrics)` returns a `(sum, count)` pair over valid targets,
             or a mean. If the loss takes `gather=`, it gathers its parameters layer by layer; otherwise it gets them
             gathered. If it takes `remat=`, it applies the policy; otherwise the policy applies to the whole loss.
-        optimizer: any optax optimizer.
+        optimizer: any optax optimizer but `lookahead`. Those that take the loss (`value=`) get it, and line searches
+            (`lbfgs`) get the loss as a function of the parameters, which costs several evaluations per step.
         layout: the layout of the whole state, from `state_layout`.
         view: "local": Meshwright layers insert the collectives, and parameters are gathered along `fsdp`; the loss must
             communicate over any other axis that splits its parameters. "global": XLA inserts the collectives, for any
@@ -91,22 +93,29 @@ def make_train_step(
         >>> float(metrics["loss"]), int(state.step)
         (1.0, 1)
     """
-    gradients = make_gradients(
-        job,
-        layout,
-        view=view,
-        num_minibatches=num_minibatches,
-        sync=sync,
-        precision=precision,
-        remat=remat,
-        data_axes=data_axes,
-    )
+    require_known_optimizer(layout)
+
+    def compute(with_gradients: bool) -> Gradients:
+        return make_gradients(
+            job,
+            layout,
+            view=view,
+            num_minibatches=num_minibatches,
+            sync=sync,
+            precision=precision,
+            remat=remat,
+            data_axes=data_axes,
+            with_gradients=with_gradients,
+        )
+
+    gradients = compute(True)
     if clip is not None and not clip > 0:
         raise MeshwrightError(f"clip must be above 0; got {clip}.", hint="pass a norm such as 1.0, or None.")
     fine = named_shardings(layout.mesh, gradient_specs(layout))
 
     def step(state: RunState, batch: PyTree) -> tuple[RunState, Metrics]:
-        result, squares = gradients(state.params, batch, jax.random.fold_in(state.rng, state.step))
+        key = jax.random.fold_in(state.rng, state.step)
+        result, squares = gradients(state.params, batch, key)
         loss, grads, metrics = result
         norm = jnp.sqrt(squares.sum())
         if clip is not None:
@@ -114,7 +123,21 @@ def make_train_step(
         # With ZeRO-1, each device updates the shard of the parameter whose statistics it holds.
         mine = jax.lax.with_sharding_constraint(state.params, fine)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, mine)
-        updates, opt_state = optimizer.update(grads, state.opt_state, mine)
+
+        def at(with_gradients: bool, params: PyTree) -> Any:
+            (loss, grads, _), _ = compute(with_gradients)(params, batch, key)
+            return (loss, grads) if with_gradients else loss
+
+        updates, opt_state = update(
+            optimizer,
+            grads,
+            state.opt_state,
+            mine,
+            loss=loss,
+            loss_at=functools.partial(at, False),
+            loss_and_grads_at=functools.partial(at, True),
+            clipped=clip is not None,
+        )
         params = jax.tree.map(lambda leaf, update: (leaf + update).astype(leaf.dtype), mine, updates)
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
         if skip_nonfinite:
