@@ -59,6 +59,59 @@ def test_defect_6_split_refuses_a_remainder_instead_of_dropping_it():
         trace(lambda x: split_array_over_mesh(x, "tp", 0), jnp.ones(10))
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_split_of_fewer_rows_than_devices_is_empty_with_a_warning(check):
+    """Models are initialized with one row, also if they split rows over a tensor axis."""
+
+    def local(x):
+        parts = split_array_over_mesh(x, "tp", 0), split_array_over_mesh(x, "tp", -1)
+        assert [part.shape for part in parts] == [(0, 8), (1, 2)]
+        return parts
+
+    run = local_map(local, mesh=mesh_of(4), in_specs=P(), out_specs=(P("tp"), P(None, "tp")), check_vma=check)
+    with pytest.warns(
+        mw.MeshwrightWarning,
+        match=r"dim 0 of an array of shape \(1, 8\) has size 1; axis 'tp' has 4 devices, so every slice is empty\.\n"
+        r"hint: pad to 4",
+    ) as seen:
+        empty, rest = jax.jit(run)(jnp.arange(8.0)[None])
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert empty.shape == (0, 8)
+    np.testing.assert_array_equal(rest, jnp.arange(8.0)[None])
+
+
+@pytest.mark.parametrize(("rows", "warns", "fails"), [(0, False, False), (3, True, False), (5, False, True)])
+def test_split_of_other_numbers_of_rows(rows, warns, fails):
+    def split():
+        return trace(lambda x: split_array_over_mesh(x, "tp", 0), jnp.ones((rows, 2)))
+
+    if fails:
+        with pytest.raises(PlacementError, match=r"has size 5; axis 'tp' has 4 devices: 5 % 4 = 1.\nhint: pad to 8"):
+            split()
+    elif warns:
+        with pytest.warns(mw.MeshwrightWarning, match="has size 3; axis 'tp' has 4 devices, so every slice is empty"):
+            assert split().shape == (0, 2)
+    else:
+        assert split().shape == (0, 2)
+
+
+def test_a_model_that_splits_its_rows_initializes_with_one_row():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(6)(split_array_over_mesh(x, "tp", 0))
+            return nn.Dense(2)(jax.lax.all_gather(nn.tanh(h), "tp", tiled=True))
+
+    one_row, rows = jnp.ones((1, 3)), jax.random.normal(jax.random.key(1), (8, 3))
+    init = local_map(Model().init, mesh=mesh_of(4), in_specs=P(), out_specs=P())
+    with pytest.warns(mw.MeshwrightWarning, match="every slice is empty"):
+        params = jax.jit(init)(jax.random.key(0), one_row)
+    apply = local_map(Model().apply, mesh=mesh_of(4), in_specs=P(), out_specs=P(), check_vma=False)
+    first, second = (params["params"][f"Dense_{index}"]["kernel"] for index in range(2))
+    np.testing.assert_allclose(jax.jit(apply)(params, rows), jnp.tanh(rows @ first) @ second, rtol=1e-5, atol=1e-6)
+
+
 TREE = {
     "matrix": jnp.arange(6.0).reshape(2, 3),
     "half": jnp.ones((3,), jnp.bfloat16),

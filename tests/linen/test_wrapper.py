@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
 LIFTS = {
     "wrap": lambda make: functools.partial(ModelParallelismWrapper, "tp", make),
-    "fsdp": lambda make: shard_module_params(make, "fsdp", min_weight_size=WIDTH),
+    "fsdp": lambda make: shard_module_params(make, "fsdp", min_weight_size=WIDTH - 1),
     "remat": nn.remat,
     "scan": lambda make: nn.scan(
         make,
@@ -153,8 +153,8 @@ def test_nesting_in_every_order(order):
 def test_fsdp_of_a_wrapped_module_splits_its_shards():
     variables, _ = init(LIFTS["fsdp"](LIFTS["wrap"](Layer))(), mesh_of("fsdp:2,tp:4"), X)
     kernel = variables["params"]["sharded"]["Dense_0"]["kernel"]
-    assert kernel.names == ("tp", "fsdp", None)
-    assert kernel.value.sharding.shard_shape(kernel.value.shape) == (1, WIDTH // 2, WIDTH)
+    assert kernel.names == ("tp", None, "fsdp")
+    assert kernel.value.sharding.shard_shape(kernel.value.shape) == (1, WIDTH, WIDTH // 2)
 
 
 class Noisy(nn.Module):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from meshwright.dtypes import is_float
+from meshwright.dtypes import as_dtype, cast_target, is_float
 from meshwright.errors import MeshwrightWarning, PlacementError
 from meshwright.linen.stacking import close_box, is_box, open_box, split_array_over_mesh
 from meshwright.mesh.axes import axis_size, pcast_varying, summing_dtype, varying_axes
@@ -32,12 +32,13 @@ from meshwright.types import PyTree
 def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -> PyTree:
     """Returns this device's slice of every large parameter, in a box that names the axis on the split dim.
 
-    The split dim is the largest one without a name that the axis divides (the first of equal ones).
+    The split dim is the largest one without a name that the axis divides (the last of equal ones). On an axis of one
+    device the boxes are the same, so that the tree has one structure on every mesh.
 
     Args:
         params: arrays in boxes or not.
-        min_weight_size: parameters with fewer elements, counted over all shards, stay replicated. A larger parameter
-            that cannot be split stays replicated, with a warning.
+        min_weight_size: parameters with at most this many elements, counted over all shards, stay replicated. A larger
+            parameter that cannot be split stays replicated, with a warning.
 
     Example:
         >>> import meshwright as mw
@@ -48,8 +49,6 @@ def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -
         ((None, 'fsdp'), (3, 2))
     """
     ways = axis_size(axis_name, who="shard_params")
-    if ways == 1:
-        return params
     mesh = current_mesh()
     assert mesh is not None
     sizes = dict(mesh.shape)
@@ -61,9 +60,11 @@ def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -
         # Names that are not mesh axes split nothing.
         num_shards = math.prod(sizes.get(axis, 1) for name in names for axis in dim_axes(name))
         num_elements = math.prod(jnp.shape(value)) * num_shards
-        if num_elements < min_weight_size:
+        if num_elements <= min_weight_size:
             return leaf
         fitting = [dim for dim, name in enumerate(names) if name is None and value.shape[dim] % ways == 0]
+        if not fitting and ways == 1:
+            return leaf
         if not fitting:
             name = tree_path_to_string(path, sep="/")
             free = ", ".join(str(value.shape[dim]) for dim, name in enumerate(names) if name is None) or "none"
@@ -75,7 +76,7 @@ def shard_params(params: PyTree, axis_name: str, min_weight_size: int = 2**18) -
                 stacklevel=2,
             )
             return leaf
-        dim = max(fitting, key=lambda dim: (value.shape[dim], -dim))
+        dim = max(fitting, key=lambda dim: (value.shape[dim], dim))
         mine = split_array_over_mesh(value, axis_name, dim)
         return close_box(leaf, mine, (*names[:dim], axis_name, *names[dim + 1 :]))
 
@@ -91,8 +92,9 @@ def gather_params(params: PyTree, axis_name: str, gather_dtype: Any = None, grad
 
     Args:
         params: arrays in boxes or not.
-        gather_dtype: the dtype in which floats are sent; the results have their original dtype.
-        grad_scatter_dtype: the dtype in which gradients are sent back.
+        gather_dtype: the dtype in which floats are sent and returned (default: their own). Parameters that the axis
+            does not split keep their dtype.
+        grad_scatter_dtype: the dtype in which gradients are sent back (default: that of the parameter).
 
     Example:
         >>> import meshwright as mw
@@ -123,8 +125,9 @@ def gather_array_with_mean_grads(
 
     Args:
         axis: the split dim.
-        gather_dtype: the dtype in which floats are sent; the result has the original dtype.
-        grad_scatter_dtype: the dtype in which gradients are sent back.
+        gather_dtype: the dtype in which floats are sent and returned (default: that of `x`), on any number of devices.
+        grad_scatter_dtype: the dtype in which gradients are sent back (default: that of `x`, which is also the dtype of
+            the gradient).
 
     Example:
         >>> import meshwright as mw
@@ -134,9 +137,11 @@ def gather_array_with_mean_grads(
         >>> grads.tolist()[:2]  # the mean of 0..7
         [3.5, 3.5]
     """
-    return gather_array(
+    whole = gather_array(
         x, dim=axis, axis=axis_name, gather_dtype=gather_dtype, grad_scatter_dtype=grad_scatter_dtype, mean_grads=True
     )
+    # The values are already rounded to this dtype, so XLA drops the cast back and forth.
+    return whole.astype(cast_target(x.dtype, None if gather_dtype is None else as_dtype(gather_dtype)))
 
 
 def shard_module_params(
@@ -222,8 +227,10 @@ def sync_gradients(grads: PyTree, axis_names: str | Sequence[str]) -> PyTree:
         if value.dtype == jax.dtypes.float0:
             return leaf
         split_over = {axis for name in dim_names for axis in dim_axes(name)}
-        axes = [axis for axis, size in sizes.items() if size > 1 and axis not in split_over]
-        summed = [axis for axis in axes if _is_checked(axis) and axis not in varying_axes(value)]
+        varying = varying_axes(value)
+        # Along an axis of one device there is nothing to sum, but a value that varies along it must not any more.
+        axes = [axis for axis, size in sizes.items() if axis not in split_over and (size > 1 or axis in varying)]
+        summed = [axis for axis in axes if _is_checked(axis) and axis not in varying]
         differing = tuple(axis for axis in axes if axis not in summed)
         mean = _mean(value, differing) if differing else value
         if summed:

@@ -6,6 +6,7 @@ box names after the axis. So even unrelated shards have one global shape and one
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from meshwright.errors import PlacementError
+from meshwright.errors import MeshwrightWarning, PlacementError
 from meshwright.mesh.axes import axis_index, axis_size, pcast_varying
 from meshwright.specs import dim_axes, round_up
 from meshwright.types import PyTree
@@ -23,6 +24,9 @@ from meshwright.types import PyTree
 
 def split_array_over_mesh(x: Any, axis_name: str, split_axis: int) -> Any:
     """Returns this device's slice of a replicated array; raises if the axis does not divide the dim.
+
+    If the dim is smaller than the number of devices, every slice is empty, with a warning. So a model that splits the
+    rows of its inputs can be initialized with one row.
 
     Example:
         >>> import meshwright as mw
@@ -35,6 +39,15 @@ def split_array_over_mesh(x: Any, axis_name: str, split_axis: int) -> Any:
     ways = axis_size(axis_name, who="split_array_over_mesh")
     dim = _checked_dim(split_axis, jnp.ndim(x), who="split_array_over_mesh")
     size = jnp.shape(x)[dim]
+    if 0 < size < ways:
+        warnings.warn(
+            f"split_array_over_mesh: dim {dim} of an array of shape {jnp.shape(x)} has size {size}; axis "
+            f"{axis_name!r} has {ways} devices, so every slice is empty.\n"
+            f"hint: pad to {ways}, unless you only initialize parameters.",
+            MeshwrightWarning,
+            stacklevel=2,
+        )
+        return pcast_varying(lax.slice_in_dim(x, 0, 0, axis=dim), axis_name)
     if size % ways:
         raise PlacementError(
             f"split_array_over_mesh: dim {dim} of an array of shape {jnp.shape(x)} has size {size}; axis "
