@@ -8,8 +8,9 @@ import pytest
 
 from meshwright.checkpoint.manifest import model_fact
 from meshwright.errors import ConfigError
-from meshwright.loop.choices import decayed, make_model, make_optimizer, make_schedule, model_names
+from meshwright.loop.choices import make_model, model_names
 from meshwright.loop.config import OptimizerOptions
+from meshwright.loop.optimizers import decayed, make_optimizer, make_schedule
 from meshwright.loop.resume import what_must_match
 
 

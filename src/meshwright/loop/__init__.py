@@ -18,7 +18,7 @@ _WHERE = {
     "choose_mesh": "choices",
     "MeshChoice": "choices",
     "make_model": "choices",
-    "make_optimizer": "choices",
+    "make_optimizer": "optimizers",
     "RunLog": "logging.run_log",
     "Progress": "logging.progress",
     "Preemption": "safety.preemption",

@@ -1,20 +1,18 @@
-"""Models and optimizers by name, and the automatic choice of a mesh."""
+"""Models by name, and the automatic choice of a mesh."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import optax
 
 from meshwright.errors import ConfigError, LayoutError, MeshError, did_you_mean
 from meshwright.layout import format_bytes
-from meshwright.loop.config import OptimizerOptions
 from meshwright.loop.logging.memory_use import read_memory
 from meshwright.mesh.build import create_abstract_mesh
 from meshwright.models import XLSTM, Decoder
@@ -22,8 +20,6 @@ from meshwright.models.language import LanguageModel
 from meshwright.parallel.heads import heads_fit
 from meshwright.specs import round_up
 from meshwright.train.state import state_layout
-from meshwright.tree import named_tree_map
-from meshwright.types import PyTree
 
 FAMILIES: dict[str, type[LanguageModel]] = {"decoder": Decoder, "xlstm": XLSTM}
 # Largest fraction of device memory for the state; gradients need another third to half of it, activations the rest.
@@ -96,69 +92,6 @@ def _value(option: str, text: str, kind: Any) -> Any:
         return text
     wanted, example = ("a whole number", "4") if "int" in kinds else ("a number", "0.1")
     raise ConfigError(f"{option!r} is not {wanted}.", hint=f"use {wanted}, e.g. {example}.")
-
-
-# --- Optimizers ---
-
-
-def make_schedule(options: OptimizerOptions, num_steps: int) -> Callable[[Any], Any]:
-    """Returns the learning rate schedule: a function of the number of steps taken so far.
-
-    Example:
-        >>> rate = make_schedule(OptimizerOptions(learning_rate=1.0, warmup=10), 100)
-        >>> [round(float(rate(n)), 2) for n in (0, 5, 10, 100)]
-        [0.09, 0.55, 1.0, 0.1]
-    """
-    peak, warmup = options.learning_rate, min(options.warmup, num_steps)
-    last, rest = peak * options.final_learning_rate, max(1, num_steps - warmup)
-    after: Callable[[Any], Any] = {
-        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, options.final_learning_rate),
-        "linear": lambda: optax.linear_schedule(peak, last, rest),
-        "constant": lambda: optax.constant_schedule(peak),
-    }[options.schedule]()
-    if not warmup:
-        return after
-    # Start above 0, so that the first step is not wasted.
-    rising = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
-    joined: Callable[[Any], Any] = optax.join_schedules([rising, after], [warmup])
-    return joined
-
-
-def make_optimizer(options: OptimizerOptions, num_steps: int) -> Any:
-    """Returns an optax optimizer with its schedule; the train step clips gradients.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> optimizer = make_optimizer(OptimizerOptions(optimizer="sgd", warmup=0, beta1=0.0, weight_decay=0.0), 100)
-        >>> params = {"w": jnp.ones(2)}
-        >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
-        >>> [round(float(update), 4) for update in updates["w"]]
-        [-0.003, -0.003]
-    """
-    rate = make_schedule(options, num_steps)
-    decay = options.weight_decay
-    if options.optimizer == "adamw":
-        return optax.adamw(rate, b1=options.beta1, b2=options.beta2, weight_decay=decay, mask=decayed)
-    if options.optimizer == "lion":
-        return optax.lion(rate, b1=options.beta1, b2=options.beta2, weight_decay=decay, mask=decayed)
-    if options.optimizer == "adafactor":
-        return optax.adafactor(rate, weight_decay_rate=decay or None, weight_decay_mask=decayed)
-    return optax.chain(optax.add_decayed_weights(decay, mask=decayed), optax.sgd(rate, momentum=options.beta1 or None))
-
-
-def decayed(params: PyTree) -> PyTree:
-    """Returns a mask of the parameters with weight decay: matrices, but not norms and biases stacked over layers.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> decayed({"mlp": {"up": jnp.ones((2, 4, 8))}, "mlp_norm": {"scale": jnp.ones((2, 4))}})
-        {'mlp': {'up': True}, 'mlp_norm': {'scale': False}}
-    """
-
-    def decays(name: str, leaf: Any) -> bool:
-        return leaf.ndim > 1 and not any(word in name for word in ("norm", "bias", "scale"))
-
-    return named_tree_map(decays, params, sep="/")
 
 
 # --- Meshes ---

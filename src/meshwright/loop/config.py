@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 from meshwright.errors import ConfigError, did_you_mean
 
+OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd")
+SCHEDULES = ("cosine", "linear", "constant")
 NUM_ROWS = 16
 """Rows per step if neither the options nor a job say otherwise."""
 
@@ -65,12 +67,14 @@ class DataOptions:
 class OptimizerOptions:
     """Optimizer and learning rate schedule."""
 
-    optimizer: Literal["adamw", "adafactor", "lion", "sgd"] = "adamw"
-    """Optax optimizer; its state is sharded like the parameters."""
+    optimizer: str | None = None
+    """adamw, adafactor, lion or sgd, or an optax optimizer (or a function from the number of steps to one) as
+    module:attribute; its state is sharded like the parameters (default: the job's, or adamw)."""
     learning_rate: float = 3e-3
     """Peak learning rate, reached after the warmup."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate decay after the warmup."""
+    schedule: str | None = None
+    """Learning rate decay after the warmup: cosine, linear or constant; or a function from the step to the learning rate
+    as module:attribute (default: the job's, or cosine)."""
     warmup: int = 20
     """Number of warmup steps."""
     final_learning_rate: float = 0.1
@@ -213,6 +217,10 @@ class TrainConfig:
             for name in names.split():
                 if options[name] is not None and not is_fine(options[name]):
                     raise ConfigError(f"{name}={options[name]} is out of range.", hint=hint)
+        for name, known in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+            if options[name] is not None and options[name] not in known and ":" not in options[name]:
+                hint = f"use one of {', '.join(known)}, or module:attribute."
+                raise ConfigError(f"{name} is {options[name]!r}.", hint=hint)
         if self.model.job is not None and self.model.model_options:
             raise ConfigError("model_options apply to built-in models, not to a job.", hint="leave one of them out.")
         if run.or_start and not (run.resume and run.run):

@@ -15,10 +15,10 @@ from meshwright.checkpoint import Checkpoints
 from meshwright.checkpoint.manifest import model_text
 from meshwright.distributed.agreement import from_first
 from meshwright.errors import ConfigError
-from meshwright.loop.choices import make_schedule
 from meshwright.loop.config import TrainConfig
 from meshwright.loop.logging.run_log import EVENTS, RunLog, read_lines
 from meshwright.loop.logging.run_stats import checkpoint_facts
+from meshwright.loop.optimizers import make_schedule
 from meshwright.loop.run_dir import NOT_OF_THE_RUN
 from meshwright.train import RunState, init_state
 
@@ -137,7 +137,8 @@ def _changes(run: RunSetup, facts: Mapping[str, Any], step: int) -> list[str]:
     if facts.get("precision") not in (None, run.precision):
         changed.append(f"compute precision from {facts['precision']} to {run.precision}")
     told = [f"changed since the checkpoint: {'; '.join(changed)}"] if changed else []
-    if before.get("steps") != now["steps"] and before.get("schedule") == now["schedule"] != "constant":
+    decays = run.updates.is_builtin and before.get("schedule") == now["schedule"] != "constant"
+    if before.get("steps") != now["steps"] and decays:
         old = TrainConfig().changed({name: value for name, value in before.items() if name in now})
         last, after = (float(make_schedule(config.optimizer, config.run.steps)(step)) for config in (old, run.config))
         rates = f"changes from {last:.2e} to {after:.2e}" if f"{last:.2e}" != f"{after:.2e}" else f"stays {after:.2e}"

@@ -23,7 +23,7 @@ from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.loop.callbacks import Callback, Checkpointing, Evaluation, SkippedSteps, StepLog, make_evaluation
-from meshwright.loop.choices import MeshChoice, choose_mesh, device_memory, make_model, make_optimizer
+from meshwright.loop.choices import MeshChoice, choose_mesh, device_memory, make_model
 from meshwright.loop.config import TrainConfig
 from meshwright.loop.fit import Loop
 from meshwright.loop.logging.profiler import StepProfiler
@@ -32,12 +32,12 @@ from meshwright.loop.logging.run_log import EVENTS, METRICS, RunLog
 from meshwright.loop.logging.run_stats import (
     checkpoint_facts,
     flops_per_step,
-    learning_rates,
     num_params,
     peak_flops,
     run_facts,
     tokens_per_step,
 )
+from meshwright.loop.optimizers import OptimizerChoice, choose_optimizer
 from meshwright.loop.resume import Start, find_start, step_in_log
 from meshwright.loop.run_dir import PER_PROCESS, RunFolder
 from meshwright.loop.safety.preemption import Preemption
@@ -71,12 +71,16 @@ class RunSetup:
     job: Any
     source: Source
     held_out: HeldOut | None
-    optimizer: Any
+    updates: OptimizerChoice
     choice: MeshChoice
     layout: Layout
     precision: str
     step: Step
     folder: RunFolder
+
+    @property
+    def optimizer(self) -> Any:
+        return self.updates.optimizer
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,10 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     precision: str = config.placement.precision
     if precision == "auto":
         precision = "float32" if jax.devices()[0].platform == "cpu" else "mixed"
-    optimizer = make_optimizer(config.optimizer, config.run.steps)
+    updates = together("choosing an optimizer", lambda: choose_optimizer(config.optimizer, config.run.steps, job))
+    optimizer = updates.optimizer
+    if updates.text:
+        tell(updates.text)
     choice = together("choosing a mesh", lambda: _choose_mesh(config, model, job, optimizer, precision))
     choice = MeshChoice(as_first(choice.mesh), as_first(choice.reason))
     tell(f"mesh: {choice.mesh} ({_devices()}); {choice.reason}")
@@ -151,7 +158,7 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     )
     _require_rows(step, job, config.placement.minibatches)
     folder = RunFolder.open(config, name=config.model.model if config.model.job is None else "job")
-    return RunSetup(config, tell, model, job, source, held_out, optimizer, choice, layout, precision, step, folder)
+    return RunSetup(config, tell, model, job, source, held_out, updates, choice, layout, precision, step, folder)
 
 
 def _load(config: TrainConfig, tell: Voice) -> tuple[LanguageModel | None, Any, Source, HeldOut | None]:
@@ -284,7 +291,7 @@ def _make_callbacks(
             rank=jax.process_index(),
         )
         callbacks.append(stack.enter_context(watchdog))
-    callbacks.append(StepLog(learning_rates(config), setup.source.counts_tokens, flops, peak_flops(setup)))
+    callbacks.append(StepLog(setup.updates.rates(options.steps), setup.source.counts_tokens, flops, peak_flops(setup)))
     callbacks.append(SkippedSteps(NonFiniteGuard.for_layout(setup.layout, limit=config.safety.max_skipped)))
     callbacks.append(progress)
     spikes = None

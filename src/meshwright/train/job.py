@@ -127,16 +127,7 @@ def load_job(reference: str) -> Any:
         >>> load_job(f"{path}:job").mesh
         'dp:8'
     """
-    where, _, attribute = reference.rpartition(":")
-    if not where or not attribute:
-        raise JobError(
-            f"{reference!r} does not name a job.", hint="write module:attribute, for example my_pkg.train:job."
-        )
-    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
-    try:
-        job = getattr(module, attribute)
-    except AttributeError:
-        raise _no_attribute(where, module, attribute) from None
+    job = load_attribute(reference, what="job")
     if callable(job) and not hasattr(job, "init"):
         job = _call(reference, job)
     missing = [name for name in ("init", "rules") if not hasattr(job, name)]
@@ -146,6 +137,30 @@ def load_job(reference: str) -> Any:
             hint="define init(key) -> params and rules, for example with meshwright.Job.",
         )
     return job
+
+
+def load_attribute(reference: str, *, what: str = "object") -> Any:
+    """Imports the object named by `package.module:attribute` or `path/to/file.py:attribute`.
+
+    Args:
+        what: a word for the object in errors.
+
+    Example:
+        >>> load_attribute("math:pi")
+        3.141592653589793
+    """
+    where, _, attribute = reference.rpartition(":")
+    if not where or not attribute:
+        article = "an" if what[0] in "aeiou" else "a"
+        raise JobError(
+            f"{reference!r} does not name {article} {what}.",
+            hint=f"write module:attribute, for example my_pkg.train:{what}.",
+        )
+    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise _no_attribute(where, module, attribute) from None
 
 
 @contextlib.contextmanager

@@ -12,8 +12,6 @@ import numpy as np
 from meshwright.checkpoint.manifest import current_versions, model_fact
 from meshwright.hardware.chips import chip_of
 from meshwright.hardware.flops import count_flops
-from meshwright.loop.choices import make_schedule
-from meshwright.loop.config import TrainConfig
 from meshwright.train.job import abstract_init
 
 if TYPE_CHECKING:
@@ -48,13 +46,6 @@ def checkpoint_facts(run: RunSetup) -> dict[str, Any]:
 def num_params(job: Any) -> int:
     """Returns the number of parameters of a job, without computing anything."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_init(job.init)))
-
-
-def learning_rates(config: TrainConfig) -> np.ndarray:
-    """Returns the learning rate of every step."""
-    # Compute all at once, since each single call would dispatch a small program.
-    schedule = make_schedule(config.optimizer, config.run.steps)
-    return np.asarray(jax.vmap(schedule)(jax.numpy.arange(config.run.steps)))
 
 
 def flops_per_step(run: RunSetup) -> float | None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import get_args, get_type_hints
 
-from meshwright.loop.config import OptimizerOptions
+from meshwright.loop.config import OPTIMIZERS
 from meshwright.plan.plan import Plan
 from meshwright.plan.step_setup import Setup
 
@@ -53,7 +52,7 @@ def train_command(plan: Plan, subject: PlannedJob) -> str | None:
         >>> train_command(plan, PlannedJob(model="decoder-tiny", num_tokens=16))[:61]
         'meshwright train --model decoder-tiny --num-tokens 16 --batch'
     """
-    if plan.setup.optimizer not in _trained_with():
+    if plan.setup.optimizer not in OPTIMIZERS:
         return None
     rows = [] if subject.model is None else ["--batch-size", str(plan.rows)]
     return shlex.join(["meshwright", "train", *subject.arguments(), *rows, *setup_arguments(plan.setup)])
@@ -63,13 +62,9 @@ def how_to_run(plan: Plan, subject: PlannedJob) -> str:
     """Returns one line with the command that trains as planned, or another way if there is no such command."""
     line = train_command(plan, subject)
     if line is None:
-        known = ", ".join(_trained_with())
+        known = ", ".join(OPTIMIZERS)
         return f"run it with make_train_step: `meshwright train` has {known}, not {plan.setup.optimizer}"
     return f"it does not fit; to run it anyway: {line}" if plan.memory.fits is False else f"run it: {line}"
-
-
-def _trained_with() -> tuple[str, ...]:
-    return get_args(get_type_hints(OptimizerOptions)["optimizer"])
 
 
 def plan_command(plan: Plan, subject: PlannedJob) -> str:
