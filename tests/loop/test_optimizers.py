@@ -78,7 +78,7 @@ def test_a_schedule_in_plain_python_is_logged():
 @pytest.mark.parametrize(
     ("options", "fields", "message"),
     [
-        ({"learning_rate": 1.0}, {"optimizer": optax.sgd(1.0)}, "learning_rate is 1.0, which would have no effect: the job's optimizer"),
+        ({"learning_rate": 1.0}, {"optimizer": optax.sgd(1.0)}, r"learning_rate is 1.0, .* the job's optimizer"),
         ({"beta2": 0.5}, {"optimizer": optax.sgd(1.0)}, "beta2 is 0.5, which would have no effect"),
         ({"schedule": "linear"}, {"optimizer": optax.sgd(1.0)}, "schedule is linear, which would have no effect"),
         ({"warmup": 5}, {"schedule": halves}, "warmup is 5, which would have no effect: the job's schedule sets"),
@@ -86,7 +86,7 @@ def test_a_schedule_in_plain_python_is_logged():
         ({"optimizer": "{module}:fails"}, {}, "failed for 4 steps: KeyError: 'rate'"),
         ({"optimizer": "{module}:palin"}, {}, r"no attribute 'palin'.\nhint: did you mean 'plain'"),
         ({"schedule": "{module}:number"}, {}, r"is a int.\nhint: give a function from the step"),
-        ({}, {"schedule": lambda step: jnp.ones(3)}, "returned .* for step 0"),
+        ({}, {"schedule": lambda step: jnp.ones(3)}, r"returned .* for step 0"),
     ],
 )  # fmt: skip
 def test_options_without_effect_and_wrong_objects(module, options, fields, message):
@@ -103,9 +103,7 @@ def test_names_are_checked_before_anything_is_loaded():
 
 
 def test_a_run_with_the_optimizer_and_schedule_of_its_job(desk):
-    desk.add(
-        "own = make(optimizer=lambda num_steps: optax.adam(lambda n: 0.1 / (1 + n)), schedule=lambda n: 0.1 / (1 + n))\n"
-    )
+    desk.add("rate = lambda n: 0.1 / (1 + n)\nown = make(optimizer=lambda num_steps: optax.adam(rate), schedule=rate)\n")
     plain = {"learning_rate": 3e-3, "weight_decay": 0.1, "warmup": 20, "eval_every": 0, "steps": 4}
     said = []
     desk.run("own", stop=2, say=said.append, **plain)

@@ -73,8 +73,8 @@ class OptimizerOptions:
     learning_rate: float = 3e-3
     """Peak learning rate, reached after the warmup."""
     schedule: str | None = None
-    """Learning rate decay after the warmup: cosine, linear or constant; or a function from the step to the learning rate
-    as module:attribute (default: the job's, or cosine)."""
+    """Learning rate decay after the warmup: cosine, linear or constant; or a function from the step to the learning
+    rate as module:attribute (default: the job's, or cosine)."""
     warmup: int = 20
     """Number of warmup steps."""
     final_learning_rate: float = 0.1
