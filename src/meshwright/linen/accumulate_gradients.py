@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshwright.metrics import over, times
 from meshwright.parallel.rows import Parts, row_key, split_rows
-from meshwright.train.accumulate import add, after, average, denominator, over, times, weigh, zeros_for
+from meshwright.train.accumulate import add, after, average, denominator, weigh, zeros_for
 from meshwright.types import Metrics, PRNGKeyArray, PyTree
 
 

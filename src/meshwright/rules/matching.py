@@ -5,7 +5,7 @@ replicated and need no rule. No device is touched.
 
 Rules are written for parameters. An optimizer state repeats the parameters under prefixes such as `opt_state/0/mu`, and
 sometimes in other shapes (Adafactor's rows and columns). `find_subjects` maps each leaf back to its parameter's path,
-so optimizers need no rules.
+so optimizers need no rules. Leaves of a train state's `model_state` are replicated unless a rule matches them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.rules.rule_set import Rules, as_rules, compile_pattern
 from meshwright.tree import NamedLeaf, each_named_leaf, key_to_string, named_tree_map
 from meshwright.types import PyTree
 
-Role = Literal["parameter", "statistic", "bookkeeping"]
+Role = Literal["parameter", "statistic", "model state", "bookkeeping"]
 
 
 class Subject(NamedTuple):
@@ -94,7 +94,10 @@ def match_rules(rules: Any, tree: PyTree, *, params: PyTree | None = None) -> Ru
             continue
         winner = min([_first_match(tests, name) for name in subject.names])
         if winner == len(tests):
-            leaves.append(LeafMatch(subject, None, None, "no rule matches"))
+            whole = subject.role == "model state"
+            leaves.append(
+                LeafMatch(subject, None, P() if whole else None, "model state" if whole else "no rule matches")
+            )
             continue
         hits[winner] += 1
         spec = rules.entries[winner].spec
@@ -193,6 +196,8 @@ def _subject(leaf: NamedLeaf, prefix: int, shapes: dict[str, tuple[int, ...]], i
         if rest:
             field = name.removesuffix(rest).rstrip("/").rpartition("/")[2]
             return Subject((name, rest), shape, dtype, "statistic", shapes[rest], field)
+    if in_state and top == "model_state":
+        return Subject((name, rest) if rest else (name,), shape, dtype, "model state")
     return Subject((name,), shape, dtype, "bookkeeping" if in_state and top in ("step", "rng") else "parameter")
 
 

@@ -4,8 +4,10 @@ Minibatches have equal numbers of rows but, with masks and padding, different nu
 weighted by the count of its loss. Sums are in float32 for any parameter dtype, and random numbers belong to rows
 (`meshwright.parallel.row_key`), so dropout does not depend on the number of minibatches.
 
-A metric is a `(sum, count)` pair, whose entries are summed, or any other number or array, which is averaged with the
-weights of the minibatches. A minibatch with weight 0 (all targets masked) adds nothing, even if it contains NaN.
+Metrics combine as they declare (`meshwright.metrics`); plain values are averaged with the weights of the minibatches. A
+minibatch with weight 0 (all targets masked) adds nothing, even if it contains NaN.
+
+Model state, such as running statistics, passes from one minibatch to the next. Devices then combine theirs.
 """
 
 from __future__ import annotations
@@ -17,21 +19,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.dtypes import is_float
 from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import pcast_varying, varying_axes
 from meshwright.mesh.build import current_mesh
+from meshwright.metrics import Part, combine, finish, is_pair, neutral, over, over_devices, parts_of, times, wide
 from meshwright.parallel.rows import row_key, split_rows
+from meshwright.train.model_state import StateReduce, check_same_state, reduce_state
 from meshwright.train.sync import Sync, make_sync_plan
 from meshwright.types import Metrics, PRNGKeyArray, PyTree
 
 
 class Accumulated(NamedTuple):
-    """The result of `accumulate`: the mean loss, float32 gradients sharded like the parameters, and metrics."""
+    """The result of `accumulate`: mean loss, float32 gradients sharded like the parameters, metrics and model state."""
 
     loss: Any
     grads: PyTree
     metrics: Metrics
+    model_state: PyTree = None
 
 
 def accumulate(
@@ -51,6 +55,9 @@ def accumulate(
     reduce_dtype: Any = None,
     row_blocks: int = 1,
     with_gradients: bool = True,
+    trainable: Sequence[bool] | None = None,
+    model_state: PyTree = None,
+    model_state_reduce: StateReduce = "mean",
 ) -> Accumulated:
     """Returns loss and gradients of a batch whose rows are split over devices and minibatches, in the local view.
 
@@ -81,6 +88,12 @@ def accumulate(
         row_blocks: number of devices that rows are split over in the global view. Each minibatch then takes a slice of
             each device's rows.
         with_gradients: whether to compute gradients; if False, they are None.
+        trainable: whether each parameter, in the order of `jax.tree.leaves`, has a gradient (default: all). The
+            gradient of any other is None.
+        model_state: arrays that the loss updates, replicated; `loss_fn(params, model_state, minibatch, rng)` then
+            returns `(loss, metrics, model_state)`. Minibatches update it one after the other.
+        model_state_reduce: how devices combine their model states: "mean" (default), "sum", "max" or "min" of floats
+            and the maximum of other dtypes, or `(regex, reduction)` pairs.
 
     Example:
         >>> import meshwright as mw
@@ -111,65 +124,92 @@ def accumulate(
         grad_specs=grad_specs,
         dtypes=dtypes,
         reduce_dtype=reduce_dtype,
+        trainable=trainable,
     )
     parts = split_rows(batch, num_minibatches, who="accumulate", part="minibatch", num_blocks=row_blocks)
     first_row = plan.first_row(parts.num_rows * num_minibatches)
     block = parts.num_rows // row_blocks
     blocks = {"block": block, "stride": block * num_minibatches} if row_blocks > 1 else {}
 
+    # Only trainable leaves are differentiated, so that nothing is computed, sent or kept for the gradients of others.
+    leaves: list[Any]
+    structure: Any
+    leaves, structure = jax.tree.flatten(params)
+    learns = [True] * len(leaves) if trainable is None else list(trainable)
+    learned, fixed = plan.only(learns), plan.only([not learn for learn in learns])
+    masters = [wide(leaf) for leaf, learn in zip(leaves, learns, strict=True) if learn]
+    frozen = [leaf for leaf, learn in zip(leaves, learns, strict=True) if not learn]
+
+    def join(learned: Sequence[Any], fixed: Sequence[Any]) -> PyTree:
+        rest = (iter(fixed), iter(learned))
+        return structure.unflatten([next(rest[learn]) for learn in learns])
+
     # Gradients are reduced by the transpose of this preparation: marks and gathers before the loop become one sum or
     # scatter after it, in float32.
-    masters = jax.tree.map(wide, params)
-    prepared, pull = jax.vjp(lambda own: plan.before(own, masters), plan.own(masters))
+    prepared, pull = jax.vjp(lambda own: learned.before(own, masters), learned.own(masters))
+    others = fixed.before(fixed.own(frozen), frozen)
     if sync == "once":
-        prepared = plan.narrow(prepared)
+        prepared, others = learned.narrow(prepared), fixed.narrow(others)
 
-    def step(index: Any, slices: Any) -> Any:
+    def step(index: Any, slices: Any, model_state: PyTree) -> Any:
         key = None if rng is None else row_key(rng, first_row + index * block, **blocks)
         # Without this dependency, XLA would hoist the gather out of the loop and keep whole parameters in memory.
-        held = prepared if sync == "once" or num_minibatches == 1 else after(index, prepared)
+        once = sync == "once" or num_minibatches == 1
+        held, held_fixed = (prepared, others) if once else after(index, (prepared, others))
 
-        whole, pull_inside = jax.vjp(lambda held: plan.inside(held, masters), held)
+        whole, pull_inside = jax.vjp(lambda held: learned.inside(held, masters), held)
+        constants = fixed.narrow(fixed.inside(held_fixed, frozen))
 
-        def local_sum(params: PyTree) -> Any:
-            loss, metrics = loss_fn(params, parts.join(slices), key)
+        def local_sum(params: Sequence[Any]) -> Any:
+            arguments = (join(params, constants), parts.join(slices), key)
+            if model_state is None:
+                (loss, metrics), new_state = loss_fn(*arguments), None
+            else:
+                loss, metrics, new_state = loss_fn(arguments[0], model_state, *arguments[1:])
+                check_same_state(new_state, model_state, axes=plan.axes)
             total, count = loss if is_pair(loss) else (loss, jnp.float32(1))
             plan.check_loss(total)
             # The sum over devices and the division come once, after the loop; pcast_varying makes gradients match that
             # sum even if the loss is already equal on all devices.
-            return pcast_varying(jnp.asarray(total).astype(jnp.float32), plan.axes), (jnp.asarray(count), metrics)
+            total = pcast_varying(jnp.asarray(total).astype(jnp.float32), plan.axes)
+            return total, (jnp.asarray(count), metrics, new_state)
 
         if with_gradients:
             # Widening after the gradients are stacked writes them once, in half the bytes.
-            (total, (count, metrics)), grads = jax.value_and_grad(local_sum, has_aux=True)(plan.narrow(whole))
+            (total, aux), grads = jax.value_and_grad(local_sum, has_aux=True)(learned.narrow(whole))
             grads = written_once(grads)
-            (grads,) = pull_inside(jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, whole))
+            (grads,) = pull_inside([grad.astype(leaf.dtype) for grad, leaf in zip(grads, whole, strict=True)])
             grads = jax.tree.map(wide, grads)
         else:
-            (total, (count, metrics)), grads = local_sum(plan.narrow(whole)), None
-        return pcast_varying((total, count, weigh(metrics, count)), plan.axes), grads
+            (total, aux), grads = local_sum(learned.narrow(whole)), None
+        count, metrics, new_state = aux
+        found = (Part(total, count, "sum", "pair"), parts_of(metrics, count))
+        return pcast_varying((found, new_state), plan.axes), grads
 
+    model_state = pcast_varying(model_state, plan.axes)
     if num_minibatches == 1:
-        sums, grads = step(0, [array[0] for array in parts.arrays])
+        (found, model_state), grads = step(0, [array[0] for array in parts.arrays], model_state)
     else:
-        zeros = zeros_for(lambda: step(0, [array[0] for array in parts.arrays]))
-        xs = (jnp.arange(num_minibatches), parts.arrays)
-        (sums, grads), _ = lax.scan(lambda sums, x: (add(sums, step(*x)), None), zeros, xs)
 
-    total, count, metrics = lax.psum(sums, plan.axes) if plan.axes else sums
+        def body(carry: Any, x: Any) -> tuple[Any, None]:
+            (found, state), grads = carry
+            (more, state), more_grads = step(x[0], x[1], state)
+            return ((combine(found, more), state), add(grads, more_grads)), None
+
+        (zeros, _), zero_grads = zeros_for(lambda: step(0, [array[0] for array in parts.arrays], model_state))
+        xs = (jnp.arange(num_minibatches), parts.arrays)
+        ((found, model_state), grads), _ = lax.scan(body, ((neutral(zeros), model_state), zero_grads), xs)
+
+    loss, metrics = over_devices(found, plan.axes, row_axes=plan.row_axes)
     if with_gradients:
         (grads,) = pull(grads)
-        grads = jax.tree.map(lambda leaf: over(leaf, count), grads)
-    return Accumulated(over(total, count), grads, average(metrics, count))
+        grads = join([over(leaf, loss.count) for leaf in grads], [None] * len(frozen))
+    if model_state is not None:
+        model_state = reduce_state(model_state, model_state_reduce, plan.axes)
+    return Accumulated(over(loss.total, loss.count), grads, finish(metrics), model_state)
 
 
 # --- Weighted sums over minibatches and devices ---
-
-
-def is_pair(node: Any) -> bool:
-    """Whether this is a `(sum, count)` pair: a tuple of two scalars."""
-    is_tuple = type(node) is tuple and len(node) == 2
-    return is_tuple and all(isinstance(item, (int, float)) or getattr(item, "ndim", None) == 0 for item in node)
 
 
 def denominator(metrics: Any, key: str) -> Any:
@@ -188,18 +228,6 @@ def weigh(metrics: PyTree, weight: Any) -> PyTree:
         return times(node, weight)
 
     return jax.tree.map(summand, metrics, is_leaf=is_pair)
-
-
-def times(value: Any, weight: Any) -> Any:
-    """Returns `value * weight` in float32 or wider, and zero if the weight is zero, even for NaN."""
-    value = jnp.asarray(value)
-    product = value.astype(jnp.promote_types(value.dtype, jnp.float32)) * weight
-    return jnp.where(weight > 0, product, jnp.zeros_like(product))
-
-
-def over(value: Any, total: Any) -> Any:
-    """Returns `value / total`, or zero if the total is zero."""
-    return jnp.where(total > 0, value / jnp.where(total > 0, total, 1), jnp.zeros_like(value))
 
 
 def average(sums: PyTree, total: Any) -> PyTree:
@@ -243,14 +271,3 @@ def zeros_for(function: Callable[..., PyTree], *args: Any) -> PyTree:
     return jax.tree.map(
         lambda leaf: pcast_varying(jnp.zeros(leaf.shape, leaf.dtype), sorted(varying_axes(leaf))), shapes
     )
-
-
-def wide(value: Any) -> Any:
-    """Returns a value in the dtype of its sum: at least float32 for floats, int32 for booleans.
-
-    A sum of ones in bfloat16 stops growing at 256.
-    """
-    value = jnp.asarray(value)
-    if value.dtype == jnp.bool_:
-        return value.astype(jnp.int32)
-    return value.astype(jnp.promote_types(value.dtype, jnp.float32)) if is_float(value.dtype) else value

@@ -15,40 +15,42 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import JobError, MeshwrightError, did_you_mean
+from meshwright.errors import JobError, LayoutError, MeshwrightError, did_you_mean
 from meshwright.layout import Layout
 from meshwright.mesh.axes import varying_axes
 from meshwright.mesh.build import AnyMesh, require_axes
+from meshwright.metrics import Mean, Sum, declare, is_pair
 from meshwright.models.execution import DATA_AXES, Remat, remat_policy
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.local_map import local_map
-from meshwright.specs import spec_axes
-from meshwright.train.accumulate import Accumulated, accumulate, is_pair, over
+from meshwright.specs import format_spec, spec_axes
+from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.precision import Precision
-from meshwright.train.state import gradient_specs, params_layout, require_loss
+from meshwright.train.state import gradient_specs, only_trainable, params_layout, require_loss, trainable_leaves
 from meshwright.train.sync import Sync
-from meshwright.types import Metrics, PyTree
+from meshwright.types import PyTree
 
 View = Literal["global", "local"]
 
 GATHER_AXES = ("fsdp",)
 PIPELINE_AXES = ("pp",)
-_COUNTED = "tokens of the loss"  # unlikely to be the name of a job's metric
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """`gradients(params, batch, rng) -> (Accumulated, squares)`, for use inside `jax.jit`.
+    """`gradients(params, batch, rng, model_state=None) -> (Accumulated, squares)`, for use inside `jax.jit`.
 
-    `squares` is an array with the sum of squares of each leaf's gradient. `row_axes` split the rows of a batch.
+    The metrics are declared metrics (`meshwright.metrics`) and include `loss` and, if the loss is a pair, `tokens`. The
+    gradient of a frozen parameter is None. `squares` is an array with the sum of squares of each trained leaf's
+    gradient. `trainable` says which leaves are trained. `row_axes` split the rows of a batch.
     """
 
-    compute: Callable[[PyTree, PyTree, Any], tuple[Accumulated, Any]]
+    compute: Callable[[PyTree, PyTree, Any, PyTree], tuple[Accumulated, Any]]
     row_axes: tuple[str, ...]
+    trainable: tuple[bool, ...]
 
-    def __call__(self, params: PyTree, batch: PyTree, rng: Any) -> tuple[Accumulated, Any]:
-        result, squares = self.compute(params, batch, rng)
-        return result._replace(metrics=_values(result.metrics)), squares
+    def __call__(self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree = None) -> tuple[Accumulated, Any]:
+        return self.compute(params, batch, rng, model_state)
 
 
 def make_gradients(
@@ -62,10 +64,12 @@ def make_gradients(
     remat: Remat = "none",
     data_axes: str | Sequence[str] | None = None,
     with_gradients: bool = True,
+    evaluates: bool = False,
 ) -> Gradients:
     """Returns a function that computes a job's loss and gradients from global arrays, for use inside `jax.jit`.
 
-    The arguments are those of `make_train_step`. With `with_gradients=False`, gradients are None.
+    The arguments are those of `make_train_step`. With `with_gradients=False`, gradients are None; with `evaluates`, the
+    loss is the job's `eval_loss`, if it has one.
 
     Example:
         >>> import meshwright as mw, optax
@@ -87,10 +91,16 @@ def make_gradients(
             hint="leave out sync, or pass view='local'.",
         )
     mesh, params = layout.mesh, params_layout(layout)
-    precision, specs = Precision.named(precision), gradient_specs(layout)
+    precision, all_specs = Precision.named(precision), gradient_specs(layout)
     row_axes = _row_axes(data_axes, mesh)
     gather_axes = tuple(axis for axis in GATHER_AXES if axis in mesh.axis_names and mesh.shape[axis] > 1)
-    takes = inspect.signature(job.loss).parameters
+    function = (getattr(job, "eval_loss", None) if evaluates else None) or job.loss
+    takes = inspect.signature(function).parameters
+    trainable = trainable_leaves(job, params.abstract)
+    keeps_state = getattr(job, "model_state", None) is not None
+    if keeps_state and view == "local":
+        _require_whole_state(layout)
+    specs = only_trainable(all_specs, trainable)
     # With sync="once", parameters are gathered before the minibatches, so layers have nothing to gather.
     by_layer = view == "local" and sync != "once" and bool(gather_axes) and "gather" in takes
     gather, dtypes = None, precision.compute_dtypes(params.abstract)
@@ -103,44 +113,60 @@ def make_gradients(
                 for leaf, dtype in zip(params.leaves, jax.tree.leaves(dtypes), strict=True)
             ]
         )
-    loss = _loss_function(job, takes, gather, remat)
-    options: Any = {"num_minibatches": num_minibatches, "dtypes": dtypes, "with_gradients": with_gradients}
+    loss = _loss_function(function, takes, gather, remat, keeps_state=keeps_state)
+    options: Any = {
+        "num_minibatches": num_minibatches,
+        "dtypes": dtypes,
+        "with_gradients": with_gradients,
+        "trainable": trainable,
+        "model_state_reduce": getattr(job, "model_state_reduce", "mean"),
+    }
 
-    def in_global_view(params: PyTree, batch: PyTree, rng: Any) -> tuple[Accumulated, Any]:
-        ways = math.prod(mesh.shape[axis] for axis in row_axes) if num_minibatches > 1 else 1
-        result = accumulate(loss, params, batch, rng, row_blocks=ways, **options)
+    def spread(params: PyTree, model_state: PyTree, batch: PyTree, rng: Any) -> Any:
+        rows = jax.tree.map(lambda leaf: NamedSharding(mesh, P(row_axes) if np.ndim(leaf) else P()), batch)
+        return loss(params, model_state, jax.lax.with_sharding_constraint(batch, rows), rng)
+
+    def in_global_view(params: PyTree, batch: PyTree, rng: Any, model_state: PyTree) -> tuple[Accumulated, Any]:
+        # Statistics of a minibatch depend on its rows, so with a model state minibatches are the same on every mesh:
+        # contiguous rows, which then move between devices.
+        own_rows = num_minibatches > 1 and not keeps_state
+        ways = math.prod(mesh.shape[axis] for axis in row_axes) if own_rows else 1
+        function = spread if keeps_state and num_minibatches > 1 else loss
+        result = accumulate(function, params, batch, rng, row_blocks=ways, model_state=model_state, **options)
         if not with_gradients:
             return result, None
         grads = jax.lax.with_sharding_constraint(result.grads, named_shardings(mesh, specs))
         return result._replace(grads=grads), leaf_square_sums(grads)
 
-    def on_each_device(params_here: PyTree, batch: PyTree, rng: Any) -> tuple[Accumulated, Any]:
+    def on_each_device(params_here: PyTree, batch: PyTree, rng: Any, model_state: PyTree) -> tuple[Accumulated, Any]:
         result = accumulate(
             loss,
             params_here,
             batch,
             rng,
+            model_state=model_state,
             specs=params.specs,
             sync=sync or "hybrid",
             gather_axes=() if by_layer else gather_axes,
             axes=[axis for axis in mesh.axis_names if axis in (*row_axes, *PIPELINE_AXES)],
             row_axes=row_axes,
-            grad_specs=specs,
+            grad_specs=all_specs,
             reduce_dtype=precision.reduce,
             **options,
         )
         return result, leaf_square_sums(result.grads) if with_gradients else None
 
-    def in_local_view(params_whole: PyTree, batch: PyTree, rng: Any) -> tuple[Accumulated, Any]:
+    def in_local_view(params_whole: PyTree, batch: PyTree, rng: Any, model_state: PyTree) -> tuple[Accumulated, Any]:
         rows = jax.tree.map(lambda leaf: P(row_axes) if np.ndim(leaf) else P(), batch)
         replicated: Any = P()
         grads = specs if with_gradients else replicated
-        out_specs = (Accumulated(loss=replicated, grads=grads, metrics=replicated), replicated)
-        mapped = local_map(on_each_device, mesh=mesh, in_specs=(params.specs, rows, P()), out_specs=out_specs)
-        result: tuple[Accumulated, Any] = mapped(params_whole, batch, rng)
+        out_specs = (Accumulated(replicated, grads, replicated, replicated), replicated)
+        in_specs = (params.specs, rows, replicated, replicated)
+        mapped = local_map(on_each_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        result: tuple[Accumulated, Any] = mapped(params_whole, batch, rng, model_state)
         return result
 
-    return Gradients(in_global_view if view == "global" else in_local_view, row_axes)
+    return Gradients(in_global_view if view == "global" else in_local_view, row_axes, tuple(trainable))
 
 
 # --- Norms of sharded trees ---
@@ -189,36 +215,54 @@ def _row_axes(asked: str | Sequence[str] | None, mesh: AnyMesh) -> tuple[str, ..
     return axes
 
 
-def _loss_function(job: Any, takes: Container[str], gather: Gather | None, remat: Remat) -> Callable[..., Any]:
+def _loss_function(
+    function: Callable[..., Any], takes: Container[str], gather: Gather | None, remat: Remat, *, keeps_state: bool
+) -> Callable[..., Any]:
+    """Returns a job's loss with its options, its result checked and its metrics declared."""
     options: dict[str, Any] = {} if gather is None else {"gather": gather}
     policy = remat_policy(remat, by_name=False)
     if "remat" in takes:
         options["remat"] = remat
 
-    def loss(params: PyTree, batch: PyTree, rng: Any) -> Any:
-        def call(params: PyTree, batch: PyTree, rng: Any) -> Any:
-            return job.loss(params, batch, rng, **options)
+    def call(*arguments: Any) -> Any:
+        return function(*arguments, **options)
 
-        # A loss without a `remat` argument is recomputed as a whole.
-        value, metrics = _checked(
-            call(params, batch, rng)
-            if policy is None or "remat" in takes
-            else jax.checkpoint(call, policy=policy)(params, batch, rng)
-        )
+    # A loss without a `remat` argument is recomputed as a whole.
+    run = call if policy is None or "remat" in takes else jax.checkpoint(call, policy=policy)
+
+    def loss(*arguments: Any) -> Any:
+        value, metrics, *state = _checked(run(*arguments), keeps_state=keeps_state)
+        metrics = {**declare(metrics), "loss": value if is_pair(value) else Mean(jnp.asarray(value))}
         if is_pair(value):
-            metrics = {**metrics, _COUNTED: (value[1], jnp.ones_like(value[1]))}
-        return value, metrics
+            metrics["tokens"] = Sum(value[1])
+        return value, metrics, *state
 
     return loss
 
 
-def _checked(found: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Returns the result of a job's loss; raises if it is not a loss and a dict of metrics."""
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+def _require_whole_state(layout: Layout) -> None:
+    """Raises if a layout splits a leaf of the model state, which the local view passes whole."""
+    for leaf in layout.leaves:
+        if leaf.name.startswith("model_state/") and not leaf.is_replicated:
+            raise LayoutError(
+                f"`{leaf.name}` is split as {format_spec(leaf.spec)}, but the local view needs whole model states.",
+                hint="use view='global', or a rule that replicates it.",
+            )
+
+
+def _checked(found: Any, *, keeps_state: bool) -> Any:
+    """Returns the result of a job's loss; raises if it is not a loss, a dict of metrics and a model state, if any."""
+    size = 3 if keeps_state else 2
+    if not (isinstance(found, tuple) and len(found) == size and isinstance(found[1], Mapping)):
         kinds = ", ".join(type(part).__name__ for part in (found if isinstance(found, tuple) else (found,)))
+        wanted = "(loss, metrics, model_state)" if keeps_state else "(loss, metrics)"
+        hint = f"return {wanted.replace('metrics', '{}')} if there are no metrics."
+        if not keeps_state and isinstance(found, tuple) and len(found) == 3:
+            hint = "pass Job(..., model_state=...) if the loss updates a model state."
         raise JobError(
-            f"a loss must return (loss, metrics), with a dict of metrics; this one returned {kinds}.",
-            hint="return (loss, {}) if there are no metrics.",
+            f"{'with a model state, ' if keeps_state else ''}a loss must return {wanted}, with a dict of metrics; this "
+            f"one returned {kinds}.",
+            hint=hint,
         )
     value: Any = found[0]
     is_array = hasattr(value, "dtype")
@@ -228,11 +272,4 @@ def _checked(found: Any) -> tuple[Any, Mapping[str, Any]]:
             f"a loss must be a scalar or a (sum, count) pair; this one is {kind}.",
             hint="return loss.mean(), or (loss.sum(), count) if rows have different numbers of valid targets.",
         )
-    return value, found[1]
-
-
-def _values(metrics: PyTree) -> Metrics:
-    """Returns metrics with each pair replaced by its mean, and the number of tokens."""
-    counted = metrics.get(_COUNTED)
-    plain = jax.tree.map(lambda node: over(node[0], node[1]) if is_pair(node) else node, metrics, is_leaf=is_pair)
-    return plain if counted is None else {**{k: v for k, v in plain.items() if k != _COUNTED}, "tokens": counted[0]}
+    return found

@@ -11,11 +11,11 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -30,14 +30,16 @@ from meshwright.types import PyTree
 
 @dataclass(frozen=True)
 class Job:
-    """A model, its sharding rules and its loss, as plain functions.
+    """A task as plain functions: a model, its sharding rules, its loss, and optionally its data and optimizer.
 
     Any object with these attributes is a job; only `init` and `rules` are required.
 
     Args:
         init: `init(key) -> params` (or a whole train state).
         rules: `(regex, PartitionSpec)` pairs, or `Rules`.
-        loss: `loss(params, batch, rng) -> (loss, metrics)`.
+        loss: `loss(params, batch, rng) -> (loss, metrics)`; with a model state, `loss(params, model_state, batch, rng)
+            -> (loss, metrics, model_state)`. The loss is a mean, or a `(sum, count)` pair over valid targets. Metrics
+            combine as they declare, see `meshwright.metrics`. `rng` is None in evaluation.
         batch: an example batch of arrays or `jax.ShapeDtypeStruct`.
         mesh: the job's usual mesh, as a string.
         make_batch: `make_batch(seed) -> batch` with the example's shapes, for `meshwright train --job` and
@@ -45,6 +47,17 @@ class Job:
         vocab_size: size of the model's vocabulary. Data with larger tokens is rejected, because JAX clamps them.
         model: the model that the loss trains, if it is a `meshwright.models.LanguageModel`, for plans by layer.
         execution: the execution options of that model.
+        model_state: `model_state(key) -> arrays` that the loss updates without gradients, such as BatchNorm statistics;
+            gets the key of `init`.
+        model_state_reduce: how devices combine their model states in the local view; see `accumulate`.
+        frozen: regexes; parameters with a match in their path get no gradient and no optimizer state.
+        data: training data for `meshwright train --job`: arrays, a Grain dataset, a path, or a function from a seed to
+            an iterator.
+        eval_data: evaluation data, in the same forms.
+        eval_loss: a loss for evaluation, if it differs from `loss` with `rng=None`.
+        optimizer: an optax optimizer, or a function from the number of steps to one.
+        schedule: `schedule(step) -> learning rate`, for the built-in optimizers.
+        predict: `predict(params, batch)`, or `predict(params, model_state, batch)`, for the report page.
     """
 
     init: Callable[[Any], PyTree]
@@ -56,6 +69,15 @@ class Job:
     vocab_size: int | None = None
     model: LanguageModel | None = None
     execution: Execution | None = None
+    model_state: Callable[[Any], PyTree] | None = None
+    model_state_reduce: Any = "mean"
+    frozen: str | Sequence[str] = ()
+    data: Any = None
+    eval_data: Any = None
+    eval_loss: Callable[..., Any] | None = None
+    optimizer: Any = None
+    schedule: Callable[[Any], Any] | None = None
+    predict: Callable[..., Any] | None = None
 
 
 def abstract_init(init: Callable[[Any], PyTree]) -> PyTree:
@@ -67,6 +89,24 @@ def abstract_init(init: Callable[[Any], PyTree]) -> PyTree:
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.eval_shape(init, key)
+
+
+def traceable_loss(job: Any) -> Callable[..., Any]:
+    """Returns `loss(params, batch, rng, **options) -> (loss, metrics)` of any job, with zeros as its model state.
+
+    Use it to count operations and bytes, not to compute a loss.
+    """
+    make_state = getattr(job, "model_state", None)
+    if make_state is None:
+        return cast("Callable[..., Any]", job.loss)
+    shapes = abstract_init(make_state)
+
+    @functools.wraps(job.loss)
+    def loss(params: PyTree, batch: PyTree, rng: Any, **options: Any) -> Any:
+        zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), shapes)
+        return job.loss(params, zeros, batch, rng, **options)[:2]
+
+    return loss
 
 
 def model_of(job: Any) -> LanguageModel | None:

@@ -7,6 +7,7 @@ state = init_state(job, optimizer, layout, key)       # one program; each device
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import JobError, LayoutError
+from meshwright.errors import JobError, LayoutError, did_you_mean
 from meshwright.layout import Layout, make_layout
 from meshwright.layout.leaf import LeafLayout, make_leaf
 from meshwright.layout.report import PadPolicy
 from meshwright.mesh.build import AnyMesh, require_axes
 from meshwright.rules.matching import find_subjects
+from meshwright.rules.rule_set import compile_pattern
 from meshwright.specs import canonical, dim_axes, format_spec, shard_shape, spec_axes
 from meshwright.train.job import abstract_init
 from meshwright.train.precision import Precision
+from meshwright.tree import named_leaves
 from meshwright.types import PRNGKeyArray, PyTree
 
 
@@ -36,6 +39,7 @@ class RunState:
         rng: the run's key; step n draws from `fold_in(rng, n)`.
         skipped: number of steps skipped because the loss or a gradient was not finite.
         skipped_in_a_row: number of steps skipped since the last step that was not.
+        model_state: arrays that the loss updates; None if the job has no `model_state`.
     """
 
     step: Any
@@ -44,6 +48,7 @@ class RunState:
     rng: PRNGKeyArray
     skipped: Any
     skipped_in_a_row: Any
+    model_state: PyTree = None
 
 
 def make_state(job: Any, optimizer: Any, key: PRNGKeyArray, *, precision: Precision | str = "float32") -> RunState:
@@ -59,7 +64,10 @@ def make_state(job: Any, optimizer: Any, key: PRNGKeyArray, *, precision: Precis
     init_key, run_key = jax.random.split(key)
     params = Precision.named(precision).stored(job.init(init_key))
     zero = jnp.zeros((), jnp.int32)
-    return RunState(zero, params, optimizer.init(params), run_key, zero, zero)
+    make_model_state = getattr(job, "model_state", None)
+    model_state = None if make_model_state is None else make_model_state(init_key)
+    learned = only_trainable(params, trainable_leaves(job, params))
+    return RunState(zero, params, optimizer.init(learned), run_key, zero, zero, model_state)
 
 
 def state_layout(
@@ -123,6 +131,57 @@ def init_state(
     make = functools.partial(make_state, job, optimizer, precision=precision)
     state: RunState = jax.jit(make, out_shardings=layout.shardings, compiler_options=options)(key)
     return state
+
+
+def trainable_leaves(job: Any, params: PyTree) -> list[bool]:
+    """Returns whether each parameter is trained: those without a match in the job's `frozen` patterns.
+
+    Example:
+        >>> import meshwright as mw
+        >>> job = mw.Job(init=None, rules=[], frozen="embed")
+        >>> trainable_leaves(job, {"embed": jnp.ones(2), "head": jnp.ones(2)})
+        [False, True]
+    """
+    given = getattr(job, "frozen", ()) or ()
+    patterns = [compile_pattern(text) for text in ([given] if isinstance(given, str) else given)]
+    names = [leaf.name for leaf in named_leaves(params)]
+    for pattern in patterns:
+        if not any(pattern.matches(name) for name in names):
+            hint = did_you_mean(pattern.text, names) or f"parameters are named like {names[0]!r}." if names else None
+            raise JobError(f"frozen: {pattern.text!r} matches no parameter.", hint=hint)
+    learns = [not any(pattern.matches(name) for pattern in patterns) for name in names]
+    if names and not any(learns):
+        raise JobError(
+            f"frozen: the patterns match all {len(names)} parameters, so there is nothing to train.",
+            hint="freeze fewer parameters.",
+        )
+    return learns
+
+
+def only_trainable(tree: PyTree, trainable: Sequence[bool]) -> PyTree:
+    """Returns a tree like the parameters with None in place of the leaves that are not trained.
+
+    Example:
+        >>> only_trainable({"embed": 1, "head": 2}, [False, True])
+        {'embed': None, 'head': 2}
+    """
+    leaves: list[Any]
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, P))
+    return structure.unflatten([leaf if keep else None for leaf, keep in zip(leaves, trainable, strict=True)])
+
+
+def with_frozen(trained: PyTree, params: PyTree, trainable: Sequence[bool]) -> PyTree:
+    """Returns `trained`, a result of `only_trainable`, with the other leaves of `params` in place of None.
+
+    Example:
+        >>> with_frozen({"embed": None, "head": 3}, {"embed": 1, "head": 2}, [False, True])
+        {'embed': 1, 'head': 3}
+    """
+    structure: Any = jax.tree.structure(params)
+    new = iter(jax.tree.leaves(trained))
+    pairs = zip(jax.tree.leaves(params), trainable, strict=True)
+    return structure.unflatten([next(new) if learns else leaf for leaf, learns in pairs])
 
 
 def params_layout(layout: Layout) -> Layout:

@@ -23,6 +23,7 @@ from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
 from meshwright.hardware.chips import chip_family
 from meshwright.layout import Layout
 from meshwright.mesh.build import AnyMesh
+from meshwright.metrics import compute
 from meshwright.models.execution import Remat
 from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.parallel.rows import count_rows
@@ -31,7 +32,7 @@ from meshwright.train.gradients import Gradients, View, make_gradients, named_sh
 from meshwright.train.guards import is_concrete, require_live_state, require_same_state
 from meshwright.train.optimizer_update import require_known_optimizer, update
 from meshwright.train.precision import Precision
-from meshwright.train.state import RunState, gradient_specs
+from meshwright.train.state import RunState, gradient_specs, only_trainable, with_frozen
 from meshwright.train.sync import Sync
 from meshwright.types import Metrics, PyTree
 
@@ -58,7 +59,8 @@ def make_train_step(
     Args:
         job: a job whose `loss(params, batch, rng) -> (loss, metrics)` returns a `(sum, count)` pair over valid targets,
             or a mean. If the loss takes `gather=`, it gathers its parameters layer by layer; otherwise it gets them
-            gathered. If it takes `remat=`, it applies the policy; otherwise the policy applies to the whole loss.
+            gathered. If it takes `remat=`, it applies the policy; otherwise the policy applies to the whole loss. With
+            `model_state`, the loss also takes and returns it; `frozen` parameters stay as they are.
         optimizer: any optax optimizer but `lookahead`. Those that take the loss (`value=`) get it, and line searches
             (`lbfgs`) get the loss as a function of the parameters, which costs several evaluations per step.
         layout: the layout of the whole state, from `state_layout`.
@@ -78,8 +80,9 @@ def make_train_step(
             `meshwright.parallel.overlap_options`.
         compiler_options: additional XLA options by name, which override the defaults for the mesh's devices.
 
-    The metrics are the job's, plus `loss`, `grad_norm`, `tokens` (the count of the loss), `skipped` (total),
-    `skipped_in_a_row`, and `bad_leaf`: the index of the first parameter with a non-finite gradient, or -1.
+    The metrics are the values of the job's metrics over the whole batch (see `meshwright.metrics`), plus `loss`,
+    `grad_norm`, `tokens` (the count of the loss), `skipped` (total), `skipped_in_a_row`, and `bad_leaf`: the index of
+    the first parameter with a non-finite gradient, or -1.
 
     Example:
         >>> import meshwright as mw, optax
@@ -95,7 +98,7 @@ def make_train_step(
     """
     require_known_optimizer(layout)
 
-    def compute(with_gradients: bool) -> Gradients:
+    def make(with_gradients: bool) -> Gradients:
         return make_gradients(
             job,
             layout,
@@ -108,25 +111,28 @@ def make_train_step(
             with_gradients=with_gradients,
         )
 
-    gradients = compute(True)
+    gradients = make(True)
     if clip is not None and not clip > 0:
         raise MeshwrightError(f"clip must be above 0; got {clip}.", hint="pass a norm such as 1.0, or None.")
-    fine = named_shardings(layout.mesh, gradient_specs(layout))
+    trainable = gradients.trainable
+    fine = named_shardings(layout.mesh, only_trainable(gradient_specs(layout), trainable))
+    trained = jnp.asarray([place for place, learns in enumerate(trainable) if learns])
 
     def step(state: RunState, batch: PyTree) -> tuple[RunState, Metrics]:
         key = jax.random.fold_in(state.rng, state.step)
-        result, squares = gradients(state.params, batch, key)
-        loss, grads, metrics = result
+        result, squares = gradients(state.params, batch, key, state.model_state)
+        loss, grads, metrics, model_state = result
         norm = jnp.sqrt(squares.sum())
         if clip is not None:
             grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
         # With ZeRO-1, each device updates the shard of the parameter whose statistics it holds.
-        mine = jax.lax.with_sharding_constraint(state.params, fine)
+        mine = jax.lax.with_sharding_constraint(only_trainable(state.params, trainable), fine)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, mine)
 
         def at(with_gradients: bool, params: PyTree) -> Any:
-            (loss, grads, _), _ = compute(with_gradients)(params, batch, key)
-            return (loss, grads) if with_gradients else loss
+            whole = with_frozen(params, state.params, trainable)
+            result, _ = make(with_gradients)(whole, batch, key, state.model_state)
+            return (result.loss, result.grads) if with_gradients else result.loss
 
         updates, opt_state = update(
             optimizer,
@@ -141,26 +147,28 @@ def make_train_step(
         params = jax.tree.map(lambda leaf, update: (leaf + update).astype(leaf.dtype), mine, updates)
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
         if skip_nonfinite:
-            params, opt_state = jax.tree.map(
-                lambda new, old: jnp.where(good, new, old), (params, opt_state), (mine, state.opt_state)
+            params, opt_state, model_state = jax.tree.map(
+                lambda new, old: jnp.where(good, new, old),
+                (params, opt_state, model_state),
+                (mine, state.opt_state, state.model_state),
             )
         bad = (~good & skip_nonfinite).astype(jnp.int32)
         state = RunState(
             step=state.step + 1,
-            params=params,
+            params=with_frozen(params, state.params, trainable),
             opt_state=opt_state,
             rng=state.rng,
             skipped=state.skipped + bad,
             skipped_in_a_row=(state.skipped_in_a_row + bad) * bad,
+            model_state=model_state,
         )
         finite = jnp.isfinite(squares)
         return state, {
-            **metrics,
-            "loss": loss,
+            **compute(metrics),
             "grad_norm": norm,
             "skipped": state.skipped,
             "skipped_in_a_row": state.skipped_in_a_row,
-            "bad_leaf": jnp.where(finite.all(), -1, jnp.argmin(finite)),
+            "bad_leaf": jnp.where(finite.all(), -1, trained[jnp.argmin(finite)]),
         }
 
     options = xla_options(layout.mesh, compiler_options, overlap=overlap and view == "local")
@@ -176,8 +184,12 @@ def make_eval_step(
     precision: Precision | str = "float32",
     data_axes: str | Sequence[str] | None = None,
     compiler_options: dict[str, Any] | None = None,
+    raw: bool = False,
 ) -> Step:
     """Returns `evaluate(state, batch) -> metrics`: the loss without gradients or dropout (`rng` is None).
+
+    The loss is the job's `eval_loss`, if it has one. With `raw`, the metrics are declared metrics, which
+    `meshwright.metrics.merge` combines over batches.
 
     Example:
         >>> import meshwright as mw, optax
@@ -199,11 +211,12 @@ def make_eval_step(
         precision=precision,
         data_axes=data_axes,
         with_gradients=False,
+        evaluates=True,
     )
 
     def step(state: RunState, batch: PyTree) -> Metrics:
-        (loss, _, metrics), _ = losses(state.params, batch, None)
-        return {**metrics, "loss": loss}
+        result, _ = losses(state.params, batch, None, state.model_state)
+        return result.metrics if raw else compute(result.metrics)
 
     options = xla_options(layout.mesh, compiler_options)
     return Step(step, layout, losses.row_axes, updates=False, donate=False, compiler_options=options)

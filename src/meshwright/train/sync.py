@@ -16,7 +16,7 @@ the sum over the other axes one of whole gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -55,6 +55,10 @@ class SyncPlan:
     row_axes: tuple[str, ...]  # these split the rows of the batch, the first one into the largest blocks
     leaves: tuple[LeafSync, ...]
     reduce_dtype: Any
+
+    def only(self, wanted: Sequence[bool]) -> SyncPlan:
+        """Returns the plan for some of the parameters, given as a list of leaves."""
+        return replace(self, leaves=tuple(leaf for leaf, keep in zip(self.leaves, wanted, strict=True) if keep))
 
     def own(self, params: PyTree) -> PyTree:
         """Returns the part of each parameter whose gradient this device keeps: all of it, or a slice."""
@@ -143,6 +147,7 @@ def make_sync_plan(
     grad_specs: PyTree = None,
     dtypes: PyTree = None,
     reduce_dtype: Any = None,
+    trainable: Sequence[bool] | None = None,
 ) -> SyncPlan:
     """Checks the arguments of `accumulate` against the current mesh and fills in its defaults."""
     if sync not in get_args(Sync):
@@ -164,11 +169,11 @@ def make_sync_plan(
     rows = [axis for axis in summed if axis in split_by] if row_axes is None else [a for a in row_axes if a in manual]
     gathered = ("fsdp",) if gather_axes is None else tuple(gather_axes)
     leaves = named_leaves(params)
-    for leaf in leaves:
-        if not is_float(leaf.value.dtype):
+    for leaf, learns in zip(leaves, trainable or [True] * len(leaves), strict=True):
+        if learns and not is_float(leaf.value.dtype):
             raise PlacementError(
                 f"{WHO}: parameter `{leaf.name}` is {leaf.value.dtype}, which has no gradient.",
-                hint="remove it from params and close over it in loss_fn.",
+                hint="freeze it, or remove it from params and close over it in loss_fn.",
             )
     own = _leaf_specs(params, specs)
     fine = own if grad_specs is None else _leaf_specs(params, grad_specs)

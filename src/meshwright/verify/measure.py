@@ -27,7 +27,7 @@ from meshwright.models.execution import DATA_AXES, Remat
 from meshwright.parallel.rows import count_rows, row_key
 from meshwright.train.gradients import View, make_gradients
 from meshwright.train.precision import Precision
-from meshwright.train.state import RunState, init_state, state_layout
+from meshwright.train.state import RunState, init_state, only_trainable, state_layout, trainable_leaves
 from meshwright.train.step import Step, make_train_step
 from meshwright.train.sync import Sync
 from meshwright.tree import named_leaves
@@ -114,7 +114,8 @@ class Placed:
         """Returns a copy that starts from other parameters."""
         shardings = self.layout.shardings
         placed = jax.device_put(params, shardings.params)
-        opt_state = jax.device_put(self.inputs.recording.init(placed), shardings.opt_state)
+        learned = only_trainable(placed, trainable_leaves(self.inputs.job, placed))
+        opt_state = jax.device_put(self.inputs.recording.init(learned), shardings.opt_state)
         return dataclasses.replace(self, state=dataclasses.replace(self.state, params=placed, opt_state=opt_state))
 
     def make_step(self, view: View, num_minibatches: int) -> Step:
@@ -138,7 +139,7 @@ class Placed:
         @jax.jit
         def compute(params: PyTree, batch: PyTree, rng: Any) -> tuple[Any, PyTree]:
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                result, _ = gradients(params, batch, rng)
+                result, _ = gradients(params, batch, rng, self.state.model_state)
             return result.loss, result.grads
 
         def call(batch: PyTree, rng: Any) -> tuple[Any, dict[str, Any]]:

@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.checkpoint.manifest import current_versions, model_fact
 from meshwright.hardware.chips import chip_of
 from meshwright.hardware.flops import count_flops
-from meshwright.train.job import abstract_init
+from meshwright.train.job import abstract_init, traceable_loss
 
 if TYPE_CHECKING:
     from meshwright.loop.setup import RunSetup
@@ -54,7 +54,7 @@ def flops_per_step(run: RunSetup) -> float | None:
         return None
 
     def loss(params: Any, batch: Any, key: Any) -> Any:
-        value = run.job.loss(params, batch, key)[0]
+        value = traceable_loss(run.job)(params, batch, key)[0]
         return value[0] if isinstance(value, tuple) else value
 
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -24,7 +24,7 @@ from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.topology import assumed_cudnn
 from meshwright.plan.costs.saved_activations import REST, bytes_kept
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
-from meshwright.train.job import execution_of, model_of
+from meshwright.train.job import execution_of, model_of, traceable_loss
 from meshwright.train.precision import Precision
 from meshwright.train.state import abstract_params, make_state, require_loss
 from meshwright.tree import named_leaves
@@ -321,12 +321,13 @@ def _one_row(flops: Flops, weights: int) -> Flops:
 
 def _loss(job: Any, remat: str) -> Callable[..., Any]:
     """Returns the loss with a remat policy, as a train step calls it on one device."""
+    loss = traceable_loss(job)
     if "remat" in inspect.signature(job.loss).parameters:
-        return lambda params, batch, key: job.loss(params, batch, key, remat=remat)
+        return lambda params, batch, key: loss(params, batch, key, remat=remat)
     policy = remat_policy(remat, by_name=False)  # type: ignore[arg-type]
     if policy is None:
-        return lambda params, batch, key: job.loss(params, batch, key)
-    return jax.checkpoint(lambda params, batch, key: job.loss(params, batch, key), policy=policy)
+        return lambda params, batch, key: loss(params, batch, key)
+    return jax.checkpoint(lambda params, batch, key: loss(params, batch, key), policy=policy)
 
 
 def _tokens_per_row(job: Any) -> tuple[int, tuple[str, ...]]:
