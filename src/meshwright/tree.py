@@ -148,6 +148,13 @@ def each_named_leaf(tree: PyTree) -> Iterator[NamedLeaf]:
             yield named(path if len(inside) == 1 else (*path, *inner), value)
 
 
+def named_boxes(tree: PyTree) -> Iterator[NamedLeaf]:
+    """Yields the leaves of `named_leaves`, each with its box if it has one."""
+    is_box = _box_test()
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]:
+        yield NamedLeaf("/".join(key_to_string(key) for key in path), path, node)
+
+
 def _box_test() -> Callable[[Any], bool] | None:
     if "flax" not in sys.modules:  # a tree can contain flax's boxes only if flax was imported
         return None

@@ -15,6 +15,7 @@ from meshwright.train import equinox_job, linen_job, nnx_job
 from meshwright.verify import verify
 
 SHAPES = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32), "y": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+MESH = mw.create_abstract_mesh("fsdp:2,tp:2")
 RULES = mw.Rules([("kernel|weight", P("fsdp", "tp")), ("bias", P())], optional_axes=("fsdp", "tp"))
 
 
@@ -161,49 +162,96 @@ def test_linen_boxes_are_unboxed():
     assert type(mw.abstract_init(job.init)["kernel"]) is jax.ShapeDtypeStruct
 
 
-class Counter(eqx.Module):
-    count: jax.Array
-
-    def __init__(self, key):
-        self.count = jnp.zeros(3, jnp.int32)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (
-            lambda: mw.abstract_init(
-                linen_job(
-                    linen.BatchNorm(use_running_average=False),
-                    lambda apply, b, rng: apply(b["x"]).mean(),
-                    SHAPES,
-                    RULES,
-                ).init
-            ),
-            r"BatchNorm holds more than parameters: batch_stats\.\nhint: ",
-        ),
-        (
-            lambda: nnx_job(lambda rngs: nnx.BatchNorm(8, rngs=rngs), None, SHAPES, RULES),
-            r"BatchNorm holds more than parameters: BatchStat\.\nhint: ",
-        ),
-        (
-            lambda: equinox_job(Counter, None, SHAPES, RULES),
-            r"Counter holds more than parameters: int32\[3\]\.\nhint: ",
-        ),
-    ],
-)
-def test_state_besides_parameters_is_rejected(make, text):
-    with pytest.raises(mw.JobError, match=text):
-        make()
-
-
 def test_equinox_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "equinox", None)
     with pytest.raises(mw.JobError, match=r"needs Equinox, which is not installed\.\nhint: pip install equinox"):
         equinox_job(Equinox, None, SHAPES, RULES)
 
 
-@pytest.mark.parametrize("make_job", [linen_job, nnx_job, equinox_job])
-def test_adapters_pass_make_batch_on(make_job):
-    made = make_job(lambda key: None, lambda *args: 0.0, {}, [], make_batch=lambda seed: {"seed": seed})
-    assert made.make_batch(3) == {"seed": 3}
+@pytest.mark.parametrize("library", JOBS)
+def test_adapters_pass_fields_of_a_job_on(library):
+    def make(**fields):
+        match library:
+            case "linen":
+                return linen_job(linen.Dense(8), lambda apply, b, rng: apply(b["x"]).mean(), SHAPES, RULES, **fields)
+            case "nnx":
+                return nnx_job(NNX, lambda model, b: model(b["x"]).mean(), SHAPES, RULES, **fields)
+        return equinox_job(Equinox, lambda model, b, key: model(b["x"], key).mean(), SHAPES, RULES, **fields)
+
+    assert make(make_batch=lambda seed: {"seed": seed}).make_batch(3) == {"seed": 3}
+    assert make(mesh="dp:8").mesh == "dp:8"
+    with pytest.raises(mw.JobError, match=rf"{library}_job has no argument 'mash'\.\nhint: did you mean 'mesh'\?"):
+        make(mash="dp:8")
+
+
+class Noisy(linen.Module):
+    @linen.compact
+    def __call__(self, x, train):
+        if train:
+            x = (
+                x
+                + jax.random.normal(self.make_rng("noise"), x.shape)
+                + jax.random.normal(self.make_rng("more"), x.shape)
+            )
+        return linen.Dropout(0.5, deterministic=not train)(linen.Dense(8)(x))
+
+
+def test_every_random_stream_of_a_linen_module_has_its_own_key(batch):
+    job = linen_job(Noisy(), lambda apply, b, rng: jnp.sum(apply(b["x"], rng is not None)), SHAPES, RULES)
+    params, key = job.init(jax.random.key(0)), mw.parallel.row_key(jax.random.key(1))
+    drawn = []
+    noise, normal = jax.random.normal, jax.random.key_data
+
+    def draw(key, *args):
+        drawn.append(tuple(np.asarray(normal(key)).tolist()))
+        return noise(key, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.random, "normal", draw)
+        job.loss(params, batch, key)
+    assert drawn[-1] != drawn[-2]
+    assert np.isfinite(job.loss(params, batch, None)[0])
+    assert job.loss(params, batch, key)[0] == job.loss(params, batch, key)[0]
+
+
+def test_annotations_replace_rules(batch):
+    def logical(init, *names):
+        return linen.with_logical_partitioning(init, names)
+
+    module = linen.Dense(8, kernel_init=logical(linen.initializers.lecun_normal(), "in", "out"))
+    table = {"in": "fsdp", "out": "tp"}
+
+    def loss(apply, b, rng):
+        return apply(b["x"]).mean()
+
+    job = linen_job(module, loss, SHAPES, table, unannotated=[("bias", P())])
+    assert list(job.rules) == [("^kernel$", P("fsdp", "tp")), ("bias", P())]
+    with pytest.raises(mw.LayoutError, match=r"no rule matches 1 leaf:\n  `bias`"):
+        mw.make_layout(linen_job(module, loss, SHAPES, table).rules, mw.abstract_init(job.init), MESH)
+    with pytest.raises(mw.JobError, match=r"unannotated= adds rules to those of the model's annotations"):
+        linen_job(module, loss, SHAPES, RULES, unannotated=[("bias", P())])
+
+
+def test_annotations_of_linen_modules_ignore_the_current_mesh():
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), ("fsdp", "other"))
+    module = linen.Dense(8, kernel_init=init, use_bias=False)
+    job = linen_job(module, lambda apply, b, rng: apply(b["x"]).mean(), SHAPES)
+    assert list(job.rules) == [("^kernel$", P("fsdp", "other"))]
+    expected = job.init(jax.random.key(0))["kernel"]
+    with jax.set_mesh(mw.create_mesh("dp:8")):
+        np.testing.assert_array_equal(job.init(jax.random.key(0))["kernel"], expected)
+        np.testing.assert_array_equal(jax.jit(job.init)(jax.random.key(0))["kernel"], expected)
+
+
+def test_annotations_of_nnx_need_no_mesh():
+    def make(rngs):
+        kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", "tp"))
+        return nnx.Linear(8, 8, kernel_init=kernel_init, use_bias=False, rngs=rngs)
+
+    job = nnx_job(make, lambda model, b: model(b["x"]).mean(), SHAPES)
+    assert list(job.rules) == [("^kernel$", P("fsdp", "tp"))]
+    layout = mw.make_layout(job.rules, mw.abstract_init(job.init), mw.create_abstract_mesh("dp:2,fsdp:4"))
+    assert layout["kernel"].spec == P("fsdp", None)
+    assert "annotation of kernel: ('fsdp', 'tp')" in str(layout)
+    with jax.set_mesh(mw.create_mesh("dp:8")):  # which has none of the axes
+        assert jax.jit(job.init)(jax.random.key(0))["kernel"].shape == (8, 8)

@@ -227,7 +227,7 @@ class LayoutReport:
             f"{len(self.rules)} {'rule' if len(self.rules) == 1 else 'rules'}, {format_bytes(total)} per device"
         ]
         for index, (rule, hits) in enumerate(zip(self.rules.entries, self.num_rule_hits, strict=True)):
-            logical = f"  (from {rule.logical})" if rule.logical else ""
+            logical = f"  ({rule.source or f'from {rule.logical}'})" if rule.source or rule.logical else ""
             lines.append(f"  rule {index} {rule}: {count_leaves(hits)}{logical}")
         error, notes = self.error(), self.notes()
         if error is not None:

@@ -40,7 +40,6 @@ class Start:
         facts: further fields of the start event.
         data: position in the data, or None for its beginning.
         spikes: saved state of the `SpikeGuard`, or None.
-        evaluations: saved state of the `EarlyStop`, or None.
     """
 
     state: RunState
@@ -49,7 +48,6 @@ class Start:
     facts: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] | None = None
     spikes: Mapping[str, Any] | None = None
-    evaluations: Mapping[str, Any] | None = None
 
     @property
     def step(self) -> int:
@@ -94,7 +92,6 @@ def find_start(run: RunSetup, checkpoints: Checkpoints) -> Start:
         {"notes": restored.notes},
         data,
         restored.facts.get("spikes"),
-        restored.facts.get("evaluations"),
     )
 
 

@@ -16,7 +16,7 @@ from meshwright.parallel.pipeline.schedule import (
     stage_layers,
     unstage_layers,
 )
-from meshwright.parallel.rows import row_key
+from meshwright.parallel.rows import row_key, row_keys
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_cross_entropy, vocab_embed
 
@@ -40,6 +40,7 @@ __all__ = [
     "gpipe_schedule",
     "pipeline",
     "row_key",
+    "row_keys",
     "stage_layers",
     "unstage_layers",
     "column_dense",

@@ -155,6 +155,27 @@ def row_key(rng: PRNGKeyArray, first_row: Any = 0, *, block: int = 0, stride: in
     return key
 
 
+def row_keys(rng: PRNGKeyArray, num_rows: int) -> PRNGKeyArray:
+    """Returns one ordinary key per row of a batch, for models that are vmapped over rows.
+
+    If `rng` is the key that a loss gets, the keys do not depend on how the batch is cut, unlike those of
+    `jax.random.split`, which repeat in each minibatch and, in the local view, on each device.
+
+    Example:
+        >>> key = jax.random.key(0)
+        >>> whole = jax.random.key_data(row_keys(row_key(key), 8))
+        >>> second_half = jax.random.key_data(row_keys(row_key(key, 4), 4))
+        >>> bool((whole[4:] == second_half).all())
+        True
+    """
+    data = jax.random.key_data(row_key(rng))
+    rows = global_rows(data, lax.iota(jnp.uint32, num_rows))
+    operands = [jnp.broadcast_to(data[0], (num_rows,)), jnp.broadcast_to(data[1], (num_rows,)), rows]
+    words = prng.threefry2x32_p.bind(*pcast_alike(*operands, jnp.zeros_like(rows)))
+    keys: PRNGKeyArray = jax.random.wrap_key_data(jnp.stack(words, axis=-1), impl="threefry2x32")
+    return keys
+
+
 def global_rows(data: Any, rows: Any) -> Any:
     """Returns the indices in the whole batch of a part's rows, given the data of its row key."""
     first, offset, block, stride = data[2], data[3], data[4], data[5]

@@ -1,4 +1,4 @@
-"""Partition rules (`rule_set`), matched against the leaves of parameters and train states (`matching`)."""
+"""Partition rules (`rule_set`, or from `annotations`), matched against parameters and train states (`matching`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from meshwright.rules.annotations import rules_from_annotations
 from meshwright.rules.matching import LeafMatch, RuleMatches, get_weight_decay_mask, match_rules
 from meshwright.rules.rule_set import Rule, Rules, as_rules, logical_rules
 from meshwright.specs import get_names_from_partition_spec
@@ -23,6 +24,7 @@ __all__ = [
     "logical_rules",
     "match_partition_rules",
     "match_rules",
+    "rules_from_annotations",
 ]
 
 

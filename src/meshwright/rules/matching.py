@@ -100,10 +100,10 @@ def match_rules(rules: Any, tree: PyTree, *, params: PyTree | None = None) -> Ru
             )
             continue
         hits[winner] += 1
-        spec = rules.entries[winner].spec
-        reason = ""
+        spec, reason = rules.entries[winner].spec, rules.entries[winner].source
         if subject.role == "statistic":
-            spec, reason = _statistic_spec(spec, subject)
+            spec, remark = _statistic_spec(spec, subject)
+            reason = "; ".join(filter(None, (reason, remark)))
         leaves.append(LeafMatch(subject, winner, spec, reason))
     return RuleMatches(rules, tuple(leaves), tuple(hits))
 

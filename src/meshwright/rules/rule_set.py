@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -22,11 +22,12 @@ from meshwright.specs import check_spec_type, dim_axes, format_spec, keep_axes
 
 @dataclass(frozen=True)
 class Rule:
-    """One pattern with its spec, and the logical names it was written in, if any."""
+    """One pattern with its spec, the logical names it was written in, and its source if it is not the user's."""
 
     pattern: Pattern
     spec: P
     logical: tuple[Any, ...] | None = None
+    source: str = ""
 
     def __str__(self) -> str:
         return f"{self.pattern.text!r} -> {format_spec(self.spec)}"
@@ -70,10 +71,7 @@ class Rules(Sequence[tuple[str, P]]):
         missing = [axis for axis in self.optional_axes if axis not in mesh.axis_names]
         if not missing:
             return self
-        entries = [
-            Rule(rule.pattern, keep_axes(rule.spec, lambda axis: axis not in missing), rule.logical)
-            for rule in self.entries
-        ]
+        entries = [replace(rule, spec=keep_axes(rule.spec, lambda axis: axis not in missing)) for rule in self.entries]
         return Rules(entries, optional_axes=self.optional_axes)
 
 

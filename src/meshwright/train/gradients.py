@@ -17,14 +17,16 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import JobError, LayoutError, MeshwrightError, did_you_mean
 from meshwright.layout import Layout
+from meshwright.layout.leaf import LeafLayout
 from meshwright.mesh.axes import varying_axes
 from meshwright.mesh.build import AnyMesh, require_axes
 from meshwright.metrics import Mean, Sum, declare, is_pair
 from meshwright.models.execution import DATA_AXES, Remat, remat_policy
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.local_map import local_map
-from meshwright.specs import format_spec, spec_axes
+from meshwright.specs import format_spec, keep_axes, spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate
+from meshwright.train.job import execution_of
 from meshwright.train.precision import Precision
 from meshwright.train.state import gradient_specs, only_trainable, params_layout, require_loss, trainable_leaves
 from meshwright.train.sync import Sync
@@ -122,16 +124,21 @@ def make_gradients(
         "model_state_reduce": getattr(job, "model_state_reduce", "mean"),
     }
 
+    whole = None if execution_of(job) is not None else _gathered_shardings(params, row_axes)
+
+    def gathered(params: PyTree, *arguments: Any) -> Any:
+        return loss(params if whole is None else jax.lax.with_sharding_constraint(params, whole), *arguments)
+
     def spread(params: PyTree, model_state: PyTree, batch: PyTree, rng: Any) -> Any:
         rows = jax.tree.map(lambda leaf: NamedSharding(mesh, P(row_axes) if np.ndim(leaf) else P()), batch)
-        return loss(params, model_state, jax.lax.with_sharding_constraint(batch, rows), rng)
+        return gathered(params, model_state, jax.lax.with_sharding_constraint(batch, rows), rng)
 
     def in_global_view(params: PyTree, batch: PyTree, rng: Any, model_state: PyTree) -> tuple[Accumulated, Any]:
         # Statistics of a minibatch depend on its rows, so with a model state minibatches are the same on every mesh:
         # contiguous rows, which then move between devices.
         own_rows = num_minibatches > 1 and not keeps_state
         ways = math.prod(mesh.shape[axis] for axis in row_axes) if own_rows else 1
-        function = spread if keeps_state and num_minibatches > 1 else loss
+        function = spread if keeps_state and num_minibatches > 1 else gathered
         result = accumulate(function, params, batch, rng, row_blocks=ways, model_state=model_state, **options)
         if not with_gradients:
             return result, None
@@ -213,6 +220,29 @@ def _row_axes(asked: str | Sequence[str] | None, mesh: AnyMesh) -> tuple[str, ..
     axes = (asked,) if isinstance(asked, str) else tuple(asked)
     require_axes(mesh, axes, where="data_axes")
     return axes
+
+
+def _gathered_shardings(params: Layout, row_axes: Sequence[str]) -> PyTree | None:
+    """Returns the shardings that parameters get in the global view before the loss uses them, or None.
+
+    On a mesh such as dp=2, fsdp=2, tp=2, XLA's partitioner computes wrong gradients if two matmuls in a row have
+    weights split over both `fsdp` and `tp` (jax 0.10.2 to 0.12, test_global_view.py). Gathering them along the axes
+    of the rows first, as FSDP does, avoids this, and needs fewer collectives.
+    """
+    sizes = params.mesh.shape
+    if sum(sizes[axis] > 1 for axis in row_axes) < 2:
+        return None
+
+    def gathered(leaf: LeafLayout) -> P:
+        used = [axis for axis in spec_axes(leaf.spec) if sizes[axis] > 1]
+        mixed = any(axis in row_axes for axis in used) and any(axis not in row_axes for axis in used)
+        return keep_axes(leaf.spec, lambda axis: axis not in row_axes) if mixed else leaf.spec
+
+    specs = [gathered(leaf) for leaf in params.leaves]
+    if specs == [leaf.spec for leaf in params.leaves]:
+        return None
+    shardings: PyTree = params.structure.unflatten([NamedSharding(params.mesh, spec) for spec in specs])
+    return shardings
 
 
 def _loss_function(
