@@ -1,7 +1,7 @@
 """Metrics with a declared meaning, and fetching of metrics from the devices.
 
 A loss returns its metrics for the rows that it sees: a minibatch, on one device. How these parts combine is a property
-of the metric, so the loss declares it:
+of the metric, so the loss declares it::
 
     {"accuracy": Mean(correct.mean(), weight=valid.sum()), "confusion": Sum(matrix), "largest_logit": Max(logits.max())}
 

@@ -103,7 +103,7 @@ def test_names_are_checked_before_anything_is_loaded():
 
 
 def test_a_run_with_the_optimizer_and_schedule_of_its_job(desk):
-    desk.add("rate = lambda n: 0.1 / (1 + n)\nown = make(optimizer=lambda num_steps: optax.adam(rate), schedule=rate)\n")
+    desk.add("rate = lambda n: 0.1 / (1 + n)\nown = make(optimizer=lambda steps: optax.adam(rate), schedule=rate)\n")
     plain = {"learning_rate": 3e-3, "weight_decay": 0.1, "warmup": 20, "eval_every": 0, "steps": 4}
     said = []
     desk.run("own", stop=2, say=said.append, **plain)

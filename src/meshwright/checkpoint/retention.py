@@ -21,7 +21,7 @@ SAVING = ".saving"
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints to keep: the `last` ones, and every step that is a multiple of `every`.
+    """Which checkpoints to keep: the `last` ones, every step that is a multiple of `every`, and the given `steps`.
 
     Example:
         >>> Keep(last=2, every=100).removable([100, 150, 200, 250, 300, 350])
@@ -30,6 +30,7 @@ class Keep:
 
     last: int = 3
     every: int | None = None
+    steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.last < 1:
@@ -39,7 +40,7 @@ class Keep:
 
     def removable(self, steps: Sequence[int]) -> list[int]:
         """Returns the steps that may be removed."""
-        kept = sorted(steps)[-self.last :]
+        kept = {*sorted(steps)[-self.last :], *self.steps}
         return [step for step in sorted(steps) if step not in kept and (self.every is None or step % self.every)]
 
 

@@ -23,6 +23,7 @@ _WHERE = {
     "Progress": "logging.progress",
     "Preemption": "safety.preemption",
     "Watchdog": "safety.watchdog",
+    "EarlyStop": "safety.early_stop",
     "SpikeGuard": "safety.spike",
     "Rollback": "safety.spike",
     "StepProfiler": "logging.profiler",

@@ -15,7 +15,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import Checkpoints
-    from meshwright.loop.fit import Loop
+    from meshwright.loop.fit import Loop, Why
     from meshwright.loop.setup import RunSetup
     from meshwright.train import NonFiniteGuard, RunState
 
@@ -26,7 +26,7 @@ class StepRecord:
 
     Args:
         number: the step.
-        metrics: metrics that the step returned, as Python numbers.
+        metrics: metrics that the step returned, as Python numbers, or lists of them.
         first_row: index of the first data row in its batch.
         seconds: wall time since the previous step.
         spent: seconds of that time not spent on the step, by cause: data, evaluation, checkpoints.
@@ -34,7 +34,7 @@ class StepRecord:
     """
 
     number: int
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     first_row: int
     seconds: float
     spent: dict[str, float]
@@ -63,6 +63,10 @@ class Callback:
         """Returns whether the run should stop; called after every step."""
         return False
 
+    def is_over(self, loop: Loop) -> Why | None:
+        """Returns why the run should end before its next step, or None; called after `before_step`."""
+        return None
+
     def is_due(self, loop: Loop) -> bool:
         """Returns whether `after_step` needs the metrics of all steps to have arrived."""
         return False
@@ -74,11 +78,14 @@ class Callback:
     def on_phase(self, loop: Loop, text: str) -> None:
         """Called when a long phase such as an evaluation begins."""
 
+    def on_evaluation(self, loop: Loop, metrics: Mapping[str, Any]) -> None:
+        """Called after an evaluation with its metrics, whose names begin with `eval/`."""
+
     def on_rollback(self, loop: Loop) -> None:
         """Called after the loop rolled back to a checkpoint."""
 
     def on_end(self, loop: Loop, why: str) -> None:
-        """Called after the last metrics arrived; `why` is "finished", "preempted" or "out of data"."""
+        """Called after the last metrics arrived; `why` is a `meshwright.loop.fit.Why`."""
 
     def on_exit(self, loop: Loop) -> None:
         """Called last, also after an error."""
@@ -174,6 +181,8 @@ class Evaluation(Callback):
         if loss is not None:
             loop.tell("eval", loop.number, f"step {loop.number}: evaluation loss {loss:.4f}", loss=loss)
         loop.last_metrics = {**loop.last_metrics, **found}
+        for callback in loop.callbacks:
+            callback.on_evaluation(loop, found)
 
 
 def make_evaluation(setup: RunSetup) -> Callable[[RunState], Mapping[str, Any]] | None:
@@ -211,17 +220,19 @@ class Checkpointing(Callback):
     Args:
         every: steps between checkpoints; 0 saves only at the end.
         facts: function that returns metadata to save besides the position in the data.
+        also: function that tells whether to save at another step too, such as the best one so far.
     """
 
     checkpoints: Checkpoints
     every: int = 0
     facts: Callable[[], Mapping[str, Any]] = dict
+    also: Callable[[Loop], bool] = lambda loop: False
 
     def is_due(self, loop: Loop) -> bool:
         return bool(self.every) and loop.number % self.every == 0 and loop.number < loop.num_steps
 
     def after_step(self, loop: Loop) -> bool:
-        if self.is_due(loop):
+        if self.is_due(loop) or self.also(loop):
             self.save(loop)
         return False
 

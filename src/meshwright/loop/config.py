@@ -139,6 +139,10 @@ class RunOptions:
     """Steps between evaluations; 0 disables evaluation."""
     eval_batches: int = 4
     """Batches per evaluation, the same each time."""
+    patience: int | None = None
+    """Stop after this many evaluations in a row without improvement, and keep the best checkpoint (default: never)."""
+    monitor: str = "loss:min"
+    """Metric of the evaluation that --patience watches, as NAME:min or NAME:max."""
     log_seconds: float = 10.0
     """Seconds between progress lines when stderr is not a terminal."""
     sample_tokens: int = 160
@@ -227,6 +231,11 @@ class TrainConfig:
             raise ConfigError("--or-start needs --run and --resume.", hint="pass --run FOLDER --resume --or-start.")
         if run.sample_tokens and not run.prompt:
             raise ConfigError("prompt is empty.", hint="set a prompt, or disable samples with --sample-tokens 0.")
+        parse_monitor(run.monitor)
+        if run.patience is not None and not run.eval_every:
+            raise ConfigError("--patience needs evaluations, but --eval-every is 0.", hint="set --eval-every.")
+        if run.patience is None and run.monitor != "loss:min":
+            raise ConfigError(f"--monitor {run.monitor} has no effect without --patience.", hint="set --patience.")
         if parse_steps(run.profile)[0] > run.steps:
             raise ConfigError(
                 f"--profile {run.profile} starts after the last step ({run.steps}).",
@@ -267,7 +276,9 @@ class TrainConfig:
         return "\n".join(parts)
 
 
-_COUNTS = "batch_size num_tokens epochs devices minibatches steps keep_last keep_every eval_batches max_skipped"
+_COUNTS = (
+    "batch_size num_tokens epochs devices minibatches steps keep_last keep_every eval_batches patience max_skipped"
+)
 _RATES = "learning_rate final_learning_rate weight_decay beta1 beta2"
 # Options, a condition on their values unless None, and the hint.
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -393,6 +404,17 @@ def parse_steps(steps: str | None) -> tuple[int, int]:
     if found is None or int(found[1]) >= int(found[2]):
         raise ConfigError(f"profile {steps!r} is not a range of steps.", hint='use "10:15" for steps 10 to 14.')
     return int(found[1]), int(found[2])
+
+
+def parse_monitor(monitor: str) -> tuple[str, bool]:
+    """Parses a metric and its better direction: "accuracy:max" gives ("accuracy", True)."""
+    name, _, direction = monitor.strip().rpartition(":")
+    if not name or direction not in ("min", "max"):
+        raise ConfigError(
+            f"monitor {monitor!r} does not say whether lower or higher is better.",
+            hint='use NAME:min or NAME:max, e.g. "accuracy:max".',
+        )
+    return name.removeprefix("eval/"), direction == "max"
 
 
 @functools.cache

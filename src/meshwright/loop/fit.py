@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from meshwright.loop.callbacks import Callback, StepRecord
 from meshwright.loop.logging.profiler import StepProfiler
 from meshwright.loop.logging.run_log import RunLog
+from meshwright.loop.logging.trackers import plain
 from meshwright.train.state import RunState
 from meshwright.train.step import Step
+from meshwright.tree import flatten_tree
 
-Why = Literal["finished", "preempted", "out of data"]
+Why = Literal["finished", "preempted", "out of data", "stopped early"]
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,17 @@ class Result:
         saved: whether the last step is saved.
         last_saved: the last saved step, or None.
         skipped: number of steps skipped because of non-finite values.
+        best: step and value of the best evaluation, if the run watched one.
     """
 
     state: RunState
     step: int
     why: Why
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Any]
     saved: bool = False
     last_saved: int | None = None
     skipped: int = 0
+    best: tuple[int, float] | None = None
 
     @property
     def mostly_skipped(self) -> bool:
@@ -83,6 +86,7 @@ def fit(loop: Loop, state: RunState, batches: Any) -> Result:
 
     Example:
         >>> import tempfile
+        >>> import numpy as np
         >>> from types import SimpleNamespace as Namespace
         >>> class Batches:
         ...     state = {}
@@ -112,6 +116,7 @@ class Loop:
         batches: iterator of the next batches.
         last_metrics: the latest metrics, including evaluation.
         last_saved: the last saved step, set at the end.
+        best: step and value of the best evaluation so far, if a callback watches one.
     """
 
     state: RunState
@@ -128,8 +133,9 @@ class Loop:
     ) -> None:
         self.step, self.num_steps, self.log, self.callbacks, self.say = step, num_steps, log, callbacks, say
         self.number = self.ticks = 0
-        self.last_metrics: dict[str, float] = {}
+        self.last_metrics: dict[str, Any] = {}
         self.last_saved: int | None = None
+        self.best: tuple[int, float] | None = None
         self._pending: deque[tuple[int, Any, int]] = deque()
         self._spent: dict[str, float] = {}
 
@@ -141,8 +147,9 @@ class Loop:
         why: Why = "finished"
         try:
             while why == "finished" and self.number < self.num_steps:
-                if not self._start_step():
-                    why = "out of data"
+                over = self._start_step()
+                if over is not None:
+                    why = over
                 # Ask at every step: processes agree on the last step through these calls.
                 elif any(callback.wants_stop(self) for callback in self.callbacks):
                     why = "preempted" if self.number < self.num_steps else "finished"
@@ -161,7 +168,7 @@ class Loop:
                 callback.on_exit(self)
             self.batches.close()
         saved, skipped = self.last_saved == self.number, int(self.state.skipped)
-        return Result(self.state, self.number, why, self.last_metrics, saved, self.last_saved, skipped)
+        return Result(self.state, self.number, why, self.last_metrics, saved, self.last_saved, skipped, self.best)
 
     # --- For callbacks ---
 
@@ -196,14 +203,17 @@ class Loop:
 
     # --- One step ---
 
-    def _start_step(self) -> bool:
-        """Starts the next step, then fetches the metrics of the previous one; returns False when out of data."""
+    def _start_step(self) -> Why | None:
+        """Starts the next step, then fetches the metrics of the previous one; returns why not, if the run is over."""
         for callback in self.callbacks:
             callback.before_step(self)
+        for callback in self.callbacks:
+            if (over := callback.is_over(self)) is not None:
+                return over
         with self.timed("data"):
             batch = next(self.batches, None)
         if batch is None:
-            return False
+            return "out of data"
         with StepProfiler.annotate(self.number + 1):
             self.state, metrics = self.step(self.state, batch.arrays)
         self.number += 1
@@ -211,7 +221,7 @@ class Loop:
         self._pending.append((self.number, metrics, batch.first_row))
         while len(self._pending) > 1:
             self._fetch()
-        return True
+        return None
 
     def _between_steps(self) -> None:
         if self.number == self.num_steps or any(callback.is_due(self) for callback in self.callbacks):
@@ -226,7 +236,7 @@ class Loop:
 
     def _fetch(self) -> None:
         number, arrays, first_row = self._pending.popleft()
-        metrics = {name: value.item() for name, value in jax.device_get(arrays).items() if np.ndim(value) == 0}
+        metrics = {name: plain(value) for name, value in flatten_tree(jax.device_get(arrays), sep="/").items()}
         now = time.perf_counter()
         seconds, self._last_seen = now - self._last_seen, now
         spent, self._spent = self._spent, {}

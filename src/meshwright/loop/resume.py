@@ -40,6 +40,7 @@ class Start:
         facts: further fields of the start event.
         data: position in the data, or None for its beginning.
         spikes: saved state of the `SpikeGuard`, or None.
+        evaluations: saved state of the `EarlyStop`, or None.
     """
 
     state: RunState
@@ -48,6 +49,7 @@ class Start:
     facts: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] | None = None
     spikes: Mapping[str, Any] | None = None
+    evaluations: Mapping[str, Any] | None = None
 
     @property
     def step(self) -> int:
@@ -92,6 +94,7 @@ def find_start(run: RunSetup, checkpoints: Checkpoints) -> Start:
         {"notes": restored.notes},
         data,
         restored.facts.get("spikes"),
+        restored.facts.get("evaluations"),
     )
 
 

@@ -64,11 +64,18 @@ def _finish(ready: ReadyRun, result: Result) -> None:
         "finished": (f"finished at step {result.step}", f" --steps {2 * config.run.steps}"),
         "preempted": (f"stopped at step {result.step} on request{saved}", ""),
         "out of data": (f"out of data at step {result.step}", f" --epochs {2 * (config.data.epochs or 1)}"),
+        "stopped early": (
+            f"stopped early at step {result.step}: no improvement in {config.run.patience} evaluations",
+            f" --patience {2 * (config.run.patience or 1)}",
+        ),
     }[result.why]
     text += f"; evaluation loss {loss:.4f}" if loss is not None and result.why != "preempted" else ""
+    if result.best is not None:
+        name = config.run.monitor.rpartition(":")[0].removeprefix("eval/")
+        text += f"; best {name} {result.best[1]:.4g} at step {result.best[0]}"
     go_on = f"{ready.setup.folder.resume_command}{more if result.saved else ''}"
     kind = "error" if problems else "preempted" if result.why == "preempted" else "finish"
-    log.event(kind, result.step, "; ".join([text, *problems]), go_on=go_on)
+    log.event(kind, result.step, "; ".join([text, *problems]), go_on=go_on, why=result.why)
     tell(text)
     if config.run.report:
         log.flush()

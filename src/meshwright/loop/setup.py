@@ -40,6 +40,7 @@ from meshwright.loop.logging.run_stats import (
 from meshwright.loop.optimizers import OptimizerChoice, choose_optimizer
 from meshwright.loop.resume import Start, find_start, step_in_log
 from meshwright.loop.run_dir import PER_PROCESS, RunFolder
+from meshwright.loop.safety.early_stop import EarlyStop
 from meshwright.loop.safety.preemption import Preemption
 from meshwright.loop.safety.spike import Rollback, SpikeGuard
 from meshwright.loop.safety.watchdog import Watchdog
@@ -170,7 +171,10 @@ def _load(config: TrainConfig, tell: Voice) -> tuple[LanguageModel | None, Any, 
         if job is None:  # report wrong options before reading any text
             make_model(named, sizes)
         source = make_source(config, job, tell=tell)
-        return job, source, make_held_out(config, job, source, tell=tell)
+        held_out = make_held_out(config, job, source, tell=tell)
+        if held_out is None and config.run.patience is not None:
+            raise ConfigError(f"--patience needs evaluation data: {source.why_no_evaluation}.", hint="add eval_data.")
+        return job, source, held_out
 
     job, source, held_out = together("loading the job and its data", load)
     shared = {name: value for name, value in config.flat().items() if name not in PER_PROCESS}
@@ -301,9 +305,14 @@ def _make_callbacks(
             spikes.state = start.spikes
         callbacks.append(Rollback(spikes, checkpoints, data.reopen))
     evaluate = make_evaluation(setup)
+    early = _early_stop(setup, start, checkpoints)
     if evaluate is not None:
         evaluated = step_in_log(folder.path / METRICS, start.step, lambda line: "eval/loss" in line)
+        if early is not None and not early.has_evaluated(start.step):
+            evaluated = None  # the checkpoint is older than the evaluation in the log
         callbacks.append(Evaluation(evaluate, options.eval_every, evaluated))
+    if early is not None:
+        callbacks.append(early)
     if options.profile:
         profiler = StepProfiler(options.profile, folder.path / "profile")
         callbacks.append(profiler)
@@ -311,6 +320,23 @@ def _make_callbacks(
             tell(f"--profile {options.profile} has no effect: the run is already at step {start.step}")
 
     def facts() -> dict[str, Any]:
-        return checkpoint_facts(setup) | ({} if spikes is None else {"spikes": spikes.state})
+        saved = {"spikes": spikes, "evaluations": early}
+        return checkpoint_facts(setup) | {name: item.state for name, item in saved.items() if item is not None}
 
-    return [*callbacks, Checkpointing(checkpoints, options.checkpoint_every, facts)]
+    saving = Checkpointing(checkpoints, options.checkpoint_every, facts)
+    if early is not None:
+        saving.also = early.wants_save
+    return [*callbacks, saving]
+
+
+def _early_stop(setup: RunSetup, start: Start, checkpoints: Checkpoints) -> EarlyStop | None:
+    """Returns the callback for --patience, with the history of a resumed run."""
+    options = setup.config.run
+    if options.patience is None:
+        return None
+    early = EarlyStop(options.patience, options.monitor, checkpoints=checkpoints)
+    if start.evaluations is not None:
+        early.restore(start.evaluations)
+        if start.evaluations["monitor"] != options.monitor:
+            setup.tell(f"--monitor was {start.evaluations['monitor']}; the earlier evaluations do not count")
+    return early

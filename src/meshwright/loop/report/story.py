@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.layout import format_bytes
 from meshwright.loop.report.run_record import RunRecord, event_time
@@ -34,7 +35,8 @@ def ending(run: RunRecord, *, now: float) -> Ending:
     # An event before the last step was not the end: a run also logs errors that it survives.
     kind = "" if last is None or event_time(last) < stepped else last["kind"]
     if kind == "finish":
-        return Ending("finished", "good", "")
+        is_early = (last or {}).get("why") == "stopped early"
+        return Ending(*(("stopped early", "good", _sentence(last)) if is_early else ("finished", "good", "")))
     if kind == "preempted":
         return Ending(f"stopped {where}", "warn", f"The run stopped {where} on request and can be resumed.")
     if kind == "error":
@@ -47,6 +49,11 @@ def ending(run: RunRecord, *, now: float) -> Ending:
         return Ending(f"running, {step}", "busy", "The run was in progress when this page was built.")
     since = "" if math.isinf(quiet) else f": its last output was {duration(quiet)} before this page was built"
     return Ending(f"stopped {where}", "warn", f"The run stopped {where} for an unknown reason{since}.")
+
+
+def _sentence(event: Mapping[str, Any] | None) -> str:
+    text = str((event or {}).get("text", "")).removesuffix(".")
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
 def figures(run: RunRecord) -> list[Figure]:
@@ -112,9 +119,9 @@ def fall_sentences(run: RunRecord) -> list[str]:
         said.append(f"The loss was halfway down by step {step:,}.")
     if evals:
         times = "once" if len(evals) == 1 else f"{len(evals):,} times"
-        said.append(f"The model was evaluated {times} on held-out text.")
+        said.append(f"The model was evaluated {times} on held-out data.")
     elif losses:
-        said.append("The model was not evaluated on held-out text.")
+        said.append("The model was not evaluated on held-out data.")
     odd = len(run.steps.steps) - len(losses)
     if odd:
         said.append(f"{odd:,} {'step has' if odd == 1 else 'steps have'} a non-finite loss, shown as gaps.")
