@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import Checkpoints
@@ -97,15 +96,17 @@ class StepLog(Callback):
 
     Args:
         learning_rates: learning rate of each step.
-        counts_tokens: whether the `tokens` metric counts tokens; if so, log tokens per second.
+        counts_tokens: whether the `tokens` metric counts tokens; if so, log tokens per second, else rows per second.
         flops_per_step: FLOPs of the model per step, over all devices; MFU needs it and `peak_flops`.
         peak_flops: peak FLOP/s of all devices together.
+        rows_per_step: rows of a batch.
     """
 
     learning_rates: Any = None
     counts_tokens: bool = True
     flops_per_step: float | None = None
     peak_flops: float | None = None
+    rows_per_step: int | None = None
 
     def on_metrics(self, loop: Loop, record: StepRecord) -> None:
         from meshwright.loop.logging.memory_use import read_memory
@@ -118,6 +119,8 @@ class StepLog(Callback):
         training = record.seconds - record.spent.get("eval", 0.0)
         if "tokens" in metrics and self.counts_tokens:
             line["tokens_per_second"] = metrics["tokens"] / training
+        elif self.rows_per_step is not None:
+            line["rows_per_second"] = self.rows_per_step / training
         if self.flops_per_step and self.peak_flops:
             line["mfu"] = self.flops_per_step / training / self.peak_flops
         line["memory_bytes"] = read_memory().of_a_step
@@ -187,28 +190,25 @@ class Evaluation(Callback):
 
 def make_evaluation(setup: RunSetup) -> Callable[[RunState], Mapping[str, Any]] | None:
     """Returns a function from a state to its metrics over the evaluation batches, or None if there are none."""
-    from meshwright.loop.sources import with_fields
+    from meshwright.metrics import compute, merge
     from meshwright.train import make_eval_step
+    from meshwright.tree import flatten_tree
 
-    config, held_out, job = setup.config, setup.held_out, setup.job
+    config, held_out = setup.config, setup.held_out
     if not config.run.eval_every:
         return None
     if held_out is None:
         setup.tell(f"evaluation is off: {setup.source.why_no_evaluation}")
         return None
-    if getattr(job, "eval_loss", None) is not None:
-        job = with_fields(job, loss=job.eval_loss)
-    step = make_eval_step(job, setup.layout, view=config.placement.view, precision=setup.precision)
+    step = make_eval_step(setup.job, setup.layout, view=config.placement.view, precision=setup.precision, raw=True)
 
     def evaluate(state: RunState) -> Mapping[str, Any]:
-        sums, weight = dict[str, Any](), 0.0
+        found = None
         for batch in held_out.batches(step):
-            found = dict(jax.device_get(step(state, batch.arrays)))
-            tokens = float(found.pop("tokens", 1.0))
-            weight += tokens
-            for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + tokens * np.asarray(value, np.float64)
-        return {name: total / weight for name, total in sums.items()}
+            metrics = jax.device_get(step(state, batch.arrays))
+            found = metrics if found is None else merge(found, metrics)
+        values = flatten_tree(jax.device_get(compute(found)), sep="/")
+        return {name: value for name, value in values.items() if name != "tokens"}
 
     return evaluate
 

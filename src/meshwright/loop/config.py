@@ -149,6 +149,8 @@ class RunOptions:
     """Tokens to generate before and after training; 0 disables samples."""
     prompt: str = "def "
     """Prompt for the samples."""
+    predict_rows: int = 16
+    """Rows to predict before and after training, if the job has `predict`; 0 disables predictions."""
     report: bool = True
     """Write the report page at the end."""
     tensorboard: bool = True
@@ -283,7 +285,11 @@ _RATES = "learning_rate final_learning_rate weight_decay beta1 beta2"
 # Options, a condition on their values unless None, and the hint.
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (f"{_COUNTS} num_processes", lambda value: value >= 1, "use a whole number of at least 1."),
-    ("checkpoint_every eval_every sample_tokens", lambda value: value >= 0, "use a whole number of at least 0."),
+    (
+        "checkpoint_every eval_every sample_tokens predict_rows",
+        lambda value: value >= 0,
+        "use a whole number of at least 0.",
+    ),
     ("seed process_id", lambda value: value >= 0, "use a whole number of at least 0."),
     ("seed", lambda value: value < 1 << 32, "use a whole number below 2**32."),
     (_RATES, lambda value: 0 <= value < math.inf, "use a finite number of at least 0."),

@@ -38,6 +38,7 @@ from meshwright.loop.logging.run_stats import (
     tokens_per_step,
 )
 from meshwright.loop.optimizers import OptimizerChoice, choose_optimizer
+from meshwright.loop.predict import Predictions
 from meshwright.loop.resume import Start, find_start, step_in_log
 from meshwright.loop.run_dir import PER_PROCESS, RunFolder
 from meshwright.loop.safety.early_stop import EarlyStop
@@ -92,7 +93,7 @@ class ReadyRun:
     loop: Loop
     state: RunState
     batches: Any
-    samples: TrainingSamples | None
+    samples: TrainingSamples | Predictions | None
 
 
 def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
@@ -100,7 +101,7 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
     setup = _decide(config, tell)
     stack.callback(setup.folder.close)
     preemption = stack.enter_context(Preemption())
-    samples = TrainingSamples(setup) if setup.model is not None and config.run.sample_tokens else None
+    samples = _make_samples(setup)
     keep = Keep(last=config.run.keep_last, every=config.run.keep_every)
     checkpoints = Checkpoints(setup.folder.checkpoints, keep=keep, tell=tell.event)
     load_ahead()
@@ -295,7 +296,8 @@ def _make_callbacks(
             rank=jax.process_index(),
         )
         callbacks.append(stack.enter_context(watchdog))
-    callbacks.append(StepLog(setup.updates.rates(options.steps), setup.source.counts_tokens, flops, peak_flops(setup)))
+    rates, counts_tokens = setup.updates.rates(options.steps), setup.source.counts_tokens
+    callbacks.append(StepLog(rates, counts_tokens, flops, peak_flops(setup), setup.source.batch_size))
     callbacks.append(SkippedSteps(NonFiniteGuard.for_layout(setup.layout, limit=config.safety.max_skipped)))
     callbacks.append(progress)
     spikes = None
@@ -327,6 +329,14 @@ def _make_callbacks(
     if early is not None:
         saving.also = early.wants_save
     return [*callbacks, saving]
+
+
+def _make_samples(setup: RunSetup) -> TrainingSamples | Predictions | None:
+    """Returns the samples to show before and after training: text of a built-in model, or a job's predictions."""
+    options = setup.config.run
+    if setup.model is not None:
+        return TrainingSamples(setup) if options.sample_tokens else None
+    return Predictions(setup) if options.predict_rows and getattr(setup.job, "predict", None) is not None else None
 
 
 def _early_stop(setup: RunSetup, start: Start, checkpoints: Checkpoints) -> EarlyStop | None:

@@ -11,6 +11,7 @@ from meshwright.pages.lines import Mark, Series, line_chart, smooth, thin
 from meshwright.pages.markup import Markup, join, tag, text
 from meshwright.pages.numbers import compact, duration, number, percent
 from meshwright.pages.page import Section, make_page, write_page
+from meshwright.pages.pictures import Picture, encode_png, heat_map, image_grid
 from meshwright.pages.timeline import Lane, Moment, Shape, Span, timeline
 
 __all__ = [
@@ -42,6 +43,10 @@ __all__ = [
     "tile_picture",
     "TileGrid",
     "Tile",
+    "image_grid",
+    "Picture",
+    "encode_png",
+    "heat_map",
     "smooth",
     "thin",
     "number",

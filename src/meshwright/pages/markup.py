@@ -41,7 +41,7 @@ def tag(element: str, *children: object, **attributes: Any) -> Markup:
         for name, value in attributes.items()
         if value is not None and value is not False
     )
-    if element in ("br", "hr", "meta", "col"):
+    if element in ("br", "hr", "meta", "col", "img"):
         return Markup(f"<{element}{shown}>")
     return Markup(f"<{element}{shown}>{join(children)}</{element}>")
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from meshwright.loop.report.run_record import RunRecord, step_of
-from meshwright.loop.report.story import fall_sentences, part_seconds, speed_sentences, time_sentences
+from meshwright.loop.report.story import fall_sentences, part_seconds, speed_sentences, speeds_of, time_sentences
 from meshwright.pages import (
     Bar,
     Mark,
@@ -16,6 +16,7 @@ from meshwright.pages import (
     Series,
     compact,
     duration,
+    heat_map,
     join,
     line_chart,
     percent,
@@ -30,10 +31,13 @@ from meshwright.pages import (
 from meshwright.pages.blocks import fold
 from meshwright.specs import ceil_div
 
-MAX_COLUMNS, MAX_TICKS = 60, 400
+MAX_COLUMNS, MAX_TICKS, MAX_CHARTS = 60, 400, 8
 MAX_POINTS = 2000  # of a curve: about two per pixel
 # Metrics with a chart elsewhere, or not worth one.
-_TAKEN = ("loss", "time", "tokens", "tokens_per_second", "grad_norm", "learning_rate", "mfu", "memory_bytes", "skipped")
+_TAKEN = [
+    "loss", "time", "tokens", "tokens_per_second", "rows_per_second", "grad_norm", "learning_rate", "mfu",
+    "memory_bytes", "skipped",
+]  # fmt: skip
 
 
 def loss_section(run: RunRecord) -> Section:
@@ -52,7 +56,7 @@ def loss_section(run: RunRecord) -> Section:
         count = f"{len(run.steps.steps):,} steps"
         said = f"Curves show about {MAX_POINTS:,} of {count}, including all highs and lows."
         drawn = tag("p", said, class_="note")
-    body = [prose(*fall_sentences(run)), chart, drawn, side_by_side(rate, norms), _others(run)]
+    body = [prose(*fall_sentences(run)), chart, drawn, side_by_side(rate, norms)]
     return Section("Loss", join(body))
 
 
@@ -63,8 +67,11 @@ def speed_section(run: RunRecord) -> Section:
     ]
     saves = saves if len(saves) <= MAX_TICKS else []  # more ticks would merge into a line
     marks = [*_restarts(run), *saves]
-    series, smoothed = _with_mean(run, "tokens_per_second")
-    unit = ", ".join(filter(None, ["tokens per second", smoothed, "ticks at the bottom: checkpoints" if saves else ""]))
+    things, _ = speeds_of(run)
+    series, smoothed = _with_mean(run, f"{things}_per_second")
+    unit = ", ".join(
+        filter(None, [f"{things} per second", smoothed, "ticks at the bottom: checkpoints" if saves else ""])
+    )
     chart = line_chart("Throughput", series, unit=unit, height=220, low=0.0, marks=marks, show=compact)
     more = []
     if run.steps.known("mfu"):
@@ -130,8 +137,8 @@ def _small(title: str, run: RunRecord, name: str, **options: object) -> Markup:
     return line_chart(title, [Series(title.lower(), xs, ys)], height=130, **options)  # type: ignore[arg-type]
 
 
-def _others(run: RunRecord) -> Markup | None:
-    """Returns charts of all other metrics, such as accuracy, under a fold."""
+def metrics_section(run: RunRecord) -> Section | None:
+    """Returns charts of all other metrics, such as accuracy, and heat maps of those that are matrices."""
     charts = []
     names = [name for name in run.steps.values if not name.startswith("seconds/")]
     names += [name.removeprefix("eval/") for name in run.evals.values if name.startswith("eval/")]
@@ -140,10 +147,15 @@ def _others(run: RunRecord) -> Markup | None:
         series = [Series("training", *thin(run.steps.steps, run.steps[name]), style="faint")]
         series.append(Series("held-out", *thin(run.evals.steps, run.evals[f"eval/{name}"]), style="dots", tone=1))
         charts.append(line_chart(name, series, height=130))
-    if not charts:
+    maps = [
+        heat_map(name, rows, unit=f"step {step:,}", show=compact) for name, (step, rows) in sorted(run.arrays.items())
+    ]
+    if not charts and not maps:
         return None
-    what = "1 more metric" if len(charts) == 1 else f"{len(charts)} more metrics"
-    return fold(f"{what}: {', '.join(names)}", side_by_side(*charts))
+    more = charts[MAX_CHARTS:]
+    folded = fold(f"{len(more)} more: {', '.join(names[MAX_CHARTS:])}", side_by_side(*more)) if more else None
+    drawn = side_by_side(*charts[:MAX_CHARTS]) if charts else None
+    return Section("Metrics", join([drawn, folded, side_by_side(*maps) if maps else None]))
 
 
 def _roof(values: Sequence[float], *, factor: float = 2.0) -> float | None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.loop.config import TrainConfig
-from meshwright.loop.report.curves import loss_section, speed_section, time_section
+from meshwright.loop.report.curves import loss_section, metrics_section, speed_section, time_section
 from meshwright.loop.report.events import events_section, samples_section
 from meshwright.loop.report.placement_section import layout_section, mesh_section
+from meshwright.loop.report.predictions_section import predictions_section
 from meshwright.loop.report.run_record import RunRecord, read_run
 from meshwright.loop.report.story import ending, figures, loss_sentences, speed_sentences
 from meshwright.pages import Markup, Section, badge, command, headline, join, make_page, pairs, prose, tag, write_page
@@ -46,6 +47,8 @@ def render(run: RunRecord, *, now: float) -> str:
     """Returns the page of a run; `now` decides whether a silent run counts as still running."""
     sections = [
         loss_section(run),
+        metrics_section(run),
+        predictions_section(run),
         samples_section(run),
         speed_section(run),
         time_section(run),

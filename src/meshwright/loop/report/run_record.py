@@ -50,7 +50,10 @@ class Columns:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run folder; `notes` lists unreadable parts."""
+    """The contents of a run folder; `notes` lists unreadable parts.
+
+    `arrays` holds the last value of each metric that is a vector or matrix, with its step.
+    """
 
     folder: Path
     facts: dict[str, Any]
@@ -58,6 +61,7 @@ class RunRecord:
     evals: Columns
     events: list[dict[str, Any]]
     notes: list[str]
+    arrays: dict[str, tuple[int, list[list[float]]]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -103,6 +107,7 @@ def read_run(folder: str | Path) -> RunRecord:
         )
     notes: list[str] = []
     steps, evals = Columns(), Columns()
+    arrays: dict[str, tuple[int, list[list[float]]]] = {}
     homeless = 0
     for entry in _lines(folder / "metrics.jsonl", notes):
         step = step_of(entry)
@@ -110,11 +115,12 @@ def read_run(folder: str | Path) -> RunRecord:
             homeless += 1
             continue
         numbers = dict(_numbers(entry))
+        arrays.update((name, (step, value)) for name, value in _matrices(entry))
         (evals if any(name.startswith("eval/") for name in numbers) else steps).append(step, numbers)
     if homeless:
         notes.append(f"Ignored {homeless:,} {'line' if homeless == 1 else 'lines'} of metrics.jsonl without a step.")
     events = [event for event in _lines(folder / "events.jsonl", notes) if isinstance(event.get("kind"), str)]
-    return RunRecord(folder, _facts(folder / "run.json", notes), steps.once(), evals.once(), events, notes)
+    return RunRecord(folder, _facts(folder / "run.json", notes), steps.once(), evals.once(), events, notes, arrays)
 
 
 def _facts(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -183,6 +189,16 @@ def _numbers(entry: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
                 yield f"{prefix}{name}", float(value)
             except OverflowError:  # an integer too large for a float
                 yield f"{prefix}{name}", math.inf
+
+
+def _matrices(entry: dict[str, Any]) -> Iterator[tuple[str, list[list[float]]]]:
+    """Yields the metrics that are lists of numbers, as a matrix with one row, or equal lists of numbers."""
+    for name, value in entry.items():
+        rows = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+        if all(isinstance(row, list) and len(row) == len(rows[0]) and row for row in rows) and all(
+            isinstance(item, (int, float)) for row in rows for item in row
+        ):
+            yield name, [[float(item) for item in row] for row in rows]
 
 
 def step_of(entry: dict[str, Any]) -> int | None:

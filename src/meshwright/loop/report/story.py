@@ -69,11 +69,11 @@ def figures(run: RunRecord) -> list[Figure]:
     elif losses:
         step, best = min(losses, key=lambda point: point[1])
         found.append(Figure("Best loss", number(best), f"step {step:,}, training"))
-    speeds = [value for _, value in run.steps.known("tokens_per_second")]
+    unit, speeds = speeds_of(run)
     if speeds:
         devices = num_devices(run)
         each = f"{compact(_median(speeds) / devices)} per device" if devices else "median over steps"
-        found.append(Figure("Tokens per second", compact(_median(speeds)), each))
+        found.append(Figure(f"{unit.capitalize()} per second", compact(_median(speeds)), each))
     used = [value for _, value in run.steps.known("mfu")]
     if used:
         found.append(Figure("MFU", percent(_median(used)), "median over steps"))
@@ -128,6 +128,12 @@ def fall_sentences(run: RunRecord) -> list[str]:
     return said
 
 
+def speeds_of(run: RunRecord) -> tuple[str, list[float]]:
+    """Returns the unit of the throughput, "tokens" or "rows", and its value at each step."""
+    unit = "tokens" if run.steps.known("tokens_per_second") or not run.steps.known("rows_per_second") else "rows"
+    return unit, [value for _, value in run.steps.known(f"{unit}_per_second")]
+
+
 def speed_sentences(run: RunRecord) -> list[str]:
     """Returns sentences on step time, throughput, MFU and memory."""
     totals = run.step_seconds
@@ -137,12 +143,12 @@ def speed_sentences(run: RunRecord) -> list[str]:
         low, high = known[len(known) // 20], known[-1 - len(known) // 20]
         usual = f"; 90% between {duration(low)} and {duration(high)}" if len(known) >= 20 else ""
         said.append(f"A step took {duration(_median(known))} (median{usual}).")
-    speeds = [value for _, value in run.steps.known("tokens_per_second")]
+    unit, speeds = speeds_of(run)
     devices = num_devices(run)
     if speeds and devices:
         kind = str(run.facts.get("device_kind") or "").strip()
         on = f"{devices:,} devices" if devices > 1 else "one device"
-        said.append(f"That is {compact(_median(speeds))} tokens per second on {on}{f' ({kind})' if kind else ''}.")
+        said.append(f"That is {compact(_median(speeds))} {unit} per second on {on}{f' ({kind})' if kind else ''}.")
     if len(totals) > 1 and totals[0] > 4 * _median(known):
         said.append(f"The first step took {duration(totals[0])}, including compilation.")
     used = [value for _, value in run.steps.known("mfu")]
