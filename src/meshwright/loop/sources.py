@@ -32,6 +32,7 @@ from meshwright.data import (
 )
 from meshwright.data.array_rows import ARRAY_FILES
 from meshwright.data.batches import RowSource, can_pad
+from meshwright.distributed.same_batch import content_digest
 from meshwright.errors import ConfigError, DataError, JobError
 from meshwright.loop.config import NUM_ROWS, DataOptions, TrainConfig
 from meshwright.parallel.rows import count_rows
@@ -211,7 +212,8 @@ class JobSource:
         _require_default(options, ("batch_size",), "the job makes its own batches", but=self.batch_size)
 
     def facts(self) -> dict[str, Any]:
-        return {"batch": jax.tree.leaves(self.job.batch)}
+        drawn = content_digest(self.job.make_batch(0)) if jax.process_count() > 1 else ""
+        return {"batch": jax.tree.leaves(self.job.batch), "make_batch(0), drawn by each": drawn}
 
     def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
         shared: dict[str, Any] = {"shardings": step.batch_shardings, "seed": seed, **vars(place)}

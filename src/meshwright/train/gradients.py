@@ -26,6 +26,7 @@ from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.local_map import local_map
 from meshwright.specs import format_spec, keep_axes, spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate
+from meshwright.train.axis_errors import axis_errors
 from meshwright.train.job import execution_of
 from meshwright.train.precision import Precision
 from meshwright.train.state import gradient_specs, only_trainable, params_layout, require_loss, trainable_leaves
@@ -255,7 +256,8 @@ def _loss_function(
         options["remat"] = remat
 
     def call(*arguments: Any) -> Any:
-        return function(*arguments, **options)
+        with axis_errors():
+            return function(*arguments, **options)
 
     # A loss without a `remat` argument is recomputed as a whole.
     run = call if policy is None or "remat" in takes else jax.checkpoint(call, policy=policy)

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from meshwright.distributed.same_batch import require_same_batch
 from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
 from meshwright.hardware.chips import chip_family
 from meshwright.layout import Layout
@@ -241,6 +242,7 @@ class Step:
         self._shardings: dict[Any, PyTree] = {}
         self._on_simulated_devices = layout.mesh.size > 1 and chip_family(layout.mesh) == "cpu"
         self._last: Any = None
+        self._compared = False  # whether all processes gave the same batch
 
         @functools.wraps(function)
         def under_mesh(state: RunState, batch: PyTree) -> Any:
@@ -282,6 +284,9 @@ class Step:
     def place(self, batch: PyTree) -> PyTree:
         """Returns the batch on the mesh, with rows split over the data axes; does not copy a batch already there."""
         leaves, structure = jax.tree.flatten(batch)
+        if not self._compared and not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            require_same_batch(batch, who="step")  # once, because it fetches the batch
+            self._compared = True
         shapes = (structure, *(np.shape(leaf) for leaf in leaves))
         if shapes not in self._shardings:
             self._shardings[shapes] = self.batch_shardings(batch)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from meshwright.errors import MeshwrightError
 from meshwright.mesh.build import create_mesh
-from meshwright.train.gradients import View
+from meshwright.train.gradients import GATHER_AXES, View
 from meshwright.verify import causes
 from meshwright.verify.causes import Cause
 from meshwright.verify.compare import Comparison, largest, ratio_of
@@ -23,6 +26,7 @@ from meshwright.verify.measure import (
     rounding,
     worst_copies,
 )
+from meshwright.verify.program import Program
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,9 @@ class Finding:
             lambda: causes.copies(what, causes.copies_along(array, allowed=allowed)),
             self._random,
             lambda: self._reduction(loss, grads),
+            lambda: causes.sum_of_equals(self._program.sums, self._sizes),
+            lambda: causes.sum_of_rows(self._program.sums, self._row_axes, self._rows_at_once),
+            lambda: causes.fixed_key(self._program.draws),
             lambda: self._mean_of_means(float(got)) if not loss.ok else None,
             lambda: self._one_block_of_rows(name, got, what),
             lambda: causes.one_part(
@@ -82,22 +89,65 @@ class Finding:
         compared = self.reference.compare_gradients(loss, grads, self.tolerance, expected=expected)
         return all(comparison.ok for comparison in compared)
 
+    @cached_property
+    def _program(self) -> Program:
+        """The sums and draws of the local view; empty in the global view, where XLA communicates."""
+        try:
+            return self.placed.program(self.num_minibatches) if self.view == "local" else Program()
+        except Exception:  # a hint is not worth another error
+            return Program()
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {axis: int(size) for axis, size in self.placed.mesh.shape.items()}
+
+    @property
+    def _row_axes(self) -> list[str]:
+        return [axis for axis in self.placed.row_axes if self._sizes[axis] > 1]
+
+    @property
+    def _rows_at_once(self) -> int:
+        return self.reference.inputs.num_rows // (self.placed.ways * self.num_minibatches)
+
     def _random(self) -> Cause | None:
         expected = self.reference.without_rng
-        return causes.random_numbers() if expected is not None and self._same(self.placed, None, expected) else None
+        if expected is None or not self._same(self.placed, None, expected):
+            return None
+        drawn = self._program.draws
+        equal = next((draw for draw in drawn if self._row_axes and not set(self._row_axes) & set(draw.varies)), None)
+        if equal is not None:
+            return causes.random_numbers(same=True, line=equal.line)
+        return causes.random_numbers(same=self._is_first_rows_key(), line=drawn[0].line if drawn else "")
+
+    def _is_first_rows_key(self) -> bool:
+        """Whether every block of rows gets the random numbers of the first, on the mesh."""
+        if self.placed.ways * self.num_minibatches == 1:
+            return False
+        try:
+            losses, _ = self.reference.by_block(self.view, self.placed.ways, self.num_minibatches, same_key=True)
+        except Exception:  # the loss may need more rows
+            return False
+        measured = float(worst_copies(self.measured.loss, self.reference.loss))
+        return abs(float(np.mean(losses)) - measured) <= 10 * self.tolerance * max(abs(measured), LEAST)
 
     def _reduction(self, loss: Comparison, grads: Comparison) -> Cause | None:
-        sizes = {axis: int(size) for axis, size in self.placed.mesh.shape.items()}
         if not loss.ok:
             assert loss.first is not None
-            return causes.reduction(loss.first.ratio, sizes, what="the loss")
+            return self._with_line(causes.reduction(loss.first.ratio, self._sizes, what="the loss"))
         for name in grads.different:
             expected = self.reference.grads[name]
             ratio = ratio_of(expected, worst_copies(self.measured.grads[name], expected))
-            cause = causes.reduction(ratio, sizes, what=f"the gradient of `{name}`")
+            cause = causes.reduction(ratio, self._sizes, what=f"the gradient of `{name}`")
             if cause is not None:
-                return cause
+                return self._with_line(cause)
         return None
+
+    def _with_line(self, cause: Cause | None) -> Cause | None:
+        """Adds the line of a sum that counts values twice, if there is one."""
+        found = causes.sum_of_equals(self._program.sums, self._sizes) if cause is not None else None
+        if cause is None or found is None:
+            return cause
+        return dataclasses.replace(cause, text=f"{cause.text} {found.text[0].upper()}{found.text[1:]}")
 
     def _by_block(self) -> tuple[list[Any], list[dict[str, Any]]]:
         if self.placed.ways * self.num_minibatches == 1:
@@ -117,8 +167,7 @@ class Finding:
     def _one_block_of_rows(self, name: str | None, got: Any, what: str) -> Cause | None:
         losses, grads = self._by_block() if self.num_minibatches == 1 else ([], [])
         blocks = losses if name is None else [grad[name] for grad in grads]
-        axes = [axis for axis in self.placed.row_axes if self.placed.mesh.shape[axis] > 1]
-        return causes.one_block_of_rows(got, blocks, axes, what=what, tolerance=self.tolerance)
+        return causes.one_block_of_rows(got, blocks, self._row_axes, what=what, tolerance=self.tolerance)
 
     def _axes_alone(self) -> Cause | None:
         """Repeats the computation on each axis of the mesh alone, to find the one that differs."""
@@ -153,3 +202,23 @@ class Finding:
         equal = all(np.abs(wanted[name] - got[name]).max(initial=0.0) <= allowed[name] for name in wanted)
         blocks = {name: leaf.sharding.devices_indices_map(leaf.shape) for name, leaf in measured.first.items()}
         return causes.optimizer(wanted, got, blocks, after_one_step=equal, allowed=allowed)
+
+
+def cause_of_error(error: Exception, placed: Placed, view: View, num_minibatches: int) -> Cause | None:
+    """Returns the likely cause of an error that a step raised on a mesh."""
+    if view != "local":
+        return None
+    # Along axes that neither split rows nor gather parameters, only the loss can communicate.
+    used = (*placed.row_axes, *GATHER_AXES)
+    others = [axis for axis, size in placed.mesh.shape.items() if size > 1 and axis not in used]
+    if not isinstance(error, MeshwrightError):
+        return causes.sees_slices(others)
+    if not others or "the loss varies along" not in str(error):  # the message and its hint say it
+        return None
+    try:
+        sums = placed.program(num_minibatches, complete=True).sums
+    except Exception:  # the loss has other problems
+        return causes.sees_slices(others)
+    varying = [axis for axis in others if f"{axis!r}" in str(error).partition(", but")[0]]
+    rows = placed.inputs.num_rows // (placed.ways * num_minibatches)
+    return causes.sum_of_rows(sums, placed.row_axes, rows) or causes.missing_sum(varying or others, sums)

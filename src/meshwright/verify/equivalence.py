@@ -13,21 +13,22 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from meshwright.distributed.same_batch import content_digest, require_same_batch
 from meshwright.dtypes import is_float
-from meshwright.errors import JobError, LayoutError, MeshError, MeshwrightError
+from meshwright.errors import DataError, JobError, LayoutError, MeshError, MeshwrightError
 from meshwright.mesh.build import create_mesh
 from meshwright.mesh.string import parse_mesh
 from meshwright.models.execution import Remat
 from meshwright.rules import as_rules
 from meshwright.specs import spec_axes
-from meshwright.train.gradients import GATHER_AXES, View
+from meshwright.train.gradients import View
 from meshwright.train.precision import Precision
 from meshwright.train.state import require_loss
 from meshwright.train.sync import Sync
 from meshwright.types import PyTree
 from meshwright.verify import causes
 from meshwright.verify.compare import compare
-from meshwright.verify.diagnosis import Finding
+from meshwright.verify.diagnosis import Finding, cause_of_error
 from meshwright.verify.measure import Placed, Reference, SharedInputs, all_worst_copies
 from meshwright.verify.report import Case, Verdict, VerifyReport
 
@@ -92,6 +93,10 @@ def verify(
         (True, 'equal')
     """
     require_loss(job, who="verify")
+    if not 0 <= seed < 2**32:
+        raise MeshwrightError(f"seed must be from 0 to 4294967295; got {seed}.", hint="pass e.g. seed=0.")
+    batch = _drawn_batch(job, seed) if batch is None else batch
+    require_same_batch(batch, who="verify")
     if jax.process_count() > 1:
         raise MeshwrightError(
             f"verify needs a single process, but there are {jax.process_count()}.",
@@ -107,12 +112,10 @@ def verify(
         raise MeshwrightError(
             f"num_minibatches must be at least 1; got {counts}.", hint="pass 1 to compute the whole batch at once."
         )
-    if not 0 <= seed < 2**32:
-        raise MeshwrightError(f"seed must be from 0 to 4294967295; got {seed}.", hint="pass e.g. seed=0.")
     inputs = SharedInputs(
         job,
         optimizer or optax.sgd(0.1),
-        example_batch(job, seed=seed) if batch is None else batch,
+        batch,
         num_steps,
         seed,
         precision,
@@ -188,10 +191,7 @@ def _cases(
         try:
             cases.append(_case(reference, placed, text, view, count, tolerance))
         except Exception as error:  # an error on a mesh is a finding
-            # Along axes that neither split rows nor gather parameters, only the loss can communicate.
-            used = (*placed.row_axes, *GATHER_AXES)
-            others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
-            cause = causes.sees_slices(others) if view == "local" else None
+            cause = cause_of_error(error, placed, view, count)
             found = (cause,) if cause else ()
             cases.append(Case(text, view, count, "failed", causes=found, message=_error_text(error)))
     return cases
@@ -215,7 +215,7 @@ def _case(reference: Reference, placed: Placed, mesh: str, view: View, num_minib
 def _error_text(error: Exception) -> str:
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     shown = "\n".join(lines[:8] + ["..."] * (len(lines) > 8))
-    return shown if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {shown}"
+    return shown if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {shown or 'without a message'}"
 
 
 # --- The batch and the meshes ---
@@ -244,6 +244,18 @@ def example_batch(job: Any, *, seed: int = 0) -> PyTree:
         )
     generator = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: _draw(leaf, generator), batch)
+
+
+def _drawn_batch(job: Any, seed: int) -> PyTree:
+    """Returns the job's batch; raises if the job draws another one if asked again, as another host would."""
+    batch = example_batch(job, seed=seed)
+    if content_digest(batch) != content_digest(example_batch(job, seed=seed)):
+        name = "make_batch" if getattr(job, "make_batch", None) is not None else "example_batch"
+        raise DataError(
+            f"`{name}` returns another batch each time, so every host would train on its own.",
+            hint="draw the batch from the seed alone: np.random.default_rng(seed), not np.random or the time.",
+        )
+    return batch
 
 
 def _draw(leaf: Any, generator: np.random.Generator) -> Any:

@@ -7,6 +7,7 @@ the state of an `optax.trace` with decay 0, chained before the optimizer.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -23,9 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightWarning
 from meshwright.layout import Layout
+from meshwright.mesh.axes import varying_axes
 from meshwright.models.execution import DATA_AXES, Remat
 from meshwright.parallel.rows import count_rows, row_key
-from meshwright.train.gradients import View, make_gradients
+from meshwright.train.gradients import PIPELINE_AXES, View, make_gradients
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, only_trainable, state_layout, trainable_leaves
 from meshwright.train.step import Step, make_train_step
@@ -33,6 +35,7 @@ from meshwright.train.sync import Sync
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 from meshwright.verify.compare import GROWTH, Array, Comparison, Named, apart, compare, largest
+from meshwright.verify.program import BATCH, RNG, Program, read_program
 from meshwright.verify.rounding import SAMPLES, jitter, rounding_scales
 
 # The smallest scale of a leaf's errors, as a fraction of the largest gradient of all leaves: gradients that cancel to
@@ -149,6 +152,25 @@ class Placed:
             return np.asarray(loss), _fetch(_named(grads))
 
         return call
+
+    def program(self, num_minibatches: int, *, complete: bool = False) -> Program:
+        """Returns the sums and draws of the gradients' program in the local view.
+
+        Args:
+            complete: only the forward pass, with the loss averaged over all axes, so that a loss which lacks a sum can
+                be traced.
+        """
+        job = _Complete(self.inputs.job, self.row_axes) if complete else self.inputs.job
+        options = self._options("local", num_minibatches)
+        gradients = make_gradients(job, self.layout, **options, with_gradients=not complete)
+        batch = self.inputs.batch
+        rng = jax.random.key(0)
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            jaxpr = jax.make_jaxpr(gradients)(self.state.params, batch, rng, self.state.model_state)
+        plain = [frozenset[str]()] * len(jax.tree.leaves(self.state.params))
+        of_batch = [frozenset((BATCH,))] * len(jax.tree.leaves(batch))
+        of_state = [frozenset[str]()] * len(jax.tree.leaves(self.state.model_state))
+        return read_program(jaxpr, [*plain, *of_batch, frozenset((RNG,)), *of_state])
 
     def _options(self, view: View, num_minibatches: int) -> dict[str, Any]:
         return {
@@ -268,15 +290,43 @@ class Reference:
         again = self.inputs.place(self.placed.mesh).initial
         return all(np.array_equal(again[name], leaf) for name, leaf in self.initial.items())
 
-    def by_block(self, view: View, ways: int, num_minibatches: int) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Returns loss and gradients, on one device, of each block of rows that a mesh computes at once."""
-        known = (view if num_minibatches > 1 else "any", ways, num_minibatches)
+    def by_block(
+        self, view: View, ways: int, num_minibatches: int, *, same_key: bool = False
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
+        """Returns loss and gradients, on one device, of each block of rows that a mesh computes at once.
+
+        With `same_key`, every block draws the random numbers of the first.
+        """
+        known = (view if num_minibatches > 1 else "any", ways, num_minibatches, same_key)
         if known not in self._blocks:
             parts = row_blocks(self.inputs.batch, self.rng, view, ways, num_minibatches)
+            if same_key:
+                parts = [(batch, parts[0][1]) for batch, _ in parts]
             results = [self.gradients(batch, rng) for batch, rng in parts]
             self._blocks[known] = [loss for loss, _ in results], [grads for _, grads in results]
         blocks: tuple[list[Any], list[dict[str, Any]]] = self._blocks[known]
         return blocks
+
+
+class _Complete:
+    """A job whose loss is averaged over all axes but those that split rows, and has no metrics."""
+
+    def __init__(self, job: Any, row_axes: tuple[str, ...]) -> None:
+        self._job = job
+
+        @functools.wraps(job.loss)
+        def loss(*args: Any, **options: Any) -> Any:
+            value, _, *rest = job.loss(*args, **options)
+            return jax.tree.map(whole, value), {}, *rest
+
+        def whole(value: Any) -> Any:
+            axes = sorted(varying_axes(value) - {*row_axes, *PIPELINE_AXES})
+            return jax.lax.pmean(value, axes) if axes else value
+
+        self.loss = loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job, name)
 
 
 def row_blocks(batch: PyTree, rng: Any, view: View, ways: int, num_minibatches: int) -> list[tuple[PyTree, Any]]:
