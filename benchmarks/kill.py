@@ -24,10 +24,14 @@ from pathlib import Path
 from measure import ROOT, machine, verdict, versions
 
 OPTIONS = [
-    "--model", "decoder-tiny", "--model-options", "dropout=0.1", "--batch-size", "4", "--num-tokens", "32",
-    "--devices", "2", "--mesh", "dp:1,fsdp:2", "--eval-every", "0", "--sample-tokens", "0", "--no-report",
-    "--no-tensorboard", "--ledger", "--log-seconds", "0",
+    "--devices", "2", "--mesh", "dp:1,fsdp:2", "--no-report", "--no-tensorboard", "--ledger", "--log-seconds", "0",
 ]  # fmt: skip
+TEXT = [
+    "--model", "decoder-tiny", "--model-options", "dropout=0.1", "--batch-size", "4", "--num-tokens", "32",
+    "--eval-every", "0", "--sample-tokens", "0",
+]  # fmt: skip
+# A job also evaluates and watches its evaluations, so that their history is compared too.
+JOB = ["--eval-every", "3", "--patience", "1000"]
 
 
 def main() -> None:
@@ -114,10 +118,15 @@ def compare(reference: Path, run: Path, found: Counter[str]) -> None:
 
 
 def losses(run: Path) -> dict[int, str]:
-    """Returns the logged loss, gradient norm and tokens of every step."""
+    """Returns the logged loss, gradient norm and tokens of every step, and its evaluation."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluations = {line["step"]: f" {line['eval/loss']!r}" for line in lines if "eval/loss" in line}
+    lines = [line for line in lines if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "steps missing or repeated in the log"
-    return {line["step"]: f"{line['loss']!r} {line['grad_norm']!r} {line['tokens']!r}" for line in lines}
+    return {
+        line["step"]: f"{line['loss']!r} {line['grad_norm']!r} {line['tokens']!r}{evaluations.get(line['step'], '')}"
+        for line in lines
+    }
 
 
 def leaves(run: Path) -> dict[str, bytes]:
@@ -133,7 +142,8 @@ def leaves(run: Path) -> dict[str, bytes]:
     tree = ocp.load(folder.absolute() / "state")
     found = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in jax.tree.leaves_with_path(tree)}
     manifest = json.loads((folder / "manifest.json").read_text())
-    return {**found, "data": json.dumps(manifest["facts"]["data"], sort_keys=True).encode()}
+    facts = {name: manifest["facts"].get(name) for name in ("data", "evaluations")}
+    return {**found, "facts": json.dumps(facts, sort_keys=True).encode()}
 
 
 def steps(run: Path) -> set[int]:
@@ -151,7 +161,8 @@ def start(run: Path, home: Path, args: argparse.Namespace, *, resume: bool = Fal
     if resume:
         command += ["--resume"]
     else:
-        command += [*OPTIONS, "--data", str(home / "text"), "--data-cache", str(home / "tokens")]
+        own = ["--job", args.job, *JOB] if args.job else [*TEXT, "--data", str(home / "text")]
+        command += [*OPTIONS, *own, "--data-cache", str(home / "tokens")]
         command += ["--steps", str(args.steps), "--checkpoint-every", str(args.every)]
     with run.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=variables(home))
@@ -175,6 +186,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=3, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--job", help="a job with its own data, as file.py:attribute (default: a decoder on text)")
     return parser.parse_args()
 
 
