@@ -62,8 +62,7 @@ def main(mesh_string="dp:2,fsdp:4"):
     optimizer = optax.adamw(3e-3)
     layout = mw.state_layout(job, optimizer, mw.create_mesh(mesh_string))
     state = mw.init_state(job, optimizer, layout, jax.random.key(0))
-    # "global": XLA inserts the collectives, for any loss. "local" is for losses written for `shard_map`.
-    step = mw.make_train_step(job, optimizer, layout, view="global", clip=1.0)
+    step = mw.make_train_step(job, optimizer, layout, clip=1.0)
     with mw.Checkpoints(tempfile.mkdtemp()) as checkpoints:
         for number, batch in zip(range(1, STEPS + 1), batches(seed=0), strict=False):
             state, metrics = step(state, batch)

@@ -35,7 +35,7 @@ def loss(params, batch, rng):
 
 batch = {name: jax.ShapeDtypeStruct((16, 4, DIM), jnp.float32) for name in ("x", "y")}
 rules = mw.Rules([("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))], optional_axes=("fsdp", "tp"))
-job = mw.Job(init=init, rules=rules, loss=loss, batch=batch)
+job = mw.Job(init=init, rules=rules, loss=loss, batch=batch, local_axes=("tp",))
 
 if __name__ == "__main__":
     mw.simulate_cpu_devices(8)

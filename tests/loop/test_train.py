@@ -449,6 +449,24 @@ def test_a_custom_job_is_trained_and_resumed(make_config, read_run, stop_at, tmp
         train(again.changed({"job": f"{tmp_path}/jobs.py:alone", "run": str(tmp_path / "x")}), **QUIET)
 
 
+def test_a_loss_that_does_not_know_tp_is_trained_in_the_global_view(make_config, read_run, tmp_path):
+    source = JOBS.replace('P("fsdp"))], optional_axes=("fsdp",)', 'P("fsdp", "tp"))], optional_axes=("fsdp", "tp")')
+    (tmp_path / "jobs.py").write_text(source)
+    plain = {"model_options": [], "data": None, "batch_size": 16, "num_tokens": 128, "job": f"{tmp_path}/jobs.py:job"}
+    losses, views = [], []
+    for mesh, view in (("dp:8", "global"), ("dp:2,fsdp:2,tp:2", "auto")):
+        config = make_config(**plain, steps=2, eval_every=0, mesh=mesh, view=view, run=str(tmp_path / mesh[:4]))
+        said = []
+        train(config, say=said.append)
+        losses.append([line["loss"] for line in read_run(fit_folder(config))[0]])
+        views += [line for line in said if line.startswith("view: ")]
+    assert views == ["view: global (as requested)", "view: global (the loss does not communicate over tp)"]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    with pytest.raises(MeshwrightError, match="does not communicate over mesh axis 'tp'"):
+        train(config.changed({"view": "local", "run": str(tmp_path / "x")}), **QUIET)
+    assert not (tmp_path / "x").exists()
+
+
 def test_text_beyond_the_vocabulary_of_a_job_is_rejected(make_config, tmp_path):
     """JAX would silently clamp such tokens to the last one."""
     (tmp_path / "jobs.py").write_text(

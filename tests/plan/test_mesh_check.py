@@ -8,10 +8,12 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.errors import MeshError, MeshwrightError, PlacementError
 from meshwright.models import XLSTM, Decoder, Execution
+from meshwright.plan.output.commands import PlannedJob, train_command
+from meshwright.plan.output.summary import plan_summary
 from meshwright.plan.plan import make_plan
 from meshwright.plan.search import largest_batch, search
 from meshwright.plan.step_setup import Setup, build_step
-from meshwright.train.job import check_axes, known_axes, unused_axes
+from meshwright.train.job import check_axes, unused_axes
 from meshwright.train.language_job import language_job
 
 
@@ -19,13 +21,14 @@ def decoder(tokens=64, run=None, **options):
     return language_job(Decoder.named("tiny", **options), batch_size=8, num_tokens=tokens, run=run)
 
 
-def own_job(mesh=None, rules=(("w", P("fsdp", "tp")),)):
+def own_job(mesh=None, rules=(("w", P("fsdp", "tp")),), **options):
     return mw.Job(
         init=lambda key: {"w": jax.random.normal(key, (16, 32))},
-        rules=list(rules),
+        rules=rules,
         loss=lambda params, batch, rng: (jnp.mean((batch["x"] @ params["w"]) ** 2), {}),
         batch={"x": jax.ShapeDtypeStruct((8, 16), "float32")},
         mesh=mesh,
+        **options,
     )
 
 
@@ -48,6 +51,12 @@ REFUSED = {
         Setup(mesh="tp:8"),
         "tp=8 does not divide 4 heads",
     ),
+    "view": (
+        own_job,
+        Setup(mesh="fsdp:2,tp:4", view="local"),
+        r"does not communicate over mesh axis 'tp' \(4 devices\).*\nhint: use view=\"global\"",
+    ),
+    "unused axis": (own_job, Setup(mesh="fsdp:2,tp:2,sp:2"), "does not use mesh axis 'sp'"),
     "layers": (lambda: decoder(), Setup(mesh="dp:2,pp:4"), "pp=4 does not divide 2 layers.*\nhint: set pp to 1 or 2"),
 }
 TAKEN = {
@@ -57,8 +66,9 @@ TAKEN = {
         lambda: decoder(tokens=60, run=Execution(sequence_parallel=False)),
         Setup(mesh="tp:8"),
     ),
-    "left to XLA": (lambda: decoder(tokens=60, num_heads=4, run=WHOLE), Setup(mesh="tp:8", view="global")),
-    "a custom job": (own_job, Setup(mesh="fsdp:2,tp:4", view="global")),
+    "left to XLA": (lambda: decoder(tokens=60, num_heads=4, run=WHOLE), Setup(mesh="tp:8")),
+    "a custom job": (own_job, Setup(mesh="fsdp:2,tp:4")),
+    "an axis of optimizer state": (own_job, Setup(mesh="fsdp:2,tp:2,zero:2", zero_axis="zero")),
 }
 
 
@@ -87,7 +97,6 @@ def test_a_plan_accepts_the_same_meshes_as_a_step(name):
 
 def test_unused_axes():
     job = decoder()
-    assert known_axes(job) == ("dp", "fsdp", "pp", "tp")
     assert unused_axes(job, {"fdsp": 4, "tpp": 2, "spare": 1, "pp": 2}) == ["fdsp", "tpp"]
     with pytest.raises(
         MeshError, match=r"does not use mesh axis 'fdsp'.\nhint: did you mean 'fsdp'\? use dp, fsdp, pp, tp"
@@ -100,11 +109,13 @@ def test_unused_axes():
     assert make_plan(job, "h200:1x8", Setup(mesh="fsdp:8,spare:1")).rows == 8
 
 
-def test_a_custom_job_knows_the_axes_of_its_rules_and_mesh():
-    assert known_axes(own_job()) == ("dp", "fsdp", "tp")
-    with pytest.raises(MeshError, match=r"does not use mesh axis 'sp'[\s\S]*add that axis to the job's mesh"):
-        check_axes(own_job(), {"sp": 8})
-    assert unused_axes(own_job(mesh="fsdp:2,sp:4"), {"sp": 8}) == []
+def test_a_custom_job_uses_the_axes_of_its_rules_and_those_it_declares():
+    assert unused_axes(own_job(), {"dp": 2, "fsdp": 2, "tp": 2}) == []
+    for job in (own_job(), own_job(mesh="fsdp:2,sp:4")):
+        with pytest.raises(MeshError, match=r"does not use mesh axis 'sp'[\s\S]*declare it: Job\(..., local_axes="):
+            check_axes(job, {"sp": 8})
+    assert unused_axes(own_job(local_axes=("sp",)), {"sp": 8}) == []
+    assert unused_axes(own_job(), {"data": 8, "dp": 2}, data_axes="data") == ["dp"]
     assert unused_axes(language_job(Decoder.named("tiny"), batch_size=8, num_tokens=8, mesh="sp:8"), {"sp": 8}) == [
         "sp"
     ]
@@ -122,6 +133,30 @@ def test_a_search_rejects_unused_axes():
     assert {plan.setup.mesh for plan in found.ranked} == {"fsdp:8", "dp:2,fsdp:4", "dp:4,fsdp:2", "dp:8"}
     details = {item.detail for item in found.rejected if item.reason == "unused axis"}
     assert details == {"the job splits nothing over tp"}
+
+
+def test_a_search_keeps_tp_for_a_loss_that_does_not_know_it_and_every_plan_runs():
+    job = own_job(rules=mw.Rules([("w", P("fsdp", "tp"))], optional_axes=("fsdp", "tp")))
+    found = search(job, "h200:1x8", constraints="minibatches<=2, remat=none")
+    views = {plan.setup.mesh: plan.view.view for plan in found.ranked}
+    assert views["tp:8"] == views["fsdp:4,tp:2"] == "global"
+    assert views["fsdp:8"] == views["dp:2,fsdp:4"] == "local"
+    subject = PlannedJob(job="train.py:job")
+    for plan in found.ranked:
+        assert plan.memory.fits
+        assert ("view=global" in str(plan_summary(plan, subject))) == (plan.view.view == "global")
+        assert "--view" not in train_command(plan, subject)  # `train` chooses the same view
+        assert plan.setup.sync is None or plan.view.view == "local"
+    for mesh in ("tp:8", "dp:2,fsdp:2,tp:2"):
+        for plan in (plan for plan in found.ranked if plan.setup.mesh == mesh):
+            assert lower(job, plan.setup)
+    # Without an assumption about its communication, tp would always look best.
+    sent = {item.axis: item for item in next(p for p in found.ranked if p.setup.mesh == "tp:8").sent}
+    assert sent["tp"].wire_bytes > 0
+    assert sent["tp"].basis == "assumed"
+    only = search(job, "h200:1x8", constraints="minibatches=2, remat=none, sync=once, tp=8")
+    assert not only.ranked
+    assert "without sync modes" in only.rejected[0].detail
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Losses, data axes and layouts of a train step, and errors for invalid ones."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,8 +67,8 @@ def test_tokens_of_a_pair_are_counted():
 
 def test_data_axes():
     loss = lambda p, b, r: (errors(p, b).mean(), {})  # noqa: E731
-    for axes in ("rows", ["rows"], ("rows", "tp")):
-        step, state = make(loss, "rows:4,tp:2", data_axes=axes)
+    for mesh, axes in (("rows:8", "rows"), ("rows:8", ["rows"]), ("rows:4,tp:2", ("rows", "tp"))):
+        step, state = make(loss, mesh, data_axes=axes)
         assert float(step(state, {"x": X})[1]["loss"]) == pytest.approx(float(errors(state.params, {"x": X}).mean()))
     with pytest.raises(MeshError, match=r"data_axes names axis 'row'; [\s\S]*did you mean 'rows'"):
         make(loss, "rows:4,tp:2", data_axes="row")
@@ -90,7 +92,7 @@ def test_layers_split_over_a_wrong_axis_are_rejected(mesh, rules, text):
     """Each device would run the layers it holds: all of them on every stage, or only some."""
     model = Decoder(vocab_size=32, num_layers=4, d_model=16, num_heads=2, d_ff=16)
     job = language_job(model, batch_size=16, num_tokens=8)
-    job = mw.Job(init=job.init, rules=rules, loss=job.loss, batch=job.batch)
+    job = dataclasses.replace(job, rules=rules)
     layout = state_layout(job, optax.sgd(0.1), mw.create_mesh(mesh))
     step = make_train_step(job, optax.sgd(0.1), layout)
     with pytest.raises(LayoutError, match=text):

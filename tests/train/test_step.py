@@ -79,7 +79,8 @@ def two_matrices():
         out = row_dense(h, params["down"], axis=axis, sequence_parallel=False)
         return ((out**2).sum() / 1000, out.shape[0]), {}
 
-    return mw.Job(init=init, rules=[("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))], loss=loss)
+    rules = [("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))]
+    return mw.Job(init=init, rules=rules, loss=loss, local_axes=("tp",))
 
 
 def positive_batch(seed=0):
@@ -239,7 +240,8 @@ def test_a_loss_without_a_reduction_is_rejected():
     def loss(params, batch, rng):
         return jnp.mean(batch["x"] @ params["w"]), {}
 
-    job = mw.Job(init=lambda key: {"w": jnp.zeros((4, 8))}, rules=[("w", P(None, "tp"))], loss=loss)
+    rules = [("w", P(None, "tp"))]
+    job = mw.Job(init=lambda key: {"w": jnp.zeros((4, 8))}, rules=rules, loss=loss, local_axes=("tp",))
     layout = state_layout(job, optax.sgd(0.1), mw.create_mesh("tp:8"))
     with pytest.raises(mw.PlacementError, match="the loss varies along 'tp'"):
         make_train_step(job, optax.sgd(0.1), layout).lower({"x": np.ones((8, 4), np.float32)})

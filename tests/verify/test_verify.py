@@ -53,7 +53,8 @@ def linear(params, batch, rng, reduce=sum_over_tp):
 
 
 def make_job(loss=squares, **changes):
-    return mw.Job(**{"init": init, "rules": RULES, "loss": loss, "batch": some_batch()} | changes)
+    given = {"init": init, "rules": RULES, "loss": loss, "batch": some_batch(), "local_axes": ("tp",)}
+    return mw.Job(**given | changes)
 
 
 def one_case(job, mesh, view, **options):
@@ -299,6 +300,31 @@ def test_a_step_that_cannot_be_traced_is_a_failed_case():
         mw.MeshwrightError, match=r"(?s)differs from the single-device step.*FAILED.*hint: if each device"
     ):
         report.require()
+
+
+# --- Views ---
+
+
+def test_a_loss_of_whole_parameters_is_compared_in_the_views_it_runs_in():
+    job = make_job(functools.partial(squares, reduce=lambda y: y), local_axes=())
+    report = verify(job, meshes=["dp:2,tp:4", "fsdp:2"], num_steps=1)
+    assert [(case.view, case.verdict) for case in report.cases] == [
+        ("global", "equal"), ("local", "skipped"), ("global", "equal"), ("local", "equal")
+    ]  # fmt: skip
+    assert report.ok
+    assert "skipped dp:2,tp:4: the local view: the loss does not communicate over tp." in str(report)
+    forced = verify(job, meshes="dp:2,tp:4", views="local", num_steps=1)
+    assert forced.cases[0].message.startswith("the loss does not communicate over mesh axis 'tp' (4 devices)")
+    assert forced.cases[0].verdict == "failed"
+
+
+def test_an_axis_that_splits_nothing_is_not_compared():
+    job = make_job(rules=mw.Rules(list(RULES), optional_axes=("fsdp", "tp", "sp")))
+    by_name = verify(job, meshes="dp:2,sp:4", views="global", num_steps=1)
+    assert by_name.cases[0].verdict == "failed"
+    assert "this job does not use mesh axis 'sp'" in by_name.cases[0].message
+    found = verify(job, meshes="all", views="global", num_steps=1, devices=2)
+    assert {case.mesh: case.verdict for case in found.cases}["sp:2"] == "skipped"
 
 
 # --- Meshes ---

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.hardware.libtpu import quiet_libtpu
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs one subcommand and exits with its code: 0 success, 1 error, 2 wrong usage, 75 preempted, 130 Ctrl-C."""
     args = list(sys.argv[1:] if args is None else args)
+    quiet_libtpu()
     code: int | None = None
     try:
         with contextlib.ExitStack() as stack:

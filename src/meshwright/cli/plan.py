@@ -105,7 +105,7 @@ def plan(
     job: _Job = "",
     /,
     mesh: str = "",
-    view: Literal["local", "global"] = "local",
+    view: Literal["auto", "local", "global"] = "auto",
     zero_axis: str | None = None,
     step: _Step = StepOptions(),  # noqa: B008
 ) -> int:
@@ -117,7 +117,7 @@ def plan(
     Args:
         job: Job to plan: module:attribute or file.py:attribute; or use --model.
         mesh: Mesh, e.g. "fsdp:32,tp:4"; if unset, the job's mesh.
-        view: "local": Meshwright layers insert the collectives; "global": XLA does.
+        view: "local": Meshwright layers insert the collectives; "global": XLA does; "auto": as `train` chooses.
         zero_axis: Mesh axis to also shard the optimizer state over (ZeRO-1).
     """
     step.check()
@@ -178,7 +178,7 @@ def plan_diff(
     after: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")],
     /,
     job: str = "",
-    view: Literal["local", "global"] = "local",
+    view: Literal["auto", "local", "global"] = "auto",
     zero_axis: str | None = None,
     step: _Step = StepOptions(),  # noqa: B008
 ) -> int:
@@ -188,7 +188,7 @@ def plan_diff(
         before: First plan: a file written by --json, or a setup like "fsdp:32,tp:4 remat=full".
         after: Second plan, in the same form. Two files need no further options.
         job: Job to plan: module:attribute or file.py:attribute; or use --model.
-        view: "local": Meshwright layers insert the collectives; "global": XLA does.
+        view: "local": Meshwright layers insert the collectives; "global": XLA does; "auto": as `train` chooses.
         zero_axis: Mesh axis to also shard the optimizer state over (ZeRO-1).
     """
     step.check()
@@ -288,6 +288,8 @@ class _Planner:
             "overlap": options.overlap,
             "optimizer": options.optimizer,
         }
+        if changes.get("view") == "auto":
+            changes["view"] = None
         return Setup(**{**known, **changes})
 
     def check(self, setup: Setup) -> Plan:

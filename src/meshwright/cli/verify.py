@@ -16,7 +16,7 @@ def verify(
     job: Annotated[str, tyro.conf.Positional],
     /,
     mesh: tuple[str, ...] = (),
-    view: Literal["global", "local", "both"] = "both",
+    view: Literal["auto", "global", "local", "both"] = "auto",
     minibatches: tuple[int, ...] = (1,),
     steps: int = 3,
     tolerance: float = 1e-5,
@@ -35,7 +35,8 @@ def verify(
         mesh: meshes such as "dp:2,tp:4", or "all" for every way to split the devices over the axes of the job's rules.
             If omitted, the job's mesh, or else each axis alone.
         view: global: XLA inserts the collectives; local: the loss and
-            Meshwright layers do; both: compare each view.
+            Meshwright layers do; both: compare each view; auto: both, but the local view only on meshes whose axes the
+            loss communicates over.
         minibatches: numbers of minibatches to compare.
         steps: number of SGD steps.
         tolerance: largest allowed relative error.
@@ -50,7 +51,7 @@ def verify(
     from meshwright.verify import verify as compare
 
     loaded = load_job(job)
-    views: Any = ("global", "local") if view == "both" else view
+    views: Any = {"auto": None, "both": ("global", "local")}.get(view, view)
     with job_errors(loaded, job):
         report = compare(
             loaded,

@@ -97,8 +97,8 @@ class PlacementOptions:
     """Mesh, e.g. dp:2,fsdp:2,tp:2; auto chooses one and prints the reason."""
     devices: int | None = None
     """CPU devices to simulate per process if there is no accelerator (default: 8 over all processes)."""
-    view: Literal["local", "global"] = "local"
-    """local: Meshwright layers insert the collectives; global: XLA does."""
+    view: Literal["auto", "local", "global"] = "auto"
+    """local: Meshwright layers insert the collectives; global: XLA does; auto chooses one and prints the reason."""
     precision: Literal["auto", "float32", "mixed", "bfloat16"] = "auto"
     """Precision of the step; auto is float32 on CPUs and mixed elsewhere."""
     remat: Literal["none", "dots", "full", "offload"] = "none"

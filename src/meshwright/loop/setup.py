@@ -60,7 +60,7 @@ from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
 from meshwright.specs import round_up
 from meshwright.train import NonFiniteGuard, RunState, Step, language_job, make_train_step, state_layout
-from meshwright.train.job import check_axes, load_job
+from meshwright.train.job import load_job
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,6 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     choice = MeshChoice(as_first(choice.mesh), as_first(choice.reason))
     tell(f"mesh: {choice.mesh} ({_devices()}); {choice.reason}")
     mesh = create_mesh(choice.mesh)
-    check_axes(job, mesh.shape)
     layout = state_layout(job, optimizer, mesh, zero_axis=config.placement.zero_axis, precision=precision)
     tell(
         f"model: {config.model.job or config.model.model}, {num_params(job):,} parameters; the state takes "
@@ -150,7 +149,7 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
         job,
         optimizer,
         layout,
-        view=config.placement.view,
+        view=None if config.placement.view == "auto" else config.placement.view,
         num_minibatches=config.placement.minibatches,
         sync=None if config.placement.sync == "auto" else config.placement.sync,
         precision=precision,
@@ -158,6 +157,7 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
         clip=config.optimizer.clip,
         overlap=config.placement.overlap,
     )
+    tell(f"view: {step.view}")
     _require_rows(step, job, config.placement.minibatches)
     folder = RunFolder.open(config, name=config.model.model if config.model.job is None else "job")
     return RunSetup(config, tell, model, job, source, held_out, updates, choice, layout, precision, step, folder)

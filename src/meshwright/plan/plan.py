@@ -33,10 +33,11 @@ from meshwright.plan.costs.job_costs import PIPELINE_AXIS, TENSOR_AXIS, JobCosts
 from meshwright.plan.costs.links import axis_links
 from meshwright.plan.costs.memory import MemoryPlan, plan_memory
 from meshwright.plan.costs.step_time import TimePlan, step_time
-from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
+from meshwright.plan.step_setup import Setup, batch_of, make_optimizer, view_of_setup
 from meshwright.plan.target import Target, parse_target
 from meshwright.train.job import check_axes, execution_of
 from meshwright.train.state import state_layout
+from meshwright.train.views import ViewChoice
 
 # libtpu 0.0.42 crashed with SIGFPE on a 7B decoder with fsdp:4096, but compiled dp:16,fsdp:256 for the same chips.
 CRASHES_FROM = 4096
@@ -49,6 +50,7 @@ class Plan:
     Args:
         flops: FLOPs of the step, over all devices.
         time: None for CPUs, whose speed is unknown.
+        view: the view of the step, and the reason for it.
         price: dollars per device-hour.
     """
 
@@ -61,6 +63,7 @@ class Plan:
     time: TimePlan | None
     tokens_per_step: int
     peak_flops: float | None
+    view: ViewChoice
     price: float | None = None
     notes: tuple[str, ...] = ()
     compiled: Compiled | None = None
@@ -95,6 +98,7 @@ class Plan:
         return {
             "target": {"name": self.target.name, "title": self.target.title, "devices": self.target.num_devices},
             "setup": self.setup.to_json(),
+            "view": self.view._asdict(),
             "rows": self.rows,
             "tokens_per_step": self.tokens_per_step,
             "memory": memory,
@@ -150,13 +154,23 @@ def make_plan(
     spec = parse_mesh(setup.mesh).resolve(target.num_devices)
     sizes = mesh_sizes(spec)
     if profile is None:
-        check_axes(job, sizes)  # fail before seconds of tracing
+        check_mesh_axes(job, sizes, setup)  # fail before seconds of tracing
         profile = profile_of(job, target, setup)
-    check_mesh(job, profile, sizes)
+    view = view_of_setup(job, sizes, setup)
+    check_mesh(job, profile, sizes, setup)
     layout, notes = lay_out(job, profile, spec, setup)
     rows = count_rows(batch_of(job, setup.rows), who="plan")
     return assemble(
-        profile, layout, target, spec, setup, rows=rows, compiled=compiled, price=price, notes=notes + profile.notes
+        profile,
+        layout,
+        target,
+        spec,
+        setup,
+        view=view,
+        rows=rows,
+        compiled=compiled,
+        price=price,
+        notes=notes + profile.notes,
     )
 
 
@@ -196,6 +210,7 @@ def assemble(
     spec: MeshSpec,
     setup: Setup,
     *,
+    view: ViewChoice,
     rows: int,
     compiled: Compiled | None = None,
     price: float | None = None,
@@ -226,9 +241,11 @@ def assemble(
         rate = target.matmul_rate(dtype)
         if rate is not None:
             sent = beside_matmuls(sent, (flops.matmul - flops.attention) / layout.mesh.size / rate)
-        if setup.view == "global":
+        if view.view == "global":
             sent = tuple(replace(item, basis="assumed") for item in sent)
             notes += ("XLA decides the communication in the global view; the plan assumes that of the local view",)
+    if view.view == "global" and setup.view is None:
+        notes = (f"the step runs in the global view: {view.reason}", *notes)
     if needs.hosted_per_row and target.chip is not None:
         sent += (host_copies(profile, target.chip, setup, sizes, rows),)
     tokens = rows * profile.tokens_per_row
@@ -243,6 +260,7 @@ def assemble(
         time=step_time(profile, layout, target, flops, sent, is_compiled=ran is not None, tokens=tokens),
         tokens_per_step=tokens,
         peak_flops=None if target.chip is None else target.chip.peak(dtype),
+        view=view,
         price=price,
         notes=notes,
         compiled=compiled,
@@ -254,7 +272,7 @@ def mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple
     """Returns why a job cannot run on a mesh, as a short reason and a sentence; None if it can."""
     tp, pp = sizes.get(TENSOR_AXIS, 1), sizes.get(PIPELINE_AXIS, 1)
     run = execution_of(job) or Execution()
-    if run.tensor_axis is not None:  # otherwise XLA handles any size
+    if profile.d_model is not None and run.tensor_axis is not None:  # otherwise XLA handles any size
         if profile.heads and not heads_fit(profile.heads, tp):
             return "heads not divisible", f"tp={tp} does not divide {profile.heads} heads"
         if profile.kv_heads and not heads_fit(profile.kv_heads, tp, shared=True):
@@ -268,9 +286,16 @@ def mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple
     return None
 
 
-def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> None:
-    """Raises a `MeshError` if a job cannot run on a mesh; for custom models it checks only the axes."""
-    check_axes(job, sizes)
+def check_mesh_axes(job: Any, sizes: Mapping[str, int], setup: Setup) -> None:
+    """Raises a `MeshError` if an axis of the mesh splits nothing, or if the job cannot run in the setup's view."""
+    zero = () if setup.zero_axis is None else (setup.zero_axis,)
+    check_axes(job, {axis: size for axis, size in sizes.items() if axis not in zero})
+    view_of_setup(job, sizes, setup)
+
+
+def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Setup) -> None:
+    """Raises a `MeshError` if a job cannot run on a mesh; for custom models it checks only the axes and the view."""
+    check_mesh_axes(job, sizes, setup)
     if profile.d_model is None:
         return
     problem = mesh_problem(job, profile, sizes)

@@ -32,9 +32,10 @@ from meshwright.plan.plan import (
     one_of,
     profile_of,
 )
-from meshwright.plan.step_setup import Setup, batch_of
+from meshwright.plan.step_setup import Setup, batch_of, view_of_setup
 from meshwright.plan.target import Target, parse_target
 from meshwright.train.job import load_job, unused_axes
+from meshwright.train.views import View, ViewChoice, choose_view
 
 AXES = ("dp", "fsdp", "pp", "tp")
 SYNCS = ("hybrid", "once")
@@ -196,9 +197,12 @@ def search(
         spec = parse_mesh(mesh)
         first = Setup(mesh=mesh, rows=rows, precision=precision, optimizer=optimizer)
         layout = _layout_or_problem(job, profile, target, spec, first)
-        for setup in _variants(first, constraints, remats):
+        view = choose_view(job, mesh_sizes(spec))
+        if view.view == "global" and "sync" in constraints.choices:
+            layout = "sync in the global view", f"the step runs in the global view ({view.reason}), without sync modes"
+        for setup in _variants(first, constraints, remats, view.view):
             if isinstance(layout, Layout):
-                found = _judge(profile, layout, target, spec, setup, rows=rows, price=price)
+                found = _judge(profile, layout, target, spec, setup, view=view, rows=rows, price=price)
             else:
                 found = Rejected(setup, *layout)
             if isinstance(found, Rejected):
@@ -267,13 +271,14 @@ def largest_batch(job: Any, target: str | Target, setup: Setup, *, profile: JobC
     if profile is None:
         profile = profile_of(job, target, setup)
     spec = parse_mesh(setup.mesh).resolve(target.num_devices)
-    check_mesh(job, profile, mesh_sizes(spec))
+    check_mesh(job, profile, mesh_sizes(spec), setup)
+    view = view_of_setup(job, mesh_sizes(spec), setup)
     layout, _ = lay_out(job, profile, spec, setup)
     sizes: dict[str, int] = dict(layout.mesh.shape)
     unit = _row_parts(profile, sizes, setup)
 
     def fits(count: int) -> bool:
-        plan = assemble(profile, layout, target, spec, setup, rows=count * unit)
+        plan = assemble(profile, layout, target, spec, setup, view=view, rows=count * unit)
         return plan.memory.fits is not False
 
     if target.memory_bytes is None or not fits(1):
@@ -321,12 +326,13 @@ def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-def _variants(first: Setup, constraints: Constraints, remats: Sequence[str]) -> Iterator[Setup]:
+def _variants(first: Setup, constraints: Constraints, remats: Sequence[str], view: View) -> Iterator[Setup]:
     for remat in remats:
         for count in MINIBATCHES:
             if not constraints.allows("minibatches", count):
                 continue
-            for sync in constraints.choices.get("sync", SYNCS) if count > 1 else (None,):
+            # In the global view, XLA decides when to exchange gradients.
+            for sync in constraints.choices.get("sync", SYNCS) if count > 1 and view == "local" else (None,):
                 yield replace(first, remat=remat, num_minibatches=count, sync=sync)
 
 
@@ -380,13 +386,21 @@ def _layout_or_problem(
 
 
 def _judge(
-    profile: JobCosts, layout: Layout, target: Target, spec: MeshSpec, setup: Setup, *, rows: int, price: float | None
+    profile: JobCosts,
+    layout: Layout,
+    target: Target,
+    spec: MeshSpec,
+    setup: Setup,
+    *,
+    view: ViewChoice,
+    rows: int,
+    price: float | None,
 ) -> Plan | Rejected:
     sizes = dict(layout.mesh.shape)
     parts = _row_parts(profile, sizes, setup)
     if rows % parts:
         return Rejected(setup, "rows not divisible", f"{rows} rows do not divide into {parts} parts")
-    plan = assemble(profile, layout, target, spec, setup, rows=rows, price=price)
+    plan = assemble(profile, layout, target, spec, setup, view=view, rows=rows, price=price)
     if plan.memory.fits is False:
         return Rejected(setup, "out of memory", plan.memory.verdict)
     return plan

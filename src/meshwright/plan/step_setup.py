@@ -16,6 +16,7 @@ from meshwright.parallel.rows import count_rows
 from meshwright.train.precision import Precision
 from meshwright.train.state import require_loss, state_layout
 from meshwright.train.step import Step, make_train_step, xla_options
+from meshwright.train.views import ViewChoice, resolve_view, sync_needs_local_view
 from meshwright.types import PyTree
 
 LEARNING_RATE = 1e-4  # has no effect on a plan
@@ -28,7 +29,8 @@ class Setup:
     Args:
         mesh: a mesh string with explicit sizes.
         rows: rows of the global batch (default: those of the job's example batch).
-        view, remat, num_minibatches, sync, clip: arguments of `make_train_step`.
+        view: "local" or "global" (default: chosen by `choose_view`, as in `make_train_step`).
+        remat, num_minibatches, sync, clip: arguments of `make_train_step`.
         precision: "float32", "mixed", "bfloat16", or the `Precision` fields that differ from the defaults.
         optimizer: name of an optax optimizer.
         zero_axis: argument of `state_layout`.
@@ -42,7 +44,7 @@ class Setup:
 
     mesh: str
     rows: int | None = None
-    view: str = "local"
+    view: str | None = None
     remat: str = "none"
     num_minibatches: int = 1
     sync: str | None = None
@@ -142,7 +144,22 @@ def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
     return step, batch_of(job, setup.rows)
 
 
-def step_options(mesh: AnyMesh, setup: Setup) -> dict[str, Any]:
+def view_of_setup(job: Any, sizes: Mapping[str, int], setup: Setup) -> ViewChoice:
+    """Returns the view of a setup's step; raises if the job cannot run in a view that the setup forces.
+
+    Example:
+        >>> import meshwright as mw
+        >>> job = mw.Job(init=lambda key: {}, rules=[])
+        >>> view_of_setup(job, {"dp": 4, "tp": 2}, Setup(mesh="dp:4,tp:2")).view
+        'global'
+    """
+    choice = resolve_view(job, sizes, setup.view)  # type: ignore[arg-type]
+    if choice.view == "global" and setup.sync is not None:
+        raise sync_needs_local_view(setup.sync, choice)
+    return choice
+
+
+def step_options(mesh: AnyMesh, setup: Setup, view: str) -> dict[str, Any]:
     """Returns the XLA options of a setup's step."""
-    overlap = setup.overlap and setup.view == "local"
+    overlap = setup.overlap and view == "local"
     return xla_options(mesh, dict(setup.compiler_options), overlap=overlap) or {}

@@ -4,7 +4,7 @@ from meshwright.distributed.agreement import fingerprint, require_agreement
 from meshwright.lazy import make_callable
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.adapters import equinox_job, linen_job, nnx_job
-from meshwright.train.gradients import Gradients, View, global_norm, make_gradients
+from meshwright.train.gradients import Gradients, global_norm, make_gradients
 from meshwright.train.guards import NonFiniteGuard
 from meshwright.train.job import Job, abstract_init, load_job
 from meshwright.train.language_job import language_job, next_token_loss, shift_targets
@@ -12,6 +12,7 @@ from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, make_state, state_layout
 from meshwright.train.step import Step, make_eval_step, make_train_step
 from meshwright.train.sync import Sync
+from meshwright.train.views import View, ViewChoice, choose_view
 
 __all__ = [
     "Job",
@@ -31,6 +32,8 @@ __all__ = [
     "make_eval_step",
     "Step",
     "View",
+    "choose_view",
+    "ViewChoice",
     "Precision",
     "NonFiniteGuard",
     "require_agreement",

@@ -65,7 +65,8 @@ def _error(call: CollectiveCall, axis: str, mesh: Any) -> JobError:
     guard = f"call it only if meshwright.parallel.is_manual({axis!r}) is true, as it is in the local view"
     if axis in sizes:
         why = "has size 1" if sizes[axis] == 1 else "is automatic here: XLA communicates along it"
-        return JobError(f"{what}, which {why}.", hint=f"{guard}.")
+        declare = "" if sizes[axis] == 1 else f', or declare it, to run in that view: Job(..., local_axes=("{axis}",))'
+        return JobError(f"{what}, which {why}.", hint=f"{guard}{declare}.")
     close = did_you_mean(axis, sizes)
     if mesh is None or not mesh.manual_axes:
         if close:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +17,33 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import JobError, LayoutError, MeshwrightError, did_you_mean
+from meshwright.errors import JobError, LayoutError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout
 from meshwright.mesh.axes import varying_axes
-from meshwright.mesh.build import AnyMesh, require_axes
+from meshwright.mesh.build import AnyMesh
 from meshwright.metrics import Mean, Sum, declare, is_pair
-from meshwright.models.execution import DATA_AXES, Remat, remat_policy
+from meshwright.models.execution import Remat, remat_policy
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.local_map import local_map
 from meshwright.specs import format_spec, keep_axes, spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.axis_errors import axis_errors
-from meshwright.train.job import execution_of
+from meshwright.train.job import check_axes, execution_of
 from meshwright.train.precision import Precision
 from meshwright.train.state import gradient_specs, only_trainable, params_layout, require_loss, trainable_leaves
 from meshwright.train.sync import Sync
+from meshwright.train.views import (
+    GATHER_AXES,
+    View,
+    ViewChoice,
+    data_axes_of,
+    resolve_view,
+    sync_needs_local_view,
+    view_errors,
+)
 from meshwright.types import PyTree
 
-View = Literal["global", "local"]
-
-GATHER_AXES = ("fsdp",)
 PIPELINE_AXES = ("pp",)
 
 
@@ -51,6 +59,7 @@ class Gradients:
     compute: Callable[[PyTree, PyTree, Any, PyTree], tuple[Accumulated, Any]]
     row_axes: tuple[str, ...]
     trainable: tuple[bool, ...]
+    view: ViewChoice
 
     def __call__(self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree = None) -> tuple[Accumulated, Any]:
         return self.compute(params, batch, rng, model_state)
@@ -60,7 +69,7 @@ def make_gradients(
     job: Any,
     layout: Layout,
     *,
-    view: View = "local",
+    view: View | None = None,
     num_minibatches: int = 1,
     sync: Sync | None = None,
     precision: Precision | str = "float32",
@@ -85,17 +94,15 @@ def make_gradients(
         ([2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0], [32.0])
     """
     require_loss(job, who="make_gradients")
-    if view not in ("global", "local"):
-        hint = did_you_mean(str(view), ("global", "local")) or "use 'global' or 'local'."
-        raise MeshwrightError(f"unknown view {view!r}.", hint=hint)
-    if view == "global" and sync is not None:
-        raise MeshwrightError(
-            f"sync={sync!r} works only in the local view; in the global view, XLA decides when to reduce gradients.",
-            hint="leave out sync, or pass view='local'.",
-        )
     mesh, params = layout.mesh, params_layout(layout)
+    row_axes = data_axes_of(mesh, data_axes)
+    split_axes = [axis for leaf in layout.leaves for axis in spec_axes(leaf.spec)]
+    check_axes(job, mesh.shape, data_axes=data_axes, split_axes=split_axes)
+    choice = resolve_view(job, mesh, view, data_axes=row_axes)
+    view = choice.view
+    if view == "global" and sync is not None:
+        raise sync_needs_local_view(sync, choice)
     precision, all_specs = Precision.named(precision), gradient_specs(layout)
-    row_axes = _row_axes(data_axes, mesh)
     gather_axes = tuple(axis for axis in GATHER_AXES if axis in mesh.axis_names and mesh.shape[axis] > 1)
     function = (getattr(job, "eval_loss", None) if evaluates else None) or job.loss
     takes = inspect.signature(function).parameters
@@ -116,7 +123,8 @@ def make_gradients(
                 for leaf, dtype in zip(params.leaves, jax.tree.leaves(dtypes), strict=True)
             ]
         )
-    loss = _loss_function(function, takes, gather, remat, keeps_state=keeps_state)
+    explain = functools.partial(view_errors, choice)
+    loss = _loss_function(function, takes, gather, remat, keeps_state=keeps_state, explain=explain)
     options: Any = {
         "num_minibatches": num_minibatches,
         "dtypes": dtypes,
@@ -174,7 +182,7 @@ def make_gradients(
         result: tuple[Accumulated, Any] = mapped(params_whole, batch, rng, model_state)
         return result
 
-    return Gradients(in_global_view if view == "global" else in_local_view, row_axes, tuple(trainable))
+    return Gradients(in_global_view if view == "global" else in_local_view, row_axes, tuple(trainable), choice)
 
 
 # --- Norms of sharded trees ---
@@ -214,15 +222,6 @@ def named_shardings(mesh: AnyMesh, specs: PyTree) -> PyTree:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
 
 
-def _row_axes(asked: str | Sequence[str] | None, mesh: AnyMesh) -> tuple[str, ...]:
-    """Returns the axes that split the batch's rows (default: the usual data axes that the mesh has)."""
-    if asked is None:
-        return tuple(axis for axis in DATA_AXES if axis in mesh.axis_names)
-    axes = (asked,) if isinstance(asked, str) else tuple(asked)
-    require_axes(mesh, axes, where="data_axes")
-    return axes
-
-
 def _gathered_shardings(params: Layout, row_axes: Sequence[str]) -> PyTree | None:
     """Returns the shardings that parameters get in the global view before the loss uses them, or None.
 
@@ -247,7 +246,13 @@ def _gathered_shardings(params: Layout, row_axes: Sequence[str]) -> PyTree | Non
 
 
 def _loss_function(
-    function: Callable[..., Any], takes: Container[str], gather: Gather | None, remat: Remat, *, keeps_state: bool
+    function: Callable[..., Any],
+    takes: Container[str],
+    gather: Gather | None,
+    remat: Remat,
+    *,
+    keeps_state: bool,
+    explain: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Callable[..., Any]:
     """Returns a job's loss with its options, its result checked and its metrics declared."""
     options: dict[str, Any] = {} if gather is None else {"gather": gather}
@@ -256,7 +261,7 @@ def _loss_function(
         options["remat"] = remat
 
     def call(*arguments: Any) -> Any:
-        with axis_errors():
+        with axis_errors(), explain():
             return function(*arguments, **options)
 
     # A loss without a `remat` argument is recomputed as a whole.

@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, MethodType
@@ -20,7 +20,6 @@ from typing import Any, cast
 import jax
 
 from meshwright.errors import JobError, MeshError, MeshwrightError, did_you_mean
-from meshwright.mesh.string import parse_mesh
 from meshwright.models.execution import DATA_AXES, Execution
 from meshwright.models.language import LanguageModel
 from meshwright.rules import as_rules
@@ -58,6 +57,8 @@ class Job:
         optimizer: an optax optimizer, or a function from the number of steps to one.
         schedule: `schedule(step) -> learning rate`, for the built-in optimizers.
         predict: `predict(params, batch)`, or `predict(params, model_state, batch)`, for the report page.
+        local_axes: mesh axes, other than the data axes and `fsdp`, over which the loss communicates in the local view,
+            for example `("tp",)`. On meshes with any other axis, the step runs in the global view.
     """
 
     init: Callable[[Any], PyTree]
@@ -78,6 +79,7 @@ class Job:
     optimizer: Any = None
     schedule: Callable[[Any], Any] | None = None
     predict: Callable[..., Any] | None = None
+    local_axes: tuple[str, ...] = ()
 
 
 def abstract_init(init: Callable[[Any], PyTree]) -> PyTree:
@@ -121,37 +123,57 @@ def execution_of(job: Any) -> Execution | None:
     return execution if isinstance(execution, Execution) else None
 
 
-def known_axes(job: Any) -> tuple[str, ...]:
-    """Returns all mesh axes that a job can use: the axes of its batch, its rules and its model.
-
-    A custom loss may use axes by name; it is assumed to use the axes of the job's `mesh`.
-    """
-    found = [*DATA_AXES, *(axis for _, spec in as_rules(job.rules) for axis in spec_axes(spec))]
-    execution, mesh = execution_of(job), getattr(job, "mesh", None)
+def loss_axes(job: Any) -> tuple[str, ...]:
+    """Returns the mesh axes that the loss handles itself: those of its `Execution`, and the job's `local_axes`."""
+    execution, declared = execution_of(job), getattr(job, "local_axes", ())
+    found = [declared] if isinstance(declared, str) else [*declared]
     if execution is not None:
         found += [*execution.data_axes, *filter(None, (execution.pipeline_axis, execution.tensor_axis))]
-    elif isinstance(mesh, str) and mesh:
-        found += parse_mesh(mesh).names
     return tuple(dict.fromkeys(found))
 
 
-def unused_axes(job: Any, mesh_sizes: Mapping[str, int]) -> list[str]:
-    """Returns the mesh axes of size 2 or more that the job does not use, so that their devices repeat the same work."""
-    known = known_axes(job)
+def unused_axes(
+    job: Any,
+    mesh_sizes: Mapping[str, int],
+    *,
+    data_axes: str | Sequence[str] | None = None,
+    split_axes: Iterable[str] | None = None,
+) -> list[str]:
+    """Returns the mesh axes of size 2 or more that split nothing, so that their devices repeat the same work.
+
+    Args:
+        data_axes: the axes that split the rows of a batch (default: `dp` and `fsdp`).
+        split_axes: the axes that split parameters or optimizer state (default: the axes of the job's rules).
+    """
+    known = _known_axes(job, data_axes, split_axes)
     return [axis for axis, size in mesh_sizes.items() if size > 1 and axis not in known]
 
 
-def check_axes(job: Any, mesh_sizes: Mapping[str, int]) -> None:
-    """Raises if the job does not use an axis of the mesh."""
-    unused, known = unused_axes(job, mesh_sizes), known_axes(job)
+def check_axes(
+    job: Any,
+    mesh_sizes: Mapping[str, int],
+    *,
+    data_axes: str | Sequence[str] | None = None,
+    split_axes: Iterable[str] | None = None,
+) -> None:
+    """Raises if an axis of the mesh splits nothing; the arguments are those of `unused_axes`."""
+    unused = unused_axes(job, mesh_sizes, data_axes=data_axes, split_axes=split_axes)
     if not unused:
         return
+    known = _known_axes(job, data_axes, None)
     names = f"use {', '.join(known)}"
     if execution_of(job) is None:
-        names += "; if its loss uses another axis, add that axis to the job's mesh"
+        names += "; if the loss communicates over another axis, declare it: Job(..., local_axes=...)"
     close = did_you_mean(unused[0], known)
     axes = f"{'axis' if len(unused) == 1 else 'axes'} {', '.join(map(repr, unused))}"
     raise MeshError(f"this job does not use mesh {axes}.", hint=f"{close} {names}." if close else f"{names}.")
+
+
+def _known_axes(job: Any, data_axes: str | Sequence[str] | None, split_axes: Iterable[str] | None) -> tuple[str, ...]:
+    if split_axes is None:
+        split_axes = (axis for _, spec in as_rules(job.rules) for axis in spec_axes(spec))
+    rows = DATA_AXES if data_axes is None else (data_axes,) if isinstance(data_axes, str) else data_axes
+    return tuple(dict.fromkeys([*rows, *split_axes, *loss_axes(job)]))
 
 
 def load_job(reference: str) -> Any:
@@ -162,7 +184,7 @@ def load_job(reference: str) -> Any:
 
     Example:
         >>> import pathlib, tempfile
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "my_job.py"
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "linear_job.py"
         >>> _ = path.write_text("import meshwright as mw\\njob = mw.Job(init=lambda key: {}, rules=[], mesh='dp:8')")
         >>> load_job(f"{path}:job").mesh
         'dp:8'

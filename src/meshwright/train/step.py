@@ -29,12 +29,13 @@ from meshwright.models.execution import Remat
 from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.parallel.rows import count_rows
 from meshwright.specs import round_up
-from meshwright.train.gradients import Gradients, View, make_gradients, named_shardings
+from meshwright.train.gradients import Gradients, make_gradients, named_shardings
 from meshwright.train.guards import is_concrete, require_live_state, require_same_state
 from meshwright.train.optimizer_update import require_known_optimizer, update
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, gradient_specs, only_trainable, with_frozen
 from meshwright.train.sync import Sync
+from meshwright.train.views import View
 from meshwright.types import Metrics, PyTree
 
 
@@ -43,7 +44,7 @@ def make_train_step(
     optimizer: Any,
     layout: Layout,
     *,
-    view: View = "local",
+    view: View | None = None,
     num_minibatches: int = 1,
     sync: Sync | None = None,
     precision: Precision | str = "float32",
@@ -66,8 +67,9 @@ def make_train_step(
             (`lbfgs`) get the loss as a function of the parameters, which costs several evaluations per step.
         layout: the layout of the whole state, from `state_layout`.
         view: "local": Meshwright layers insert the collectives, and parameters are gathered along `fsdp`; the loss must
-            communicate over any other axis that splits its parameters. "global": XLA inserts the collectives, for any
-            loss that works on one device.
+            communicate over any other axis that splits its parameters, and the job declares these axes in
+            `local_axes`. "global": XLA inserts the collectives, for any loss that works on one device. None: chosen by
+            `choose_view`; `step.view` says which view it is, and why.
         num_minibatches: number of minibatches, computed one after the other (default: 1).
         sync: how often devices exchange gradients in the local view (default: "hybrid"); see `accumulate`.
         precision: "float32", "mixed", "bfloat16", or a `Precision`.
@@ -172,15 +174,15 @@ def make_train_step(
             "bad_leaf": jnp.where(finite.all(), -1, trained[jnp.argmin(finite)]),
         }
 
-    options = xla_options(layout.mesh, compiler_options, overlap=overlap and view == "local")
-    return Step(step, layout, gradients.row_axes, updates=True, donate=donate, compiler_options=options)
+    options = xla_options(layout.mesh, compiler_options, overlap=overlap and gradients.view.view == "local")
+    return Step(step, layout, gradients, updates=True, donate=donate, compiler_options=options)
 
 
 def make_eval_step(
     job: Any,
     layout: Layout,
     *,
-    view: View = "local",
+    view: View | None = None,
     num_minibatches: int = 1,
     precision: Precision | str = "float32",
     data_axes: str | Sequence[str] | None = None,
@@ -220,7 +222,7 @@ def make_eval_step(
         return result.metrics if raw else compute(result.metrics)
 
     options = xla_options(layout.mesh, compiler_options)
-    return Step(step, layout, losses.row_axes, updates=False, donate=False, compiler_options=options)
+    return Step(step, layout, losses, updates=False, donate=False, compiler_options=options)
 
 
 class Step:
@@ -230,14 +232,15 @@ class Step:
         self,
         function: Callable[..., Any],
         layout: Layout,
-        row_axes: tuple[str, ...],
+        gradients: Gradients,
         *,
         updates: bool,
         donate: bool,
         compiler_options: dict[str, Any] | None,
     ) -> None:
         self.layout = layout
-        self.row_axes = row_axes
+        self.row_axes = gradients.row_axes
+        self.view = gradients.view
         self.donates = donate
         self._shardings: dict[Any, PyTree] = {}
         self._on_simulated_devices = layout.mesh.size > 1 and chip_family(layout.mesh) == "cpu"

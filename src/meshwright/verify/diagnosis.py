@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.errors import MeshwrightError
 from meshwright.mesh.build import create_mesh
-from meshwright.train.gradients import GATHER_AXES, View
+from meshwright.train.views import GATHER_AXES, View
 from meshwright.verify import causes
 from meshwright.verify.causes import Cause
 from meshwright.verify.compare import Comparison, largest, ratio_of

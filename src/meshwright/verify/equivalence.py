@@ -21,10 +21,11 @@ from meshwright.mesh.string import parse_mesh
 from meshwright.models.execution import Remat
 from meshwright.rules import as_rules
 from meshwright.specs import spec_axes
-from meshwright.train.gradients import View
+from meshwright.train.job import check_axes
 from meshwright.train.precision import Precision
 from meshwright.train.state import require_loss
 from meshwright.train.sync import Sync
+from meshwright.train.views import View, choose_view
 from meshwright.types import PyTree
 from meshwright.verify import causes
 from meshwright.verify.compare import compare
@@ -41,7 +42,7 @@ def verify(
     *,
     optimizer: Any = None,
     meshes: str | Sequence[str] | None = None,
-    views: View | Sequence[View] = ("global", "local"),
+    views: View | Sequence[View] | None = None,
     num_minibatches: int | Sequence[int] = (1,),
     num_steps: int = 3,
     tolerance: float = 1e-5,
@@ -65,7 +66,8 @@ def verify(
         meshes: a mesh string, a list of them, or "all" for every way to split the devices over `dp` and the axes in the
             rules (default: the job's mesh, or else all devices along each axis in turn). If the job does not fit a
             mesh, the case fails if you named the mesh and is skipped otherwise.
-        views: the views to compare; see `make_train_step`.
+        views: the views to compare (default: the global view, and the local view if `choose_view` chooses it for a
+            mesh).
         num_minibatches: numbers of minibatches to compare; the single device always computes the whole batch at once.
         num_steps: number of steps to take.
         tolerance: the largest allowed error, relative to a leaf's largest gradient or change. Parameters are allowed
@@ -123,7 +125,8 @@ def verify(
         remat,
         data_axes,
     )
-    wanted = list(itertools.product((views,) if isinstance(views, str) else views, counts))
+    each = ("global", "local") if views is None else (views,) if isinstance(views, str) else views
+    wanted = list(itertools.product(each, counts))
     chosen = _pick_devices(devices)
     axes = rule_axes(job.rules, data_axes)
     meshes = (getattr(job, "mesh", None) or None) if meshes is None else meshes
@@ -143,7 +146,7 @@ def verify(
         log("one device")
         reference = _reference(inputs, alone)
         for mesh in targets:
-            cases += _cases(reference, mesh, wanted, tolerance, by_name=by_name, log=log)
+            cases += _cases(reference, mesh, wanted, tolerance, by_name=by_name, chosen=views is None, log=log)
     return VerifyReport(tuple(cases), tolerance, num_steps, len(reference.initial), inputs.num_rows)
 
 
@@ -170,17 +173,23 @@ def _cases(
     tolerance: float,
     *,
     by_name: bool,
+    chosen: bool,
     log: Callable[[str], None],
 ) -> list[Case]:
     text, inputs = ",".join(f"{axis}:{size}" for axis, size in mesh.shape.items()), reference.inputs
     try:
+        check_axes(inputs.job, mesh.shape, data_axes=inputs.data_axes)
         placed = inputs.place(mesh)
     except Exception as error:
         misfit = isinstance(error, (LayoutError, MeshError)) and not by_name
         verdict: Verdict = "skipped" if misfit else "failed"
         return [Case(text, view, count, verdict, message=_error_text(error)) for view, count in wanted]
     cases = []
+    choice = choose_view(inputs.job, mesh, data_axes=placed.row_axes)
     for view, count in wanted:
+        if chosen and view == "local" and choice.view == "global":
+            cases.append(Case(text, view, count, "skipped", message=f"the local view: {choice.reason}."))
+            continue
         parts = f", {count} minibatches" if count > 1 else ""
         if inputs.num_rows % (placed.ways * count):
             split = f"{placed.ways} devices{parts.replace(',', ' x')}"

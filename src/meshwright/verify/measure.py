@@ -27,11 +27,12 @@ from meshwright.layout import Layout
 from meshwright.mesh.axes import varying_axes
 from meshwright.models.execution import DATA_AXES, Remat
 from meshwright.parallel.rows import count_rows, row_key
-from meshwright.train.gradients import PIPELINE_AXES, View, make_gradients
+from meshwright.train.gradients import PIPELINE_AXES, make_gradients
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, only_trainable, state_layout, trainable_leaves
 from meshwright.train.step import Step, make_train_step
 from meshwright.train.sync import Sync
+from meshwright.train.views import View
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 from meshwright.verify.compare import GROWTH, Array, Comparison, Named, apart, compare, largest

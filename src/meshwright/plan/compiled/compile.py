@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.errors import MeshwrightError
-from meshwright.plan.compiled.topology import TPU_ENVIRONMENT, require_compiler
+from meshwright.hardware.libtpu import TPU_ENVIRONMENT
+from meshwright.plan.compiled.topology import require_compiler
 from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target, parse_target

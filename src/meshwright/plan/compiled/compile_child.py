@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
 from meshwright.layout.leaf import format_bytes
@@ -27,6 +26,7 @@ from meshwright.plan.compiled.verdict import CompiledCollective, judge
 from meshwright.plan.step_setup import Setup, build_step, step_options
 from meshwright.plan.target import Target, parse_target
 from meshwright.train.job import load_job
+from meshwright.train.step import Step
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
@@ -85,7 +85,7 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
     if request["text_path"] is not None:
         Path(request["text_path"]).write_text(text)
     schedule = read_schedule(text)
-    collectives = _judged(schedule, target, setup, mesh)
+    collectives = _judged(schedule, target, setup, step)
     memory, peak = _memory(compiled.memory_analysis(), target)
     return Compiled(
         **made,
@@ -100,9 +100,10 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
     ).to_json()
 
 
-def _judged(schedule: ProgramSchedule, target: Target, setup: Setup, mesh: Mesh) -> tuple[CompiledCollective, ...]:
+def _judged(schedule: ProgramSchedule, target: Target, setup: Setup, step: Step) -> tuple[CompiledCollective, ...]:
+    mesh = step.layout.mesh
     sizes, dtype = dict(mesh.shape), setup.dtypes.compute.name
-    verdicts = judge(schedule, target, setup.mesh, dtype=dtype, options=step_options(mesh, setup))
+    verdicts = judge(schedule, target, setup.mesh, dtype=dtype, options=step_options(mesh, setup, step.view.view))
     return tuple(
         CompiledCollective(
             c.kind, c.axes(sizes), c.bytes_moved, c.wire_bytes, c.group_size, c.is_async, c.matmuls_between, c.trips,

@@ -25,21 +25,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from meshwright.errors import MeshError
+from meshwright.hardware.libtpu import TPU_ENVIRONMENT
 from meshwright.mesh.build import arrange_devices
 from meshwright.mesh.string import parse_mesh
 from meshwright.plan.target import Target, parse_target
 
 _CUDNN = 91900  # cuDNN 9.19, as on the H200 of the measurements
-# Without these variables, libtpu queries the cloud for its machine type.
-TPU_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 # Differences from an H200, whose description was read from a real one; from XLA's published descriptions.
 _GPU_FACTS: dict[str, dict[str, Any]] = {
     "h200": {},

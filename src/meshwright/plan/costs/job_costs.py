@@ -225,7 +225,9 @@ def profile_job(
     rule = make_optimizer(optimizer)
     state = jax.eval_shape(lambda key: make_state(job, rule, key, precision=dtypes), key)
     if model is None:
-        notes += ("custom model: communication along tp and pp is unknown until it is compiled",)
+        notes += (
+            "custom model: until it is compiled, tp is assumed to send half of the saved activations, and pp none",
+        )
     return JobCosts(
         num_params=sum(int(leaf.value.size) for leaf in leaves),
         tokens_per_row=tokens,

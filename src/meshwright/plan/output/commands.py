@@ -99,7 +99,7 @@ def setup_arguments(setup: Setup) -> list[str]:
         "--precision": setup.precision if isinstance(setup.precision, str) else None,  # the default differs in `train`
         "--minibatches": str(setup.num_minibatches) if setup.num_minibatches > 1 else None,
         "--sync": setup.sync,
-        "--view": setup.view if setup.view != "local" else None,
+        "--view": setup.view,
         "--zero-axis": setup.zero_axis,
     }
     found = [word for name, value in given.items() if value is not None for word in (name, value)]

@@ -173,6 +173,8 @@ def _value(name: str, text: str, word: str) -> Any:
         if text not in ("True", "False"):
             raise MeshwrightError(f"{word!r} is neither True nor False.", hint=f"write e.g. {name}=False.")
         return text == "True"
+    if name == "view" and text == "auto":
+        return None
     kind = {"rows": int, "num_minibatches": int, "clip": float}.get(name, str)
     try:
         value = kind(text)

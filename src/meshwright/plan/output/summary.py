@@ -88,10 +88,11 @@ def plan_summary(plan: Plan, subject: PlannedJob) -> Summary:
 
 
 def setup_words(plan: Plan) -> list[str]:
-    """Returns the options of a setup that differ from the defaults, without mesh and rows."""
+    """Returns the options of a setup that differ from the defaults, without mesh and rows, and a chosen global view."""
+    chosen = {"view": "global"} if plan.view.view == "global" else {}
     return [
         f"{name}={value}"
-        for name, value in plan.setup.to_json().items()
+        for name, value in {**plan.setup.to_json(), **chosen}.items()
         if name not in ("mesh", "rows") and value is not None
     ]
 
