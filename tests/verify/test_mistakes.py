@@ -32,7 +32,8 @@ def make_batch(seed=0, rows=16):
 
 
 def make_job(loss, **changes):
-    return mw.Job(**{"init": init, "rules": RULES, "loss": loss, "batch": make_batch()} | changes)
+    given = {"init": init, "rules": RULES, "loss": loss, "batch": make_batch(), "local_axes": ("tp",)}
+    return mw.Job(**given | changes)
 
 
 def hidden(params, batch):
