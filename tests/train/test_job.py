@@ -209,6 +209,21 @@ def test_errors_outside_a_job_pass_through(folder):
         jax.eval_shape(len, 3)
 
 
+def test_a_file_imports_its_siblings(folder, monkeypatch):
+    """As with `python file.py`, from any current directory, and also when a function imports them later."""
+    job = "import meshwright as mw\nimport my_sizes\ndef init(key):\n    import my_late\n    return my_late.name\n"
+    job += "job = mw.Job(init=init, rules=[], mesh=my_sizes.mesh)\n"
+    for name, mesh in (("one", "dp:8"), ("two", "fsdp:8")):
+        (folder / name).mkdir()
+        (folder / name / "my_train.py").write_text(job)
+        (folder / name / "my_sizes.py").write_text(f"mesh = {mesh!r}\n")
+        (folder / name / "my_late.py").write_text(f"name = {name!r}\n")
+    assert mw.load_job("one/my_train.py:job").mesh == "dp:8"
+    monkeypatch.chdir(folder / "two")
+    two = mw.load_job("my_train.py:job")  # its siblings have the same names
+    assert (two.mesh, two.init(None)) == ("fsdp:8", "two")
+
+
 def test_abstract_init_allocates_nothing():
     def init(key):
         return {"w": jax.random.normal(key, (1 << 20, 1 << 20))}

@@ -179,8 +179,8 @@ def _known_axes(job: Any, data_axes: str | Sequence[str] | None, split_axes: Ite
 def load_job(reference: str) -> Any:
     """Imports the job named by `package.module:attribute` or `path/to/file.py:attribute`.
 
-    The attribute may also be a function without arguments that returns the job. An error in the job's code raises a
-    `JobError` with its file and line.
+    A file can import the modules beside it. The attribute may also be a function without arguments that returns the
+    job. An error in the job's code raises a `JobError` with its file and line.
 
     Example:
         >>> import pathlib, tempfile
@@ -271,6 +271,7 @@ def _import_module(name: str) -> Any:
 def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise JobError(f"file {str(path)!r} does not exist.", hint="check the path.")
+    _search_folder(path.resolve().parent)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -287,6 +288,26 @@ def _import_file(path: Path) -> Any:
             sys.modules[path.stem] = before
         raise _import_failed(str(path), error) from error
     return module
+
+
+_job_folders: list[str] = []
+"""Folders of job files, which are on `sys.path`."""
+
+
+def _search_folder(folder: Path) -> None:
+    """Puts a job file's folder first on `sys.path`, as `python file.py` does, so that it can import its siblings."""
+    here = str(folder)
+    for name, module in list(sys.modules.items()):
+        source = getattr(module, "__file__", None)
+        # A job in another folder may have imported a module of the same name.
+        others = [other for other in _job_folders if other != here]
+        if source is not None and os.path.dirname(source) in others and (folder / f"{name}.py").is_file():
+            del sys.modules[name]
+    if here not in _job_folders:
+        _job_folders.append(here)
+    if here in sys.path:
+        sys.path.remove(here)
+    sys.path.insert(0, here)
 
 
 def _import_failed(what: str, error: BaseException) -> JobError:
