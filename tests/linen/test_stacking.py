@@ -52,6 +52,14 @@ def test_split_accepts_values_that_already_vary():
     assert jax.jit(run)(jnp.arange(4)).tolist() == [0, 101, 202, 303]
 
 
+def test_a_slice_varies_along_an_axis_of_one_device_too():
+    """So that `psum` over the axis works with `check_vma`, as it does on more devices."""
+    run = jax.shard_map(
+        lambda x: jax.lax.psum(split_array_over_mesh(x, "tp", 0), "tp"), mesh=mesh_of(1), in_specs=P(), out_specs=P()
+    )
+    assert jax.jit(run)(jnp.arange(3)).tolist() == [0, 1, 2]
+
+
 def test_defect_6_split_refuses_a_remainder_instead_of_dropping_it():
     with pytest.raises(
         PlacementError, match=r"dim 0 of an array of shape \(10,\) has size 10.*10 % 4 = 2.\nhint: pad to 12"

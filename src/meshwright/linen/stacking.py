@@ -55,7 +55,7 @@ def split_array_over_mesh(x: Any, axis_name: str, split_axis: int) -> Any:
             hint=f"pad to {round_up(size, ways)}, or split another dim.",
         )
     if ways == 1:
-        return x
+        return pcast_varying(x, axis_name)  # the type of a slice, as on more devices
     width = size // ways
     return lax.dynamic_slice_in_dim(x, axis_index(axis_name, who="split_array_over_mesh") * width, width, axis=dim)
 
