@@ -19,6 +19,7 @@ from meshwright.errors import LayoutError, MeshwrightWarning
 from meshwright.layout.leaf import LeafLayout, count_leaves, format_bytes, leaf_rows
 from meshwright.mesh.build import AnyMesh, describe_mesh
 from meshwright.rules.matching import LeafMatch, RuleMatches, Subject, match_rules
+from meshwright.rules.optional_axes import misspelled_axes, unnamed_axes
 from meshwright.rules.rule_set import Pattern, Rule, Rules, as_rules, compile_pattern
 from meshwright.specs import SpecProblem, format_spec, padded_shape, shard_shape, spec_problem
 from meshwright.types import PyTree
@@ -59,7 +60,8 @@ def explain_layout(
             `weight` (rule 0): dim 0 has size 6; `tp` has 4 devices: 6 % 4 = 2.
           hint: pad to 8, or drop `tp` here.
     """
-    rules = as_rules(rules).on(mesh)
+    given = as_rules(rules)
+    rules = given.on(mesh)
     matches = match_rules(rules, tree, params=params)
     may_pad = _pad_test(pad)
     sizes = dict(mesh.shape)
@@ -84,7 +86,9 @@ def explain_layout(
                 subject.names[0], subject.shape, subject.dtype, spec, match.rule, pattern, match.reason, stored, local
             )
         )
-    return LayoutReport(mesh, tuple(leaves), matches, tuple(problems))
+    unnamed = [f"optional axis {axis!r} is in no rule" for axis in unnamed_axes(given)]
+    misspelled = misspelled_axes(given, mesh)
+    return LayoutReport(mesh, tuple(leaves), matches, tuple(problems), tuple(misspelled), tuple(unnamed))
 
 
 def _pad_test(pad: PadPolicy) -> Callable[[str], bool]:
@@ -121,12 +125,15 @@ class LayoutReport:
     """The findings of `explain_layout`; `ok` says whether `make_layout` would succeed.
 
     `leaves` are the leaves that fit, in tree order; `num_rule_hits` is the number of leaves that each rule decided.
+    `misspelled` and `unnamed` have a line for each optional axis that looks misspelled, or that no rule names.
     """
 
     mesh: AnyMesh
     leaves: tuple[LeafLayout, ...]
     matches: RuleMatches
     problems: tuple[LeafProblem, ...]
+    misspelled: tuple[str, ...] = ()
+    unnamed: tuple[str, ...] = ()
 
     @property
     def rules(self) -> Rules:
@@ -183,11 +190,13 @@ class LayoutReport:
         """Returns one line per likely mistake in a layout that works."""
         rows = leaf_rows(self.large_replicated)
         whole = [f"{row[0]} {row[1]} is replicated on every device: {row[5]} each" for row in rows]
-        return [str(rule) for rule in self.idle] + inside_word_hits(self.matches) + whole
+        return [*map(str, self.idle), *inside_word_hits(self.matches), *self.misspelled, *whole]
 
     def notes(self) -> list[str]:
-        """Returns the concerns, and the leaves that are padded on request."""
-        return self.concerns() + [f"{row[0]} is padded: {row[1]}" for row in leaf_rows(self.padded)]
+        """Returns the concerns, the leaves that are padded on request, and the optional axes that no rule names."""
+        padded = [f"{row[0]} is padded: {row[1]}" for row in leaf_rows(self.padded)]
+        said = " ".join(self.misspelled)
+        return [*self.concerns(), *padded, *(line for line in self.unnamed if line not in said)]
 
     def error(self) -> LayoutError | None:
         """Returns an error that lists every problem, or None."""
