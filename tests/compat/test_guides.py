@@ -39,8 +39,8 @@ DIFFERING = {
     "with_sharding_constraint wrap_function_with_rng",
     "from-xlstm.md": "ModelParallelismWrapper PipelineModule TPAsyncDense TPDense accumulate_gradients "
     "accumulate_gradients_loop async_gather_split async_scatter_split execute_pipeline fold_rng_over_axis "
-    "gather_params initialize_mesh set_XLA_flags shard_module_params shard_params simulate_CPU_devices split_array_over_mesh "
-    "stack_params sync_gradients",
+    "gather_params initialize_mesh set_XLA_flags shard_module_params shard_params simulate_CPU_devices "
+    "split_array_over_mesh stack_params sync_gradients",
 }
 
 
