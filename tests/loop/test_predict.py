@@ -54,6 +54,13 @@ def counted(params, batch, rng):
     table = jnp.zeros((NUM_CLASSES, NUM_CLASSES), jnp.int32).at[batch["y"], guess].add(1)
     return value, {**metrics, "confusion": Sum(table), "largest": Max(jnp.abs(batch["x"]).max())}
 confused = make(loss=counted, predict=predict)
+def stateful_loss(params, state, batch, rng):
+    value, metrics = loss(params, batch, rng)
+    return value, metrics, {"seen": state["seen"] + 1.0}
+stateful = make(
+    loss=stateful_loss, model_state=lambda key: {"seen": jnp.zeros(())},
+    predict=lambda params, state, batch: {"seen": state["seen"] + 0.0 * batch["x"][:, 0]},
+)
 bad = make(predict=lambda params, batch: {"w": params["b"]})
 images = make(
     data={"x": X, "y": Y, "image": rng.random((NUM_ROWS, 6, 6, 1)).astype(np.float32)}, eval_data=None,
@@ -103,6 +110,13 @@ def test_images_are_drawn_with_predictions_on_training_rows(desk):
     assert "a training batch" in html
     (desk.folder() / "predictions" / "1.json").write_text("{")
     assert "Cannot read predictions/1.json" in build_report(desk.folder()).read_text()
+
+
+def test_predictions_see_the_model_state(desk):
+    desk.add(CONFUSED)
+    desk.run("stateful", steps=3, eval_every=0, view="global")
+    after = json.loads((desk.folder() / "predictions" / "3.json").read_text())
+    assert after["outputs"][0]["values"] == ["3"] * 8
 
 
 def test_outputs_without_rows_are_an_error(desk):
