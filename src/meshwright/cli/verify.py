@@ -28,6 +28,7 @@ def verify(
     devices: int | None = None,
     fuzz: int | None = None,
     seconds: float | None = None,
+    inspect: bool = True,
     json: bool = False,
 ) -> int:
     """Compare a job's step on meshes with its step on one device; exit with 1 and the likely cause if they differ.
@@ -53,6 +54,7 @@ def verify(
         devices: number of devices to use; all if omitted.
         fuzz: number of random meshes and options to compare, instead of those above; prints the smallest failing case.
         seconds: time limit of --fuzz, in seconds (default: none).
+        inspect: report arrays that XLA replicates or gathers in the global view, with their source lines.
         json: print the report as JSON.
     """
     if devices is not None and devices < 2:
@@ -98,6 +100,7 @@ def verify(
             precision=precision,
             seed=seed,
             devices=devices,
+            inspect=inspect,
             progress=progress,
         )
     if json:

@@ -24,6 +24,7 @@ from meshwright.train.views import View, choose_view
 from meshwright.types import PyTree
 from meshwright.verify import causes
 from meshwright.verify.compare import compare
+from meshwright.verify.compile_notes import compile_step
 from meshwright.verify.diagnosis import LOSS_VARIES, Finding, cause_of_error
 from meshwright.verify.example_batch import drawn_batch
 from meshwright.verify.measure import Placed, SharedInputs
@@ -48,6 +49,7 @@ def verify(
     remat: Remat = "none",
     data_axes: tuple[str, ...] | None = None,
     devices: Sequence[Any] | int | None = None,
+    inspect: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> VerifyReport:
     """Compares a job's step on meshes with the same step on one device.
@@ -74,6 +76,8 @@ def verify(
         precision: precision of the step. With "float32", matmuls use `jax.default_matmul_precision("highest")`.
         sync, remat, data_axes: as for `make_train_step`.
         devices: devices to use, or their number (default: all).
+        inspect: whether to read XLA's warnings and the compiled program in the global view, for notes about arrays that
+            it replicates or gathers.
         progress: called with one line of text before each case.
 
     Example:
@@ -145,7 +149,15 @@ def verify(
         num_leaves = len(references.of(counts[0]).initial)
         for mesh in targets:
             cases += compare_mesh(
-                inputs, references, mesh, wanted, tolerance, by_name=by_name, chosen=views is None, log=log
+                inputs,
+                references,
+                mesh,
+                wanted,
+                tolerance,
+                by_name=by_name,
+                chosen=views is None,
+                inspect=inspect,
+                log=log,
             )
     return VerifyReport(tuple(cases), tolerance, num_steps, num_leaves, inputs.num_rows)
 
@@ -193,6 +205,7 @@ def compare_mesh(
     by_name: bool,
     chosen: bool,
     log: Callable[[str], None],
+    inspect: bool = False,
 ) -> list[Case]:
     """Compares a mesh in all wanted views and numbers of minibatches; a mesh that you named must fit (`by_name`)."""
     text = ",".join(f"{axis}:{size}" for axis, size in mesh.shape.items())
@@ -224,7 +237,7 @@ def compare_mesh(
             continue
         log(f"{text}, {view} view{parts}")
         try:
-            cases.append(_case(references.of(count), placed, text, view, count, tolerance))
+            cases.append(_case(references.of(count), placed, text, view, count, tolerance, inspect))
         except Exception as error:  # an error on a mesh is a finding
             cause = cause_of_error(error, placed, view, count)
             found = (cause,) if cause else ()
@@ -233,19 +246,31 @@ def compare_mesh(
     return cases
 
 
-def _case(reference: Reference, placed: Placed, mesh: str, view: View, num_minibatches: int, tolerance: float) -> Case:
+def _case(
+    reference: Reference,
+    placed: Placed,
+    mesh: str,
+    view: View,
+    num_minibatches: int,
+    tolerance: float,
+    inspect: bool,
+) -> Case:
     made = all_worst_copies(placed.initial, reference.initial)
     initial = compare("initial parameters", reference.initial, made, tolerance=0.0)
     found = [] if initial.ok else [causes.initial(repeatable=reference.is_repeatable)]
     if not initial.ok:  # start from the same parameters, so that the step itself can still be compared
         placed = placed.starting_from(reference.params)
-    measured = placed.measure(placed.make_step(view, num_minibatches))
+    step: Callable[..., Any] = placed.make_step(view, num_minibatches)
+    notes: tuple[str, ...] = ()
+    if inspect and view == "global":
+        step, notes = compile_step(step, placed.inputs.batch, placed.mesh.shape)
+    measured = placed.measure(step)
     comparisons = (initial, *reference.compare(measured, tolerance))
     if not all(comparison.ok for comparison in comparisons[1:]):
         by_name = {comparison.what: comparison for comparison in comparisons}
         found += Finding(reference, placed, measured, by_name, view, num_minibatches, tolerance).causes()
     verdict: Verdict = "equal" if all(comparison.ok for comparison in comparisons) else "different"
-    return Case(mesh, view, num_minibatches, verdict, comparisons, tuple(found))
+    return Case(mesh, view, num_minibatches, verdict, comparisons, tuple(found), notes=notes)
 
 
 def _is_refusal(error: Exception) -> bool:

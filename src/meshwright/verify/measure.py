@@ -130,7 +130,7 @@ class Placed:
         inputs, options = self.inputs, self._options(view, num_minibatches)
         return make_train_step(inputs.job, inputs.recording, self.layout, skip_nonfinite=False, donate=False, **options)
 
-    def measure(self, step: Step, batch: PyTree = None) -> Measured:
+    def measure(self, step: Callable[..., Any], batch: PyTree = None) -> Measured:
         """Takes `num_steps` steps, with the shared batch by default."""
         batch = self.inputs.batch if batch is None else batch
         state, metrics = step(self.state, batch)

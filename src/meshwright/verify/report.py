@@ -32,6 +32,7 @@ class Case:
         causes: likely causes of the difference, most specific first.
         message: the reason if the case failed or was skipped.
         refused: whether the case failed because the job cannot run like this, not because its code is wrong.
+        notes: costs that XLA adds in the global view, with their source lines; they do not change the results.
     """
 
     mesh: str
@@ -42,6 +43,7 @@ class Case:
     causes: tuple[Cause, ...] = ()
     message: str = ""
     refused: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -120,6 +122,11 @@ class VerifyReport:
                 skipped.setdefault(case.message, {})[case.mesh] = None
         parts = [f"skipped {', '.join(meshes)}: {reason}" for reason, meshes in skipped.items()]
         parts += [case.text() for case in self.cases if case.verdict in ("different", "failed")]
+        noted: dict[str, dict[str, None]] = {}
+        for case in self.cases:
+            for note in case.notes:
+                noted.setdefault(note, {})[case.mesh] = None
+        parts += [f"note ({', '.join(meshes)}, global view): {note}" for note, meshes in noted.items()]
         axes = guilty_axes([(case.sizes, case.verdict == "equal") for case in self.cases if case.verdict != "skipped"])
         if axes:
             named = " and ".join(f"`{axis}`" for axis in axes)
