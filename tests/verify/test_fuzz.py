@@ -151,4 +151,4 @@ def test_the_printed_command_reproduces_the_difference(tmp_path, monkeypatch, ca
     with pytest.raises(SystemExit) as ended:
         main(["verify", "fuzzed_job.py:job", "--fuzz", "1", "--seed", "1", "--mesh", "dp:2"])
     assert ended.value.code == 1
-    assert "--fuzz chooses meshes and masks itself" in capsys.readouterr().err
+    assert "--fuzz draws its own cases, so --mesh would have no effect" in capsys.readouterr().err

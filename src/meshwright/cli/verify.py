@@ -71,8 +71,24 @@ def verify(
 
     loaded = load_job(job)
     if fuzz is not None:
-        if mesh or json or mask is not None:
-            raise ConfigError("--fuzz chooses meshes and masks itself, and has no --json.", hint="leave these out.")
+        given = {
+            "--mesh": mesh != (),
+            "--view": view != "auto",
+            "--minibatches": minibatches != (1,),
+            "--steps": steps != 3,
+            "--tolerance": tolerance is not None,
+            "--precision": precision != "float32",
+            "--remat": remat != "none",
+            "--sync": sync != "auto",
+            "--mask": mask is not None,
+            "--json": json,
+        }
+        without_effect = [option for option, is_set in given.items() if is_set]
+        if without_effect:
+            raise ConfigError(
+                f"--fuzz draws its own cases, so {', '.join(without_effect)} would have no effect.",
+                hint="leave it out, or leave out --fuzz.",
+            )
         with job_errors(loaded, job):
             found = fuzz_job(loaded, fuzz, seconds=seconds, seed=seed, devices=devices, name=job, progress=progress)
         print(f"{found.table()}\n{found}")
