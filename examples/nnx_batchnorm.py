@@ -30,9 +30,9 @@ class Classifier(nnx.Module):
     """Two convolutions and a dense layer."""
 
     def __init__(self, rngs):
-        self.convs = nnx.List(
-            [nnx.Conv(1, CHANNELS, (3, 3), 2, rngs=rngs), nnx.Conv(CHANNELS, CHANNELS, (3, 3), 2, rngs=rngs)]
-        )
+        # BatchNorm subtracts the mean, so a bias before it would have no effect.
+        sizes = [(1, CHANNELS), (CHANNELS, CHANNELS)]
+        self.convs = nnx.List([nnx.Conv(*size, (3, 3), 2, use_bias=False, rngs=rngs) for size in sizes])
         self.norms = nnx.List([nnx.BatchNorm(CHANNELS, momentum=0.9, rngs=rngs) for _ in range(2)])
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
         self.head = nnx.Linear(CHANNELS, CLASSES, rngs=rngs)
