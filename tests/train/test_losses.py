@@ -74,13 +74,6 @@ def test_data_axes():
         make(loss, "rows:4,tp:2", data_axes="row")
 
 
-def test_a_padded_layout_is_rejected():
-    job = mw.Job(init=lambda key: {"w": jnp.ones(10)}, rules=[("w", P("fsdp"))])
-    layout = state_layout(job, optax.sgd(0.1), mw.create_mesh("fsdp:8"), pad=True)
-    with pytest.raises(LayoutError, match=r"pads params/w from \(10,\) to \(16,\)"):
-        init_state(job, optax.sgd(0.1), layout, jax.random.key(0))
-
-
 @pytest.mark.parametrize(
     ("mesh", "rules", "text"),
     [

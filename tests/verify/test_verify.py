@@ -16,8 +16,10 @@ from meshwright.models import Decoder
 from meshwright.parallel import is_manual, pcast_varying
 from meshwright.train import language_job
 from meshwright.verify import VerifyReport, verify
-from meshwright.verify.equivalence import all_meshes, each_axis_alone, example_batch, rule_axes
-from meshwright.verify.measure import SharedInputs, row_blocks
+from meshwright.verify.example_batch import example_batch
+from meshwright.verify.measure import SharedInputs
+from meshwright.verify.mesh_choices import all_meshes, each_axis_alone, rule_axes
+from meshwright.verify.reference import row_blocks
 
 RULES = mw.Rules([("up", P("fsdp", "tp")), ("down", P("tp", "fsdp")), ("bias", P())], optional_axes=("fsdp", "tp"))
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from meshwright.cli import show, simulate_devices
-from meshwright.errors import MeshError
+from meshwright.errors import ConfigError, JobError, MeshError
 from meshwright.train.job import job_errors, load_job
 
 
@@ -19,15 +19,21 @@ def verify(
     view: Literal["auto", "global", "local", "both"] = "auto",
     minibatches: tuple[int, ...] = (1,),
     steps: int = 3,
-    tolerance: float = 1e-5,
+    tolerance: float | None = None,
     precision: str = "float32",
+    remat: Literal["none", "dots", "full", "offload"] = "none",
+    sync: Literal["auto", "every", "hybrid", "once"] = "auto",
+    mask: int | None = None,
     seed: int = 0,
     devices: int | None = None,
+    fuzz: int | None = None,
+    seconds: float | None = None,
+    inspect: bool = True,
     json: bool = False,
 ) -> int:
     """Compare a job's step on meshes with its step on one device; exit with 1 and the likely cause if they differ.
 
-    Compares initial parameters bit for bit, loss, gradients, and parameters after a few SGD steps. Without an
+    Compares initial parameters bit for bit, loss, gradients, metrics, and parameters after a few SGD steps. Without an
     accelerator, it simulates eight devices.
 
     Args:
@@ -39,31 +45,79 @@ def verify(
             loss communicates over.
         minibatches: numbers of minibatches to compare.
         steps: number of SGD steps.
-        tolerance: largest allowed relative error.
+        tolerance: largest allowed relative error (default: 1e-5 in float32, 2e-2 otherwise).
         precision: compute precision: float32, mixed or bfloat16.
-        seed: seed for the parameters, and for the batch if the job has only shapes.
+        remat: activations to recompute in the backward pass: none, dots, full or offload.
+        sync: how often devices exchange gradients in the local view: every, hybrid or once (default: hybrid).
+        mask: seed for random masks or weights, in place of those of the batch.
+        seed: seed for the parameters, and for the batch if the job has only shapes; with --fuzz, for the cases.
         devices: number of devices to use; all if omitted.
+        fuzz: number of random meshes and options to compare, instead of those above; prints the smallest failing case.
+        seconds: time limit of --fuzz, in seconds (default: none).
+        inspect: report arrays that XLA replicates or gathers in the global view, with their source lines.
         json: print the report as JSON.
     """
     if devices is not None and devices < 2:
         raise MeshError(f"cannot compare {devices} devices with one.", hint="use at least 2.")
     simulate_devices(devices or 8)  # before importing the job, which may use JAX
+    from meshwright.verify import fuzz as fuzz_job
     from meshwright.verify import verify as compare
+    from meshwright.verify.example_batch import example_batch
+    from meshwright.verify.fuzz import TOLERANCES
+    from meshwright.verify.random_masks import mask_names, with_random_masks
+
+    def progress(line: str) -> None:
+        print(f"comparing {line}", file=sys.stderr, flush=True)
 
     loaded = load_job(job)
+    if fuzz is not None:
+        given = {
+            "--mesh": mesh != (),
+            "--view": view != "auto",
+            "--minibatches": minibatches != (1,),
+            "--steps": steps != 3,
+            "--tolerance": tolerance is not None,
+            "--precision": precision != "float32",
+            "--remat": remat != "none",
+            "--sync": sync != "auto",
+            "--mask": mask is not None,
+            "--json": json,
+        }
+        without_effect = [option for option, is_set in given.items() if is_set]
+        if without_effect:
+            raise ConfigError(
+                f"--fuzz draws its own cases, so {', '.join(without_effect)} would have no effect.",
+                hint="leave it out, or leave out --fuzz.",
+            )
+        with job_errors(loaded, job):
+            found = fuzz_job(loaded, fuzz, seconds=seconds, seed=seed, devices=devices, name=job, progress=progress)
+        print(f"{found.table()}\n{found}")
+        return 0 if found.ok else 1
+    if seconds is not None:
+        raise ConfigError("--seconds limits --fuzz, which is not set.", hint="leave it out, or add --fuzz 20.")
     views: Any = {"auto": None, "both": ("global", "local")}.get(view, view)
     with job_errors(loaded, job):
+        batch = None
+        if mask is not None:
+            batch = example_batch(loaded, seed=seed)
+            if not mask_names(batch):
+                raise JobError("--mask: the batch has no mask or weights.", hint="leave --mask out.")
+            batch = with_random_masks(batch, mask)
         report = compare(
             loaded,
+            batch=batch,
+            sync=None if sync == "auto" else sync,
+            remat=remat,
             meshes="all" if mesh == ("all",) else mesh or None,
             views=views,
             num_minibatches=minibatches,
             num_steps=steps,
-            tolerance=tolerance,
+            tolerance=TOLERANCES.get(precision, 1e-5) if tolerance is None else tolerance,
             precision=precision,
             seed=seed,
             devices=devices,
-            progress=lambda line: print(f"comparing {line}", file=sys.stderr, flush=True),
+            inspect=inspect,
+            progress=progress,
         )
     if json:
         print(report.to_json())

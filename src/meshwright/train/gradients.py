@@ -30,6 +30,7 @@ from meshwright.specs import format_spec, keep_axes, spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.axis_errors import axis_errors
 from meshwright.train.job import check_axes, execution_of
+from meshwright.train.padding import cut, fill, needs_global_view, pads_in_local_view, part_leaves
 from meshwright.train.precision import Precision
 from meshwright.train.state import gradient_specs, only_trainable, params_layout, require_loss, trainable_leaves
 from meshwright.train.sync import Sync
@@ -99,6 +100,10 @@ def make_gradients(
     split_axes = [axis for leaf in layout.leaves for axis in spec_axes(leaf.spec)]
     check_axes(job, mesh.shape, data_axes=data_axes, split_axes=split_axes)
     choice = resolve_view(job, mesh, view, data_axes=row_axes)
+    if choice.view == "local" and (padded := needs_global_view(params.leaves)) is not None:
+        if view is not None:
+            raise pads_in_local_view(padded)
+        choice = ViewChoice("global", f"`{padded.name}` is padded")
     view = choice.view
     if view == "global" and sync is not None:
         raise sync_needs_local_view(sync, choice)
@@ -113,6 +118,8 @@ def make_gradients(
     specs = only_trainable(all_specs, trainable)
     # With sync="once", parameters are gathered before the minibatches, so layers have nothing to gather.
     by_layer = view == "local" and sync != "once" and bool(gather_axes) and "gather" in takes
+    # Padding is cut between gathering parameters and the loss, so a loss cannot gather padded parameters itself.
+    by_layer = by_layer and not any(leaf.is_padded for leaf in params.leaves)
     gather, dtypes = None, precision.compute_dtypes(params.abstract)
     if by_layer:
         gather = Gather(params.specs, gather_axes, dtypes, grad_scatter_dtype=precision.reduce)
@@ -124,7 +131,11 @@ def make_gradients(
             ]
         )
     explain = functools.partial(view_errors, choice)
-    loss = _loss_function(function, takes, gather, remat, keeps_state=keeps_state, explain=explain)
+    loss_of_whole = _loss_function(function, takes, gather, remat, keeps_state=keeps_state, explain=explain)
+
+    def loss(stored: PyTree, *arguments: Any) -> Any:
+        return loss_of_whole(cut(stored, params.leaves), *arguments)
+
     options: Any = {
         "num_minibatches": num_minibatches,
         "dtypes": dtypes,
@@ -133,6 +144,7 @@ def make_gradients(
         "model_state_reduce": getattr(job, "model_state_reduce", "mean"),
     }
 
+    state_leaves = part_leaves(layout, "model_state")
     whole = None if execution_of(job) is not None else _gathered_shardings(params, row_axes)
 
     def gathered(params: PyTree, *arguments: Any) -> Any:
@@ -148,7 +160,10 @@ def make_gradients(
         own_rows = num_minibatches > 1 and not keeps_state
         ways = math.prod(mesh.shape[axis] for axis in row_axes) if own_rows else 1
         function = spread if keeps_state and num_minibatches > 1 else gathered
-        result = accumulate(function, params, batch, rng, row_blocks=ways, model_state=model_state, **options)
+        result = accumulate(
+            function, params, batch, rng, row_blocks=ways, model_state=cut(model_state, state_leaves), **options
+        )
+        result = result._replace(model_state=fill(result.model_state, state_leaves))
         if not with_gradients:
             return result, None
         grads = jax.lax.with_sharding_constraint(result.grads, named_shardings(mesh, specs))

@@ -6,7 +6,6 @@ state = init_state(job, optimizer, layout, key)       # one program; each device
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from meshwright.rules.matching import find_subjects
 from meshwright.rules.rule_set import compile_pattern
 from meshwright.specs import canonical, dim_axes, format_spec, shard_shape, spec_axes
 from meshwright.train.job import abstract_init
+from meshwright.train.padding import fill, split_evenly
 from meshwright.train.precision import Precision
 from meshwright.tree import named_leaves
 from meshwright.types import PRNGKeyArray, PyTree
@@ -84,6 +84,8 @@ def state_layout(
     Args:
         zero_axis: an axis over which to split optimizer statistics while parameters stay replicated (ZeRO-1). Gradients
             are then reduce-scattered and updated parameters all-gathered: the same bytes in a fraction of the memory.
+        pad: the leaves that may be padded with zeros, as for `make_layout`. The loss and the optimizer see them without
+            padding.
 
     Example:
         >>> import meshwright as mw, optax
@@ -118,17 +120,15 @@ def init_state(
         >>> state.params["w"].sharding.spec
         P('fsdp',)
     """
-    padded = [leaf for leaf in layout.leaves if leaf.stored_shape != leaf.shape]
-    if padded:
-        raise LayoutError(
-            f"init_state: the layout pads {padded[0].name} from {padded[0].shape} to {padded[0].stored_shape}, but the "
-            "loss needs unpadded parameters.",
-            hint="make the layout without pad=, with rules or sizes that divide evenly.",
-        )
     platform = getattr(layout.mesh.devices.flat[0], "platform", "cpu")
     # With optimizations, the last bit of jax.random.normal can depend on the shard's shape (CPU, jax 0.12).
     options = {"xla_backend_optimization_level": 0} if platform == "cpu" else None
-    make = functools.partial(make_state, job, optimizer, precision=precision)
+
+    def make(key: PRNGKeyArray) -> RunState:
+        made = make_state(job, optimizer, key, precision=precision)
+        filled: RunState = fill(split_evenly(made, layout), layout.leaves)
+        return filled
+
     state: RunState = jax.jit(make, out_shardings=layout.shardings, compiler_options=options)(key)
     return state
 
@@ -202,7 +202,7 @@ def gradient_specs(layout: Layout) -> PyTree:
     finest = {leaf.name: leaf.spec for leaf in params.leaves}
     for leaf, subject in zip(layout.leaves, find_subjects(layout.abstract), strict=True):
         name = subject.names[-1]
-        if subject.role == "statistic" and name in finest and subject.param_shape == leaf.shape:
+        if subject.role == "statistic" and name in finest and subject.param_shape == leaf.stored_shape:
             finest[name] = max(finest[name], leaf.spec, key=lambda spec: len(spec_axes(spec)))
     return params.structure.unflatten([finest[leaf.name] for leaf in params.leaves])
 

@@ -32,6 +32,7 @@ from meshwright.specs import round_up
 from meshwright.train.gradients import Gradients, make_gradients, named_shardings
 from meshwright.train.guards import is_concrete, require_live_state, require_same_state
 from meshwright.train.optimizer_update import require_known_optimizer, update
+from meshwright.train.padding import cut, fill, part_leaves
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, gradient_specs, only_trainable, with_frozen
 from meshwright.train.sync import Sync
@@ -119,6 +120,8 @@ def make_train_step(
         raise MeshwrightError(f"clip must be above 0; got {clip}.", hint="pass a norm such as 1.0, or None.")
     trainable = gradients.trainable
     fine = named_shardings(layout.mesh, only_trainable(gradient_specs(layout), trainable))
+    learned = [leaf for leaf, learns in zip(part_leaves(layout, "params"), trainable, strict=True) if learns]
+    statistics = part_leaves(layout, "opt_state")
     trained = jnp.asarray([place for place, learns in enumerate(trainable) if learns])
 
     def step(state: RunState, batch: PyTree) -> tuple[RunState, Metrics]:
@@ -131,23 +134,26 @@ def make_train_step(
         # With ZeRO-1, each device updates the shard of the parameter whose statistics it holds.
         mine = jax.lax.with_sharding_constraint(only_trainable(state.params, trainable), fine)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, mine)
+        # An optimizer may take means over a parameter, so it sees parameters and statistics without padding.
+        own, own_grads = cut(mine, learned), cut(grads, learned)
 
         def at(with_gradients: bool, params: PyTree) -> Any:
-            whole = with_frozen(params, state.params, trainable)
+            whole = with_frozen(fill(params, learned), state.params, trainable)
             result, _ = make(with_gradients)(whole, batch, key, state.model_state)
-            return (result.loss, result.grads) if with_gradients else result.loss
+            return (result.loss, cut(result.grads, learned)) if with_gradients else result.loss
 
         updates, opt_state = update(
             optimizer,
-            grads,
-            state.opt_state,
-            mine,
+            own_grads,
+            cut(state.opt_state, statistics),
+            own,
             loss=loss,
             loss_at=functools.partial(at, False),
             loss_and_grads_at=functools.partial(at, True),
             clipped=clip is not None,
         )
-        params = jax.tree.map(lambda leaf, update: (leaf + update).astype(leaf.dtype), mine, updates)
+        params = jax.tree.map(lambda leaf, update: (leaf + update).astype(leaf.dtype), own, updates)
+        params, opt_state = fill(params, learned), fill(opt_state, statistics)
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
         if skip_nonfinite:
             params, opt_state, model_state = jax.tree.map(

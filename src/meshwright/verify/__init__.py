@@ -7,9 +7,23 @@ report.require()                                     # raises with the table and
 from meshwright.lazy import make_callable
 from meshwright.verify.causes import Cause
 from meshwright.verify.compare import Comparison, LeafDifference, Ratio
-from meshwright.verify.equivalence import example_batch, verify
+from meshwright.verify.equivalence import verify
+from meshwright.verify.example_batch import example_batch
+from meshwright.verify.fuzz import FuzzCase, FuzzReport, fuzz
 from meshwright.verify.report import Case, VerifyReport
 
-__all__ = ["verify", "example_batch", "VerifyReport", "Case", "Comparison", "LeafDifference", "Ratio", "Cause"]
+__all__ = [
+    "verify",
+    "fuzz",
+    "FuzzReport",
+    "FuzzCase",
+    "example_batch",
+    "VerifyReport",
+    "Case",
+    "Comparison",
+    "LeafDifference",
+    "Ratio",
+    "Cause",
+]
 
 make_callable(__name__, "meshwright.verify.equivalence:verify")  # `mw.verify(job)`

@@ -13,20 +13,15 @@ import numpy as np
 from meshwright.errors import MeshwrightError
 from meshwright.mesh.build import create_mesh
 from meshwright.train.views import GATHER_AXES, View
-from meshwright.verify import causes
+from meshwright.verify import causes, program_causes
 from meshwright.verify.causes import Cause
 from meshwright.verify.compare import Comparison, largest, ratio_of
-from meshwright.verify.measure import (
-    LEAST,
-    Measured,
-    Placed,
-    Reference,
-    all_worst_copies,
-    largest_of_all,
-    rounding,
-    worst_copies,
-)
+from meshwright.verify.measure import Measured, Placed
 from meshwright.verify.program import Program
+from meshwright.verify.reference import LEAST, Reference, all_worst_copies, largest_of_all, rounding, worst_copies
+
+LOSS_VARIES = "the loss varies along"
+"""Part of the error of a loss that still varies along an axis which it should have summed over."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,12 @@ class Finding:
         """Returns the likely causes, most specific first."""
         loss, grads, params = (self.comparisons[what] for what in ("loss", "gradients", "parameters"))
         if loss.ok and grads.ok:
-            return [] if params.ok else [self._optimizer()]
+            found = [] if params.ok else [self._optimizer()]
+            for what, cause in (("model state", causes.model_state), ("metrics", causes.metric)):
+                compared = self.comparisons.get(what)
+                if compared is not None and compared.first is not None:
+                    found.append(cause(compared.first.path, self._parts))
+            return found
         specific = next(self._specific(loss, grads), None)
         found = [specific] if specific is not None else []
         return [*found, causes.backward()] if loss.ok else found
@@ -67,9 +67,9 @@ class Finding:
             lambda: causes.copies(what, causes.copies_along(array, allowed=allowed)),
             self._random,
             lambda: self._reduction(loss, grads),
-            lambda: causes.sum_of_equals(self._program.sums, self._sizes),
-            lambda: causes.sum_of_rows(self._program.sums, self._row_axes, self._rows_at_once),
-            lambda: causes.fixed_key(self._program.draws),
+            lambda: program_causes.sum_of_equals(self._program.sums, self._sizes),
+            lambda: program_causes.sum_of_rows(self._program.sums, self._row_axes, self._rows_at_once),
+            lambda: program_causes.fixed_key(self._program.draws),
             lambda: self._mean_of_means(float(got)) if not loss.ok else None,
             lambda: self._one_block_of_rows(name, got, what),
             lambda: causes.one_part(
@@ -144,7 +144,7 @@ class Finding:
 
     def _with_line(self, cause: Cause | None) -> Cause | None:
         """Adds the line of a sum that counts values twice, if there is one."""
-        found = causes.sum_of_equals(self._program.sums, self._sizes) if cause is not None else None
+        found = program_causes.sum_of_equals(self._program.sums, self._sizes) if cause is not None else None
         if cause is None or found is None:
             return cause
         return dataclasses.replace(cause, text=f"{cause.text} {found.text[0].upper()}{found.text[1:]}")
@@ -158,11 +158,16 @@ class Finding:
             return [], []
 
     def _mean_of_means(self, loss: float) -> Cause | None:
-        losses, ways = [float(x) for x in self._by_block()[0]], self.placed.ways
-        parts = [f"{ways} devices"] * (ways > 1 and self.view == "local")
-        parts += [f"{self.num_minibatches} minibatches"] * (self.num_minibatches > 1)
+        losses = [float(x) for x in self._by_block()[0]]
         one = float(self.reference.loss)
-        return causes.mean_of_means(loss, one, losses, tolerance=self.tolerance, blocks=" and ".join(parts))
+        return causes.mean_of_means(loss, one, losses, tolerance=self.tolerance, blocks=self._parts)
+
+    @property
+    def _parts(self) -> str:
+        """The parts of a batch that the loss sees one at a time, in words."""
+        parts = [f"{self.placed.ways} devices"] * (self.placed.ways > 1 and self.view == "local")
+        parts += [f"{self.num_minibatches} minibatches"] * (self.num_minibatches > 1)
+        return " and ".join(parts)
 
     def _one_block_of_rows(self, name: str | None, got: Any, what: str) -> Cause | None:
         losses, grads = self._by_block() if self.num_minibatches == 1 else ([], [])
@@ -213,7 +218,7 @@ def cause_of_error(error: Exception, placed: Placed, view: View, num_minibatches
     others = [axis for axis, size in placed.mesh.shape.items() if size > 1 and axis not in used]
     if not isinstance(error, MeshwrightError):
         return causes.sees_slices(others)
-    if not others or "the loss varies along" not in str(error):  # the message and its hint say it
+    if not others or LOSS_VARIES not in str(error):  # the message and its hint say it
         return None
     try:
         sums = placed.program(num_minibatches, complete=True).sums
@@ -221,4 +226,6 @@ def cause_of_error(error: Exception, placed: Placed, view: View, num_minibatches
         return causes.sees_slices(others)
     varying = [axis for axis in others if f"{axis!r}" in str(error).partition(", but")[0]]
     rows = placed.inputs.num_rows // (placed.ways * num_minibatches)
-    return causes.sum_of_rows(sums, placed.row_axes, rows) or causes.missing_sum(varying or others, sums)
+    return program_causes.sum_of_rows(sums, placed.row_axes, rows) or program_causes.missing_sum(
+        varying or others, sums
+    )

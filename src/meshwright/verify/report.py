@@ -7,6 +7,7 @@ import json
 import math
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -17,8 +18,8 @@ from meshwright.verify.compare import GROWTH, Comparison
 
 Verdict = Literal["equal", "different", "failed", "skipped"]
 
-HEADINGS = ("mesh", "view", "minibatches", "initial", "loss", "gradients", "parameters", "verdict")
-STAGES = ("initial parameters", "loss", "gradients", "parameters")
+STAGES = ("initial parameters", "loss", "gradients", "parameters", "metrics", "model state")
+OPTIONAL = ("metrics", "model state")  # only shown if a case has them
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,12 @@ class Case:
     """One mesh in one view, compared with one device.
 
     Args:
-        comparisons: initial parameters, loss, gradients, and parameters after the steps, in this order.
+        comparisons: initial parameters, loss, gradients, and parameters after the steps, in this order; then metrics of
+            the first step and the model state after the steps, if the job has them.
         causes: likely causes of the difference, most specific first.
         message: the reason if the case failed or was skipped.
+        refused: whether the case failed because the job cannot run like this, not because its code is wrong.
+        notes: costs that XLA adds in the global view, with their source lines; they do not change the results.
     """
 
     mesh: str
@@ -38,6 +42,8 @@ class Case:
     comparisons: tuple[Comparison, ...] = ()
     causes: tuple[Cause, ...] = ()
     message: str = ""
+    refused: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -47,12 +53,12 @@ class Case:
     def __getitem__(self, what: str) -> Comparison:
         return next(comparison for comparison in self.comparisons if comparison.what == what)
 
-    def row(self) -> tuple[str, ...]:
-        """Returns the case as a row of the table: the largest relative errors, and the verdict."""
-        cells = {comparison.what: _cell(comparison) for comparison in self.comparisons}
+    def row(self, stages: Sequence[str] = STAGES) -> tuple[str, ...]:
+        """Returns the case as a row of the table: the largest relative error of each stage, and the verdict."""
+        found = {comparison.what: _cell(comparison) for comparison in self.comparisons}
         verdict = self.verdict if self.verdict in ("equal", "skipped") else self.verdict.upper()
-        stages = (cells.get(what, "-") for what in STAGES)
-        return (self.mesh, self.view, str(self.num_minibatches), *stages, verdict)
+        cells = (found.get(what, "-") for what in stages)
+        return (self.mesh, self.view, str(self.num_minibatches), *cells, verdict)
 
     def text(self) -> str:
         """Returns the details of a case that differs or failed."""
@@ -90,7 +96,13 @@ class VerifyReport:
 
     def table(self) -> str:
         """Returns one row per case, as text."""
-        return text_table(HEADINGS, [case.row() for case in self.cases])
+        return text_table(*self._table())
+
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        known = {comparison.what for case in self.cases for comparison in case.comparisons}
+        stages = [what for what in STAGES if what not in OPTIONAL or what in known]
+        headings = ("mesh", "view", "minibatches", "initial", *stages[1:], "verdict")
+        return headings, [case.row(stages) for case in self.cases]
 
     def summary(self) -> str:
         """Returns the outcome in one line."""
@@ -110,6 +122,11 @@ class VerifyReport:
                 skipped.setdefault(case.message, {})[case.mesh] = None
         parts = [f"skipped {', '.join(meshes)}: {reason}" for reason, meshes in skipped.items()]
         parts += [case.text() for case in self.cases if case.verdict in ("different", "failed")]
+        noted: dict[str, dict[str, None]] = {}
+        for case in self.cases:
+            for note in case.notes:
+                noted.setdefault(note, {})[case.mesh] = None
+        parts += [f"note ({', '.join(meshes)}, global view): {note}" for note, meshes in noted.items()]
         axes = guilty_axes([(case.sizes, case.verdict == "equal") for case in self.cases if case.verdict != "skipped"])
         if axes:
             named = " and ".join(f"`{axis}`" for axis in axes)
@@ -125,7 +142,7 @@ class VerifyReport:
         from rich.console import Group
         from rich.text import Text
 
-        table = rich_table(HEADINGS, [case.row() for case in self.cases], title="verify", caption=self.summary())
+        table = rich_table(*self._table(), title="verify", caption=self.summary())
         return Group(table, Text(self.details()))
 
     def to_json(self) -> str:

@@ -1,0 +1,99 @@
+"""States with padded leaves: stored with zeros at the end of dims that a mesh does not divide.
+
+The loss and the optimizer see the logical shapes, so that results equal those of one device. Cutting a parameter
+before the loss pads its gradient with zeros, and an update is padded with zeros again, so padding stays zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import LayoutError
+from meshwright.layout import Layout
+from meshwright.layout.leaf import LeafLayout
+from meshwright.specs import dim_axes
+from meshwright.train.views import GATHER_AXES
+from meshwright.types import PyTree
+
+
+def part_leaves(layout: Layout, part: str) -> list[LeafLayout]:
+    """Returns the leaves of one field of a state's layout, such as `opt_state`."""
+    parts = layout.structure.unflatten(layout.leaves)
+    return jax.tree.leaves(getattr(parts, part), is_leaf=lambda node: isinstance(node, LeafLayout))
+
+
+def cut(tree: PyTree, leaves: Sequence[LeafLayout]) -> PyTree:
+    """Returns a tree without padding; dims that are not padded keep their size, so slices in the local view do too.
+
+    Example:
+        >>> import meshwright as mw
+        >>> params = {"w": jnp.ones(10)}
+        >>> layout = mw.make_layout([("w", mw.P("fsdp"))], params, mw.create_abstract_mesh("fsdp:8"), pad=True)
+        >>> stored = fill(params, layout.leaves)
+        >>> stored["w"].shape, cut(stored, layout.leaves)["w"].shape
+        ((16,), (10,))
+    """
+    return _each(_cut, tree, leaves)
+
+
+def fill(tree: PyTree, leaves: Sequence[LeafLayout]) -> PyTree:
+    """Returns a tree with its leaves padded with zeros to their stored shapes; see `cut`."""
+    return _each(_fill, tree, leaves)
+
+
+def split_evenly(tree: PyTree, layout: Layout) -> PyTree:
+    """Constrains leaves that will be padded to be split only along their other dims, for use inside `jax.jit`.
+
+    Random numbers in uneven shards can differ in the last bit from those on one device.
+    """
+
+    def constrain(value: Any, leaf: LeafLayout) -> Any:
+        dims = zip(leaf.spec, leaf.shape, leaf.stored_shape, strict=False)
+        spec = P(*(entry if size == stored else None for entry, size, stored in dims))
+        return jax.lax.with_sharding_constraint(value, NamedSharding(layout.mesh, spec))
+
+    return _each(constrain, tree, layout.leaves)
+
+
+def needs_global_view(leaves: Sequence[LeafLayout]) -> LeafLayout | None:
+    """Returns the first parameter that is padded along an axis over which the local view does not gather, or None."""
+    return next((leaf for leaf in leaves if set(_padded_axes(leaf)) - set(GATHER_AXES)), None)
+
+
+def pads_in_local_view(leaf: LeafLayout) -> LayoutError:
+    """Returns the error for a parameter from `needs_global_view`."""
+    axis = next(axis for axis in _padded_axes(leaf) if axis not in GATHER_AXES)
+    return LayoutError(
+        f"`{leaf.name}` is padded from {leaf.shape} to {leaf.stored_shape} along {axis!r}, so its slices in the local "
+        "view would contain padding.",
+        hint='use view="global", or sizes that divide evenly.',
+    )
+
+
+def _padded_axes(leaf: LeafLayout) -> list[str]:
+    dims = zip(leaf.spec, leaf.shape, leaf.stored_shape, strict=False)
+    return [axis for entry, size, stored in dims if size != stored for axis in dim_axes(entry)]
+
+
+def _each(change: Callable[[Any, LeafLayout], Any], tree: PyTree, leaves: Sequence[LeafLayout]) -> PyTree:
+    """Applies a function to the padded leaves of a tree."""
+    if not any(leaf.is_padded for leaf in leaves):
+        return tree
+    pairs = zip(jax.tree.leaves(tree), leaves, strict=True)
+    changed = [change(value, leaf) if leaf.is_padded else value for value, leaf in pairs]
+    return jax.tree.unflatten(jax.tree.structure(tree), changed)
+
+
+def _cut(value: Any, leaf: LeafLayout) -> Any:
+    sizes = zip(leaf.shape, leaf.stored_shape, strict=True)
+    return value[tuple(slice(size) if size != stored else slice(None) for size, stored in sizes)]
+
+
+def _fill(value: Any, leaf: LeafLayout) -> Any:
+    return jnp.pad(value, [(0, stored - size) for size, stored in zip(leaf.shape, leaf.stored_shape, strict=True)])
