@@ -71,7 +71,7 @@ class StepOptions:
     batch_size: int | None = None
     num_tokens: int | None = None
     remat: Literal["none", "dots", "full", "offload"] | None = None
-    precision: Literal["float32", "mixed", "bfloat16"] = "mixed"
+    precision: Literal["float32", "mixed", "bfloat16", "fp8"] = "mixed"
     minibatches: int | None = None
     sync: Literal["every", "hybrid", "once"] | None = None
     overlap: bool = True

@@ -107,12 +107,13 @@ def run(config: TrainConfig) -> int:
     joined = join(together.coordinator, together.num_processes, together.process_id)
     from meshwright.loop.run import train
     from meshwright.loop.safety.preemption import EXIT_INTERRUPTED, EXIT_PREEMPTED, check_early
+    from meshwright.plan.compiled.fp8_matmuls import inspect_fp8
 
     check_early()
     if joined is not None and jax.process_index() == 0:
         print(joined, file=sys.stderr)
     try:
-        result = train(config)
+        result = train(config, inspect_fp8=inspect_fp8)
     except (Exception, KeyboardInterrupt) as error:
         if joined is None:
             raise

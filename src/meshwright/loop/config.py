@@ -99,8 +99,9 @@ class PlacementOptions:
     """CPU devices to simulate per process if there is no accelerator (default: 8 over all processes)."""
     view: Literal["auto", "local", "global"] = "auto"
     """local: Meshwright layers insert the collectives; global: XLA does; auto chooses one and prints the reason."""
-    precision: Literal["auto", "float32", "mixed", "bfloat16"] = "auto"
-    """Precision of the step; auto is float32 on CPUs and mixed elsewhere."""
+    precision: Literal["auto", "float32", "mixed", "bfloat16", "fp8"] = "auto"
+    """Precision of the step; auto is float32 on CPUs and mixed elsewhere. fp8 multiplies projections in fp8 (Hopper or
+    newer; emulated elsewhere)."""
     remat: Literal["none", "dots", "full", "offload"] = "none"
     """Rematerialization policy for the backward pass."""
     minibatches: int = 1

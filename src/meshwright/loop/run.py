@@ -11,17 +11,23 @@ import jax
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.loop.config import TrainConfig
 from meshwright.loop.fit import Result, fit
+from meshwright.loop.logging.fp8_report import InspectFp8, report_fp8
 from meshwright.loop.logging.progress import Voice
 from meshwright.loop.setup import ReadyRun, set_up
 
 
-def train(config: TrainConfig, *, say: Callable[[str], None] | None = None) -> Result:
+def train(
+    config: TrainConfig, *, say: Callable[[str], None] | None = None, inspect_fp8: InspectFp8 | None = None
+) -> Result:
     """Trains the model that a configuration describes, in a run folder, and returns the outcome.
 
     All processes of a run must call it; only process 0 writes logs and prints.
 
     Args:
         say: function that receives each printed line (default: print to stderr, with a progress line).
+        inspect_fp8: function that reads from the compiled step which matmuls really run in fp8, such as
+            `meshwright.plan.compiled.fp8_matmuls.inspect_fp8`, which `meshwright train` uses. Without it, a run with
+            `--precision fp8` says that this was not checked.
 
     Example:
         >>> import tempfile
@@ -46,6 +52,7 @@ def train(config: TrainConfig, *, say: Callable[[str], None] | None = None) -> R
         )
     with ExitStack() as stack:
         ready = set_up(config, Voice(say), stack)
+        report_fp8(ready.setup, ready.loop.log, ready.state, inspect_fp8)
         result = fit(ready.loop, ready.state, ready.batches)
         ready.setup.tell.end_progress()
         if ready.samples is not None and result.why != "preempted":

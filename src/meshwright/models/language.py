@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import jax
@@ -31,6 +31,7 @@ from meshwright.models.execution import PROJECTION, Execution, Remat
 from meshwright.models.ops import swiglu
 from meshwright.models.stack import run_layers
 from meshwright.parallel.dropout import dropout
+from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.kernels.gradient_kernels import residual_norm
 from meshwright.parallel.pipeline.engine import pipeline
@@ -39,6 +40,8 @@ from meshwright.parallel.vocabulary import vocab_embed
 from meshwright.rules import Rules
 from meshwright.specs import round_up, spec_axes
 from meshwright.types import PRNGKeyArray, PyTree
+
+_AMAXES = "fp8"  # the key of the amaxes among the parameters of a layer
 
 Finish = Callable[[Any, Any, PyTree], PyTree]
 """`finish(h, head, targets)` computes the result from the last hidden states `[B, S, D]` and the head `[D, V]`."""
@@ -157,6 +160,7 @@ class LanguageModel(abc.ABC):
         run: Execution | None = None,
         gather: Gather | None = None,
         remat: Remat = "none",
+        fp8: Amaxes | None = None,
         finish: Finish | None = None,
         targets: PyTree = None,
     ) -> Any:
@@ -171,6 +175,7 @@ class LanguageModel(abc.ABC):
             remat: activations to recompute in the backward pass: "none", "dots" (all except matmul results), "full"
                 (all except the inputs of layers), "offload" (matmul results move to host memory), or a `jax.checkpoint`
                 policy.
+            fp8: the amaxes of the layers' weights that are multiplied in fp8; see `meshwright.train.Fp8`.
             finish: `finish(h, head, targets)`, called instead of computing logits. In a pipeline it runs on the last
                 stage for each microbatch, and its results are summed.
             targets: arrays with the rows of `tokens`, passed to `finish`.
@@ -188,6 +193,12 @@ class LanguageModel(abc.ABC):
         rng = rng if self.dropout else None
         extras = {"positions": positions, "segment_ids": segment_ids}
         stages = run.stages()
+        layers, gather_layers = params["layers"], None if gather is None else gather["layers"]
+        if fp8 is not None:
+            self._check_fp8(fp8, run)
+            # Amaxes are stacked like layers, and pass through the loop over layers beside them.
+            layers = {**layers, _AMAXES: fp8.tree["layers"]}
+            gather_layers = None if gather_layers is None else _beside(gather_layers, _AMAXES, layers[_AMAXES])
         ends = {"embed": params["embed"], "final_norm": params["final_norm"]}
         if not self.tied_embeddings:
             ends["head"] = params["head"]
@@ -204,6 +215,10 @@ class LanguageModel(abc.ABC):
             shared = self.prepare(_positions(segment_ids, tokens.shape[-1]) if positions is None else positions)
 
             def block(layer: PyTree, h: Any, number: Any) -> Any:
+                if fp8 is not None:
+                    layer = dict(layer)
+                    amaxes = replace(fp8, tree=layer.pop(_AMAXES))
+                    layer = amaxes.weights(layer, prefix="layers", is_gathered=gather is not None, kernels=run.kernels)
                 key = None if rng is None else jax.random.fold_in(rng, number)
                 context = Context(run, segment_ids, shared, key, self.dropout, self.norm_eps)
                 return _rows_split(self.layer(layer, h, context), run)
@@ -215,7 +230,7 @@ class LanguageModel(abc.ABC):
                 first=first[0],
                 form=run.layers,
                 remat=remat,
-                gather=None if gather is None else gather["layers"],
+                gather=gather_layers,
                 prefetch=run.prefetch and stages is None,
                 kernels=run.kernels,
             )
@@ -240,7 +255,7 @@ class LanguageModel(abc.ABC):
                 hint="split the stacked layers over the pipeline axis only.",
             )
         if stages is None:
-            h = stage((params["layers"], jnp.zeros(1, jnp.int32)), enter(params["embed"], tokens), extras, rng=rng)
+            h = stage((layers, jnp.zeros(1, jnp.int32)), enter(params["embed"], tokens), extras, rng=rng)
             return last(ends, h, targets)
         # Dropout draws by layer number, so each stage gets the number of its first layer.
         first_number = jnp.full(1, count * axis_index(stages), jnp.int32)
@@ -259,6 +274,20 @@ class LanguageModel(abc.ABC):
             rng=rng,
             combine="sum" if finish is not None else "concatenate",
         )
+
+    def _check_fp8(self, fp8: Amaxes, run: Execution) -> None:
+        others = [name for name in fp8.tree if name != "layers"]
+        if others or "layers" not in fp8.tree:
+            raise ConfigError(
+                f"{self._kind} multiplies only weights of its layers in fp8; got {', '.join(others) or 'none'}.",
+                hint="choose the matmuls with a regex that matches only parameters under layers/.",
+            )
+        if run.stages() is not None:
+            raise PlacementError(
+                f"{self._kind} does not run in fp8 in a pipeline (axis {run.pipeline_axis!r}): the amaxes of "
+                "microbatches would be added up.",
+                hint="use precision='mixed', or a mesh with fsdp and tp.",
+            )
 
     def prepare(self, positions: Any) -> Any:
         """Returns values that all layers share, such as rotary tables, computed once."""
@@ -329,6 +358,13 @@ def init_mlp(k_gate: Any, k_up: Any, k_down: Any, *, d_model: int, d_ff: int, sc
         "up": scaled_normal(k_up, d_model, d_ff),
         "down": scaled_normal(k_down, d_ff, d_model, scale=scale),
     }
+
+
+def _beside(gather: Gather, name: str, tree: PyTree) -> Gather:
+    """Returns a `Gather` of a dict with one more entry: replicated amaxes, for gathers in fp8."""
+    specs = {**gather.specs, name: jax.tree.map(lambda _: P(), tree)}
+    dtypes = None if gather.dtypes is None else {**gather.dtypes, name: jax.tree.map(lambda leaf: leaf.dtype, tree)}
+    return replace(gather, specs=specs, dtypes=dtypes, amaxes=name)
 
 
 def _whole(params: PyTree, gather: Gather | None, name: str) -> PyTree:

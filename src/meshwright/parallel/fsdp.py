@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from meshwright.dtypes import as_dtype, cast_target, is_float
 from meshwright.errors import PlacementError, TreeError
 from meshwright.hardware.chips import chip_family
-from meshwright.mesh.axes import axis_size, pcast_varying, summing_dtype
+from meshwright.mesh.axes import axis_size, pcast_alike, pcast_varying, summing_dtype
 from meshwright.mesh.build import current_mesh
+from meshwright.parallel.fp8.casting import E4M3, WEIGHT, from_wire, quantize, to_wire, widen
 from meshwright.specs import check_spec_type, dim_axes, format_spec
 from meshwright.tree import tree_path_to_string
 from meshwright.types import PyTree
@@ -84,6 +85,7 @@ def gather_array(
     grad_scatter_dtype: Any = None,
     grad_sum_dtype: Any = None,
     mean_grads: bool = False,
+    fp8_amax: Any = None,
 ) -> Any:
     """All-gathers the slices of an array along one dim; its gradient is a reduce-scatter.
 
@@ -93,6 +95,9 @@ def gather_array(
         grad_sum_dtype: dtype in which gradients are summed. If set, an all-to-all replaces the reduce-scatter: it moves
             the same bytes, and each device sums after arrival, so you can send bfloat16 and sum in float32.
         mean_grads: divide gradients by the axis size.
+        fp8_amax: largest magnitude of the whole array. If given, values are sent in fp8 (e4m3), a quarter of the bytes
+            of float32, and arrive as the fp8 values times their scale: for a weight that is multiplied in fp8, that
+            changes nothing. They are cast to `gather_dtype` first.
 
     Example:
         >>> import meshwright as mw
@@ -109,13 +114,17 @@ def gather_array(
     dtype, dim = x.dtype, dim % x.ndim
     x, wire = pcast_varying(x, axis), cast_target(dtype, _dtype(gather_dtype))
 
-    def forward(x: Any) -> Any:
-        return lax.all_gather(x.astype(wire), axis, axis=dim, tiled=True).astype(dtype)
+    def forward(x: Any, amax: Any = None) -> Any:
+        if amax is None:
+            return lax.all_gather(x.astype(wire), axis, axis=dim, tiled=True).astype(dtype)
+        sent = quantize(x.astype(wire), amax, E4M3)
+        arrived = lax.all_gather(to_wire(sent.value), axis, axis=dim, tiled=True)
+        return widen(from_wire(arrived, E4M3), sent.scale, dtype)
 
     if not is_float(dtype):
         return forward(x)
 
-    def scatter(_: None, grad: Any) -> tuple[Any]:
+    def scatter(amax: Any, grad: Any) -> tuple[Any, Any]:
         wire = grad.astype(cast_target(grad.dtype, _dtype(grad_scatter_dtype)))
         if grad_sum_dtype is None:
             total = _sum_scattered(wire, axis=axis, ways=ways, dim=dim)
@@ -124,11 +133,15 @@ def gather_array(
             arrived = lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0)
             total = arrived.astype(_dtype(grad_sum_dtype)).sum(axis=0)
         total = total.astype(jnp.promote_types(total.dtype, dtype))
-        return ((total / ways if mean_grads else total).astype(dtype),)
+        mine = (total / ways if mean_grads else total).astype(dtype)
+        return mine, None if amax is None else jnp.zeros_like(amax)
 
     gather = jax.custom_vjp(forward)
-    gather.defvjp(lambda x: (forward(x), None), scatter)
-    return gather(x)
+    gather.defvjp(lambda x, amax: (forward(x, amax), amax), scatter)
+    if fp8_amax is None:
+        return gather(x, None)
+    x, fp8_amax = pcast_alike(x, fp8_amax)
+    return gather(x, fp8_amax)
 
 
 def _sum_scattered(x: Any, *, axis: str, ways: int, dim: int) -> Any:
@@ -177,6 +190,8 @@ class Gather:
             slices, so float32 slices sent in bfloat16 have float32 gradients.
         grad_scatter_dtype, grad_sum_dtype: see `gather_array`.
         name: path of this part in the parameter tree, for the named scopes of its collectives.
+        amaxes: key of this part under which it holds the amaxes of its fp8 weights (see `Amaxes`). These weights are
+            sent in fp8.
     """
 
     specs: PyTree
@@ -185,6 +200,7 @@ class Gather:
     grad_scatter_dtype: Any = None
     grad_sum_dtype: Any = None
     name: str = ""
+    amaxes: str | None = None
 
     def __getitem__(self, name: Any) -> Gather:
         dtypes = None if self.dtypes is None else self.dtypes[name]
@@ -212,13 +228,20 @@ class Gather:
         paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
         specs = structure.flatten_up_to(self.specs)
         dtypes = [leaf.dtype for leaf in leaves] if self.dtypes is None else structure.flatten_up_to(self.dtypes)
-        return structure.unflatten(list(map(self._whole, paths, leaves, specs, dtypes)))
+        known = {} if self.amaxes is None else _by_path(params[self.amaxes])
+        amaxes = [known.get(str(tree_path_to_string(path, sep="/"))) for path in paths]
+        return structure.unflatten(list(map(self._whole, paths, leaves, specs, dtypes, amaxes)))
 
-    def _whole(self, path: Any, leaf: Any, spec: P, dtype: Any) -> Any:
+    def _whole(self, path: Any, leaf: Any, spec: P, dtype: Any, amaxes: Any = None) -> Any:
+        amax = None if amaxes is None else amaxes[..., WEIGHT]
         back = {"grad_scatter_dtype": self.grad_scatter_dtype, "grad_sum_dtype": self.grad_sum_dtype}
         with leaf_scope(path, self.name):
             for axis in reversed(self.axes):  # The last axis of a spec splits a dim last, so gather it first.
                 dim = dim_split_last_by(tuple(spec), axis, who=f"Gather: {format_spec(spec)}")
                 if dim is not None:
-                    leaf = gather_array(leaf, dim=dim, axis=axis, gather_dtype=dtype, **back)
+                    leaf = gather_array(leaf, dim=dim, axis=axis, gather_dtype=dtype, fp8_amax=amax, **back)
             return leaf.astype(dtype)
+
+
+def _by_path(tree: PyTree) -> dict[str, Any]:
+    return {str(tree_path_to_string(path, sep="/")): leaf for path, leaf in jax.tree.leaves_with_path(tree)}

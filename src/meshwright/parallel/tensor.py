@@ -16,14 +16,18 @@ on any mesh, so models without a tensor axis can call the same functions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshwright.errors import PlacementError
 from meshwright.mesh.axes import pcast_alike, pcast_varying, summing_dtype
+from meshwright.parallel.fp8.products import fp8_products
+from meshwright.parallel.fp8.weight import Fp8Weight
 from meshwright.parallel.local_map import AxisView
 from meshwright.parallel.overlap.collective_matmul import gather_matmul, matmul_scatter
 from meshwright.parallel.overlap.forms import Form
@@ -47,7 +51,7 @@ class GatherOptions(ScatterOptions, total=False):
 
 def column_dense(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | Fp8Weight,
     b: jax.Array | None = None,
     *,
     axis: str | None,
@@ -58,7 +62,7 @@ def column_dense(
 
     Args:
         x: `[..., rows, D]`, split by rows over `axis`, or replicated if `sequence_parallel=False`.
-        w: `[D, F]`, split by columns.
+        w: `[D, F]`, split by columns; an `Fp8Weight` multiplies in fp8.
         b: `[F]`, split.
         sequence_parallel: all-gather the rows of `x` while multiplying.
         overlap: options of `gather_matmul`.
@@ -77,7 +81,7 @@ def column_dense(
 
 def fused_column_dense(
     x: jax.Array,
-    ws: Sequence[jax.Array],
+    ws: Sequence[jax.Array | Fp8Weight],
     bs: Sequence[jax.Array | None] | None = None,
     *,
     axis: str | None,
@@ -101,7 +105,7 @@ def fused_column_dense(
 
 def row_dense(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | Fp8Weight,
     b: jax.Array | None = None,
     *,
     axis: str | None,
@@ -112,7 +116,7 @@ def row_dense(
 
     Args:
         x: `[..., rows, F]`, split by features, as returned by `column_dense`.
-        w: `[F, D]`, split by rows.
+        w: `[F, D]`, split by rows; an `Fp8Weight` multiplies in fp8.
         b: `[D]`, replicated.
         sequence_parallel: reduce-scatter the rows while multiplying; if False, all-reduce.
         overlap: options of `matmul_scatter`.
@@ -125,7 +129,7 @@ def row_dense(
         9.0
     """
     view = AxisView.of(axis, who="row_dense")
-    view.check_split(w=w)
+    view.check_split(w=_value(w))
     view.check_matmul(x, (w,))
     if b is not None:
         _check_bias(view, b, w)
@@ -133,11 +137,19 @@ def row_dense(
         if view.kind == "global":
             view.check_divides(x.shape[-2], "rows")
             view.check_divides(w.shape[0], "input features")
-        scattered = matmul_scatter(x, w, axis=axis, **overlap)
+        if isinstance(w, Fp8Weight):
+            view.check_divides(x.shape[-2], "rows")
+            (scattered,) = fp8_products(x, [_with_options(w, overlap)], kind="scatter", view=view)
+        else:
+            scattered = matmul_scatter(x, w, axis=axis, **overlap)
         return scattered if b is None else _add_bias(scattered, pcast_varying(b.astype(jnp.float32), axis))
     refuse_options(view, overlap)
-    kind = jnp.result_type(x, w)
-    y: jax.Array = dot(x, w, kind)
+    kind = jnp.result_type(x, _value(w))
+    y: jax.Array
+    if isinstance(w, Fp8Weight):
+        (y,) = fp8_products(x, [w], kind="plain", view=view)
+    else:
+        y = dot(x, w, kind)
     # The bias is added after this sum; before it, every device would add it.
     y = lax.psum(y.astype(summing_dtype(kind)), axis).astype(kind) if view.kind == "local" else y
     return y if b is None else _add_bias(y, b)
@@ -213,7 +225,7 @@ _norm.defvjp(_norm_fwd, _norm_bwd)
 def _columns(
     view: AxisView,
     x: jax.Array,
-    ws: tuple[jax.Array, ...],
+    ws: tuple[jax.Array | Fp8Weight, ...],
     bs: Sequence[jax.Array | None] | None,
     rows_split: bool,
     overlap: GatherOptions,
@@ -223,7 +235,7 @@ def _columns(
         raise view.error(f"got {len(biases)} biases for {len(ws)} weights.", hint="pass None for weights without one.")
     view.check_matmul(x, ws)
     for w, b in zip(ws, biases, strict=True):
-        view.check_split(w=w, **({} if b is None else {"b": b}))
+        view.check_split(w=_value(w), **({} if b is None else {"b": b}))
         if b is not None:
             _check_bias(view, b, w)
     if rows_split:
@@ -231,13 +243,43 @@ def _columns(
             view.check_divides(x.shape[-2], "rows")
             for w in ws:
                 view.check_divides(w.shape[1], "output features")
-        ys = gather_matmul(x, ws, axis=view.axis, **overlap)
+        ys = _some_in_fp8(view, x, ws, lambda ws: gather_matmul(x, ws, axis=view.axis, **overlap), overlap)
     else:
         refuse_options(view, overlap)
         # Marking x once sums its gradient over devices once, for all weights.
         x = pcast_varying(x, view.axis)
-        ys = tuple(dot(x, w, jnp.result_type(x, w)) for w in ws)
+        ys = _some_in_fp8(view, x, ws, lambda ws: tuple(dot(x, w, jnp.result_type(x, w)) for w in ws), None)
     return tuple(y if b is None else _add_bias(y, b) for y, b in zip(ys, biases, strict=True))
+
+
+def _some_in_fp8(
+    view: AxisView,
+    x: jax.Array,
+    ws: tuple[jax.Array | Fp8Weight, ...],
+    multiply: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]],
+    overlap: GatherOptions | None,
+) -> tuple[jax.Array, ...]:
+    """Returns the products of all weights, those of each kind with one gather."""
+    narrow = [_with_options(w, overlap or {}) for w in ws if isinstance(w, Fp8Weight)]
+    others = tuple(w for w in ws if not isinstance(w, Fp8Weight))
+    in_fp8 = fp8_products(x, narrow, kind="plain" if overlap is None else "gather", view=view) if narrow else ()
+    found = iter(in_fp8), iter(multiply(others) if others else ())
+    return tuple(next(found[0] if isinstance(w, Fp8Weight) else found[1]) for w in ws)
+
+
+def _with_options(w: Fp8Weight, overlap: GatherOptions | ScatterOptions) -> Fp8Weight:
+    """Returns the weight with the caller's choice of kernels; forms of fp8 matmuls come from the chip's table."""
+    asked = [name for name in ("form", "grad_form", "wire_dtype", "save_gathered") if overlap.get(name)]
+    if asked:
+        raise PlacementError(
+            f"`{w.name}` is multiplied in fp8, which has no {', '.join(f'{name}=' for name in asked)}.",
+            hint="leave these options out.",
+        )
+    return replace(w, kernels=overlap["kernels"]) if overlap.get("kernels") is not None else w
+
+
+def _value(w: Any) -> Any:
+    return w.value if isinstance(w, Fp8Weight) else w
 
 
 def _add_bias(y: jax.Array, b: jax.Array) -> jax.Array:
@@ -245,7 +287,7 @@ def _add_bias(y: jax.Array, b: jax.Array) -> jax.Array:
     return (y.astype(jnp.float32) + b.astype(jnp.float32)).astype(y.dtype)
 
 
-def _check_bias(view: AxisView, b: jax.Array, w: jax.Array) -> None:
+def _check_bias(view: AxisView, b: jax.Array, w: jax.Array | Fp8Weight) -> None:
     if b.shape != w.shape[1:]:
         raise view.error(
             f"a weight of shape {w.shape} and a bias of shape {b.shape} differ in output features.",

@@ -249,6 +249,8 @@ def assemble(
     if needs.hosted_per_row and target.chip is not None:
         sent += (host_copies(profile, target.chip, setup, sizes, rows),)
     tokens = rows * profile.tokens_per_row
+    if profile.precision.fp8 is not None:
+        notes += ("fp8: computed times and memory are those of bfloat16, which are upper bounds",)
     notes += known_to_fail(target, sizes) + flops.notes + (() if compiled is None else compiled.notes)
     return Plan(
         target=target,

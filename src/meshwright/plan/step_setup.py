@@ -31,7 +31,7 @@ class Setup:
         rows: rows of the global batch (default: those of the job's example batch).
         view: "local" or "global" (default: chosen by `choose_view`, as in `make_train_step`).
         remat, num_minibatches, sync, clip: arguments of `make_train_step`.
-        precision: "float32", "mixed", "bfloat16", or the `Precision` fields that differ from the defaults.
+        precision: "float32", "mixed", "bfloat16", "fp8", or the `Precision` fields that differ from the defaults.
         optimizer: name of an optax optimizer.
         zero_axis: argument of `state_layout`.
         overlap: sets the compiler options that overlap collectives with compute on the target (`overlap_options`).
@@ -162,4 +162,5 @@ def view_of_setup(job: Any, sizes: Mapping[str, int], setup: Setup) -> ViewChoic
 def step_options(mesh: AnyMesh, setup: Setup, view: str) -> dict[str, Any]:
     """Returns the XLA options of a setup's step."""
     overlap = setup.overlap and view == "local"
-    return xla_options(mesh, dict(setup.compiler_options), overlap=overlap) or {}
+    is_fp8 = setup.dtypes.fp8 is not None
+    return xla_options(mesh, dict(setup.compiler_options), overlap=overlap, fp8=is_fp8) or {}

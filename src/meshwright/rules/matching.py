@@ -198,7 +198,7 @@ def _subject(leaf: NamedLeaf, prefix: int, shapes: dict[str, tuple[int, ...]], i
             return Subject((name, rest), shape, dtype, "statistic", shapes[rest], field)
     if in_state and top == "model_state":
         return Subject((name, rest) if rest else (name,), shape, dtype, "model state")
-    return Subject((name,), shape, dtype, "bookkeeping" if in_state and top in ("step", "rng") else "parameter")
+    return Subject((name,), shape, dtype, "bookkeeping" if in_state and top in ("step", "rng", "fp8") else "parameter")
 
 
 def _optimizer_prefixes(node: Any, depth: int, prefix: int) -> Iterator[int]:

@@ -4,6 +4,7 @@ from meshwright.distributed.agreement import fingerprint, require_agreement
 from meshwright.lazy import make_callable
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.adapters import equinox_job, linen_job, nnx_job
+from meshwright.train.fp8_scaling import Fp8
 from meshwright.train.gradients import Gradients, global_norm, make_gradients
 from meshwright.train.guards import NonFiniteGuard
 from meshwright.train.job import Job, abstract_init, load_job
@@ -35,6 +36,7 @@ __all__ = [
     "choose_view",
     "ViewChoice",
     "Precision",
+    "Fp8",
     "NonFiniteGuard",
     "require_agreement",
     "fingerprint",

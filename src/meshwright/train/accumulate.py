@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.hardware.chips import chip_family
-from meshwright.mesh.axes import pcast_varying, varying_axes
+from meshwright.mesh.axes import is_manual, pcast_varying, varying_axes
 from meshwright.mesh.build import current_mesh
 from meshwright.metrics import Part, combine, finish, is_pair, neutral, over, over_devices, parts_of, times, wide
+from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.rows import row_key, split_rows
 from meshwright.train.model_state import StateReduce, check_same_state, reduce_state
 from meshwright.train.sync import Sync, make_sync_plan
@@ -30,12 +31,16 @@ from meshwright.types import Metrics, PRNGKeyArray, PyTree
 
 
 class Accumulated(NamedTuple):
-    """The result of `accumulate`: mean loss, float32 gradients sharded like the parameters, metrics and model state."""
+    """The result of `accumulate`: mean loss, float32 gradients sharded like the parameters, metrics and model state.
+
+    `fp8` holds the amaxes of this batch, with fp8.
+    """
 
     loss: Any
     grads: PyTree
     metrics: Metrics
     model_state: PyTree = None
+    fp8: Amaxes | None = None
 
 
 def accumulate(
@@ -58,6 +63,7 @@ def accumulate(
     trainable: Sequence[bool] | None = None,
     model_state: PyTree = None,
     model_state_reduce: StateReduce = "mean",
+    fp8: Amaxes | None = None,
 ) -> Accumulated:
     """Returns loss and gradients of a batch whose rows are split over devices and minibatches, in the local view.
 
@@ -94,6 +100,8 @@ def accumulate(
             returns `(loss, metrics, model_state)`. Minibatches update it one after the other.
         model_state_reduce: how devices combine their model states: "mean" (default), "sum", "max" or "min" of floats
             and the maximum of other dtypes, or `(regex, reduction)` pairs.
+        fp8: amaxes for the fp8 matmuls of the loss, replicated, passed to it as `fp8=`. Those of this batch are
+            returned: the largest of all minibatches and devices.
 
     Example:
         >>> import meshwright as mw
@@ -151,6 +159,10 @@ def accumulate(
     if sync == "once":
         prepared, others = learned.narrow(prepared), fixed.narrow(others)
 
+    # Amaxes are marked before the loss is differentiated, so that those of all devices are combined once, by maximum.
+    everywhere = _manual_axes()
+    marked = pcast_varying(fp8, everywhere)
+
     def step(index: Any, slices: Any, model_state: PyTree) -> Any:
         key = None if rng is None else row_key(rng, first_row + index * block, **blocks)
         # Without this dependency, XLA would hoist the gather out of the loop and keep whole parameters in memory.
@@ -160,12 +172,13 @@ def accumulate(
         whole, pull_inside = jax.vjp(lambda held: learned.inside(held, masters), held)
         constants = fixed.narrow(fixed.inside(held_fixed, frozen))
 
-        def local_sum(params: Sequence[Any]) -> Any:
+        def local_sum(params: Sequence[Any], fp8: Amaxes | None) -> Any:
+            options: dict[str, Any] = {} if fp8 is None else {"fp8": fp8}
             arguments = (join(params, constants), parts.join(slices), key)
             if model_state is None:
-                (loss, metrics), new_state = loss_fn(*arguments), None
+                (loss, metrics), new_state = loss_fn(*arguments, **options), None
             else:
-                loss, metrics, new_state = loss_fn(arguments[0], model_state, *arguments[1:])
+                loss, metrics, new_state = loss_fn(arguments[0], model_state, *arguments[1:], **options)
                 check_same_state(new_state, model_state, axes=plan.axes)
             total, count = loss if is_pair(loss) else (loss, jnp.float32(1))
             plan.check_loss(total)
@@ -176,37 +189,46 @@ def accumulate(
 
         if with_gradients:
             # Widening after the gradients are stacked writes them once, in half the bytes.
-            (total, aux), grads = jax.value_and_grad(local_sum, has_aux=True)(learned.narrow(whole))
+            both = jax.value_and_grad(local_sum, argnums=(0, 1), has_aux=True)
+            (total, aux), (grads, amaxes) = both(learned.narrow(whole), marked)
             grads = written_once(grads)
             (grads,) = pull_inside([grad.astype(leaf.dtype) for grad, leaf in zip(grads, whole, strict=True)])
             grads = jax.tree.map(wide, grads)
         else:
-            (total, aux), grads = local_sum(learned.narrow(whole)), None
+            (total, aux), grads, amaxes = local_sum(learned.narrow(whole), marked), None, None
         count, metrics, new_state = aux
         found = (Part(total, count, "sum", "pair"), parts_of(metrics, count))
-        return pcast_varying((found, new_state), plan.axes), grads
+        return pcast_varying((found, new_state), plan.axes), (grads, amaxes)
 
     model_state = pcast_varying(model_state, plan.axes)
     if num_minibatches == 1:
-        (found, model_state), grads = step(0, [array[0] for array in parts.arrays], model_state)
+        (found, model_state), (grads, amaxes) = step(0, [array[0] for array in parts.arrays], model_state)
     else:
 
         def body(carry: Any, x: Any) -> tuple[Any, None]:
-            (found, state), grads = carry
-            (more, state), more_grads = step(x[0], x[1], state)
-            return ((combine(found, more), state), add(grads, more_grads)), None
+            (found, state), (grads, amaxes) = carry
+            (more, state), (more_grads, more_amaxes) = step(x[0], x[1], state)
+            largest = jax.tree.map(jnp.maximum, amaxes, more_amaxes)
+            return ((combine(found, more), state), (add(grads, more_grads), largest)), None
 
         (zeros, _), zero_grads = zeros_for(lambda: step(0, [array[0] for array in parts.arrays], model_state))
         xs = (jnp.arange(num_minibatches), parts.arrays)
-        ((found, model_state), grads), _ = lax.scan(body, ((neutral(zeros), model_state), zero_grads), xs)
+        ((found, model_state), (grads, amaxes)), _ = lax.scan(body, ((neutral(zeros), model_state), zero_grads), xs)
 
     loss, metrics = over_devices(found, plan.axes, row_axes=plan.row_axes)
     if with_gradients:
         (grads,) = pull(grads)
         grads = join([over(leaf, loss.count) for leaf in grads], [None] * len(frozen))
+    if everywhere and amaxes is not None:
+        amaxes = lax.pmax(amaxes, everywhere)
     if model_state is not None:
         model_state = reduce_state(model_state, model_state_reduce, plan.axes)
-    return Accumulated(over(loss.total, loss.count), grads, finish(metrics), model_state)
+    return Accumulated(over(loss.total, loss.count), grads, finish(metrics), model_state, amaxes)
+
+
+def _manual_axes() -> tuple[str, ...]:
+    mesh = current_mesh()
+    return () if mesh is None else tuple(axis for axis in mesh.axis_names if is_manual(axis))
 
 
 # --- Weighted sums over minibatches and devices ---

@@ -24,11 +24,13 @@ from meshwright.mesh.axes import varying_axes
 from meshwright.mesh.build import AnyMesh
 from meshwright.metrics import Mean, Sum, declare, is_pair
 from meshwright.models.execution import Remat, remat_policy
+from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.local_map import local_map
 from meshwright.specs import format_spec, keep_axes, spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.axis_errors import axis_errors
+from meshwright.train.fp8_scaling import Fp8
 from meshwright.train.job import check_axes, execution_of
 from meshwright.train.padding import cut, fill, needs_global_view, pads_in_local_view, part_leaves
 from meshwright.train.precision import Precision
@@ -50,20 +52,24 @@ PIPELINE_AXES = ("pp",)
 
 @dataclass(frozen=True)
 class Gradients:
-    """`gradients(params, batch, rng, model_state=None) -> (Accumulated, squares)`, for use inside `jax.jit`.
+    """`gradients(params, batch, rng, model_state=None, fp8=None) -> (Accumulated, squares)`, for use inside `jax.jit`.
 
     The metrics are declared metrics (`meshwright.metrics`) and include `loss` and, if the loss is a pair, `tokens`. The
     gradient of a frozen parameter is None. `squares` is an array with the sum of squares of each trained leaf's
-    gradient. `trainable` says which leaves are trained. `row_axes` split the rows of a batch.
+    gradient. `trainable` says which leaves are trained. `row_axes` split the rows of a batch. With fp8, `fp8` is the
+    scaling state (default: that of the first step), and `Accumulated.fp8` has the amaxes of this batch.
     """
 
-    compute: Callable[[PyTree, PyTree, Any, PyTree], tuple[Accumulated, Any]]
+    compute: Callable[[PyTree, PyTree, Any, PyTree, PyTree], tuple[Accumulated, Any]]
     row_axes: tuple[str, ...]
     trainable: tuple[bool, ...]
     view: ViewChoice
+    fp8: Fp8 | None = None
 
-    def __call__(self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree = None) -> tuple[Accumulated, Any]:
-        return self.compute(params, batch, rng, model_state)
+    def __call__(
+        self, params: PyTree, batch: PyTree, rng: Any, model_state: PyTree = None, fp8: PyTree = None
+    ) -> tuple[Accumulated, Any]:
+        return self.compute(params, batch, rng, model_state, fp8)
 
 
 def make_gradients(
@@ -130,11 +136,19 @@ def make_gradients(
                 for leaf, dtype in zip(params.leaves, jax.tree.leaves(dtypes), strict=True)
             ]
         )
+    fp8 = precision.fp8
+    if fp8 is not None and "fp8" not in takes:
+        if function is job.loss:
+            raise JobError(
+                "precision fp8 needs a loss that takes fp8=, and the job's loss does not.",
+                hint="use precision='mixed', or multiply by meshwright.parallel.Fp8Weight, as language_job does.",
+            )
+        fp8 = None  # an evaluation loss without it computes in `precision.compute`
     explain = functools.partial(view_errors, choice)
     loss_of_whole = _loss_function(function, takes, gather, remat, keeps_state=keeps_state, explain=explain)
 
-    def loss(stored: PyTree, *arguments: Any) -> Any:
-        return loss_of_whole(cut(stored, params.leaves), *arguments)
+    def loss(stored: PyTree, *arguments: Any, **passed: Any) -> Any:
+        return loss_of_whole(cut(stored, params.leaves), *arguments, **passed)
 
     options: Any = {
         "num_minibatches": num_minibatches,
@@ -147,21 +161,31 @@ def make_gradients(
     state_leaves = part_leaves(layout, "model_state")
     whole = None if execution_of(job) is not None else _gathered_shardings(params, row_axes)
 
-    def gathered(params: PyTree, *arguments: Any) -> Any:
-        return loss(params if whole is None else jax.lax.with_sharding_constraint(params, whole), *arguments)
+    def gathered(params: PyTree, *arguments: Any, **passed: Any) -> Any:
+        whole_params = params if whole is None else jax.lax.with_sharding_constraint(params, whole)
+        return loss(whole_params, *arguments, **passed)
 
-    def spread(params: PyTree, model_state: PyTree, batch: PyTree, rng: Any) -> Any:
+    def spread(params: PyTree, model_state: PyTree, batch: PyTree, rng: Any, **passed: Any) -> Any:
         rows = jax.tree.map(lambda leaf: NamedSharding(mesh, P(row_axes) if np.ndim(leaf) else P()), batch)
-        return gathered(params, model_state, jax.lax.with_sharding_constraint(batch, rows), rng)
+        return gathered(params, model_state, jax.lax.with_sharding_constraint(batch, rows), rng, **passed)
 
-    def in_global_view(params: PyTree, batch: PyTree, rng: Any, model_state: PyTree) -> tuple[Accumulated, Any]:
+    def in_global_view(
+        params: PyTree, batch: PyTree, rng: Any, model_state: PyTree, amaxes: Amaxes | None
+    ) -> tuple[Accumulated, Any]:
         # Statistics of a minibatch depend on its rows, so with a model state minibatches are the same on every mesh:
         # contiguous rows, which then move between devices.
         own_rows = num_minibatches > 1 and not keeps_state
         ways = math.prod(mesh.shape[axis] for axis in row_axes) if own_rows else 1
         function = spread if keeps_state and num_minibatches > 1 else gathered
         result = accumulate(
-            function, params, batch, rng, row_blocks=ways, model_state=cut(model_state, state_leaves), **options
+            function,
+            params,
+            batch,
+            rng,
+            row_blocks=ways,
+            model_state=cut(model_state, state_leaves),
+            fp8=amaxes,
+            **options,
         )
         result = result._replace(model_state=fill(result.model_state, state_leaves))
         if not with_gradients:
@@ -169,13 +193,16 @@ def make_gradients(
         grads = jax.lax.with_sharding_constraint(result.grads, named_shardings(mesh, specs))
         return result._replace(grads=grads), leaf_square_sums(grads)
 
-    def on_each_device(params_here: PyTree, batch: PyTree, rng: Any, model_state: PyTree) -> tuple[Accumulated, Any]:
+    def on_each_device(
+        params_here: PyTree, batch: PyTree, rng: Any, model_state: PyTree, amaxes: Amaxes | None
+    ) -> tuple[Accumulated, Any]:
         result = accumulate(
             loss,
             params_here,
             batch,
             rng,
             model_state=model_state,
+            fp8=amaxes,
             specs=params.specs,
             sync=sync or "hybrid",
             gather_axes=() if by_layer else gather_axes,
@@ -187,17 +214,27 @@ def make_gradients(
         )
         return result, leaf_square_sums(result.grads) if with_gradients else None
 
-    def in_local_view(params_whole: PyTree, batch: PyTree, rng: Any, model_state: PyTree) -> tuple[Accumulated, Any]:
+    def in_local_view(
+        params_whole: PyTree, batch: PyTree, rng: Any, model_state: PyTree, amaxes: Amaxes | None
+    ) -> tuple[Accumulated, Any]:
         rows = jax.tree.map(lambda leaf: P(row_axes) if np.ndim(leaf) else P(), batch)
         replicated: Any = P()
         grads = specs if with_gradients else replicated
-        out_specs = (Accumulated(replicated, grads, replicated, replicated), replicated)
-        in_specs = (params.specs, rows, replicated, replicated)
+        out_specs = (Accumulated(replicated, grads, replicated, replicated, replicated), replicated)
+        in_specs = (params.specs, rows, replicated, replicated, replicated)
         mapped = local_map(on_each_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-        result: tuple[Accumulated, Any] = mapped(params_whole, batch, rng, model_state)
+        result: tuple[Accumulated, Any] = mapped(params_whole, batch, rng, model_state, amaxes)
         return result
 
-    return Gradients(in_global_view if view == "global" else in_local_view, row_axes, tuple(trainable), choice)
+    in_view = in_global_view if view == "global" else in_local_view
+
+    def compute(
+        stored: PyTree, batch: PyTree, rng: Any, model_state: PyTree, scaling: PyTree
+    ) -> tuple[Accumulated, Any]:
+        amaxes = None if fp8 is None else fp8.amaxes(cut(stored, params.leaves), scaling)
+        return in_view(stored, batch, rng, model_state, amaxes)
+
+    return Gradients(compute, row_axes, tuple(trainable), choice, fp8)
 
 
 # --- Norms of sharded trees ---
@@ -275,15 +312,15 @@ def _loss_function(
     if "remat" in takes:
         options["remat"] = remat
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **passed: Any) -> Any:
         with axis_errors(), explain():
-            return function(*arguments, **options)
+            return function(*arguments, **options, **passed)
 
     # A loss without a `remat` argument is recomputed as a whole.
     run = call if policy is None or "remat" in takes else jax.checkpoint(call, policy=policy)
 
-    def loss(*arguments: Any) -> Any:
-        value, metrics, *state = _checked(run(*arguments), keeps_state=keeps_state)
+    def loss(*arguments: Any, **passed: Any) -> Any:
+        value, metrics, *state = _checked(run(*arguments, **passed), keeps_state=keeps_state)
         metrics = {**declare(metrics), "loss": value if is_pair(value) else Mean(jnp.asarray(value))}
         if is_pair(value):
             metrics["tokens"] = Sum(value[1])

@@ -13,6 +13,7 @@ from meshwright.errors import PlacementError
 from meshwright.models.execution import Execution, Remat
 from meshwright.models.language import LanguageModel
 from meshwright.parallel.cross_entropy import LossOptions, linear_cross_entropy
+from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.fsdp import Gather
 from meshwright.train.job import Job
 from meshwright.types import Metrics, PRNGKeyArray, PyTree
@@ -85,6 +86,7 @@ def _loss(
     *,
     gather: Gather | None = None,
     remat: Remat = "none",
+    fp8: Amaxes | None = None,
 ) -> Any:
     def finish(h: Any, head: Any, targets: PyTree) -> Any:
         return next_token_loss(
@@ -108,6 +110,7 @@ def _loss(
         run=run,
         gather=gather,
         remat=remat,
+        fp8=fp8,
         finish=finish,
         targets={"targets": batch["targets"], "weights": batch.get("weights")},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.train.fp8_scaling import Fp8
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
@@ -25,6 +27,8 @@ class Precision:
         reduce: dtype in which devices reduce gradients.
         accumulate: dtype in which gradients of minibatches are summed; must be float32.
         keep: regex; parameters with a match in their path are not cast to `compute`.
+        fp8: which matmuls run in fp8, as an `Fp8` or a mapping of its fields (default: none). Their products and all
+            other operations stay in `compute`.
     """
 
     params: Any = "float32"
@@ -32,8 +36,13 @@ class Precision:
     reduce: Any = "float32"
     accumulate: Any = "float32"
     keep: str = r"norm|scale|bias"
+    fp8: Any = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.fp8, Mapping):
+            object.__setattr__(self, "fp8", Fp8(**self.fp8))
+        elif not (self.fp8 is None or isinstance(self.fp8, Fp8)):
+            raise MeshwrightError(f"precision: fp8 must be an Fp8; got {self.fp8!r}.", hint="pass fp8=Fp8(), or None.")
         for name in ("params", "compute", "reduce", "accumulate"):
             dtype = as_dtype(getattr(self, name))
             if not is_float(dtype):
@@ -47,7 +56,10 @@ class Precision:
 
     @classmethod
     def named(cls, name: str | Precision) -> Precision:
-        """Returns "float32", "mixed" (bfloat16 compute), or "bfloat16" (bfloat16 compute and parameters).
+        """Returns a precision by name.
+
+        "float32"; "mixed" (bfloat16 compute); "bfloat16" (bfloat16 compute and parameters); or "fp8" (like mixed, with
+        the projections of the layers in fp8, see `Fp8`).
 
         Example:
             >>> Precision.named("mixed").compute.name
@@ -57,6 +69,7 @@ class Precision:
             "float32": cls(),
             "mixed": cls(compute="bfloat16"),
             "bfloat16": cls(params="bfloat16", compute="bfloat16"),
+            "fp8": cls(compute="bfloat16", fp8=Fp8()),
         }
         if isinstance(name, Precision):
             return name

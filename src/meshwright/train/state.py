@@ -40,6 +40,7 @@ class RunState:
         skipped: number of steps skipped because the loss or a gradient was not finite.
         skipped_in_a_row: number of steps skipped since the last step that was not.
         model_state: arrays that the loss updates; None if the job has no `model_state`.
+        fp8: amaxes of the last steps for delayed fp8 scaling, see `Fp8`; None without.
     """
 
     step: Any
@@ -49,6 +50,7 @@ class RunState:
     skipped: Any
     skipped_in_a_row: Any
     model_state: PyTree = None
+    fp8: PyTree = None
 
 
 def make_state(job: Any, optimizer: Any, key: PRNGKeyArray, *, precision: Precision | str = "float32") -> RunState:
@@ -67,7 +69,9 @@ def make_state(job: Any, optimizer: Any, key: PRNGKeyArray, *, precision: Precis
     make_model_state = getattr(job, "model_state", None)
     model_state = None if make_model_state is None else make_model_state(init_key)
     learned = only_trainable(params, trainable_leaves(job, params))
-    return RunState(zero, params, optimizer.init(learned), run_key, zero, zero, model_state)
+    fp8 = Precision.named(precision).fp8
+    scaling = None if fp8 is None else fp8.init(params)
+    return RunState(zero, params, optimizer.init(learned), run_key, zero, zero, model_state, scaling)
 
 
 def state_layout(

@@ -29,6 +29,7 @@ from meshwright.models.execution import Remat
 from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.parallel.rows import count_rows
 from meshwright.specs import round_up
+from meshwright.train.fp8_scaling import are_finite
 from meshwright.train.gradients import Gradients, make_gradients, named_shardings
 from meshwright.train.guards import is_concrete, require_live_state, require_same_state
 from meshwright.train.optimizer_update import require_known_optimizer, update
@@ -73,7 +74,7 @@ def make_train_step(
             `choose_view`; `step.view` says which view it is, and why.
         num_minibatches: number of minibatches, computed one after the other (default: 1).
         sync: how often devices exchange gradients in the local view (default: "hybrid"); see `accumulate`.
-        precision: "float32", "mixed", "bfloat16", or a `Precision`.
+        precision: "float32", "mixed", "bfloat16", "fp8", or a `Precision`; with fp8, the loss must take `fp8=`.
         remat: activations to recompute in the backward pass: "none", "dots", "full", "offload", or a `jax.checkpoint`
             policy.
         clip: the largest global gradient norm; larger gradients are scaled down (default: no clipping).
@@ -126,8 +127,8 @@ def make_train_step(
 
     def step(state: RunState, batch: PyTree) -> tuple[RunState, Metrics]:
         key = jax.random.fold_in(state.rng, state.step)
-        result, squares = gradients(state.params, batch, key, state.model_state)
-        loss, grads, metrics, model_state = result
+        result, squares = gradients(state.params, batch, key, state.model_state, state.fp8)
+        loss, grads, metrics, model_state, amaxes = result
         norm = jnp.sqrt(squares.sum())
         if clip is not None:
             grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
@@ -139,7 +140,7 @@ def make_train_step(
 
         def at(with_gradients: bool, params: PyTree) -> Any:
             whole = with_frozen(fill(params, learned), state.params, trainable)
-            result, _ = make(with_gradients)(whole, batch, key, state.model_state)
+            result, _ = make(with_gradients)(whole, batch, key, state.model_state, state.fp8)
             return (result.loss, cut(result.grads, learned)) if with_gradients else result.loss
 
         updates, opt_state = update(
@@ -154,12 +155,14 @@ def make_train_step(
         )
         params = jax.tree.map(lambda leaf, update: (leaf + update).astype(leaf.dtype), own, updates)
         params, opt_state = fill(params, learned), fill(opt_state, statistics)
-        good = jnp.isfinite(loss) & jnp.isfinite(norm)
+        good, scaling = jnp.isfinite(loss) & jnp.isfinite(norm), state.fp8
+        if gradients.fp8 is not None and amaxes is not None:
+            good, scaling = good & are_finite(amaxes), gradients.fp8.update(scaling, amaxes)
         if skip_nonfinite:
-            params, opt_state, model_state = jax.tree.map(
+            params, opt_state, model_state, scaling = jax.tree.map(
                 lambda new, old: jnp.where(good, new, old),
-                (params, opt_state, model_state),
-                (mine, state.opt_state, state.model_state),
+                (params, opt_state, model_state, scaling),
+                (mine, state.opt_state, state.model_state, state.fp8),
             )
         bad = (~good & skip_nonfinite).astype(jnp.int32)
         state = RunState(
@@ -170,6 +173,7 @@ def make_train_step(
             skipped=state.skipped + bad,
             skipped_in_a_row=(state.skipped_in_a_row + bad) * bad,
             model_state=model_state,
+            fp8=scaling,
         )
         finite = jnp.isfinite(squares)
         return state, {
@@ -180,7 +184,8 @@ def make_train_step(
             "bad_leaf": jnp.where(finite.all(), -1, trained[jnp.argmin(finite)]),
         }
 
-    options = xla_options(layout.mesh, compiler_options, overlap=overlap and gradients.view.view == "local")
+    is_fp8, is_local = gradients.fp8 is not None, gradients.view.view == "local"
+    options = xla_options(layout.mesh, compiler_options, overlap=overlap and is_local, fp8=is_fp8)
     return Step(step, layout, gradients, updates=True, donate=donate, compiler_options=options)
 
 
@@ -224,10 +229,10 @@ def make_eval_step(
     )
 
     def step(state: RunState, batch: PyTree) -> Metrics:
-        result, _ = losses(state.params, batch, None, state.model_state)
+        result, _ = losses(state.params, batch, None, state.model_state, state.fp8)
         return result.metrics if raw else compute(result.metrics)
 
-    options = xla_options(layout.mesh, compiler_options)
+    options = xla_options(layout.mesh, compiler_options, fp8=losses.fp8 is not None)
     return Step(step, layout, losses, updates=False, donate=False, compiler_options=options)
 
 
@@ -249,6 +254,7 @@ class Step:
         self.view = gradients.view
         self.donates = donate
         self._shardings: dict[Any, PyTree] = {}
+        self._programs: dict[Any, Any] = {}
         self._on_simulated_devices = layout.mesh.size > 1 and chip_family(layout.mesh) == "cpu"
         self._last: Any = None
         self._compared = False  # whether all processes gave the same batch
@@ -274,7 +280,8 @@ class Step:
         if self._on_simulated_devices:
             # XLA:CPU shares one thread pool between programs, so collectives of two steps in flight can deadlock.
             jax.block_until_ready(self._last)
-        result = self._jit(state, self.place(batch))
+        program = self._programs.get(_shapes(batch), self._jit) if self._programs else self._jit
+        result = program(state, self.place(batch))
         if self._on_simulated_devices:
             last = jax.tree.leaves(result)[-1]  # a metric, which is never donated
             self._last = last if is_concrete(last) else None
@@ -292,11 +299,10 @@ class Step:
 
     def place(self, batch: PyTree) -> PyTree:
         """Returns the batch on the mesh, with rows split over the data axes; does not copy a batch already there."""
-        leaves, structure = jax.tree.flatten(batch)
+        leaves, shapes = jax.tree.leaves(batch), _shapes(batch)
         if not self._compared and not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             require_same_batch(batch, who="step")  # once, because it fetches the batch
             self._compared = True
-        shapes = (structure, *(np.shape(leaf) for leaf in leaves))
         if shapes not in self._shardings:
             self._shardings[shapes] = self.batch_shardings(batch)
         shardings = self._shardings[shapes]
@@ -330,6 +336,18 @@ class Step:
         )
         return self._jit.lower(self.layout.abstract, shapes)
 
+    def compile(self, batch: PyTree) -> Any:
+        """Returns the program compiled for a batch of these shapes, which later calls with such batches run."""
+        shapes = _shapes(batch)
+        if shapes not in self._programs:
+            self._programs[shapes] = self.lower(batch).compile()
+        return self._programs[shapes]
+
+
+def _shapes(batch: PyTree) -> tuple[Any, ...]:
+    leaves, structure = jax.tree.flatten(batch)
+    return (structure, *((np.shape(leaf), np.dtype(leaf.dtype)) for leaf in leaves))
+
 
 # --- Default XLA options by device family, as measured in benchmarks/results/decoder_h200.md ---
 
@@ -340,13 +358,20 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def xla_options(mesh: AnyMesh, wanted: dict[str, Any] | None, *, overlap: bool = False) -> dict[str, Any] | None:
+# XLA merges small matmuls that share an operand before it recognizes fp8, and then multiplies in bfloat16.
+_FP8_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_dot_merger_threshold_mb": 0}}
+
+
+def xla_options(
+    mesh: AnyMesh, wanted: dict[str, Any] | None, *, overlap: bool = False, fp8: bool = False
+) -> dict[str, Any] | None:
     """Returns the XLA options for a step on this mesh: defaults for its devices, overridden by `wanted`.
 
-    With `overlap`, the defaults include `overlap_options`.
+    With `overlap`, the defaults include `overlap_options`; with `fp8`, those that keep fp8 matmuls in fp8.
     """
     chip = chip_family(mesh) if isinstance(mesh, Mesh) else ""
     known = _OPTIONS.get(chip, {}) | (overlap_options(mesh) if overlap and mesh.size > 1 else {})
+    known |= _FP8_OPTIONS.get(chip, {}) if fp8 else {}
     if not known:
         return wanted
     options = tuple(known.items())

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.libtpu import TPU_ENVIRONMENT
+from meshwright.plan.compiled.fp8_matmuls import MatmulUse
 from meshwright.plan.compiled.topology import require_compiler
 from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.step_setup import Setup
@@ -50,6 +51,7 @@ class Compiled:
     Args:
         peak_bytes: peak memory per device, from the compiler's memory analysis.
         memory: its parts: argument, output, alias (outputs that reuse arguments), temp, generated_code.
+        matmuls: the matmuls by parameter, with the dtypes in which they run.
         estimated_cycles: the compiler's estimate of compute cycles (TPUs), or 0.
         trace_s, compile_s: seconds of tracing and compiling.
         peak_rss_bytes: host memory used to compile.
@@ -62,6 +64,7 @@ class Compiled:
     memory: Mapping[str, int] = field(default_factory=dict)
     collectives: tuple[CompiledCollective, ...] = ()
     num_matmuls: int = 0
+    matmuls: tuple[MatmulUse, ...] = ()
     estimated_cycles: int = 0
     trace_s: float = 0.0
     compile_s: float = 0.0
@@ -97,6 +100,9 @@ class Compiled:
             for one in ({key: value for key, value in found.items() if key != "state"} for found in data["collectives"])
         )
         changed = {"setup": Setup.from_json(data["setup"]), "collectives": collectives, "notes": tuple(data["notes"])}
+        changed["matmuls"] = tuple(
+            MatmulUse(**{**one, "dtypes": tuple(one["dtypes"])}) for one in data.get("matmuls", ())
+        )
         return cls(**{**data, **changed})
 
 

@@ -21,6 +21,7 @@ from meshwright.layout.leaf import format_bytes
 from meshwright.loop.logging.memory_use import peak_resident
 from meshwright.plan.compiled.collectives import ProgramSchedule, read_schedule
 from meshwright.plan.compiled.compile import Compiled
+from meshwright.plan.compiled.fp8_matmuls import check_fp8
 from meshwright.plan.compiled.topology import assumed_cudnn, mesh_on_target, require_compiler, stand_in_for_cudnn
 from meshwright.plan.compiled.verdict import CompiledCollective, judge
 from meshwright.plan.step_setup import Setup, build_step, step_options
@@ -87,12 +88,18 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
     schedule = read_schedule(text)
     collectives = _judged(schedule, target, setup, step)
     memory, peak = _memory(compiled.memory_analysis(), target)
+    fp8 = setup.dtypes.fp8
+    names = () if fp8 is None else fp8.names(step.layout.abstract.params)
+    check = check_fp8(text, names, platform=target.platform)
+    if fp8 is not None:
+        notes += [check.line(), *check.warnings()]
     return Compiled(
         **made,
         peak_bytes=peak,
         memory=memory,
         collectives=collectives,
         num_matmuls=schedule.num_matmuls,
+        matmuls=check.uses,
         estimated_cycles=schedule.estimated_cycles,
         compile_s=seconds,
         peak_rss_bytes=peak_resident(),

@@ -40,13 +40,13 @@ class Matmuls:
 
     def count(self, instruction: Instruction) -> int:
         """Returns the number of matmuls in an instruction and all that it calls; a loop body counts once."""
-        if _is_matmul(instruction):
+        if is_matmul(instruction):
             return 1
         return sum(self._inside(name)[0] for name in instruction.called)
 
     def flops(self, computation: str, instruction: Instruction) -> float:
         """Returns the FLOPs of those matmuls; a loop body counts with its trips."""
-        if _is_matmul(instruction):
+        if is_matmul(instruction):
             return self._of_one(computation, instruction)
         often = trip_count(self.program, instruction) if instruction.opcode == "while" else 1
         return often * sum(self._inside(name)[1] for name in instruction.called)
@@ -127,7 +127,8 @@ def merged_hops(
     return found
 
 
-def _is_matmul(instruction: Instruction) -> bool:
+def is_matmul(instruction: Instruction) -> bool:
+    """Returns whether an instruction is a matmul, as an operation or a library call."""
     if instruction.opcode in ("dot", "convolution", "scaled-dot"):
         return True
     known = _LIBRARY.search(instruction.attributes) or _WRITES.search(instruction.attributes)

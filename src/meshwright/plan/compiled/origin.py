@@ -142,7 +142,7 @@ class Origins:
     ) -> str:
         named = _leaves(source) or _leaves(*self._neighbours(computation, instruction))
         if not named:
-            arguments = (self._argument(computation, name) for name in instruction.inputs)
+            arguments = (self.argument(computation, name) for name in instruction.inputs)
             named = list(dict.fromkeys(filter(None, arguments)))
         if named:
             of = f"{named[0]} and {len(named) - 1} more" if len(named) > 1 else named[0]
@@ -170,7 +170,7 @@ class Origins:
                     reached.add(one.name)
         return found
 
-    def _argument(self, computation: str, name: str) -> str:
+    def argument(self, computation: str, name: str) -> str:
         """Traces a value back to an argument of the program and returns its name, or ""."""
         walk = _Walk(self.program, computation, name)
         for _ in range(_MAX_STEPS):

@@ -212,6 +212,8 @@ def _grounds(plan: Plan, notes: Sequence[str]) -> Section:
     made += [tag("h3", "Counted in the traced program (computed)"), pairs(counted)]
     if plan.compiled is not None:
         made += [tag("h3", "Compiled"), pairs(_compiled(plan.compiled))]
+        if plan.compiled.matmuls:
+            made.append(_matmuls(plan.compiled))
     if plan.target.chip is not None:
         made.append(_chip(plan.target.chip))
     return Section("Basis of the figures", join(made), short="Basis")
@@ -226,6 +228,13 @@ def _compiled(compiled: Compiled) -> list[tuple[str, str]]:
         ("collectives", f"{len(compiled.collectives):,}"),
         *compiled.versions.items(),
     ]
+
+
+def _matmuls(compiled: Compiled) -> Markup:
+    rows = [(use.name, use.role, f"{use.runs:,}", use.kind, use.how) for use in compiled.matmuls]
+    kinds = len({use.kind for use in compiled.matmuls})
+    summary = f"All {sum(use.runs for use in compiled.matmuls):,} matmuls of the compiled program, by dtypes ({kinds})"
+    return fold(summary, table(["parameter or scope", "role", "runs", "dtypes", "call"], rows))
 
 
 def _chip(chip: Chip) -> Markup:

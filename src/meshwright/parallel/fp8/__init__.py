@@ -1,0 +1,1 @@
+"""fp8 matmuls: scales, casts, and products with gradients, in every view."""

@@ -1,0 +1,94 @@
+"""Weights whose matmuls run in fp8: a parameter together with its amaxes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from meshwright.parallel.fp8.casting import Scaling
+from meshwright.types import PyTree
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["value", "amaxes"],
+    meta_fields=["scaling", "name", "is_gathered", "kernels"],
+)
+@dataclass(frozen=True)
+class Fp8Weight:
+    """A weight `[K, N]` that `column_dense`, `fused_column_dense` and `row_dense` multiply in fp8.
+
+    Args:
+        value: the weight, in the dtype of the products.
+        amaxes: float32 `[3]`: the amaxes that give the scales of the input, the weight and the output's gradient. Its
+            *gradient* is the amaxes of this step, on this device. The weight's amax must be its own.
+        scaling: "delayed": scales come from `amaxes`. "current": those of inputs and gradients come from the tensors.
+        name: path of the parameter, which names its matmuls in compiled programs.
+        is_gathered: whether the weight was gathered for this use. Its gradient then casts it again, so that no copy
+            in fp8 outlives it.
+        kernels: see `Execution`.
+
+    Example:
+        >>> import jax.numpy as jnp, meshwright as mw
+        >>> w = mw.parallel.Fp8Weight(jnp.full((16, 16), 0.3), jnp.array([2.0, 0.3, 1.0]))
+        >>> float(mw.parallel.column_dense(jnp.ones((4, 16)), w, axis=None)[0, 0])  # 0.3 becomes 0.3125
+        5.0
+    """
+
+    value: Any
+    amaxes: Any
+    scaling: Scaling = "delayed"
+    name: str = "weight"
+    is_gathered: bool = False
+    kernels: bool | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+    @property
+    def ndim(self) -> int:
+        return int(self.value.ndim)
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["scaling"])
+@dataclass(frozen=True)
+class Amaxes:
+    """The amaxes of a model's fp8 matmuls, which a step passes to a loss that takes `fp8=`.
+
+    Args:
+        tree: nested dicts with the paths of parameters. A leaf is float32 `[..., 3]`, stacked like its parameter.
+        scaling: see `Fp8Weight`.
+    """
+
+    tree: Mapping[str, Any]
+    scaling: Scaling = "delayed"
+
+    def weights(self, params: PyTree, *, prefix: str = "", **options: Any) -> PyTree:
+        """Returns a tree of dicts with an `Fp8Weight` in place of each parameter that has amaxes.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> params = {"up": jnp.ones((16, 16)), "norm": jnp.ones(16)}
+            >>> found = Amaxes({"up": jnp.ones(3)}).weights(params)
+            >>> type(found["up"]).__name__, found["norm"].shape
+            ('Fp8Weight', (16,))
+        """
+
+        def wrap(node: Any, amaxes: Any, path: str) -> Any:
+            if isinstance(amaxes, Mapping):
+                return {
+                    name: wrap(child, amaxes[name], f"{path}/{name}" if path else name) if name in amaxes else child
+                    for name, child in node.items()
+                }
+            return Fp8Weight(node, amaxes, scaling=self.scaling, name=path, **options)
+
+        return wrap(params, self.tree, prefix)
