@@ -18,6 +18,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.layout.leaf import text_table
 from meshwright.mesh.build import create_mesh
 from meshwright.models.execution import Remat
+from meshwright.train.job import unused_axes
 from meshwright.train.state import require_loss
 from meshwright.train.sync import Sync
 from meshwright.train.views import View, choose_view
@@ -206,7 +207,9 @@ class _Bench:
     _references: dict[Any, References] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.axes = rule_axes(self.job.rules)
+        # Rules may allow axes that the job does not use, and every mesh with them would be refused.
+        axes = rule_axes(self.job.rules)
+        self.axes = {axis: needed for axis, needed in axes.items() if needed or not unused_axes(self.job, {axis: 2})}
         sizes = [size for size in range(2, len(self.devices) + 1) if len(self.devices) % size == 0]
         # Most cases use all devices.
         self.meshes = [mesh for size in (*sizes, *[len(self.devices)] * 2) for mesh in all_meshes(size, self.axes)]
