@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from meshwright.cli import main
-from meshwright.loop.config import PRESETS, TrainConfig, preset
+from meshwright.loop.config import TrainConfig
+from meshwright.loop.presets import PRESETS, preset
 
 
 @pytest.fixture

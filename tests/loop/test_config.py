@@ -5,7 +5,8 @@ import math
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.loop.config import PRESETS, TrainConfig, preset, read_config
+from meshwright.loop.config import TrainConfig, read_config
+from meshwright.loop.presets import PRESETS, preset
 
 
 def test_a_written_configuration_reads_back_equal(tmp_path):

@@ -19,7 +19,8 @@ import tyro
 
 from meshwright.cli import simulate_devices
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.loop.config import TrainConfig, preset_options, read_options
+from meshwright.loop.config import TrainConfig, read_options
+from meshwright.loop.presets import preset_options
 
 
 def _field_help(group: type) -> dict[str, str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from meshwright.lazy import lazy_names
-from meshwright.loop.config import PRESETS, TrainConfig, preset, read_config
+from meshwright.loop.config import TrainConfig, read_config
 from meshwright.loop.fit import Loop, Result, fit
+from meshwright.loop.presets import PRESETS, preset
 
 _WHERE = {
     "train": "run",

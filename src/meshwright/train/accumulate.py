@@ -12,7 +12,7 @@ Model state, such as running statistics, passes from one minibatch to the next. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jax import lax
 from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import is_manual, pcast_varying, varying_axes
 from meshwright.mesh.build import current_mesh
-from meshwright.metrics import Part, combine, finish, is_pair, neutral, over, over_devices, parts_of, times, wide
+from meshwright.metrics import Part, combine, finish, is_pair, neutral, over, over_devices, parts_of, wide
 from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.rows import row_key, split_rows
 from meshwright.train.model_state import StateReduce, check_same_state, reduce_state
@@ -231,30 +231,7 @@ def _manual_axes() -> tuple[str, ...]:
     return () if mesh is None else tuple(axis for axis in mesh.axis_names if is_manual(axis))
 
 
-# --- Weighted sums over minibatches and devices ---
-
-
-def denominator(metrics: Any, key: str) -> Any:
-    """Returns the count of the pair `metrics[key]`, or 1 (equal weights) if there is no such pair."""
-    pair: Any = metrics.get(key) if isinstance(metrics, Mapping) else None
-    return jnp.asarray(pair[1]) if is_pair(pair) else jnp.float32(1)
-
-
-def weigh(metrics: PyTree, weight: Any) -> PyTree:
-    """Returns metrics as summands: weighted values, and pairs without the NaN of empty ones."""
-
-    def summand(node: Any) -> Any:
-        if is_pair(node):
-            total, count = (wide(item) for item in node)
-            return (jnp.where(count > 0, total, jnp.zeros_like(total)), count)
-        return times(node, weight)
-
-    return jax.tree.map(summand, metrics, is_leaf=is_pair)
-
-
-def average(sums: PyTree, total: Any) -> PyTree:
-    """Turns sums of `weigh` results into metrics: pairs stay pairs, other values are divided by the total weight."""
-    return jax.tree.map(lambda node: node if is_pair(node) else over(node, total), sums, is_leaf=is_pair)
+# --- Sums over minibatches ---
 
 
 def add(first: PyTree, second: PyTree) -> PyTree:
