@@ -56,20 +56,25 @@ def vocab_embed(
     if view.kind == "global":
         view.check_divides(table.shape[0], "tokens of vocabulary")
 
-    def look_up(ids: Any, table: Any) -> Any:
+    def look_up(ids: Any, table: Any, *place: Any) -> Any:
         assert axis is not None
-        part = _lookup(ids, table, lax.axis_index(axis) * table.shape[0], vocab_size)
+        number = place[0][0] if place else lax.axis_index(axis)
+        part = _lookup(ids, table, number * table.shape[0], vocab_size)
         # The sum is exact in any dtype, because all terms but one are zero.
         if sequence_parallel:
             return sum_scattered(part, axis)
         return lax.psum(part.astype(summing_dtype(part.dtype)), axis).astype(table.dtype)
 
+    # In the global view, each device gets its number as an argument: XLA can refuse `axis_index` (PartitionId) in a
+    # program that is manual along one axis only.
+    place = (jnp.arange(view.ways, dtype=jnp.int32),) if view.kind == "global" else ()
     embedded: jax.Array = view.run(
         look_up,
         whole_numbers(ids),
         table,
+        *place,
         plain=lambda ids, table: _lookup(ids, table, 0, vocab_size),
-        in_specs=(P(), P(axis)),
+        in_specs=(P(), P(axis), *(P(axis) for _ in place)),
         out_specs=P(*([None] * (ids.ndim - 1)), axis) if sequence_parallel else P(),
     )
     return embedded
