@@ -144,9 +144,9 @@ def test_an_unsaved_or_skipped_run_exits_with_1(cli, monkeypatch):
     from meshwright.loop.fit import Result
 
     for why in ("finished", "out of data", "preempted"):
-        monkeypatch.setattr(run_module, "train", lambda config, why=why: Result(None, 3, why, {}, saved=False))
+        monkeypatch.setattr(run_module, "train", lambda config, why=why, **_: Result(None, 3, why, {}, saved=False))
         assert cli("train")[0] == 1
-    monkeypatch.setattr(run_module, "train", lambda config: Result(None, 3, "finished", {}, saved=True, skipped=3))
+    monkeypatch.setattr(run_module, "train", lambda config, **_: Result(None, 3, "finished", {}, saved=True, skipped=3))
     assert cli("train")[0] == 1
 
 
@@ -171,5 +171,5 @@ def test_a_stopped_run_exits_with_75(cli, monkeypatch):
     from meshwright.loop.fit import Result
 
     for why, code in (("finished", 0), ("out of data", 0), ("preempted", 75)):
-        monkeypatch.setattr(run_module, "train", lambda config, why=why: Result(None, 1, why, {}, saved=True))
+        monkeypatch.setattr(run_module, "train", lambda config, why=why, **_: Result(None, 1, why, {}, saved=True))
         assert cli("train")[0] == code

@@ -132,7 +132,7 @@ def test_arrays_have_the_shardings_of_the_step():
         weights = batch["weights"] * (batch["segment_ids"] > 0)
         return ((params["w"][batch["inputs"]] * weights).sum(), weights.sum()), {}
 
-    job = mw.Job(init=lambda key: {"w": jnp.ones(16)}, rules=[("w", mw.P("fsdp"))], loss=loss)
+    job = mw.Job(init=lambda key: {"w": jnp.ones(16)}, rules=[("w", mw.P(("fsdp", "tp")))], loss=loss)
     optimizer = optax.sgd(0.1)
     layout = state_layout(job, optimizer, mw.create_mesh("dp:2,fsdp:2,tp:2"))
     state = init_state(job, optimizer, layout, jax.random.key(0))

@@ -1,5 +1,6 @@
 """Prefetching: batches are read ahead, errors surface at their batch, threads end."""
 
+import gc
 import threading
 import time
 
@@ -14,6 +15,13 @@ def wait_until(condition, seconds=20):
     while not condition():
         assert time.monotonic() < ends, "waited in vain"
         time.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def no_threads_of_other_tests():
+    # The iterator of a Grain DataLoader has no close(): its threads end when it is collected.
+    gc.collect()
+    wait_until(lambda: not reading_threads())
 
 
 def reading_threads():

@@ -27,7 +27,7 @@ JOB = """
 
     job = mw.Job(
         init=lambda key: {"w": jax.random.normal(key, (4,))},
-        rules=[("w", P())],
+        rules=mw.Rules([("w", P("tp"))], optional_axes=("tp",)),
         loss=loss,
         batch={"x": jax.ShapeDtypeStruct((8, 4), "float32")},
         make_batch=make_batch,

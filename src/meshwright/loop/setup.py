@@ -60,7 +60,7 @@ from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
 from meshwright.specs import round_up
 from meshwright.train import NonFiniteGuard, RunState, Step, language_job, make_train_step, state_layout
-from meshwright.train.job import load_job
+from meshwright.train.job import check_axes, load_job
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,8 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     choice = MeshChoice(as_first(choice.mesh), as_first(choice.reason))
     tell(f"mesh: {choice.mesh} ({_devices()}); {choice.reason}")
     mesh = create_mesh(choice.mesh)
+    # Report a misspelled axis before the layout warns about it; the step checks the axes of the layout itself.
+    check_axes(job, {axis: size for axis, size in mesh.shape.items() if axis != config.placement.zero_axis})
     layout = state_layout(job, optimizer, mesh, zero_axis=config.placement.zero_axis, precision=precision)
     tell(
         f"model: {config.model.job or config.model.model}, {num_params(job):,} parameters; the state takes "
