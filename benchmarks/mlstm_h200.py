@@ -1,4 +1,4 @@
-"""Time of the mLSTM cell on one GPU by chunk size, forward, and forward with backward.
+"""Time of the mLSTM cell on one GPU, forward, and forward with backward: the XLA form by chunk size, and the kernels.
 
     PYTHONPATH=src python3 benchmarks/mlstm_h200.py --steps 10 --write mlstm.json
     PYTHONPATH=src python3 benchmarks/mlstm_h200.py --tiny                  # small shapes, on a CPU as well
@@ -6,8 +6,9 @@
 Inputs are random: q, k and v in bfloat16, gates in float32. All programs of a shape are compiled in parallel and warmed
 up. Then they run in rounds, in a new random order each round, so that no program always runs on a cooler or hotter
 chip. A call's time is the mean of `--inner` calls; the table has medians over rounds. The last column is relative to
-the default chunk size, which `mlstm_chunkwise` chooses by chip. `--steps` adds train steps of an 813M xLSTM with chunks
-of 64 and of the default size.
+the default chunk size of the XLA form, which `mlstm_chunkwise` chooses by chip. The row *kernels* is what
+`mlstm_chunkwise` uses by default, which is the XLA form on other chips than Hopper GPUs. `--steps` adds train steps of
+an 813M xLSTM with chunks of 64 and of twice the key size (XLA), and with the default.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ SHAPES = [
 TINY_SHAPES = [(1, 40, 2, 8, 16)]
 CHUNK_SIZES = (64, 128, 256, 384, 512)
 TINY_CHUNK_SIZES = (16,)
+Size = int | str | None  # a chunk size of the XLA form, None for its default, or "kernels"
 DIRECTIONS = ("forward", "both")
 MODEL = {"vocab_size": 50304, "num_layers": 12, "d_model": 2048, "num_heads": 4, "d_ff": 5504}
 TINY_MODEL = {"vocab_size": 128, "num_layers": 1, "d_model": 32, "num_heads": 2, "d_ff": 64}
@@ -49,7 +51,7 @@ TINY_MODEL = {"vocab_size": 128, "num_layers": 1, "d_model": 32, "num_heads": 2,
 def main() -> None:
     args = arguments()
     shapes = TINY_SHAPES if args.tiny else [SHAPES[number] for number in args.shapes]
-    sizes: list[int | None] = [*(TINY_CHUNK_SIZES if args.tiny else args.chunks), None]
+    sizes: list[Size] = [*(TINY_CHUNK_SIZES if args.tiny else args.chunks), None, "kernels"]
     device = jax.devices()[0]
     print(f"{device.device_kind}; {machine()}; {versions('jax', 'jaxlib')}", flush=True)
     results: list[dict[str, Any]] = []
@@ -72,10 +74,10 @@ def main() -> None:
     sys.exit(1 if any("error" in result for result in results) else 0)
 
 
-def measure_shape(shape: tuple[int, ...], sizes: list[int | None], args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_shape(shape: tuple[int, ...], sizes: list[Size], args: argparse.Namespace) -> list[dict[str, Any]]:
     inputs = make_inputs(shape)
-    programs: dict[tuple[int | None, str], Any] = {}
-    errors: dict[int | None, str] = {}
+    programs: dict[tuple[Size, str], Any] = {}
+    errors: dict[Size, str] = {}
     with concurrent.futures.ThreadPoolExecutor(args.threads) as pool:
         pending = {
             (size, direction): pool.submit(make_program(size, direction).lower(*inputs).compile)
@@ -88,7 +90,7 @@ def measure_shape(shape: tuple[int, ...], sizes: list[int | None], args: argpars
                 jax.block_until_ready(programs[size, direction](*inputs))
             except Exception as error:
                 errors[size] = str(error).splitlines()[0][:80]
-    times: dict[tuple[int | None, str], list[float]] = {key: [] for key in programs if key[0] not in errors}
+    times: dict[tuple[Size, str], list[float]] = {key: [] for key in programs if key[0] not in errors}
     order = list(times)
     for number in range(args.rounds):
         random.Random(number).shuffle(order)
@@ -103,7 +105,7 @@ def measure_shape(shape: tuple[int, ...], sizes: list[int | None], args: argpars
 
 
 def result_of(
-    shape: tuple[int, ...], size: int | None, programs: dict[Any, Any], times: dict[Any, Any], errors: dict[Any, str]
+    shape: tuple[int, ...], size: Size, programs: dict[Any, Any], times: dict[Any, Any], errors: dict[Any, str]
 ) -> dict[str, Any]:
     result: dict[str, Any] = {"shape": list(shape), "chunk": size}
     if size in errors:
@@ -115,8 +117,10 @@ def result_of(
     return result | {"peak_bytes": getattr(memory, "peak_memory_in_bytes", 0)}
 
 
-def make_program(size: int | None, direction: str) -> Any:
-    cell = mlstm_chunkwise if size is None else functools.partial(mlstm_chunkwise, chunk_size=size)
+def make_program(size: Size, direction: str) -> Any:
+    cell: Any = mlstm_chunkwise
+    if size != "kernels":
+        cell = functools.partial(mlstm_chunkwise, chunk_size=size, kernels=False)
 
     def both(*args: Any) -> Any:
         *inputs, d_h = args
@@ -168,10 +172,11 @@ def measure_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     rows, length = (2, 40) if args.tiny else (4, 8192)
     optimizer, mesh = optax.adamw(1e-4), mw.create_mesh("dp:1", devices=1)
-    running: dict[int | None, Any] = {}
-    memory: dict[int | None, int] = {}
-    for size in (64, None):
-        model = XLSTM(**(TINY_MODEL if args.tiny else MODEL), chunk_size=size)
+    running: dict[Size, Any] = {}
+    memory: dict[Size, int] = {}
+    sizes: dict[str, Any] = TINY_MODEL if args.tiny else MODEL
+    for size in (64, sizes["d_model"] // sizes["num_heads"], None):
+        model = XLSTM(**sizes, chunk_size=size)
         job = language_job(model, batch_size=rows, num_tokens=length)
         layout = state_layout(job, optimizer, mesh)
         step = make_train_step(job, optimizer, layout, precision="mixed", clip=1.0)
@@ -179,7 +184,7 @@ def measure_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
         compiled = step.lower(batch).compile()
         memory[size] = getattr(compiled.memory_analysis(), "peak_memory_in_bytes", 0)
         running[size] = (compiled, init_state(job, optimizer, layout, jax.random.key(0)), batch)
-    times: dict[int | None, list[float]] = {size: [] for size in running}
+    times: dict[Size, list[float]] = {size: [] for size in running}
     order = list(running)
     for number in range(3 + args.steps):
         random.Random(number).shuffle(order)

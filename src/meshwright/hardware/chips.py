@@ -185,7 +185,17 @@ def is_hopper(mesh: Any) -> bool:
         >>> is_hopper(None)
         False
     """
-    return re.search(r"\bG?H(20|100|200|800)\b", _device_kind(mesh)) is not None
+    return is_hopper_kind(_device_kind(mesh))
+
+
+def is_hopper_kind(device_kind: str) -> bool:
+    """Returns whether a JAX device kind is that of a Hopper GPU.
+
+    Example:
+        >>> is_hopper_kind("NVIDIA H200"), is_hopper_kind("NVIDIA A100-SXM4-80GB")
+        (True, False)
+    """
+    return re.search(r"\bG?H(20|100|200|800)\b", device_kind) is not None
 
 
 def _device_kind(mesh: Any) -> str:

@@ -14,6 +14,8 @@ from jax import Array, lax
 from meshwright.errors import PlacementError
 from meshwright.models.execution import on_gpu
 from meshwright.models.mlstm import CellInputs, MLSTMState, einsum, normalise, prepare_tokens
+from meshwright.models.mlstm_hopper import can_fuse, mlstm_on_hopper
+from meshwright.parallel.kernels.dispatch import uses_hopper_kernels
 from meshwright.specs import ceil_div
 
 # On an H200, twice the key size was within 3% of the fastest for keys of 128 and 256 (benchmarks/mlstm_h200.py); on
@@ -23,6 +25,7 @@ _CHUNK_SIZE, _MIN_GPU_CHUNK, _MAX_GPU_CHUNK = 64, 128, 512
 
 class _Chunking(TypedDict, total=False):
     chunk_size: int | None
+    kernels: bool | None
     state: MLSTMState | None
     segment_ids: Array | None
 
@@ -57,6 +60,7 @@ def mlstm_chunkwise(
     state: MLSTMState | None = None,
     segment_ids: Array | None = None,
     return_state: bool = False,
+    kernels: bool | None = None,
 ) -> Array | tuple[Array, MLSTMState]:
     """Returns the outputs `[B, S, H, V]` of an mLSTM and optionally the final state, for training.
 
@@ -74,6 +78,8 @@ def mlstm_chunkwise(
             state unless it continues the document of `state`. 0 is padding, which does not change the state and has
             outputs of 0.
         return_state: whether to return the state after the last token as well.
+        kernels: use Pallas kernels (default: on Hopper GPUs, for 16-bit inputs without `chunk_size` and states, if S is
+            a multiple of 128 and K and V are multiples of 64 that fit; in the global view, only on one device).
 
     Example:
         >>> q = k = v = jnp.ones((1, 100, 2, 4))
@@ -84,6 +90,9 @@ def mlstm_chunkwise(
         ((1, 100, 2, 4), (1, 2, 4, 4))
     """
     t = prepare_tokens(q, k, v, i, f, state, segment_ids, who="mlstm_chunkwise")
+    if state is None and not return_state and chunk_size is None and uses_hopper_kernels(kernels) and can_fuse(q, v):
+        fused: Array = t.silence_padding(mlstm_on_hopper(t))
+        return fused
     if chunk_size is None:
         wide = min(max(2 * t.q_BSHK.shape[-1], _MIN_GPU_CHUNK), _MAX_GPU_CHUNK)
         chunk_size = wide if on_gpu() else _CHUNK_SIZE

@@ -120,6 +120,7 @@ class XLSTM(LanguageModel):
             self._gate(f, params["f_bias"]),
             chunk_size=self.chunk_size,
             segment_ids=context.segment_ids,
+            kernels=context.run.kernels,
         )
         y = _head_norm(y, params["head_norm"], self.norm_eps) * jax.nn.sigmoid(o.astype(jnp.float32))
         return context.rows(checkpoint_name(y.astype(x.dtype), PROJECTION), params["out"])

@@ -8,7 +8,7 @@ import meshwright as mw
 from meshwright import PlacementError
 from meshwright.parallel import local_map
 from meshwright.parallel.kernels import dispatch as kernels
-from meshwright.parallel.kernels.dispatch import backed_by, uses_kernels
+from meshwright.parallel.kernels.dispatch import backed_by, uses_hopper_kernels, uses_kernels
 
 
 def in_local_view(mesh, wanted):
@@ -56,6 +56,19 @@ def test_old_gpus_do_not_use_kernels(monkeypatch):
         device = type("Device", (), {"compute_capability": capability})()
         monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
         assert uses_kernels(None) is wanted, capability
+
+
+def test_hopper_kernels_need_hopper_and_new_jax(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", max(jax.__version_info__, (0, 11)))
+    assert not uses_hopper_kernels(None)
+    assert uses_hopper_kernels(True)  # interpreted
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for kind, wanted in (("NVIDIA H200", True), ("NVIDIA B200", False)):
+        device = type("Device", (), {"device_kind": kind})()
+        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
+        assert uses_hopper_kernels(None) is wanted, kind
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    assert not uses_hopper_kernels(True)
 
 
 def test_impossible_requests_raise(monkeypatch):

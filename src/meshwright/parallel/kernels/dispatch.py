@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType
 
 from meshwright.errors import PlacementError
-from meshwright.hardware.chips import chip_family
+from meshwright.hardware.chips import chip_family, is_hopper, is_hopper_kind
 from meshwright.mesh.build import current_mesh
 
 
@@ -47,6 +47,19 @@ def uses_kernels(wanted: bool | None) -> bool:
             f"kernels=True, but the kernels need GPUs; {why}.", hint="leave kernels out to use them wherever possible."
         )
     return True
+
+
+def uses_hopper_kernels(wanted: bool | None) -> bool:
+    """Returns whether to use Pallas kernels that need a Hopper GPU and jax 0.11; see `uses_kernels`.
+
+    Without a mesh, the default depends on the default backend.
+    """
+    if jax.__version_info__ < (0, 11):
+        return False
+    mesh = current_mesh()
+    if wanted is None and mesh is None:
+        return jax.default_backend() == "gpu" and is_hopper_kind(jax.local_devices()[0].device_kind)
+    return uses_kernels(wanted) and (is_hopper(mesh) or is_interpreted())
 
 
 def _is_too_old() -> bool:
