@@ -1,5 +1,7 @@
 """The mLSTM's kernels for Hopper GPUs: the same function as the other forms, with plain JAX in place of the kernels."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,9 @@ from ..parallel.kernels.recurrence import plain_pairs, plain_sums
 
 B, S, H, K, V = 2, 256, 2, 16, 24
 NAMES = ("h", "q", "k", "v", "i", "f")
+
+
+fused = functools.partial(mlstm_chunkwise, kernels=True)
 
 
 @pytest.fixture
@@ -59,7 +64,7 @@ def values_and_gradients(cell, args, weights):
 def test_outputs_and_gradients_equal_the_parallel_form(forget, segments, stand_ins):
     args, segment_ids = tokens(forget=forget), packed() if segments == "packed" else None
     weights = np.random.default_rng(5).standard_normal((B, S, H, V)).astype(np.float32)
-    found = values_and_gradients(lambda *a: mlstm_chunkwise(*a, segment_ids=segment_ids), args, weights)
+    found = values_and_gradients(lambda *a: fused(*a, segment_ids=segment_ids), args, weights)
     assert stand_ins == [
         "sums", "mlstm_outputs", "sums", "mlstm_value_gradients", "mlstm_key_gradients", "mlstm_query_gradients"
     ]  # fmt: skip
@@ -75,7 +80,7 @@ def test_gates_of_any_size_stay_finite(stand_ins):
     q, k, v, i, f = tokens()
     i = i.copy()
     i[:, 3], i[:, 100], i[:, 101] = 90.0, -90.0, -np.inf
-    found = values_and_gradients(mlstm_chunkwise, (q, k, v, i, f), np.ones((B, S, H, V), np.float32))
+    found = values_and_gradients(fused, (q, k, v, i, f), np.ones((B, S, H, V), np.float32))
     exact = values_and_gradients(mlstm_parallel, (q, k, v, i, f), np.ones((B, S, H, V), np.float32))
     for name, got, true in zip(NAMES, found, exact, strict=True):
         assert np.isfinite(got).all(), name
@@ -87,7 +92,7 @@ def test_split_rows_and_heads_equal_one_device(stand_ins):
     weights = np.random.default_rng(5).standard_normal((B, S, H, V)).astype(np.float32)
 
     def loss(q, k, v, i, f, weights):
-        return jnp.sum(mlstm_chunkwise(q, k, v, i, f) * weights)
+        return jnp.sum(fused(q, k, v, i, f) * weights)
 
     specs = P("dp", None, "tp")
     split = local_map(
@@ -134,7 +139,7 @@ def test_kernels_trace_on_several_devices(monkeypatch):
     ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
 
     def local(q, k, v, i, f, segment_ids):
-        h = mlstm_chunkwise(q, k, v, i, f, segment_ids=segment_ids)
+        h = fused(q, k, v, i, f, segment_ids=segment_ids)
         return jax.lax.psum(jnp.sum(h.astype(jnp.float32)), "dp")
 
     split = local_map(local, mesh=mw.create_mesh("dp:2", devices=2), in_specs=(P("dp"),) * 6, out_specs=P())
@@ -164,8 +169,9 @@ def test_supported_shapes_and_dtypes(keys, values, length, dtype, fits):
 
 def test_states_and_chunk_sizes_use_xla(stand_ins):
     args = tokens()
-    mlstm_chunkwise(*args, chunk_size=64)
-    _, state = mlstm_chunkwise(*args, return_state=True)
-    mlstm_chunkwise(*args, state=state)
-    mlstm_chunkwise(*args, kernels=False)
+    fused(*args, chunk_size=64)
+    _, state = fused(*args, return_state=True)
+    fused(*args, state=state)
+    fused(*args, kernels=False)
+    mlstm_chunkwise(*args)  # the kernels are off by default
     assert not stand_ins

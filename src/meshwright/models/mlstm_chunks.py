@@ -78,8 +78,9 @@ def mlstm_chunkwise(
             state unless it continues the document of `state`. 0 is padding, which does not change the state and has
             outputs of 0.
         return_state: whether to return the state after the last token as well.
-        kernels: use Pallas kernels (default: on Hopper GPUs, for 16-bit inputs without `chunk_size` and states, if S is
-            a multiple of 128 and K and V are multiples of 64 that fit; in the global view, only on one device).
+        kernels: whether to use Pallas kernels on Hopper GPUs (default: no, until all target shapes are measured). They
+            take 16-bit inputs without `chunk_size` and states, if S is a multiple of 128 and K and V are multiples of
+            64 that fit; in the global view, only on one device.
 
     Example:
         >>> q = k = v = jnp.ones((1, 100, 2, 4))
@@ -90,7 +91,8 @@ def mlstm_chunkwise(
         ((1, 100, 2, 4), (1, 2, 4, 4))
     """
     t = prepare_tokens(q, k, v, i, f, state, segment_ids, who="mlstm_chunkwise")
-    if state is None and not return_state and chunk_size is None and uses_hopper_kernels(kernels) and can_fuse(q, v):
+    plain = state is None and not return_state and chunk_size is None
+    if plain and kernels and uses_hopper_kernels(kernels) and can_fuse(q, v):
         fused: Array = t.silence_padding(mlstm_on_hopper(t))
         return fused
     if chunk_size is None:
