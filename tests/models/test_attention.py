@@ -23,14 +23,14 @@ def inputs(heads=4, kv_heads=2, rows=3, length=8, dim=8, dtype=jnp.float32):
     return [jnp.asarray(array.astype(dtype)) for array in made]  # NumPy casts; XLA needs F16C for float16
 
 
-def in_float64(q, k, v, segment_ids=None, soft_cap=None):
+def in_float64(q, k, v, segment_ids=None, soft_cap=None, window=None, scale=None):
     """Attention computed one number at a time."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
     for b, t, h in np.ndindex(q.shape[:3]):
         ids = np.zeros(q.shape[1]) if segment_ids is None else segment_ids[b]
-        seen = [s for s in range(t + 1) if ids[s] == ids[t]]
-        logits = np.array([q[b, t, h] @ k[b, s, h // group] for s in seen]) / np.sqrt(q.shape[-1])
+        seen = [s for s in range(0 if window is None else max(0, t + 1 - window), t + 1) if ids[s] == ids[t]]
+        logits = np.array([q[b, t, h] @ k[b, s, h // group] for s in seen]) * (scale or q.shape[-1] ** -0.5)
         if soft_cap is not None:
             logits = soft_cap * np.tanh(logits / soft_cap)
         weights = np.exp(logits - logits.max())
@@ -50,6 +50,22 @@ def test_values(heads, kv_heads, segments, soft_cap):
     q, k, v, _ = inputs(heads, kv_heads)
     out = jax.jit(lambda q, k, v: attention(q, k, v, segment_ids=segments, soft_cap=soft_cap))(q, k, v)
     assert relative_error(out, in_float64(q, k, v, segments, soft_cap)) < 1e-6
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_a_window_and_a_scale(window, soft_cap):
+    q, k, v, _ = inputs()
+
+    @jax.jit
+    def call(q, k, v, is_windowed):
+        return attention(
+            q, k, v, segment_ids=SEGMENTS, soft_cap=soft_cap, scale=0.2, window=window, is_windowed=is_windowed
+        )
+
+    for is_windowed, seen in ((True, window), (False, None)):
+        expected = in_float64(q, k, v, SEGMENTS, soft_cap, window=seen, scale=0.2)
+        assert relative_error(call(q, k, v, is_windowed), expected) < 1e-6
 
 
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
@@ -110,8 +126,10 @@ def asked(monkeypatch):
     """Replaces cuDNN: records its arguments and computes attention in a loop over the pieces."""
     calls = []
 
-    def answer(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, qkv_layout):
-        calls.append({"lengths": q_seqlen, "offsets": q_offsets, "k": k})
+    def answer(
+        q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, qkv_layout, sliding_window_length
+    ):
+        calls.append({"lengths": q_seqlen, "offsets": q_offsets, "k": k, "window": sliding_window_length})
         assert (mask_type, qkv_layout) == (cudnn.MaskType.PADDING_CAUSAL, "BTNH")
         assert scale == q.shape[-1] ** -0.5
         np.testing.assert_array_equal(q_seqlen, kv_seqlen)
@@ -122,7 +140,8 @@ def asked(monkeypatch):
                 where = np.arange(offset, offset + length)
                 if length > 0:
                     piece = [x[row : row + 1, where] for x in (q, k, v)]
-                    out[row, where] = jax.nn.dot_product_attention(*piece, is_causal=True)[0]
+                    near = where[:, None] - where < (sliding_window_length or length)
+                    out[row, where] = jax.nn.dot_product_attention(*piece, is_causal=True, mask=near[None, None])[0]
         return jnp.asarray(out)
 
     monkeypatch.setattr(cudnn, "dot_product_attention", answer)
@@ -143,6 +162,15 @@ def test_cudnn_gets_pieces_by_offset_and_length(asked, max_segments):
     np.testing.assert_array_equal(
         call["offsets"], [[0, 3, 4, 6, -1, *none], [0, 1, 3, -1, -1, *none], [0, -1, -1, -1, -1, *none]]
     )
+
+
+def test_cudnn_gets_the_window(asked):
+    q, k, v, _ = inputs()
+    options = {"segment_ids": jnp.asarray(SEGMENTS), "max_segments": 4, "implementation": "cudnn"}
+    for window, given in ((3, 3), (8, None)):  # a window as long as the row cuts nothing off
+        out = attention(q, k, v, **options, window=window)
+        np.testing.assert_allclose(out, in_float64(q, k, v, SEGMENTS, window=window), atol=1e-5)
+        assert asked[-1]["window"] == given
 
 
 def test_before_jax_0_11_cudnn_gets_one_key_head_per_query_head(asked, monkeypatch):
@@ -184,9 +212,9 @@ def test_an_odd_length_is_padded_for_cudnn_with_one_warning(monkeypatch, packed)
     """JAX rejects the gradient of cuDNN attention at odd lengths, with and without a mask."""
     lengths, real = [], jax.nn.dot_product_attention
 
-    def answer(q, k, v, *, mask, is_causal, implementation):
+    def answer(q, k, v, *, implementation, **options):
         lengths.append((implementation, q.shape[1]))
-        return real(q, k, v, mask=mask, is_causal=is_causal, implementation="xla")
+        return real(q, k, v, implementation="xla", **options)
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91200)
@@ -277,6 +305,7 @@ def test_rows_and_heads_on_different_devices(soft_cap):
         ({"q": jnp.zeros((3, 8, 5, 8))}, "5 query heads for 2 key heads"),
         ({"segment_ids": jnp.zeros((3, 7), int)}, r"integers of shape \(3, 8\)"),
         ({"segment_ids": jnp.zeros((3, 8))}, r"integers of shape \(3, 8\)"),
+        ({"window": 0}, "window must be at least 1; got 0"),
         ({"max_segments": 0}, "max_segments must be at least 1; got 0"),
         ({"implementation": "triton"}, "no implementation 'triton'"),
         ({"implementation": "cudnn", "soft_cap": 3.0}, "no soft cap"),

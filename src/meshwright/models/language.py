@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -116,10 +116,15 @@ class LanguageModel(abc.ABC):
     @property
     def rules(self) -> Rules:
         """Rules that split parameters over the axes fsdp, tp and pp, if the mesh has them."""
-        layers = [(f"layers/{name}", P("pp", *spec)) for name, spec in self.LAYER_RULES]
+        layers = [(f"layers/{name}", P("pp", *spec)) for name, spec in self.layer_rules]
         ends = [("embed/table", P("tp", "fsdp")), ("final_norm", P())]
         ends += [] if self.tied_embeddings else [("head/kernel", P("fsdp", "tp"))]
         return Rules([*layers, *ends], optional_axes=("fsdp", "tp", "pp"))
+
+    @property
+    def layer_rules(self) -> tuple[tuple[str, P], ...]:
+        """Rules for the parameters of one layer: `LAYER_RULES`, unless fields of the model add others."""
+        return self.LAYER_RULES
 
     def init(self, key: PRNGKeyArray) -> PyTree:
         """Returns the parameters, in float32."""
@@ -127,7 +132,7 @@ class LanguageModel(abc.ABC):
         params = {
             "embed": {"table": 0.02 * jax.random.normal(k_embed, (self.vocab_size, self.d_model))},
             "layers": jax.vmap(self.init_layer)(jax.random.split(k_layers, self.num_layers)),
-            "final_norm": {"scale": jnp.ones(self.d_model)},
+            "final_norm": {"scale": self.init_norm(self.d_model)},
         }
         if not self.tied_embeddings:
             params["head"] = {"kernel": scaled_normal(k_head, self.d_model, self.vocab_size)}
@@ -207,7 +212,7 @@ class LanguageModel(abc.ABC):
             # Replicate features, because XLA would look up slices of features and reshard them to rows inefficiently.
             table = _constrained(_whole(params, gather, "embed")["table"], P(run.tensor_axis))
             embedded = vocab_embed(tokens, table, axis=run.tensor(), sequence_parallel=run.sequence_parallel)
-            return _rows_split(embedded, run)
+            return _rows_split(self.enter(embedded), run)
 
         def stage(params: PyTree, h: Any, extras: PyTree, *, rng: Any = None) -> Any:
             layers, first = params
@@ -220,7 +225,7 @@ class LanguageModel(abc.ABC):
                     amaxes = replace(fp8, tree=layer.pop(_AMAXES))
                     layer = amaxes.weights(layer, prefix="layers", is_gathered=gather is not None, kernels=run.kernels)
                 key = None if rng is None else jax.random.fold_in(rng, number)
-                context = Context(run, segment_ids, shared, key, self.dropout, self.norm_eps)
+                context = Context(run, segment_ids, shared, key, self.dropout, self.norm_eps, number)
                 return _rows_split(self.layer(layer, h, context), run)
 
             return run_layers(
@@ -236,7 +241,8 @@ class LanguageModel(abc.ABC):
             )
 
         def last(params: PyTree, h: Any, targets: PyTree = None) -> Any:
-            h = sequence_norm(h, params["final_norm"]["scale"], axis=run.tensor(), eps=self.norm_eps)
+            scale = self.norm_scale(params["final_norm"]["scale"])
+            h = sequence_norm(h, scale, axis=run.tensor(), eps=self.norm_eps)
             if self.tied_embeddings:
                 head = _whole(params["embed"], gather, "embed")["table"].T
             else:
@@ -293,6 +299,18 @@ class LanguageModel(abc.ABC):
         """Returns values that all layers share, such as rotary tables, computed once."""
         return None
 
+    def enter(self, embedded: Any) -> Any:
+        """Returns the input of the first layer."""
+        return embedded
+
+    def init_norm(self, size: int) -> Any:
+        """Returns the stored scale of a norm that multiplies by one."""
+        return jnp.ones(size)
+
+    def norm_scale(self, stored: Any) -> Any:
+        """Returns the factor of a norm from its stored scale."""
+        return stored
+
 
 @dataclass(frozen=True)
 class Context:
@@ -304,6 +322,7 @@ class Context:
     key: Any
     dropout_rate: float
     norm_eps: float
+    number: Any = None
 
     def norm(self, h: Any, scale: Any) -> Any:
         return sequence_norm(h, scale, axis=self.run.tensor(), eps=self.norm_eps)
@@ -312,12 +331,12 @@ class Context:
         """Returns `h` for the residual stream, and its norm; one pass computes the sum of both gradients."""
         return residual_norm(h, scale, axis=self.run.tensor(), eps=self.norm_eps, kernels=self.run.kernels)
 
-    def columns(self, h: Any, *weights: Any) -> tuple[Any, ...]:
-        """Returns `h @ w` for each weight, with features split; all share one gather of `h`."""
+    def columns(self, h: Any, *weights: Any, biases: Sequence[Any] | None = None) -> tuple[Any, ...]:
+        """Returns `h @ w`, plus a bias if given, for each weight, with features split; all share one gather of `h`."""
         run, axis = self.run, self.run.tensor()
         gathers = run.sequence_parallel and axis is not None
         options: Any = {"save_gathered": run.save_gathered, "kernels": run.kernels} if gathers else {}
-        ys = fused_column_dense(h, weights, axis=axis, sequence_parallel=run.sequence_parallel, **options)
+        ys = fused_column_dense(h, weights, biases, axis=axis, sequence_parallel=run.sequence_parallel, **options)
         return tuple(checkpoint_name(y, PROJECTION) for y in ys)
 
     def rows(self, y: Any, weight: Any) -> Any:
@@ -332,10 +351,10 @@ class Context:
         return checkpoint_name(h, PROJECTION)
 
     @jax.named_scope("mlp")
-    def feed_forward(self, params: PyTree, x: Any) -> Any:
-        """Returns `(silu(x @ gate) * (x @ up)) @ down`."""
+    def feed_forward(self, params: PyTree, x: Any, *, gated: Callable[[Any, Any], Any] = swiglu) -> Any:
+        """Returns `gated(x @ gate, x @ up) @ down`; the default is `silu(x @ gate) * (x @ up)`."""
         gate, up = self.columns(x, params["gate"], params["up"])
-        return self.rows(swiglu(gate, up), params["down"])
+        return self.rows(gated(gate, up), params["down"])
 
     def drop(self, h: Any, site: int) -> Any:
         """Applies dropout if there is a key; `site` distinguishes calls within a layer."""

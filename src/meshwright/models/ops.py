@@ -15,17 +15,21 @@ from jax import lax
 
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import pcast_alike
+from meshwright.models.rope import scaled_rates
 from meshwright.parallel.kernels.copy_kernels import stack
 from meshwright.types import PyTree
 
 # --- Rotary positions ---
 
 
-def rotary_tables(positions: jax.Array, head_dim: int, theta: float = 10000.0) -> tuple[jax.Array, jax.Array]:
+def rotary_tables(
+    positions: jax.Array, head_dim: int, theta: float = 10000.0, scaling: str | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Returns the cosines and sines for `rotate`; all layers share them.
 
     Args:
         positions: `[S]`, or `[B, S]` if rows differ, as with packed documents.
+        scaling: scaling of the positions, e.g. "linear:factor=4"; see `meshwright.models.rope`.
 
     Returns:
         Two float32 arrays `[1 or B, S, 1, head_dim / 2]`.
@@ -41,9 +45,15 @@ def rotary_tables(positions: jax.Array, head_dim: int, theta: float = 10000.0) -
             f"rotary_tables got positions of shape {positions.shape} and head_dim={head_dim}.",
             hint="pass positions as [S] or [B, S], and an even head_dim.",
         )
-    rates = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    factor = 1.0
+    if scaling is None:
+        rates = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    else:
+        exact, factor = scaled_rates(scaling, head_dim, theta, positions.shape[-1])
+        rates = jnp.asarray(exact, jnp.float32)
     angles = positions.astype(jnp.float32).reshape(-1, positions.shape[-1], 1, 1) * rates
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return (cos, sin) if factor == 1.0 else (factor * cos, factor * sin)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -51,7 +61,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
     Args:
         x: queries or keys, `[B, S, H, K]`.
-        cos, sin: `[1 or B, S, 1, K / 2]`, from `rotary_tables`; they get no gradient.
+        cos, sin: `[1 or B, S, 1, K / 2]`, from `rotary_tables`; they get no gradient. Smaller tables rotate only the
+            first features of each head.
 
     Example:
         >>> x = jnp.ones((1, 3, 2, 4))
@@ -59,6 +70,9 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         >>> bool(jnp.allclose(jnp.linalg.norm(turned, axis=-1), 2.0))
         True
     """
+    if x.ndim == 4 and 0 < 2 * cos.shape[-1] < x.shape[-1]:
+        first, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+        return jnp.concatenate([rotate(first, cos, sin), rest], axis=-1)
     wanted = (x.shape[1], 1, x.shape[-1] // 2) if x.ndim == 4 else None
     fits = all(table.shape[1:] == wanted and table.shape[0] in (1, x.shape[0]) for table in (cos, sin))
     if not fits or x.shape[-1] % 2:
@@ -96,13 +110,29 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
         >>> swiglu(jnp.array([0.0, 100.0]), jnp.array([3.0, 3.0])).tolist()
         [0.0, 300.0]
     """
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise PlacementError(
-            f"swiglu got a gate of {gate.shape} {gate.dtype} and an up of {up.shape} {up.dtype}.",
-            hint="pass both with the same shape and dtype.",
-        )
+    _check_gate(gate, up, who="swiglu")
     product: jax.Array = _swiglu(*pcast_alike(gate, up))
     return product
+
+
+def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns `gelu(gate) * up` with the tanh form of GELU, in float32; keeps only its inputs for the backward pass.
+
+    Example:
+        >>> geglu(jnp.array([0.0, 100.0]), jnp.array([3.0, 3.0])).tolist()
+        [0.0, 300.0]
+    """
+    _check_gate(gate, up, who="geglu")
+    product: jax.Array = _geglu(*pcast_alike(gate, up))
+    return product
+
+
+def _check_gate(gate: Any, up: Any, *, who: str) -> None:
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise PlacementError(
+            f"{who} got a gate of {gate.shape} {gate.dtype} and an up of {up.shape} {up.dtype}.",
+            hint="pass both with the same shape and dtype.",
+        )
 
 
 @jax.custom_vjp
@@ -120,6 +150,18 @@ def _swiglu_bwd(kept: Any, d_out: Any) -> tuple[Any, Any]:
 
 
 _swiglu.defvjp(lambda gate, up: (_swiglu(gate, up), (gate, up)), _swiglu_bwd)
+
+
+def _geglu_plain(gate: Any, up: Any) -> Any:
+    product = jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)
+    return product.astype(gate.dtype)
+
+
+_geglu = jax.custom_vjp(_geglu_plain)
+_geglu.defvjp(
+    lambda gate, up: (_geglu_plain(gate, up), (gate, up)),
+    lambda kept, d_out: jax.vjp(_geglu_plain, *kept)[1](d_out),
+)
 
 
 # --- Stacked layers ---

@@ -18,7 +18,7 @@ from meshwright.parallel.pipeline.schedule import (
     unstage_layers,
 )
 from meshwright.parallel.rows import row_key, row_keys
-from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm
+from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm, split_norm
 from meshwright.parallel.vocabulary import vocab_cross_entropy, vocab_embed
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "LossSums",
     "row_dense",
     "sequence_norm",
+    "split_norm",
     "view_of",
     "vocab_cross_entropy",
     "vocab_embed",

@@ -7,6 +7,7 @@ each device computes a partial sum. Between blocks, activations are split by row
     column_dense   w [D, F] P(None, axis)   b [F] P(axis)      x split by rows -> by features
     row_dense      w [F, D] P(axis, None)   b [D] P()          x split by features -> by rows
     sequence_norm  scale [D] P()                               x split by rows -> the same
+    split_norm     scale [F] P(axis)                           x split by features -> the same
 
 Every function computes the same result in three views: in the local view, with explicit collectives; in a `jit` program
 under a mesh, as an island or with the collectives that XLA inserts; and on one device. `axis=None` selects the last one
@@ -189,6 +190,32 @@ def sequence_norm(
     wide = [vector.astype(jnp.float32) for vector in (scale, bias) if vector is not None]
     normed: jax.Array = _norm(eps, center, *pcast_alike(x, *wide))
     return normed
+
+
+@jax.named_scope("norm")
+def split_norm(x: jax.Array, scale: jax.Array, *, axis: str | None, eps: float = 1e-6) -> jax.Array:
+    """Applies RMSNorm over features that a mesh axis splits; devices exchange one number per row.
+
+    Args:
+        x: `[..., rows, F]`, split by features over `axis`, as returned by `column_dense`.
+        scale: `[F]`, split.
+
+    Example:
+        >>> split_norm(jnp.array([[3.0, -3.0]]), jnp.array([1.0, 2.0]), axis="tp", eps=0.0).tolist()
+        [[1.0, -2.0]]
+    """
+    view = AxisView.of(axis, who="split_norm")
+    view.check_split(x=x, scale=scale)
+    if scale.shape != x.shape[-1:]:
+        raise view.error(
+            f"x of shape {x.shape} and scale of shape {scale.shape} differ in features.",
+            hint=f"scale must be [{x.shape[-1]}], split like the features of x.",
+        )
+    wide, num_features = x.astype(jnp.float32), x.shape[-1]
+    total = jnp.sum(wide * wide, axis=-1, keepdims=True)
+    if view.kind == "local":
+        total, num_features = lax.psum(total, axis), num_features * view.ways
+    return (wide * lax.rsqrt(total / num_features + eps) * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
