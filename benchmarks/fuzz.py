@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 
 import meshwright as mw
@@ -71,6 +72,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=None, help="time limit per job, in seconds (default: none)")
     options = parser.parse_args()
     mw.simulate_cpu_devices()
+    # Compilation takes most of the time, and LLVM's optimizations half of that.
+    jax.config.update("jax_disable_most_optimizations", True)
     summaries, good = [], True
     for number, name in enumerate(options.jobs):
         count = options.cases // len(options.jobs) + (number < options.cases % len(options.jobs))

@@ -35,8 +35,8 @@ def main() -> None:
         make_model,
         make_optimizer,
     )
-    from meshwright.loop.config import OptimizerOptions
     from meshwright.loop.fit import fit
+    from meshwright.loop.options import OptimizerOptions
     from meshwright.train import NonFiniteGuard, init_state, language_job, make_train_step, state_layout
 
     model = make_model(args.model)

@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     from meshwright.plan.plan import make_plan
     from meshwright.plan.step_setup import Setup
     from meshwright.train.adapters import equinox_job, linen_job, nnx_job
-    from meshwright.train.job import Job, abstract_init, load_job
+    from meshwright.train.job import Job, abstract_init
+    from meshwright.train.job_loading import load_job
     from meshwright.train.language_job import language_job
     from meshwright.train.state import RunState, init_state, state_layout
     from meshwright.train.step import make_eval_step, make_train_step
@@ -161,7 +162,7 @@ _load = lazy_names(
     {
         "Job": "meshwright.train.job",
         "abstract_init": "meshwright.train.job",
-        "load_job": "meshwright.train.job",
+        "load_job": "meshwright.train.job_loading",
         "language_job": "meshwright.train.language_job",
         "linen_job": "meshwright.train.adapters",
         "nnx_job": "meshwright.train.adapters",

@@ -19,7 +19,7 @@ import meshwright as mw
 from meshwright.loop import Callback, TrainConfig
 from meshwright.loop.run import train
 from meshwright.plan import Setup, make_plan
-from meshwright.train.job import load_job
+from meshwright.train.job_loading import load_job
 from meshwright.verify import verify
 
 FOLDER = Path(__file__).parents[2] / "examples"

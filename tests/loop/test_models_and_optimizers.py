@@ -9,8 +9,8 @@ import pytest
 from meshwright.checkpoint.manifest import model_fact
 from meshwright.errors import ConfigError
 from meshwright.loop.choices import make_model, model_names
-from meshwright.loop.config import OptimizerOptions
 from meshwright.loop.optimizers import decayed, make_optimizer, make_schedule
+from meshwright.loop.options import OptimizerOptions
 from meshwright.loop.resume import what_must_match
 
 

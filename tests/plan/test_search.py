@@ -10,7 +10,8 @@ from meshwright.plan import search as search_module
 from meshwright.plan.compiled.compile import Compiled, CompileError
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.plan import make_plan
-from meshwright.plan.search import compile_best, largest_batch, parse_constraints, search
+from meshwright.plan.search import compile_best, largest_batch, search
+from meshwright.plan.search_limits import parse_constraints
 from meshwright.plan.step_setup import Setup
 from meshwright.train.language_job import language_job
 

@@ -12,11 +12,13 @@ from jax import lax
 
 import meshwright as mw
 from meshwright import P
-from meshwright.errors import JobError, LayoutError
+from meshwright.errors import JobError, LayoutError, MeshwrightError
 from meshwright.mesh.axes import is_manual
 from meshwright.metrics import Last, Max, Mean, Min, Sum
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.train.model_state import state_reductions
+from meshwright.train.state import trainable_leaves
+from meshwright.tree import named_leaves
 
 NUM_ROWS, WIDTH, HIDDEN = 16, 8, 16
 RULES = mw.Rules(
@@ -272,5 +274,62 @@ def test_nothing_is_sent_for_frozen_parameters():
 def test_patterns_of_frozen_parameters_are_checked():
     with pytest.raises(JobError, match=r"'embd' matches no parameter(.|\n)*did you mean 'embed'"):
         adam(dataclasses.replace(FROZEN, frozen=["embd"]), "dp:8", "global")
-    with pytest.raises(JobError, match="match all 3 parameters, so there is nothing to train"):
+    with pytest.raises(JobError, match="freezes all 3 parameters, so there is nothing to train"):
         adam(dataclasses.replace(FROZEN, frozen=".*"), "dp:8", "global")
+
+
+def test_only_named_parameters_are_trained():
+    job = dataclasses.replace(FROZEN, frozen=(), trained=["head/w"])
+    names = [leaf.name for leaf in named_leaves(jax.eval_shape(init, jax.random.key(0)))]
+    learns = dict(zip(names, trainable_leaves(job, jax.eval_shape(init, jax.random.key(0))), strict=True))
+    assert learns == {"embed": False, "head/b": False, "head/w": True}
+    with pytest.raises(JobError, match=r"trained: 'head/v' matches no parameter(.|\n)*did you mean 'head/w'"):
+        adam(dataclasses.replace(job, trained="head/v"), "dp:8", "global")
+    with pytest.raises(JobError, match="frozen='head' and trained='head/w' freezes all 3 parameters"):
+        adam(dataclasses.replace(job, trained="head/w", frozen="head"), "dp:8", "global")
+
+
+# --- Moving averages ---
+
+
+def test_the_average_of_parameters_equals_a_loop_on_one_device():
+    decay, optimizer, batch = 0.75, optax.sgd(0.1), make_batch(0)
+
+    def run(mesh, view, zero_axis=None, bad=False):
+        mesh = mw.create_mesh(mesh, devices=1 if mesh == "dp:1" else None)
+        layout = mw.state_layout(FROZEN, optimizer, mesh, ema=decay, zero_axis=zero_axis)
+        state = mw.init_state(FROZEN, optimizer, layout, jax.random.key(0))
+        step = mw.make_train_step(FROZEN, optimizer, layout, view=view, ema=decay)
+        wanted = jax.device_get(state.params["head"])
+        for _ in range(3):
+            state, _ = step(state, batch)
+            new = jax.device_get(state.params["head"])
+            wanted = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, wanted, new)
+        if bad:
+            state, _ = step(state, {**batch, "x": np.full_like(batch["x"], np.nan)})
+        evaluate = mw.train.make_eval_step(FROZEN, layout, ema=True)
+        return layout, jax.device_get(state), wanted, float(evaluate(state, batch)["loss"])
+
+    _, alone, wanted, loss = run("dp:1", "global")
+    average = {"embed": alone.params["embed"], "head": wanted}
+    np.testing.assert_allclose(loss, plain_loss(average, batch, None)[0], rtol=1e-6)
+    layout, state, wanted, found = run("dp:2,fsdp:2,tp:2", "global", bad=True)  # a skipped step keeps the average
+    assert layout["ema/head/w"].spec == layout["params/head/w"].spec
+    assert state.ema["embed"] is None
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), state.ema["head"], wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.ema["head"], alone.ema["head"])
+    np.testing.assert_allclose(found, loss, rtol=1e-5)
+    layout = mw.state_layout(FROZEN, optimizer, mw.create_abstract_mesh("dp:8"), ema=decay, zero_axis="dp")
+    assert layout["ema/head/w"].spec == P("dp")
+
+
+def test_a_decay_must_fit_the_state():
+    layout = mw.state_layout(FROZEN, optax.sgd(0.1), mw.create_mesh("dp:8"))
+    for options, message in (
+        ({"ema": 0.9}, "the layout has no average of the parameters, but the step has ema=0.9"),
+        ({"ema": 1.0}, "ema must be above 0 and below 1; got 1.0"),
+    ):
+        with pytest.raises(MeshwrightError, match=message):
+            mw.make_train_step(FROZEN, optax.sgd(0.1), layout, **options)
+    with pytest.raises(MeshwrightError, match="the state has no average to evaluate"):
+        mw.train.make_eval_step(FROZEN, layout, ema=True)

@@ -27,7 +27,7 @@ from meshwright.plan.search import Rejected, Search, compile_best
 from meshwright.plan.search import search as search_plans
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
-from meshwright.train.job import job_errors, load_job
+from meshwright.train.job_loading import job_errors, load_job
 
 DEFAULT_TOKENS = 4096
 # Options of `meshwright plan` that are now commands, or options of one.

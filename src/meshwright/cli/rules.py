@@ -12,7 +12,8 @@ from meshwright.cli import show
 from meshwright.errors import JobError
 from meshwright.layout import Layout, explain_layout
 from meshwright.mesh.build import create_abstract_mesh
-from meshwright.train.job import abstract_init, job_errors, load_job
+from meshwright.train.job import abstract_init
+from meshwright.train.job_loading import job_errors, load_job
 
 
 def rules(

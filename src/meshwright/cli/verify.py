@@ -9,7 +9,8 @@ import tyro
 
 from meshwright.cli import show, simulate_devices
 from meshwright.errors import ConfigError, JobError, MeshError
-from meshwright.train.job import job_errors, load_job
+from meshwright.train.adapting import adapt
+from meshwright.train.job_loading import job_errors, load_job
 
 
 def verify(
@@ -24,6 +25,8 @@ def verify(
     remat: Literal["none", "dots", "full", "offload"] = "none",
     sync: Literal["auto", "every", "hybrid", "once"] = "auto",
     mask: int | None = None,
+    freeze: tuple[str, ...] = (),
+    train: tuple[str, ...] = (),
     seed: int = 0,
     devices: int | None = None,
     fuzz: int | None = None,
@@ -50,6 +53,8 @@ def verify(
         remat: activations to recompute in the backward pass: none, dots, full or offload.
         sync: how often devices exchange gradients in the local view: every, hybrid or once (default: hybrid).
         mask: seed for random masks or weights, in place of those of the batch.
+        freeze: regexes of parameters to freeze, as for `train`.
+        train: regexes; if given, freeze all parameters without a match.
         seed: seed for the parameters, and for the batch if the job has only shapes; with --fuzz, for the cases.
         devices: number of devices to use; all if omitted.
         fuzz: number of random meshes and options to compare, instead of those above; prints the smallest failing case.
@@ -69,7 +74,7 @@ def verify(
     def progress(line: str) -> None:
         print(f"comparing {line}", file=sys.stderr, flush=True)
 
-    loaded = load_job(job)
+    loaded = adapt(load_job(job), freeze=freeze, train=train)
     if fuzz is not None:
         given = {
             "--mesh": mesh != (),

@@ -200,7 +200,14 @@ def make_evaluation(setup: RunSetup) -> Callable[[RunState], Mapping[str, Any]] 
     if held_out is None:
         setup.tell(f"evaluation is off: {setup.source.why_no_evaluation}")
         return None
-    step = make_eval_step(setup.job, setup.layout, view=setup.step.view.view, precision=setup.precision, raw=True)
+    step = make_eval_step(
+        setup.job,
+        setup.layout,
+        view=setup.step.view.view,
+        precision=setup.precision,
+        raw=True,
+        ema=config.adapt.eval_ema,
+    )
 
     def evaluate(state: RunState) -> Mapping[str, Any]:
         found = None

@@ -19,174 +19,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.errors import ConfigError, did_you_mean
-
-OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd")
-SCHEDULES = ("cosine", "linear", "constant")
-NUM_ROWS = 16
-"""Rows per step if neither the options nor a job say otherwise."""
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """Model to train."""
-
-    model: str = "decoder-small"
-    """Name of a built-in model: decoder-SIZE or xlstm-SIZE."""
-    model_options: tuple[str, ...] = ()
-    """Model fields to override, e.g. num_layers=4 dropout=0.1."""
-    job: str | None = None
-    """Custom job to train instead, as module:attribute or file.py:attribute."""
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """Training data and batches."""
-
-    data: str | None = None
-    """File, folder or glob of text, .jsonl or .array_record; for a job without text, a file or folder of .npy or .npz
-    (default: the job's data, or the source of Python's standard library)."""
-    text_field: str = "text"
-    """JSON field that holds the text in .jsonl files."""
-    tokenizer: str = "bytes"
-    """bytes, or the path of a Hugging Face tokenizer.json."""
-    batch_size: int | None = None
-    """Rows per step, over all devices (default: those of the job's batch, or 16)."""
-    num_tokens: int = 128
-    """Tokens per row."""
-    validation: float = 0.05
-    """Fraction of the documents held out for evaluation."""
-    epochs: int | None = None
-    """Number of passes over the data (default: reshuffle and repeat forever)."""
-    data_cache: str | None = None
-    """Folder for tokenized data (default: meshwright/tokens in the user's cache)."""
-    ledger: bool = False
-    """Record the rows each step used, so that `meshwright ledger RUN` can check for lost or repeated rows."""
-
-
-@dataclass(frozen=True)
-class OptimizerOptions:
-    """Optimizer and learning rate schedule."""
-
-    optimizer: str | None = None
-    """adamw, adafactor, lion or sgd, or an optax optimizer (or a function from the number of steps to one) as
-    module:attribute; its state is sharded like the parameters (default: the job's, or adamw)."""
-    learning_rate: float = 3e-3
-    """Peak learning rate, reached after the warmup."""
-    schedule: str | None = None
-    """Learning rate decay after the warmup: cosine, linear or constant; or a function from the step to the learning
-    rate as module:attribute (default: the job's, or cosine)."""
-    warmup: int = 20
-    """Number of warmup steps."""
-    final_learning_rate: float = 0.1
-    """Final learning rate as a fraction of the peak."""
-    weight_decay: float = 0.1
-    """Weight decay for matrices; norms and biases are not decayed."""
-    beta1: float = 0.9
-    """Adam beta1, or SGD momentum."""
-    beta2: float = 0.95
-    """Adam beta2."""
-    clip: float | None = 1.0
-    """Maximum global gradient norm; None disables clipping."""
-
-
-@dataclass(frozen=True)
-class PlacementOptions:
-    """Mesh, precision and memory."""
-
-    mesh: str = "auto"
-    """Mesh, e.g. dp:2,fsdp:2,tp:2; auto chooses one and prints the reason."""
-    devices: int | None = None
-    """CPU devices to simulate per process if there is no accelerator (default: 8 over all processes)."""
-    view: Literal["auto", "local", "global"] = "auto"
-    """local: Meshwright layers insert the collectives; global: XLA does; auto chooses one and prints the reason."""
-    precision: Literal["auto", "float32", "mixed", "bfloat16", "fp8"] = "auto"
-    """Precision of the step; auto is float32 on CPUs and mixed elsewhere. fp8 multiplies projections in fp8 (Hopper or
-    newer; emulated elsewhere)."""
-    remat: Literal["none", "dots", "full", "offload"] = "none"
-    """Rematerialization policy for the backward pass."""
-    minibatches: int = 1
-    """Number of minibatches per step (gradient accumulation)."""
-    sync: Literal["auto", "every", "hybrid", "once"] = "auto"
-    """How often devices exchange gradients during accumulation."""
-    zero_axis: str | None = None
-    """Mesh axis that also shards the optimizer state (ZeRO-1)."""
-    overlap: bool = True
-    """Set compiler options that overlap collectives with matmuls."""
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Length, checkpoints, evaluation and logging."""
-
-    steps: int = 300
-    """Total number of training steps."""
-    run: str | None = None
-    """Run folder (default: the next free runs/MODEL-NUMBER)."""
-    resume: bool = False
-    """Resume the run in --run from its last good checkpoint."""
-    or_start: bool = False
-    """With --resume: start a new run if --run holds none yet, so that a scheduler can repeat one command."""
-    cast: bool = False
-    """Cast a checkpoint whose dtypes differ from --precision on resume."""
-    seed: int = 0
-    """Seed for parameters, dropout and data order."""
-    checkpoint_every: int = 100
-    """Steps between checkpoints; 0 saves only at the end."""
-    keep_last: int = 3
-    """Number of most recent checkpoints to keep."""
-    keep_every: int | None = None
-    """Also keep every checkpoint whose step is a multiple of this."""
-    eval_every: int = 50
-    """Steps between evaluations; 0 disables evaluation."""
-    eval_batches: int = 4
-    """Batches per evaluation, the same each time."""
-    patience: int | None = None
-    """Stop after this many evaluations in a row without improvement, and keep the best checkpoint (default: never)."""
-    monitor: str = "loss:min"
-    """Metric of the evaluation that --patience watches, as NAME:min or NAME:max."""
-    log_seconds: float = 10.0
-    """Seconds between progress lines when stderr is not a terminal."""
-    sample_tokens: int = 160
-    """Tokens to generate before and after training; 0 disables samples."""
-    prompt: str = "def "
-    """Prompt for the samples."""
-    predict_rows: int = 16
-    """Rows to predict before and after training, if the job has `predict`; 0 disables predictions."""
-    report: bool = True
-    """Write the report page at the end."""
-    tensorboard: bool = True
-    """Write TensorBoard event files."""
-    wandb: str | None = None
-    """Weights & Biases project to log to."""
-    trackio: str | None = None
-    """trackio project to log to."""
-    profile: str | None = None
-    """Steps to profile as FIRST:STOP, e.g. 10:15 for steps 10 to 14."""
-
-
-@dataclass(frozen=True)
-class SafetyOptions:
-    """Skipped steps, loss spikes and hangs."""
-
-    max_skipped: int = 5
-    """Stop after this many skipped (non-finite) steps in a row."""
-    rollback: float | None = None
-    """Roll back and skip ahead in the data when the loss exceeds its recent median by this many robust standard
-    deviations (try 8)."""
-    hang: float = 600.0
-    """Seconds without a step before the stacks of all threads are dumped; 0 disables the watchdog."""
-
-
-@dataclass(frozen=True)
-class ProcessOptions:
-    """Multi-process runs; detected under mpirun and srun."""
-
-    coordinator: str | None = None
-    """host:port of process 0."""
-    num_processes: int | None = None
-    """Number of processes."""
-    process_id: int | None = None
-    """Rank of this process, starting at 0."""
+from meshwright.loop.adapt_options import AdaptOptions
+from meshwright.loop.options import (
+    OPTIMIZERS,
+    SCHEDULES,
+    DataOptions,
+    ModelOptions,
+    OptimizerOptions,
+    PlacementOptions,
+    ProcessOptions,
+    RunOptions,
+    SafetyOptions,
+)
 
 
 @dataclass(frozen=True)
@@ -196,6 +40,7 @@ class TrainConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    adapt: AdaptOptions = field(default_factory=AdaptOptions)
     placement: PlacementOptions = field(default_factory=PlacementOptions)
     run: RunOptions = field(default_factory=RunOptions)
     safety: SafetyOptions = field(default_factory=SafetyOptions)
@@ -230,6 +75,8 @@ class TrainConfig:
                 raise ConfigError(f"{name} is {options[name]!r}.", hint=hint)
         if self.model.job is not None and self.model.model_options:
             raise ConfigError("model_options apply to built-in models, not to a job.", hint="leave one of them out.")
+        if self.adapt.eval_ema and self.adapt.ema is None:
+            raise ConfigError("--eval-ema needs an average to evaluate.", hint="add --ema 0.999.")
         if run.or_start and not (run.resume and run.run):
             raise ConfigError("--or-start needs --run and --resume.", hint="pass --run FOLDER --resume --or-start.")
         if run.sample_tokens and not run.prompt:
@@ -295,6 +142,7 @@ _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("seed", lambda value: value < 1 << 32, "use a whole number below 2**32."),
     (_RATES, lambda value: 0 <= value < math.inf, "use a finite number of at least 0."),
     ("beta1 beta2", lambda value: value < 1, "use a number below 1."),
+    ("ema", lambda value: 0 < value < 1, "use a decay above 0 and below 1, e.g. 0.999."),
     ("warmup", lambda value: value >= 0, "use a number of steps, or 0 for no warmup."),
     ("clip", lambda value: 0 < value < math.inf, "use a number above 0, or null for no clipping."),
     ("validation", lambda value: 0 <= value < 1, "use a fraction of the documents, at least 0 and below 1."),

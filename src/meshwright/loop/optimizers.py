@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from meshwright.errors import ConfigError, JobError, MeshwrightError
-from meshwright.loop.config import OptimizerOptions
-from meshwright.train.job import load_attribute
+from meshwright.loop.options import OptimizerOptions
+from meshwright.train.job_loading import load_attribute
 from meshwright.tree import named_tree_map
 from meshwright.types import PyTree
 

@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import JobError
 from meshwright.files import write_atomically
+from meshwright.loop.before_after import BeforeAfter
 from meshwright.loop.sources import StreamStart
 from meshwright.pages import encode_png
-from meshwright.train.job import job_errors
+from meshwright.train.job_loading import job_errors
 from meshwright.train.precision import Precision
 from meshwright.tree import flatten_tree
 
@@ -62,12 +63,11 @@ class Table:
         return sum(a == b for a, b in zip(self.predicted, self.true, strict=True))
 
 
-class Predictions:
+class Predictions(BeforeAfter):
     """Runs a job's `predict` on a batch, sharded like a step, before and after training."""
 
     def __init__(self, setup: RunSetup) -> None:
         self.setup, self.num_rows = setup, setup.config.run.predict_rows
-        self.sampled_at: int | None = None
         job, mesh = setup.job, setup.layout.mesh
         precision = Precision.named(setup.precision)
         has_state = getattr(job, "model_state", None) is not None
@@ -80,16 +80,6 @@ class Predictions:
                 return jax.tree.map(lambda leaf: leaf[: self.num_rows] if leaf.ndim else leaf, (batch, found))
 
         self._predict = jax.jit(predict, out_shardings=NamedSharding(mesh, P()))
-
-    def begin(self, state: Any, sampled_at: int | None) -> None:
-        """Predicts with an untrained model; `sampled_at` is a step whose predictions are already in the log."""
-        self.sampled_at = sampled_at
-        if int(state.step) == 0:
-            self.show(state, "before")
-
-    def end(self, state: Any) -> None:
-        if int(state.step) != self.sampled_at:
-            self.show(state, "after")
 
     def show(self, state: Any, when: str) -> None:
         setup, step = self.setup, int(state.step)

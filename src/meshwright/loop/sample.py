@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
+from meshwright.loop.before_after import BeforeAfter
 from meshwright.mesh.build import current_mesh
 from meshwright.models.execution import Execution
 from meshwright.models.language import LanguageModel
@@ -56,7 +57,7 @@ def make_sampler(
     return Sampler(model, window, Precision.named(precision), vocab_size or model.vocab_size)
 
 
-class TrainingSamples:
+class TrainingSamples(BeforeAfter):
     """Text samples before and after training."""
 
     def __init__(self, setup: RunSetup) -> None:
@@ -72,17 +73,6 @@ class TrainingSamples:
             precision=setup.precision,
             vocab_size=self.tokenizer.vocab_size,
         )
-        self.sampled_at: int | None = None
-
-    def begin(self, state: Any, sampled_at: int | None) -> None:
-        """Shows a sample of an untrained model; `sampled_at` is a step whose sample is already in the log."""
-        self.sampled_at = sampled_at
-        if int(state.step) == 0:
-            self.show(state, "before")
-
-    def end(self, state: Any) -> None:
-        if int(state.step) != self.sampled_at:
-            self.show(state, "after")
 
     def show(self, state: Any, when: str) -> None:
         options, step = self.options, int(state.step)

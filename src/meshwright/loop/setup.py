@@ -22,6 +22,7 @@ from meshwright.distributed.agreement import agree, as_first, together
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
+from meshwright.loop.before_after import BeforeAfter
 from meshwright.loop.callbacks import Callback, Checkpointing, Evaluation, SkippedSteps, StepLog, make_evaluation
 from meshwright.loop.choices import MeshChoice, choose_mesh, device_memory, make_model
 from meshwright.loop.config import TrainConfig
@@ -60,7 +61,9 @@ from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
 from meshwright.specs import round_up
 from meshwright.train import NonFiniteGuard, RunState, Step, language_job, make_train_step, state_layout
-from meshwright.train.job import check_axes, load_job
+from meshwright.train.adapting import adapt
+from meshwright.train.job import check_axes
+from meshwright.train.job_loading import load_job
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class ReadyRun:
     loop: Loop
     state: RunState
     batches: Any
-    samples: TrainingSamples | Predictions | None
+    samples: BeforeAfter | None
 
 
 def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
@@ -129,6 +132,7 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
 def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     """Makes all decisions, the same on all processes; writes only the empty run folder."""
     model, job, source, held_out = _load(config, tell)
+    job = together("adapting the job", lambda: adapt(job, freeze=config.adapt.freeze, train=config.adapt.train))
     precision: str = config.placement.precision
     if precision == "auto":
         precision = "float32" if jax.devices()[0].platform == "cpu" else "mixed"
@@ -142,7 +146,8 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     mesh = create_mesh(choice.mesh)
     # Report a misspelled axis before the layout warns about it; the step checks the axes of the layout itself.
     check_axes(job, {axis: size for axis, size in mesh.shape.items() if axis != config.placement.zero_axis})
-    layout = state_layout(job, optimizer, mesh, zero_axis=config.placement.zero_axis, precision=precision)
+    zero_axis, ema = config.placement.zero_axis, config.adapt.ema
+    layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=precision, ema=ema)
     tell(
         f"model: {config.model.job or config.model.model}, {num_params(job):,} parameters; the state takes "
         f"{format_bytes(layout.bytes_per_device)} per device; precision {precision}"
@@ -158,6 +163,7 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
         remat=config.placement.remat,
         clip=config.optimizer.clip,
         overlap=config.placement.overlap,
+        ema=ema,
     )
     tell(f"view: {step.view}")
     _require_rows(step, job, config.placement.minibatches)
@@ -333,7 +339,7 @@ def _make_callbacks(
     return [*callbacks, saving]
 
 
-def _make_samples(setup: RunSetup) -> TrainingSamples | Predictions | None:
+def _make_samples(setup: RunSetup) -> BeforeAfter | None:
     """Returns the samples to show before and after training: text of a built-in model, or a job's predictions."""
     options = setup.config.run
     if setup.model is not None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,13 +33,14 @@ from meshwright.data.array_rows import ARRAY_FILES
 from meshwright.data.batches import RowSource, can_pad
 from meshwright.distributed.same_batch import content_digest
 from meshwright.errors import ConfigError, DataError, JobError
-from meshwright.loop.config import NUM_ROWS, DataOptions, TrainConfig
+from meshwright.loop.config import TrainConfig
+from meshwright.loop.options import NUM_ROWS, DataOptions
 from meshwright.parallel.rows import count_rows
 from meshwright.specs import ceil_div
+from meshwright.train.adapting import with_fields
 from meshwright.train.step import Step
 
 Tell = Callable[[str], None]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -311,13 +311,3 @@ def with_rows(job: Any, num_rows: int) -> Any:
         return jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype) if np.ndim(leaf) else leaf
 
     return with_fields(job, batch=jax.tree.map(resized, job.batch))
-
-
-def with_fields(job: T, **fields: Any) -> T:
-    """Returns a copy of a job, which may be any object, with some attributes changed."""
-    if dataclasses.is_dataclass(job) and not isinstance(job, type):
-        return dataclasses.replace(job, **fields)
-    job = copy.copy(job)
-    for name, value in fields.items():
-        setattr(job, name, value)
-    return job

@@ -150,6 +150,33 @@ def make_plan(
         >>> plan.memory.fits, plan.tokens_per_step, 0.3 < plan.mfu < 0.7
         (True, 524288, True)
     """
+    prepared = prepare(job, target, setup, profile=profile)
+    rows = count_rows(batch_of(job, setup.rows), who="plan")
+    return assemble(prepared, rows=rows, compiled=compiled, price=price)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job on a mesh of a target, before the number of rows is known."""
+
+    profile: JobCosts
+    layout: Layout
+    target: Target
+    spec: MeshSpec
+    setup: Setup
+    view: ViewChoice
+    notes: tuple[str, ...] = ()
+
+    @property
+    def row_parts(self) -> int:
+        """Number of parts that rows are split into, over devices, minibatches and microbatches."""
+        sizes = self.layout.mesh.shape
+        parts = self.setup.num_minibatches * self.profile.stages(sizes).microbatches
+        return int(sizes.get("dp", 1) * sizes.get("fsdp", 1) * parts)
+
+
+def prepare(job: Any, target: str | Target, setup: Setup, *, profile: JobCosts | None = None) -> Prepared:
+    """Checks a setup, profiles the job unless `profile` is given, and lays out its state."""
     target = parse_target(target)
     spec = parse_mesh(setup.mesh).resolve(target.num_devices)
     sizes = mesh_sizes(spec)
@@ -159,19 +186,7 @@ def make_plan(
     view = view_of_setup(job, sizes, setup)
     check_mesh(job, profile, sizes, setup)
     layout, notes = lay_out(job, profile, spec, setup)
-    rows = count_rows(batch_of(job, setup.rows), who="plan")
-    return assemble(
-        profile,
-        layout,
-        target,
-        spec,
-        setup,
-        view=view,
-        rows=rows,
-        compiled=compiled,
-        price=price,
-        notes=notes + profile.notes,
-    )
+    return Prepared(profile, layout, target, spec, setup, view, notes + profile.notes)
 
 
 def mesh_sizes(spec: MeshSpec) -> dict[str, int]:
@@ -203,23 +218,13 @@ def lay_out(job: Any, profile: JobCosts, spec: MeshSpec, setup: Setup) -> tuple[
     return layout, tuple(str(warning.message) for warning in caught if warning.category is MeshwrightWarning)
 
 
-def assemble(
-    profile: JobCosts,
-    layout: Layout,
-    target: Target,
-    spec: MeshSpec,
-    setup: Setup,
-    *,
-    view: ViewChoice,
-    rows: int,
-    compiled: Compiled | None = None,
-    price: float | None = None,
-    notes: tuple[str, ...] = (),
-) -> Plan:
-    """Calculates a plan from a profile and a layout, without tracing."""
+def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None, price: float | None = None) -> Plan:
+    """Calculates a plan for a number of rows, without tracing."""
+    profile, layout, target, setup = prepared.profile, prepared.layout, prepared.target, prepared.setup
+    spec, view, notes = prepared.spec, prepared.view, prepared.notes
     sizes = dict(layout.mesh.shape)
     stages = profile.stages(sizes)
-    check_rows(sizes, setup, rows, stages)
+    check_rows(prepared, rows)
     if setup.remat not in profile.needs:
         raise MeshwrightError(
             f"remat={setup.remat!r} was not profiled.",
@@ -323,14 +328,15 @@ def one_of(sizes: list[int]) -> str:
     return f"{', '.join(rest)} or {last}" if rest else last
 
 
-def check_rows(sizes: Mapping[str, int], setup: Setup, rows: int, stages: Stages) -> None:
+def check_rows(prepared: Prepared, rows: int) -> None:
     """Raises if the rows do not divide over devices, minibatches and pipeline microbatches."""
+    setup, ways = prepared.setup, prepared.row_parts
     for count, name in ((rows, "rows"), (setup.num_minibatches, "minibatches")):
         if count < 1:
             raise PlacementError(f"the number of {name} must be at least 1; got {count}.", hint=f"add {name}.")
-    devices = sizes.get("dp", 1) * sizes.get("fsdp", 1)
-    ways = devices * setup.num_minibatches * stages.microbatches
     if rows % ways:
+        stages = prepared.profile.stages(prepared.layout.mesh.shape)
+        devices = ways // (setup.num_minibatches * stages.microbatches)
         parts = f"{devices} devices and {setup.num_minibatches} minibatches"
         parts += f" of {stages.microbatches} microbatches" if stages.count > 1 else ""
         raise PlacementError(

@@ -6,14 +6,13 @@ the best candidates and ranks them again.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwright.errors import ConfigError, LayoutError, MeshwrightError, did_you_mean
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.mesh.string import MeshSpec, parse_mesh
@@ -22,97 +21,22 @@ from meshwright.plan.compiled.compile import CompileError, compile_step
 from meshwright.plan.costs.job_costs import REMATS, JobCosts, profile_job
 from meshwright.plan.plan import (
     Plan,
+    Prepared,
     assemble,
-    check_mesh,
     known_to_fail,
     lay_out,
     make_plan,
     mesh_problem,
     mesh_sizes,
     one_of,
-    profile_of,
+    prepare,
 )
-from meshwright.plan.step_setup import Setup, batch_of, view_of_setup
+from meshwright.plan.search_limits import AXES, MINIBATCHES, SYNCS, Constraints, parse_constraints
+from meshwright.plan.step_setup import Setup, batch_of
 from meshwright.plan.target import Target, parse_target
-from meshwright.train.job import load_job, unused_axes
-from meshwright.train.views import View, ViewChoice, choose_view
-
-AXES = ("dp", "fsdp", "pp", "tp")
-SYNCS = ("hybrid", "once")
-MINIBATCHES = (1, 2, 4, 8, 16, 32)
-_TERM = re.compile(r"(?P<name>[a-z_]+)\s*(?P<sign><=|>=|=|<|>)\s*(?P<value>[^,]+)")
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20}
-
-
-@dataclass(frozen=True)
-class Constraints:
-    """Limits on the candidates of a search; made by `parse_constraints`.
-
-    Args:
-        limits: (comparison, number) pairs for mesh axes and `minibatches`.
-        choices: allowed values of `remat` and `sync`.
-        batch_tokens, rows: the batch size; if both are None, the job's.
-    """
-
-    limits: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    batch_tokens: int | None = None
-    rows: int | None = None
-
-    def allows(self, name: str, value: int) -> bool:
-        compare = {"<=": int.__le__, ">=": int.__ge__, "=": int.__eq__, "<": int.__lt__, ">": int.__gt__}
-        return all(compare[sign](value, number) for sign, number in self.limits.get(name, ()))
-
-
-def parse_constraints(text: str) -> Constraints:
-    """Parses constraints, separated by commas: `tp<=8`, `pp=1`, `batch=4M tokens`, `batch=512 rows`, `remat=full|dots`.
-
-    Example:
-        >>> parse_constraints("tp<=8, batch=4M tokens, remat=full|dots").batch_tokens
-        4000000
-        >>> parse_constraints("tpp<=8")
-        Traceback (most recent call last):
-        meshwright.errors.MeshwrightError: cannot parse the constraint 'tpp<=8'.
-        hint: did you mean 'tp'?
-    """
-    limits: dict[str, list[tuple[str, int]]] = {}
-    choices: dict[str, tuple[str, ...]] = {}
-    tokens = rows = None
-    known = (*AXES, "minibatches", "remat", "sync", "batch")
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        match = _TERM.fullmatch(part)
-        if match is None or match["name"] not in known:
-            wrong = match["name"] if match else part
-            hint = did_you_mean(wrong, known) or f"constrain one of {', '.join(known)}, e.g. tp<=8."
-            raise MeshwrightError(f"cannot parse the constraint {part!r}.", hint=hint)
-        name, sign, value = match["name"], match["sign"], match["value"].strip()
-        if name in ("remat", "sync"):
-            allowed = REMATS if name == "remat" else (*SYNCS, "every")
-            chosen = tuple(word.strip() for word in value.split("|"))
-            bad = [word for word in chosen if word not in allowed]
-            if sign != "=" or bad:
-                raise MeshwrightError(
-                    f"cannot parse the constraint {part!r}.", hint=f"write {name}={'|'.join(allowed)}."
-                )
-            choices[name] = chosen
-        elif name == "batch":
-            count, unit = _amount(part, value)
-            hint = "write e.g. batch=4M tokens or batch=512 rows."
-            if count < 1:
-                raise ConfigError(f"{part!r} is an empty batch.", hint=hint)
-            tokens, rows = (count, None) if unit == "tokens" else (None, count)
-            if sign != "=":
-                raise MeshwrightError(f"{part!r}: the batch size takes only `=`.", hint=hint)
-        else:
-            limits.setdefault(name, []).append((sign, _amount(part, value)[0]))
-    return Constraints({name: tuple(pairs) for name, pairs in limits.items()}, choices, tokens, rows)
-
-
-def _amount(part: str, value: str) -> tuple[int, str]:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]{0,2}?)\s*(tokens|rows)?", value.lower())
-    if match is None or match[2] not in _UNITS:
-        raise MeshwrightError(f"{part!r}: {value!r} is not a number.", hint="write e.g. 8, 512 rows or 4M tokens.")
-    return round(float(match[1]) * _UNITS[match[2]]), match[3] or "tokens"
+from meshwright.train.job import unused_axes
+from meshwright.train.job_loading import load_job
+from meshwright.train.views import View, choose_view
 
 
 @dataclass(frozen=True)
@@ -202,7 +126,7 @@ def search(
             layout = "sync in the global view", f"the step runs in the global view ({view.reason}), without sync modes"
         for setup in _variants(first, constraints, remats, view.view):
             if isinstance(layout, Layout):
-                found = _judge(profile, layout, target, spec, setup, view=view, rows=rows, price=price)
+                found = _judge(Prepared(profile, layout, target, spec, setup, view), rows, price)
             else:
                 found = Rejected(setup, *layout)
             if isinstance(found, Rejected):
@@ -267,21 +191,13 @@ def largest_batch(job: Any, target: str | Target, setup: Setup, *, profile: JobC
         >>> 0 < none < full
         True
     """
-    target = parse_target(target)
-    if profile is None:
-        profile = profile_of(job, target, setup)
-    spec = parse_mesh(setup.mesh).resolve(target.num_devices)
-    check_mesh(job, profile, mesh_sizes(spec), setup)
-    view = view_of_setup(job, mesh_sizes(spec), setup)
-    layout, _ = lay_out(job, profile, spec, setup)
-    sizes: dict[str, int] = dict(layout.mesh.shape)
-    unit = _row_parts(profile, sizes, setup)
+    prepared = prepare(job, target, setup, profile=profile)
+    unit = prepared.row_parts
 
     def fits(count: int) -> bool:
-        plan = assemble(profile, layout, target, spec, setup, view=view, rows=count * unit)
-        return plan.memory.fits is not False
+        return assemble(prepared, rows=count * unit).memory.fits is not False
 
-    if target.memory_bytes is None or not fits(1):
+    if prepared.target.memory_bytes is None or not fits(1):
         return 0
     low, high = 1, 2
     while fits(high):
@@ -340,7 +256,7 @@ def _check_possible(target: Target, constraints: Constraints) -> None:
     """Raises a `ConfigError` if the constraints exclude every candidate."""
     if not any(constraints.allows("minibatches", count) for count in MINIBATCHES):
         raise ConfigError(
-            f"{_words(constraints, 'minibatches')} matches none of the numbers of minibatches that a search tries.",
+            f"{constraints.words('minibatches')} matches none of the numbers of minibatches that a search tries.",
             hint=f"allow {one_of(list(MINIBATCHES))}.",
         )
     if any(True for _ in _meshes(target, constraints)):
@@ -353,19 +269,15 @@ def _check_possible(target: Target, constraints: Constraints) -> None:
         sizes = [least * size for size in range(1, each + 1) if each % size == 0]
         if not any(constraints.allows(axis, size) for size in sizes):
             raise ConfigError(
-                f"{_words(constraints, axis)} matches no mesh of {target.num_devices} devices"
+                f"{constraints.words(axis)} matches no mesh of {target.num_devices} devices"
                 f"{f' in {slices} slices' if slices > 1 else ''}.",
                 hint=f"set {axis} to {one_of(sizes)}.",
             )
-    words = ", ".join(_words(constraints, axis) for axis in limited)
+    words = ", ".join(constraints.words(axis) for axis in limited)
     raise ConfigError(
         f"{words} together match no mesh of {target.num_devices} devices.",
         hint=f"drop one of them: the axis sizes must multiply to {target.num_devices}.",
     )
-
-
-def _words(constraints: Constraints, name: str) -> str:
-    return ", ".join(f"{name}{sign}{number}" for sign, number in constraints.limits[name])
 
 
 def _layout_or_problem(
@@ -385,31 +297,14 @@ def _layout_or_problem(
     return ("known compiler crash", crashes[0]) if crashes else layout
 
 
-def _judge(
-    profile: JobCosts,
-    layout: Layout,
-    target: Target,
-    spec: MeshSpec,
-    setup: Setup,
-    *,
-    view: ViewChoice,
-    rows: int,
-    price: float | None,
-) -> Plan | Rejected:
-    sizes = dict(layout.mesh.shape)
-    parts = _row_parts(profile, sizes, setup)
+def _judge(prepared: Prepared, rows: int, price: float | None) -> Plan | Rejected:
+    setup, parts = prepared.setup, prepared.row_parts
     if rows % parts:
         return Rejected(setup, "rows not divisible", f"{rows} rows do not divide into {parts} parts")
-    plan = assemble(profile, layout, target, spec, setup, view=view, rows=rows, price=price)
+    plan = assemble(prepared, rows=rows, price=price)
     if plan.memory.fits is False:
         return Rejected(setup, "out of memory", plan.memory.verdict)
     return plan
-
-
-def _row_parts(profile: JobCosts, sizes: Mapping[str, int], setup: Setup) -> int:
-    """Returns the number of parts that rows are split into, over devices, minibatches and microbatches."""
-    parts = setup.num_minibatches * profile.stages(sizes).microbatches
-    return sizes.get("dp", 1) * sizes.get("fsdp", 1) * parts
 
 
 def _rank(plan: Plan) -> tuple[float, int, int]:

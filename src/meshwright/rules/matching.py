@@ -196,6 +196,8 @@ def _subject(leaf: NamedLeaf, prefix: int, shapes: dict[str, tuple[int, ...]], i
         if rest:
             field = name.removesuffix(rest).rstrip("/").rpartition("/")[2]
             return Subject((name, rest), shape, dtype, "statistic", shapes[rest], field)
+    if in_state and top == "ema":
+        return Subject((name, rest), shape, dtype, "statistic", shapes.get(rest), "ema")
     if in_state and top == "model_state":
         return Subject((name, rest) if rest else (name,), shape, dtype, "model state")
     return Subject((name,), shape, dtype, "bookkeeping" if in_state and top in ("step", "rng", "fp8") else "parameter")

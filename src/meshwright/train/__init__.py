@@ -4,10 +4,12 @@ from meshwright.distributed.agreement import fingerprint, require_agreement
 from meshwright.lazy import make_callable
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.adapters import equinox_job, linen_job, nnx_job
+from meshwright.train.adapting import adapt
 from meshwright.train.fp8_scaling import Fp8
 from meshwright.train.gradients import Gradients, global_norm, make_gradients
 from meshwright.train.guards import NonFiniteGuard
-from meshwright.train.job import Job, abstract_init, load_job
+from meshwright.train.job import Job, abstract_init
+from meshwright.train.job_loading import load_job
 from meshwright.train.language_job import language_job, next_token_loss, shift_targets
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, make_state, state_layout
@@ -25,6 +27,7 @@ __all__ = [
     "language_job",
     "next_token_loss",
     "shift_targets",
+    "adapt",
     "RunState",
     "state_layout",
     "init_state",

@@ -41,6 +41,7 @@ class RunState:
         skipped_in_a_row: number of steps skipped since the last step that was not.
         model_state: arrays that the loss updates; None if the job has no `model_state`.
         fp8: amaxes of the last steps for delayed fp8 scaling, see `Fp8`; None without.
+        ema: moving average of the trained parameters, in float32, with None for frozen ones; None without.
     """
 
     step: Any
@@ -51,9 +52,12 @@ class RunState:
     skipped_in_a_row: Any
     model_state: PyTree = None
     fp8: PyTree = None
+    ema: PyTree = None
 
 
-def make_state(job: Any, optimizer: Any, key: PRNGKeyArray, *, precision: Precision | str = "float32") -> RunState:
+def make_state(
+    job: Any, optimizer: Any, key: PRNGKeyArray, *, precision: Precision | str = "float32", ema: float | None = None
+) -> RunState:
     """Returns the initial state of a run, without a sharding; `init_state` creates it on a mesh.
 
     Example:
@@ -71,7 +75,8 @@ def make_state(job: Any, optimizer: Any, key: PRNGKeyArray, *, precision: Precis
     learned = only_trainable(params, trainable_leaves(job, params))
     fp8 = Precision.named(precision).fp8
     scaling = None if fp8 is None else fp8.init(params)
-    return RunState(zero, params, optimizer.init(learned), run_key, zero, zero, model_state, scaling)
+    average = None if ema is None else jax.tree.map(lambda leaf: leaf.astype(jnp.float32), learned)
+    return RunState(zero, params, optimizer.init(learned), run_key, zero, zero, model_state, scaling, average)
 
 
 def state_layout(
@@ -82,6 +87,7 @@ def state_layout(
     zero_axis: str | None = None,
     precision: Precision | str = "float32",
     pad: PadPolicy = False,
+    ema: float | None = None,
 ) -> Layout:
     """Returns the layout of a run's whole state on a mesh; optimizer statistics are split like their parameters.
 
@@ -90,6 +96,7 @@ def state_layout(
             are then reduce-scattered and updated parameters all-gathered: the same bytes in a fraction of the memory.
         pad: the leaves that may be padded with zeros, as for `make_layout`. The loss and the optimizer see them without
             padding.
+        ema: the decay that you pass to `make_train_step`, if any; the state then holds an average of the parameters.
 
     Example:
         >>> import meshwright as mw, optax
@@ -98,7 +105,7 @@ def state_layout(
         >>> state_layout(job, optax.adam(1e-3), mesh, zero_axis="dp")["opt_state/0/mu/w"].spec
         P('dp',)
     """
-    abstract = abstract_init(lambda key: make_state(job, optimizer, key, precision=precision))
+    abstract = abstract_init(lambda key: make_state(job, optimizer, key, precision=precision, ema=ema))
     layout = make_layout(job.rules, abstract, mesh, pad=pad)
     if zero_axis is None:
         return layout
@@ -128,8 +135,10 @@ def init_state(
     # With optimizations, the last bit of jax.random.normal can depend on the shard's shape (CPU, jax 0.12).
     options = {"xla_backend_optimization_level": 0} if platform == "cpu" else None
 
+    averages = 1.0 if keeps_ema(layout) else None
+
     def make(key: PRNGKeyArray) -> RunState:
-        made = make_state(job, optimizer, key, precision=precision)
+        made = make_state(job, optimizer, key, precision=precision, ema=averages)
         filled: RunState = fill(split_evenly(made, layout), layout.leaves)
         return filled
 
@@ -138,28 +147,43 @@ def init_state(
 
 
 def trainable_leaves(job: Any, params: PyTree) -> list[bool]:
-    """Returns whether each parameter is trained: those without a match in the job's `frozen` patterns.
+    """Returns whether each parameter is trained: it matches the job's `trained`, if given, and not its `frozen`.
 
     Example:
         >>> import meshwright as mw
-        >>> job = mw.Job(init=None, rules=[], frozen="embed")
-        >>> trainable_leaves(job, {"embed": jnp.ones(2), "head": jnp.ones(2)})
-        [False, True]
+        >>> params = {"embed": jnp.ones(2), "head": jnp.ones(2), "norm": jnp.ones(2)}
+        >>> trainable_leaves(mw.Job(init=None, rules=[], frozen="embed"), params)
+        [False, True, True]
+        >>> trainable_leaves(mw.Job(init=None, rules=[], trained=["head", "norm"], frozen="norm"), params)
+        [False, True, False]
     """
-    given = getattr(job, "frozen", ()) or ()
-    patterns = [compile_pattern(text) for text in ([given] if isinstance(given, str) else given)]
     names = [leaf.name for leaf in named_leaves(params)]
-    for pattern in patterns:
-        if not any(pattern.matches(name) for name in names):
-            hint = did_you_mean(pattern.text, names) or f"parameters are named like {names[0]!r}." if names else None
-            raise JobError(f"frozen: {pattern.text!r} matches no parameter.", hint=hint)
-    learns = [not any(pattern.matches(name) for pattern in patterns) for name in names]
+    frozen, trained = (_matching(job, field, names) for field in ("frozen", "trained"))
+    learns = [name not in frozen and (not trained or name in trained) for name in names]
     if names and not any(learns):
+        both = " and ".join(f"{field}={getattr(job, field)!r}" for field in ("frozen", "trained") if _given(job, field))
         raise JobError(
-            f"frozen: the patterns match all {len(names)} parameters, so there is nothing to train.",
+            f"{both} freezes all {len(names)} parameters, so there is nothing to train.",
             hint="freeze fewer parameters.",
         )
     return learns
+
+
+def _matching(job: Any, field: str, names: Sequence[str]) -> set[str]:
+    """Returns the names that match a field of patterns; raises if a pattern matches none."""
+    found: set[str] = set()
+    for pattern in map(compile_pattern, _given(job, field)):
+        matched = {name for name in names if pattern.matches(name)}
+        if not matched:
+            hint = did_you_mean(pattern.text, names) or f"parameters are named like {names[0]!r}." if names else None
+            raise JobError(f"{field}: {pattern.text!r} matches no parameter.", hint=hint)
+        found |= matched
+    return found
+
+
+def _given(job: Any, field: str) -> Sequence[str]:
+    given = getattr(job, field, ()) or ()
+    return [given] if isinstance(given, str) else given
 
 
 def only_trainable(tree: PyTree, trainable: Sequence[bool]) -> PyTree:
@@ -186,6 +210,11 @@ def with_frozen(trained: PyTree, params: PyTree, trainable: Sequence[bool]) -> P
     new = iter(jax.tree.leaves(trained))
     pairs = zip(jax.tree.leaves(params), trainable, strict=True)
     return structure.unflatten([next(new) if learns else leaf for leaf, learns in pairs])
+
+
+def keeps_ema(layout: Layout) -> bool:
+    """Returns whether the states of a layout hold a moving average of the parameters."""
+    return getattr(layout.structure.unflatten(layout.leaves), "ema", None) is not None
 
 
 def params_layout(layout: Layout) -> Layout:

@@ -29,6 +29,7 @@ from meshwright.models.execution import Remat
 from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.parallel.rows import count_rows
 from meshwright.specs import round_up
+from meshwright.train.ema import averaged_params, check_ema, moved, require_ema
 from meshwright.train.fp8_scaling import are_finite
 from meshwright.train.gradients import Gradients, make_gradients, named_shardings
 from meshwright.train.guards import is_concrete, require_live_state, require_same_state
@@ -57,6 +58,7 @@ def make_train_step(
     donate: bool = True,
     overlap: bool = True,
     compiler_options: dict[str, Any] | None = None,
+    ema: float | None = None,
 ) -> Step:
     """Returns `step(state, batch) -> (state, metrics)`, compiled for the mesh of a layout.
 
@@ -84,6 +86,8 @@ def make_train_step(
         overlap: whether to pass XLA options that hide collectives on the mesh's chips, in the local view; see
             `meshwright.parallel.overlap_options`.
         compiler_options: additional XLA options by name, which override the defaults for the mesh's devices.
+        ema: decay of a moving average of the trained parameters, `ema * average + (1 - ema) * parameters` after each
+            step that is not skipped; the layout needs `state_layout(..., ema=...)` (default: no average).
 
     The metrics are the values of the job's metrics over the whole batch (see `meshwright.metrics`), plus `loss`,
     `grad_norm`, `tokens` (the count of the loss), `skipped` (total), `skipped_in_a_row`, and `bad_leaf`: the index of
@@ -119,6 +123,7 @@ def make_train_step(
     gradients = make(True)
     if clip is not None and not clip > 0:
         raise MeshwrightError(f"clip must be above 0; got {clip}.", hint="pass a norm such as 1.0, or None.")
+    check_ema(ema, layout)
     trainable = gradients.trainable
     fine = named_shardings(layout.mesh, only_trainable(gradient_specs(layout), trainable))
     learned = [leaf for leaf, learns in zip(part_leaves(layout, "params"), trainable, strict=True) if learns]
@@ -158,11 +163,12 @@ def make_train_step(
         good, scaling = jnp.isfinite(loss) & jnp.isfinite(norm), state.fp8
         if gradients.fp8 is not None and amaxes is not None:
             good, scaling = good & are_finite(amaxes), gradients.fp8.update(scaling, amaxes)
+        average = state.ema if ema is None else moved(state.ema, params, decay=ema)
         if skip_nonfinite:
-            params, opt_state, model_state, scaling = jax.tree.map(
+            params, opt_state, model_state, scaling, average = jax.tree.map(
                 lambda new, old: jnp.where(good, new, old),
-                (params, opt_state, model_state, scaling),
-                (mine, state.opt_state, state.model_state, state.fp8),
+                (params, opt_state, model_state, scaling, average),
+                (mine, state.opt_state, state.model_state, state.fp8, state.ema),
             )
         bad = (~good & skip_nonfinite).astype(jnp.int32)
         state = RunState(
@@ -174,6 +180,7 @@ def make_train_step(
             skipped_in_a_row=(state.skipped_in_a_row + bad) * bad,
             model_state=model_state,
             fp8=scaling,
+            ema=average,
         )
         finite = jnp.isfinite(squares)
         return state, {
@@ -199,11 +206,12 @@ def make_eval_step(
     data_axes: str | Sequence[str] | None = None,
     compiler_options: dict[str, Any] | None = None,
     raw: bool = False,
+    ema: bool = False,
 ) -> Step:
     """Returns `evaluate(state, batch) -> metrics`: the loss without gradients or dropout (`rng` is None).
 
     The loss is the job's `eval_loss`, if it has one. With `raw`, the metrics are declared metrics, which
-    `meshwright.metrics.merge` combines over batches.
+    `meshwright.metrics.merge` combines over batches. With `ema`, it evaluates the state's average of the parameters.
 
     Example:
         >>> import meshwright as mw, optax
@@ -228,8 +236,12 @@ def make_eval_step(
         evaluates=True,
     )
 
+    if ema:
+        require_ema(layout)
+
     def step(state: RunState, batch: PyTree) -> Metrics:
-        result, _ = losses(state.params, batch, None, state.model_state, state.fp8)
+        params = averaged_params(state, losses.trainable) if ema else state.params
+        result, _ = losses(params, batch, None, state.model_state, state.fp8)
         return result.metrics if raw else compute(result.metrics)
 
     options = xla_options(layout.mesh, compiler_options, fp8=losses.fp8 is not None)

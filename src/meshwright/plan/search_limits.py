@@ -1,0 +1,91 @@
+"""Limits on the candidates of a search, and their text form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright.errors import ConfigError, MeshwrightError, did_you_mean
+from meshwright.plan.costs.job_costs import REMATS
+
+AXES = ("dp", "fsdp", "pp", "tp")
+SYNCS = ("hybrid", "once")
+MINIBATCHES = (1, 2, 4, 8, 16, 32)
+_TERM = re.compile(r"(?P<name>[a-z_]+)\s*(?P<sign><=|>=|=|<|>)\s*(?P<value>[^,]+)")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20}
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Limits on the candidates of a search; made by `parse_constraints`.
+
+    Args:
+        limits: (comparison, number) pairs for mesh axes and `minibatches`.
+        choices: allowed values of `remat` and `sync`.
+        batch_tokens, rows: the batch size; if both are None, the job's.
+    """
+
+    limits: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    batch_tokens: int | None = None
+    rows: int | None = None
+
+    def allows(self, name: str, value: int) -> bool:
+        compare = {"<=": int.__le__, ">=": int.__ge__, "=": int.__eq__, "<": int.__lt__, ">": int.__gt__}
+        return all(compare[sign](value, number) for sign, number in self.limits.get(name, ()))
+
+    def words(self, name: str) -> str:
+        """Returns the limits of an axis or of `minibatches` as they were written."""
+        return ", ".join(f"{name}{sign}{number}" for sign, number in self.limits[name])
+
+
+def parse_constraints(text: str) -> Constraints:
+    """Parses constraints, separated by commas: `tp<=8`, `pp=1`, `batch=4M tokens`, `batch=512 rows`, `remat=full|dots`.
+
+    Example:
+        >>> parse_constraints("tp<=8, batch=4M tokens, remat=full|dots").batch_tokens
+        4000000
+        >>> parse_constraints("tpp<=8")
+        Traceback (most recent call last):
+        meshwright.errors.MeshwrightError: cannot parse the constraint 'tpp<=8'.
+        hint: did you mean 'tp'?
+    """
+    limits: dict[str, list[tuple[str, int]]] = {}
+    choices: dict[str, tuple[str, ...]] = {}
+    tokens = rows = None
+    known = (*AXES, "minibatches", "remat", "sync", "batch")
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = _TERM.fullmatch(part)
+        if match is None or match["name"] not in known:
+            wrong = match["name"] if match else part
+            hint = did_you_mean(wrong, known) or f"constrain one of {', '.join(known)}, e.g. tp<=8."
+            raise MeshwrightError(f"cannot parse the constraint {part!r}.", hint=hint)
+        name, sign, value = match["name"], match["sign"], match["value"].strip()
+        if name in ("remat", "sync"):
+            allowed = REMATS if name == "remat" else (*SYNCS, "every")
+            chosen = tuple(word.strip() for word in value.split("|"))
+            bad = [word for word in chosen if word not in allowed]
+            if sign != "=" or bad:
+                raise MeshwrightError(
+                    f"cannot parse the constraint {part!r}.", hint=f"write {name}={'|'.join(allowed)}."
+                )
+            choices[name] = chosen
+        elif name == "batch":
+            count, unit = _amount(part, value)
+            hint = "write e.g. batch=4M tokens or batch=512 rows."
+            if count < 1:
+                raise ConfigError(f"{part!r} is an empty batch.", hint=hint)
+            tokens, rows = (count, None) if unit == "tokens" else (None, count)
+            if sign != "=":
+                raise MeshwrightError(f"{part!r}: the batch size takes only `=`.", hint=hint)
+        else:
+            limits.setdefault(name, []).append((sign, _amount(part, value)[0]))
+    return Constraints({name: tuple(pairs) for name, pairs in limits.items()}, choices, tokens, rows)
+
+
+def _amount(part: str, value: str) -> tuple[int, str]:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]{0,2}?)\s*(tokens|rows)?", value.lower())
+    if match is None or match[2] not in _UNITS:
+        raise MeshwrightError(f"{part!r}: {value!r} is not a number.", hint="write e.g. 8, 512 rows or 4M tokens.")
+    return round(float(match[1]) * _UNITS[match[2]]), match[3] or "tokens"
