@@ -65,6 +65,11 @@ class TrainConfig:
         for name in ("job", "data", "tokenizer", "data_cache", "run", "wandb", "trackio"):
             if options[name] is not None and not options[name].strip():
                 raise ConfigError(f"{name} is empty.", hint=f"set {name} or leave it out; is a shell variable unset?")
+            if re.match(r"[A-Za-z][\w+.-]*://", options[name] or ""):
+                raise ConfigError(
+                    f"{name}={options[name]} is a URL, but Meshwright reads and writes local paths only.",
+                    hint="mount the storage as a file system and pass the path of the mount.",
+                )
         for names, is_fine, hint in _LIMITS:
             for name in names.split():
                 if options[name] is not None and not is_fine(options[name]):
