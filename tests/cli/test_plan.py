@@ -118,7 +118,7 @@ def test_train_and_plan_accept_the_printed_commands(cli):
 
 def test_a_train_command_is_shown_only_for_its_optimizers(cli):
     _, out, _ = cli(*ON_TPU, "--mesh", "fsdp:4", "--optimizer", "adabelief")
-    assert "run it with make_train_step: `meshwright train` has adamw, adafactor, lion, sgd, not adabelief" in out
+    assert "run it with make_train_step: `meshwright train` has adamw, muon, adafactor, lion, sgd, not adabelief" in out
     assert json.loads(cli(*ON_TPU, "--mesh", "fsdp:4", "--optimizer", "adabelief", "--json")[1])["command"] is None
 
 

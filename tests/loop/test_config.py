@@ -39,7 +39,7 @@ def test_files_may_write_numbers_in_any_form(tmp_path):
         ("learning_rat: 1", r"no option `learning_rat`.\nhint: did you mean 'learning_rate'"),
         ("steps: 1.5", r"steps is 1.5.\nhint: use a whole number"),
         ("steps: true", r"steps is True.\nhint: use a whole number"),
-        ("optimizer: adam", r"optimizer is 'adam'.\nhint: use one of adamw, adafactor, lion, sgd"),
+        ("optimizer: adam", r"optimizer is 'adam'.\nhint: use one of adamw, muon, adafactor, lion, sgd"),
         ("learning_rate: fast", r"learning_rate is 'fast'.\nhint: use a number"),
         ("- steps", r"holds a list"),
         ("steps: [", r"is not YAML"),

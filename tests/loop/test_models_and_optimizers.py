@@ -73,9 +73,9 @@ def test_schedules_rise_and_end_where_they_should(schedule):
     np.testing.assert_allclose(rates[100], 2.0 if schedule == "constant" else 0.2, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "lion", "sgd"])
 def test_every_optimizer_descends(name):
-    rate = 1.0 if name == "sgd" else 0.05
+    rate = {"sgd": 1.0, "muon": 0.5}.get(name, 0.05)
     optimizer = make_optimizer(OptimizerOptions(optimizer=name, learning_rate=rate, warmup=0, weight_decay=0.0), 60)
     params = {"w": jnp.ones((4, 4)) * 2.0}
     state = optimizer.init(params)

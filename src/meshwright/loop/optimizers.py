@@ -13,6 +13,7 @@ import optax
 from meshwright.errors import ConfigError, JobError, MeshwrightError
 from meshwright.loop.options import OptimizerOptions
 from meshwright.train.job_loading import load_attribute
+from meshwright.train.muon import muon
 from meshwright.tree import named_tree_map
 from meshwright.types import PyTree
 
@@ -163,6 +164,14 @@ def make_optimizer(options: OptimizerOptions, num_steps: int, *, schedule: Sched
     decay = options.weight_decay
     if options.optimizer in (None, "adamw"):
         return optax.adamw(rate, b1=options.beta1, b2=options.beta2, weight_decay=decay, mask=decayed)
+    if options.optimizer == "muon":
+        return muon(
+            rate,
+            weight_decay=decay,
+            weight_decay_mask=decayed,
+            adam_beta1=options.beta1,
+            adam_beta2=options.beta2,
+        )
     if options.optimizer == "lion":
         return optax.lion(rate, b1=options.beta1, b2=options.beta2, weight_decay=decay, mask=decayed)
     if options.optimizer == "adafactor":

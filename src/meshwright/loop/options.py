@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd")
+OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "sgd")
 SCHEDULES = ("cosine", "linear", "constant")
 NUM_ROWS = 16
 """Rows per step if neither the options nor a job say otherwise."""
@@ -53,7 +53,7 @@ class OptimizerOptions:
     """Optimizer and learning rate schedule."""
 
     optimizer: str | None = None
-    """adamw, adafactor, lion or sgd, or an optax optimizer (or a function from the number of steps to one) as
+    """adamw, muon, adafactor, lion or sgd, or an optax optimizer (or a function from the number of steps to one) as
     module:attribute; its state is sharded like the parameters (default: the job's, or adamw)."""
     learning_rate: float = 3e-3
     """Peak learning rate, reached after the warmup."""
@@ -67,7 +67,7 @@ class OptimizerOptions:
     weight_decay: float = 0.1
     """Weight decay for matrices; norms and biases are not decayed."""
     beta1: float = 0.9
-    """Adam beta1, or SGD momentum."""
+    """Adam beta1, or SGD momentum. Muon's own momentum is 0.95."""
     beta2: float = 0.95
     """Adam beta2."""
     clip: float | None = 1.0

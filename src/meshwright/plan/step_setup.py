@@ -13,6 +13,7 @@ import numpy as np
 from meshwright.errors import JobError, MeshwrightError, did_you_mean
 from meshwright.mesh.build import AnyMesh
 from meshwright.parallel.rows import count_rows
+from meshwright.train.muon import muon
 from meshwright.train.precision import Precision
 from meshwright.train.state import require_loss, state_layout
 from meshwright.train.step import Step, make_train_step, xla_options
@@ -96,7 +97,7 @@ def make_optimizer(name: str) -> Any:
     """
     import optax
 
-    factory = getattr(optax, name, None)
+    factory = muon if name == "muon" else getattr(optax, name, None)
     if not callable(factory):
         known = ("adamw", "adam", "sgd", "adafactor", "lion", "lamb", "rmsprop", "adagrad", "muon")
         raise MeshwrightError(

@@ -11,6 +11,7 @@ from meshwright.train.guards import NonFiniteGuard
 from meshwright.train.job import Job, abstract_init
 from meshwright.train.job_loading import load_job
 from meshwright.train.language_job import language_job, next_token_loss, shift_targets
+from meshwright.train.muon import muon, orthogonalize
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, make_state, state_layout
 from meshwright.train.step import Step, make_eval_step, make_train_step
@@ -28,6 +29,8 @@ __all__ = [
     "next_token_loss",
     "shift_targets",
     "adapt",
+    "muon",
+    "orthogonalize",
     "RunState",
     "state_layout",
     "init_state",

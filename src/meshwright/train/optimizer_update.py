@@ -43,12 +43,14 @@ def update(
     loss_at: Callable[[PyTree], Any],
     loss_and_grads_at: Callable[[PyTree], tuple[Any, PyTree]],
     clipped: bool,
+    specs: PyTree = None,
 ) -> tuple[PyTree, PyTree]:
     """Returns `optimizer.update(grads, opt_state, params)`, with the loss for optimizers that take it.
 
     Args:
         loss_at, loss_and_grads_at: the loss of this step's batch for other parameters, for line searches.
         clipped: whether the gradients may be clipped; a line search needs those of the loss.
+        specs: the specs of the parameters on the current mesh, for optimizers that communicate (`muon`).
 
     Example:
         >>> optimizer = optax.polyak_sgd()
@@ -85,5 +87,7 @@ def update(
         return value_fn(params)
 
     full = optax.with_extra_args_support(optimizer)
-    result: tuple[PyTree, PyTree] = full.update(grads, opt_state, params, value=loss, grad=grads, value_fn=searched)
+    result: tuple[PyTree, PyTree] = full.update(
+        grads, opt_state, params, value=loss, grad=grads, value_fn=searched, specs=specs
+    )
     return result

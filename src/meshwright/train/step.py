@@ -125,7 +125,8 @@ def make_train_step(
         raise MeshwrightError(f"clip must be above 0; got {clip}.", hint="pass a norm such as 1.0, or None.")
     check_ema(ema, layout)
     trainable = gradients.trainable
-    fine = named_shardings(layout.mesh, only_trainable(gradient_specs(layout), trainable))
+    fine_specs = only_trainable(gradient_specs(layout), trainable)
+    fine = named_shardings(layout.mesh, fine_specs)
     learned = [leaf for leaf, learns in zip(part_leaves(layout, "params"), trainable, strict=True) if learns]
     statistics = part_leaves(layout, "opt_state")
     trained = jnp.asarray([place for place, learns in enumerate(trainable) if learns])
@@ -157,6 +158,7 @@ def make_train_step(
             loss_at=functools.partial(at, False),
             loss_and_grads_at=functools.partial(at, True),
             clipped=clip is not None,
+            specs=fine_specs,
         )
         params = jax.tree.map(lambda leaf, update: (leaf + update).astype(leaf.dtype), own, updates)
         params, opt_state = fill(params, learned), fill(opt_state, statistics)

@@ -1,0 +1,171 @@
+"""Muon takes the steps of optax's, on every mesh, with one exchange of the matrices in each direction."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+import meshwright as mw
+from meshwright import P
+from meshwright.plan.compiled.collectives import read_schedule
+from meshwright.train import init_state, make_train_step, muon, state_layout
+
+RULES = mw.Rules(
+    [
+        ("embed", P("tp", "fsdp")),
+        ("up", P(None, "fsdp", "tp")),
+        ("down", P(None, "tp", "fsdp")),
+        ("one", P(("fsdp", "tp"))),
+        (".*", P()),
+    ],
+    optional_axes=("fsdp", "tp"),
+)
+SHAPES = {"embed": (16, 8), "up": (3, 8, 16), "down": (3, 16, 8), "square": (8, 8), "one": (16, 8), "norm": (8,)}
+
+
+def init(key):
+    keys = jax.random.split(key, len(SHAPES))
+    return {
+        name: jax.random.normal(k, shape) / shape[-1] ** 0.5
+        for k, (name, shape) in zip(keys, SHAPES.items(), strict=True)
+    }
+
+
+def loss(params, batch, rng):
+    h = batch["x"] @ params["embed"] @ params["square"] * params["norm"]
+    for up, down in zip(params["up"], params["down"], strict=True):
+        h = h + jnp.tanh(h @ up) @ down
+    return jnp.mean((jnp.tanh(h @ params["one"].T) - batch["y"]) ** 2), {}
+
+
+def make_batch():
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal((16, 16)).astype(np.float32) for name in "xy"}
+
+
+JOB = mw.Job(init=init, rules=RULES, loss=loss, batch=make_batch())
+OPTIONS = {"weight_decay": 0.1, "rms": 0.2}
+
+
+def by_optax(num_steps):
+    """The steps of `optax.contrib.muon` on one device."""
+    matrix, batch = MuonDimensionNumbers(-2, -1), make_batch()
+    numbers = {name: matrix if name not in ("embed", "norm") else None for name in SHAPES}
+    optimizer = optax.contrib.muon(
+        0.1, weight_decay=0.1, adam_weight_decay=0.1, adam_b2=0.95, consistent_rms=0.2,
+        muon_weight_dimension_numbers=numbers,
+    )  # fmt: skip
+    params = init(jax.random.split(jax.random.key(0))[0])
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.grad(lambda params: loss(params, batch, None)[0])(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(num_steps):
+        params, state = step(params, state)
+    return jax.device_get(params)
+
+
+@functools.cache
+def reference():
+    return by_optax(3)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero_axis"),
+    [
+        ("dp:1", None),
+        ("dp:8", None),
+        ("dp:8", "dp"),
+        ("fsdp:8", None),
+        ("tp:8", None),
+        ("dp:2,fsdp:4", None),
+        ("fsdp:2,tp:4", None),
+        ("dp:2,fsdp:2,tp:2", None),
+    ],
+)
+def test_the_steps_are_those_of_optax_on_every_mesh(mesh, zero_axis):
+    optimizer = muon(0.1, **OPTIONS)
+    mesh = mw.create_mesh(mesh, devices=1 if mesh == "dp:1" else None)
+    layout = state_layout(JOB, optimizer, mesh, zero_axis=zero_axis)
+    state = init_state(JOB, optimizer, layout, jax.random.key(0))
+    step = make_train_step(JOB, optimizer, layout, view="global", donate=False)
+    for _ in range(3):
+        state, _ = step(state, make_batch())
+    for name, expected in reference().items():
+        # Each of five iterations multiplies small singular values and their rounding errors by up to 3.44.
+        atol = 485 * np.finfo(np.float32).eps * np.abs(expected).max()
+        np.testing.assert_allclose(state.params[name], expected, atol=atol, err_msg=name)
+
+
+def test_matrices_travel_once_in_each_direction():
+    """Of two groups of matrices on fsdp, each is exchanged whole; the gradients need no all-to-all."""
+    optimizer = muon(0.1, **OPTIONS)
+    layout = state_layout(JOB, optimizer, mw.create_mesh("fsdp:8"))
+    counts = {}
+    for name, one in (("muon", optimizer), ("sgd", optax.sgd(0.1))):
+        layout = state_layout(JOB, one, mw.create_mesh("fsdp:8"))
+        program = make_train_step(JOB, one, layout, view="global").lower(make_batch()).compile()
+        counts[name] = read_schedule(program.as_text())
+    assert counts["sgd"].count("all-to-all") == 0
+    sent = [c for c in counts["muon"].collectives if c.kind == "all-to-all"]
+    # Stacks of 6 and 1 matrices of 8 x 16, filled up to 8 each, are split 8 ways; each way moves a share of a stack.
+    assert [c.bytes_moved for c in sent] == [8 * 8 * 16 * 4 // 8] * 4
+    # The square matrices are replicated: their updates are gathered, and nothing else is.
+    assert counts["muon"].count("all-gather") - counts["sgd"].count("all-gather") == 1
+
+
+COMPILED_7B = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding
+import meshwright as mw
+from meshwright.models import Decoder
+from meshwright.plan.compiled.collectives import read_schedule
+from meshwright.plan.compiled.topology import target_mesh
+from meshwright.train import orthogonalize
+
+mesh = target_mesh("v5p:4x4x4", (64,), ("fsdp",))
+model = Decoder.named("7b")
+params = mw.train.abstract_init(model.init)["layers"]
+params = {name: params[name] for name in ("attn", "mlp")}
+layout = mw.make_layout(model.rules, {"layers": params}, mesh)
+specs = layout.specs["layers"]
+run = lambda tree: orthogonalize(tree, specs=specs, dtype=jnp.bfloat16)
+with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    made = jax.jit(run, out_shardings=layout.shardings["layers"]).lower(layout.abstract["layers"])
+schedule = read_schedule(made.compile().as_text())
+print(*sorted(f"{c.kind}:{round(c.bytes_moved / 2**20)}" for c in schedule.collectives))
+"""
+
+
+@pytest.mark.slow  # compiles for 64 chips
+@pytest.mark.skipif(sys.platform != "linux", reason="libtpu exists for Linux only")
+def test_a_7b_update_on_64_chips_is_one_exchange_each_way(run_python):
+    """128 matrices of 4096 x 4096 and 96, filled up to 128, of 4096 x 11008, in bfloat16, over 64 chips."""
+    done = run_python(COMPILED_7B, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    square, wide = (128 * 4096 * n * 2 // 64 // 2**20 for n in (4096, 11008))
+    assert done.stdout.split() == sorted([f"all-to-all:{square}", f"all-to-all:{wide}"] * 2)
+
+
+def test_numbers_out_of_range_are_rejected():
+    with pytest.raises(mw.MeshwrightError, match=r"num_iterations must be at least 1; got 0.\nhint: use 5"):
+        muon(0.1, num_iterations=0)
+    with pytest.raises(mw.MeshwrightError, match=r"beta must be at least 0 and below 1; got 1.0"):
+        muon(0.1, beta=1.0)
+
+
+def test_a_function_chooses_the_matrices():
+    params = {"head": jnp.ones((4, 8)), "up": jnp.ones((4, 8))}
+    for is_matrix, expected in ((None, {"up"}), (lambda name, leaf: name == "head", {"head"})):
+        state = muon(0.1, is_matrix=is_matrix).init(params)
+        mu = state.inner_states["muon"].inner_state[0].mu
+        assert {name for name, leaf in mu.items() if hasattr(leaf, "shape")} == expected
