@@ -69,7 +69,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=150, help="number of cases over all jobs (default: 150)")
     parser.add_argument("--jobs", nargs="*", default=list(jobs), choices=list(jobs), help="jobs (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first job's cases; each other job adds 1 (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first job's cases; each next job adds 1")
     parser.add_argument("--seconds", type=float, default=None, help="time limit per job, in seconds (default: none)")
     options = parser.parse_args()
     mw.simulate_cpu_devices()

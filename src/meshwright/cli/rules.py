@@ -12,7 +12,7 @@ from meshwright.cli import show
 from meshwright.errors import JobError
 from meshwright.layout import Layout, explain_layout
 from meshwright.mesh.build import create_abstract_mesh
-from meshwright.train.job import abstract_init
+from meshwright.train.job import abstract_init, check_axes
 from meshwright.train.job_loading import job_errors, load_job
 
 
@@ -48,6 +48,7 @@ def rules(
     if not mesh:
         raise JobError("neither --mesh nor the job sets a mesh.", hint='add --mesh "fsdp:8,tp:4".')
     target = create_abstract_mesh(mesh, num_devices=num_devices)
+    check_axes(loaded, target.shape)
     with job_errors(loaded, job):
         tree = abstract_init(loaded.init)
     report = explain_layout(loaded.rules, tree, target, pad=pad)

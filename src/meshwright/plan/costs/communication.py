@@ -164,7 +164,7 @@ def _times(stages: Stages, name: str, *, layers: int, by_layer: bool, profile: J
         gathers, scatters = (3 * layers, layers) if in_layers else (ends, ends / 2)
         return stages.microbatches * gathers, stages.microbatches * scatters
     if by_layer and layers > 1:
-        # Forward, backward if there is one, and one layer prefetched; parameters outside layers are gathered once and kept.
+        # Forward, backward if any, and one layer prefetched; parameters outside layers are gathered once and kept.
         return (2 if profile.learns_layers else 1) * layers + 1, layers
     return layers, layers
 
