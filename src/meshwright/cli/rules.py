@@ -48,13 +48,13 @@ def rules(
     if not mesh:
         raise JobError("neither --mesh nor the job sets a mesh.", hint='add --mesh "fsdp:8,tp:4".')
     target = create_abstract_mesh(mesh, num_devices=num_devices)
-    check_axes(loaded, target.shape)
     with job_errors(loaded, job):
         tree = abstract_init(loaded.init)
     report = explain_layout(loaded.rules, tree, target, pad=pad)
     if not report.ok:
         show(str(report))
         return 1
+    check_axes(loaded, target.shape)
     layout = Layout(target, report.leaves, jax.tree.structure(tree), report)
     if json:
         print(layout.to_json())
