@@ -143,6 +143,12 @@ ERRORS = [
         r"hint: did you mean 'model'\?",
     ),
     (
+        "a usual axis that the mesh lacks",
+        lambda: layout([("w", P("tp"))], {"w": X}, "dp:8"),
+        mw.LayoutError,
+        r"names axis 'tp'; the mesh has axes: dp\.\nhint: if meshes may lack 'tp', pass Rules\(\.\.\., optional_axes",
+    ),
+    (
         "misspelled axis",
         lambda: mw.make_shard_and_gather_fns({"w": P("modle")}, mesh=mw.create_mesh("model:8")),
         mw.MeshError,

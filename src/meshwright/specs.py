@@ -14,6 +14,9 @@ from meshwright.errors import RuleError, did_you_mean
 
 ProblemKind = Literal["rank", "unknown axis", "axis twice", "indivisible", "unconstrained"]
 
+USUAL_AXES = ("dp", "fsdp", "tp", "sp", "pp", "ep")
+"""The usual names of mesh axes."""
+
 
 @dataclass(frozen=True)
 class SpecProblem:
@@ -105,7 +108,8 @@ def spec_problem(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -
         if unknown is not None:
             known = ", ".join(axis_sizes)
             message = f"{format_spec(spec)} names axis {unknown!r}; the mesh has axes: {known}."
-            hint = did_you_mean(unknown, axis_sizes) or f"use one of: {known}; or list it in optional_axes."
+            hint = None if unknown in USUAL_AXES else did_you_mean(unknown, axis_sizes)
+            hint = hint or f"if meshes may lack {unknown!r}, pass Rules(..., optional_axes=({unknown!r},))."
             return SpecProblem("unknown axis", message, hint, dim)
         ways = math.prod(axis_sizes[axis] for axis in dim_axes(entry))
         if shape[dim] % ways:

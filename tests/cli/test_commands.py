@@ -83,6 +83,7 @@ def test_rules_output(cli, arguments, code, text):
         (["cli_job:homeless"], "error: neither --mesh nor the job sets a mesh.\nhint: "),
         (["cli_job:good", "--mesh", "fsdp"], "error: mesh 'fsdp': cannot parse 'fsdp'.\nhint: "),
         (["cli_job:good", "--mesh", "fsdp:-1"], "has a size of -1"),
+        (["cli_job:good", "--mesh", "fsdp:2,tp:2,sp:2"], "error: this job does not use mesh axis 'sp'.\nhint: "),
         (["cli_job:good", "--picture", "layers/9/w"], "error: the layout has no leaf 'layers/9/w'.\nhint: "),
     ],
 )

@@ -12,8 +12,9 @@ from meshwright import P
 from meshwright.cli import main
 from meshwright.parallel import is_manual
 from meshwright.testing import assert_same_function
-from meshwright.verify.fuzz import FuzzCase, _Bench, fuzz
+from meshwright.verify.fuzz import FuzzCase, FuzzReport, _Bench, fuzz
 from meshwright.verify.random_masks import mask_names, with_random_masks
+from meshwright.verify.report import Case
 
 RULES = mw.Rules([("up", P("fsdp", "tp")), ("down", P("tp", "fsdp"))], optional_axes=("fsdp", "tp"))
 
@@ -98,6 +99,13 @@ def test_axes_that_the_loss_does_not_know_are_refused_in_the_local_view():
     assert case.verdict == "skipped"
     assert "the loss does not communicate over mesh axis 'tp'" in case.message
     assert bench.compare(FuzzCase("fsdp:2", "local", 16)).verdict == "skipped"  # 16 rows cannot be split
+
+
+def test_refusals_have_a_reason():
+    message = "2 leaves do not fit the mesh pp=8:\n  `up` (rule 0): dim 0 has size 2; `pp` has 8 devices.\nhint: ..."
+    case = Case("pp:8", "local", 1, "skipped", message=message)
+    report = FuzzReport(((FuzzCase("pp:8", "local"), case),), None, 1, 0.0, "job")
+    assert "refused: 2 leaves do not fit the mesh pp=8: `up` (rule 0): dim 0 has size 2" in str(report)
 
 
 def test_cases_are_drawn_from_the_seed():

@@ -12,7 +12,7 @@ from meshwright.cli import show
 from meshwright.errors import JobError
 from meshwright.layout import Layout, explain_layout
 from meshwright.mesh.build import create_abstract_mesh
-from meshwright.train.job import abstract_init
+from meshwright.train.job import abstract_init, check_axes
 from meshwright.train.job_loading import job_errors, load_job
 
 
@@ -54,6 +54,7 @@ def rules(
     if not report.ok:
         show(str(report))
         return 1
+    check_axes(loaded, target.shape)
     layout = Layout(target, report.leaves, jax.tree.structure(tree), report)
     if json:
         print(layout.to_json())

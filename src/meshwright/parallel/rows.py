@@ -108,6 +108,26 @@ def split_rows(batch: PyTree, num_parts: int, *, who: str, part: str, num_blocks
     return Parts(arrays, join, rows // num_parts)
 
 
+def interleave_rows(batch: PyTree, num_parts: int, num_devices: int) -> PyTree:
+    """Reorders rows so that the devices' slices of each part are together contiguous rows of the batch.
+
+    The rows of a device are its slice of the first part, then of the second, and so on. A batch that cannot be cut
+    evenly is returned as it is; `split_rows` raises for it.
+
+    Example:
+        >>> interleave_rows({"x": np.arange(8)}, 2, 2)["x"].tolist()  # the parts are rows 0 to 3 and 4 to 7
+        [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+
+    def move(leaf: Any) -> Any:
+        if not np.ndim(leaf) or leaf.shape[0] % (num_parts * num_devices):
+            return leaf
+        cut = jnp.reshape(leaf, (num_parts, num_devices, -1, *leaf.shape[1:]))
+        return jnp.reshape(jnp.swapaxes(cut, 0, 1), leaf.shape)
+
+    return jax.tree.map(move, batch)
+
+
 def _nearest(rows: int, num_parts: int, part: str) -> str:
     sizes = [size for size in (rows // num_parts * num_parts, round_up(rows, num_parts)) if size]
     counts = [count for count in range(1, rows + 1) if rows % count == 0]

@@ -286,10 +286,10 @@ def mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple
             return "heads not divisible", f"tp={tp} is not a factor or multiple of {profile.kv_heads} key/value heads"
         if run.sequence_parallel and profile.tokens_per_row % tp:
             return "tokens not divisible", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
-    if profile.num_layers % pp:
-        return "layers not divisible", f"pp={pp} does not divide {profile.num_layers} layers"
     if pp > 1 and not profile.by_layer:
         return "no pipeline stages", "only built-in models can be split into pipeline stages"
+    if profile.num_layers % pp:
+        return "layers not divisible", f"pp={pp} does not divide {profile.num_layers} layers"
     return None
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import RuleError, did_you_mean
 from meshwright.rules.rule_set import Rule, Rules, as_rules, compile_pattern
-from meshwright.specs import check_spec_type, dim_axes
+from meshwright.specs import USUAL_AXES, check_spec_type, dim_axes
 from meshwright.tree import named_boxes
 from meshwright.types import PyTree
 
@@ -23,9 +23,6 @@ AxisTable = Mapping[str, Any] | Sequence[tuple[str, Any]]
 """Mesh axes by logical name: a dict, or pairs as in `nn.logical_axis_rules`."""
 
 _NUMBER = re.compile(r"\d+")
-
-# A mesh may lack these axes. A logical name without a table is none of them, so it stays an error.
-USUAL_AXES = ("dp", "fsdp", "tp", "sp", "pp", "ep")
 
 
 class Annotation(NamedTuple):
@@ -88,6 +85,7 @@ def annotated_rules(
     rest = as_rules(others)
     tables = [*pairs, *(pair for _, annotation in found if annotation for pair in annotation.table)]
     mapped = [axis for _, entry in tables for axis in dim_axes(entry)]
+    # A mesh may lack a usual axis. A logical name without a table is none of them, so it stays an error.
     optional = dict.fromkeys([*mapped, *optional_axes, *rest.optional_axes, *USUAL_AXES])
     return Rules([*entries, *rest.entries], optional_axes=tuple(optional))
 

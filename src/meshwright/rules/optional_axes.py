@@ -6,9 +6,8 @@ import difflib
 from collections.abc import Iterable
 
 from meshwright.mesh.build import AnyMesh
-from meshwright.rules.annotations import USUAL_AXES
 from meshwright.rules.rule_set import Rules
-from meshwright.specs import spec_axes
+from meshwright.specs import USUAL_AXES, spec_axes
 
 # Similarity, from 0 to 1, of a misspelled name: 0.75 for `fdsp` and `fsdp`, 0.8 for `tpp` and `tp`.
 _CLOSE = 0.65

@@ -59,6 +59,7 @@ def accumulate(
     dtypes: PyTree = None,
     reduce_dtype: Any = None,
     row_blocks: int = 1,
+    interleaved: bool = False,
     with_gradients: bool = True,
     trainable: Sequence[bool] | None = None,
     model_state: PyTree = None,
@@ -93,6 +94,9 @@ def accumulate(
         reduce_dtype: the dtype in which devices exchange gradients (default: float32).
         row_blocks: number of devices that rows are split over in the global view. Each minibatch then takes a slice of
             each device's rows.
+        interleaved: whether the devices' slices of a minibatch are contiguous rows of the whole batch, so that this
+            device's rows are its slice of the first minibatch, then of the second, and so on (default: the rows of a
+            device are contiguous).
         with_gradients: whether to compute gradients; if False, they are None.
         trainable: whether each parameter, in the order of `jax.tree.leaves`, has a gradient (default: all). The
             gradient of any other is None.
@@ -135,7 +139,8 @@ def accumulate(
         trainable=trainable,
     )
     parts = split_rows(batch, num_minibatches, who="accumulate", part="minibatch", num_blocks=row_blocks)
-    first_row = plan.first_row(parts.num_rows * num_minibatches)
+    first_row = plan.first_row(parts.num_rows * (1 if interleaved else num_minibatches))
+    between = parts.num_rows * plan.num_row_devices if interleaved else parts.num_rows // row_blocks
     block = parts.num_rows // row_blocks
     blocks = {"block": block, "stride": block * num_minibatches} if row_blocks > 1 else {}
 
@@ -164,7 +169,7 @@ def accumulate(
     marked = pcast_varying(fp8, everywhere)
 
     def step(index: Any, slices: Any, model_state: PyTree) -> Any:
-        key = None if rng is None else row_key(rng, first_row + index * block, **blocks)
+        key = None if rng is None else row_key(rng, first_row + index * between, **blocks)
         # Without this dependency, XLA would hoist the gather out of the loop and keep whole parameters in memory.
         once = sync == "once" or num_minibatches == 1
         held, held_fixed = (prepared, others) if once else after(index, (prepared, others))

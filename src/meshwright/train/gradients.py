@@ -27,6 +27,7 @@ from meshwright.models.execution import Remat, remat_policy
 from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.local_map import local_map
+from meshwright.parallel.rows import interleave_rows
 from meshwright.specs import format_spec, keep_axes, spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.axis_errors import axis_errors
@@ -158,6 +159,9 @@ def make_gradients(
         "model_state_reduce": getattr(job, "model_state_reduce", "mean"),
     }
 
+    # Statistics of a minibatch depend on its rows, so with a model state minibatches are the same on every mesh:
+    # contiguous rows, which then move between devices.
+    moves_rows = keeps_state and num_minibatches > 1
     state_leaves = part_leaves(layout, "model_state")
     whole = None if execution_of(job) is not None else _gathered_shardings(params, row_axes)
 
@@ -172,11 +176,9 @@ def make_gradients(
     def in_global_view(
         params: PyTree, batch: PyTree, rng: Any, model_state: PyTree, amaxes: Amaxes | None
     ) -> tuple[Accumulated, Any]:
-        # Statistics of a minibatch depend on its rows, so with a model state minibatches are the same on every mesh:
-        # contiguous rows, which then move between devices.
         own_rows = num_minibatches > 1 and not keeps_state
         ways = math.prod(mesh.shape[axis] for axis in row_axes) if own_rows else 1
-        function = spread if keeps_state and num_minibatches > 1 else gathered
+        function = spread if moves_rows else gathered
         result = accumulate(
             function,
             params,
@@ -210,6 +212,7 @@ def make_gradients(
             row_axes=row_axes,
             grad_specs=all_specs,
             reduce_dtype=precision.reduce,
+            interleaved=moves_rows,
             **options,
         )
         return result, leaf_square_sums(result.grads) if with_gradients else None
@@ -218,6 +221,9 @@ def make_gradients(
         params_whole: PyTree, batch: PyTree, rng: Any, model_state: PyTree, amaxes: Amaxes | None
     ) -> tuple[Accumulated, Any]:
         rows = jax.tree.map(lambda leaf: P(row_axes) if np.ndim(leaf) else P(), batch)
+        if moves_rows:
+            ways = math.prod(mesh.shape[axis] for axis in row_axes)
+            batch = interleave_rows(batch, num_minibatches, ways)
         replicated: Any = P()
         grads = specs if with_gradients else replicated
         out_specs = (Accumulated(replicated, grads, replicated, replicated, replicated), replicated)

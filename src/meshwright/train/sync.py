@@ -15,6 +15,7 @@ the sum over the other axes one of whole gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -100,6 +101,11 @@ class SyncPlan:
     def narrow(self, params: PyTree) -> PyTree:
         """Casts parameters to their dtypes in the loss."""
         return self._map(lambda known, leaf: leaf.astype(known.dtype), params)
+
+    @property
+    def num_row_devices(self) -> int:
+        """Number of devices that the batch's rows are split over."""
+        return math.prod(axis_size(axis, who=WHO) for axis in self.row_axes)
 
     def first_row(self, num_rows: int) -> Any:
         """Returns the index of this device's first row in the whole batch."""

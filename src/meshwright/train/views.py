@@ -76,7 +76,7 @@ def resolve_view(
         >>> resolve_view(mw.Job(init=lambda key: {}, rules=[]), {"tp": 2}, "local")
         Traceback (most recent call last):
         meshwright.errors.MeshError: the loss does not communicate over mesh axis 'tp' (2 devices): it works on ...
-        hint: use view="global", or communicate over the axis in the loss and declare it: Job(local_axes=("tp",)).
+        hint: use view="global" (--view global), or communicate over the axis in the loss and declare it: ...
     """
     if view is None:
         return choose_view(job, mesh, data_axes=data_axes)
@@ -90,8 +90,8 @@ def resolve_view(
         raise MeshError(
             f"the loss does not communicate over mesh {'axes' if several else 'axis'} {named}: it works on whole "
             "parameters, but the local view gives it slices.",
-            hint=f'use view="global", or communicate over the {"axes" if several else "axis"} in the loss and declare '
-            f"{'them' if several else 'it'}: Job(local_axes=({declared})).",
+            hint=f'use view="global" (--view global), or communicate over the {"axes" if several else "axis"} in the '
+            f"loss and declare {'them' if several else 'it'}: Job(local_axes=({declared})).",
         )
     return ViewChoice(view, "as requested")
 

@@ -229,12 +229,6 @@ def compare_mesh(
             problem = f"a batch of {inputs.num_rows} rows cannot be split over {split}."
             cases.append(Case(text, view, count, "failed" if by_name else "skipped", message=problem))
             continue
-        if inputs.keeps_state and view == "local" and count > 1:
-            problem = (
-                "in the local view, the minibatches of a job with a model state hold other rows than on one device."
-            )
-            cases.append(Case(text, view, count, "skipped", message=problem))
-            continue
         log(f"{text}, {view} view{parts}")
         try:
             cases.append(_case(references.of(count), placed, text, view, count, tolerance, inspect))

@@ -121,7 +121,7 @@ class FuzzReport:
 
     def __str__(self) -> str:
         parts = [self.summary()]
-        refused = dict.fromkeys(case.message.splitlines()[0] for _, case in self.results if case.verdict == "skipped")
+        refused = dict.fromkeys(_reason(case.message) for _, case in self.results if case.verdict == "skipped")
         parts += [f"refused: {reason}" for reason in refused]
         if self.smallest is not None:
             one, case = self.smallest
@@ -132,6 +132,12 @@ class FuzzReport:
 def sizes_of(mesh: str) -> dict[str, int]:
     """Returns the size of each axis of a mesh string."""
     return {axis: int(size) for axis, _, size in (part.partition(":") for part in mesh.split(","))}
+
+
+def _reason(message: str) -> str:
+    """Returns the first line of a refusal, and the first entry of a list after it."""
+    first, *rest = message.splitlines()
+    return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first
 
 
 def _cell(value: Any) -> str:

@@ -105,7 +105,7 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
     wire = int(profile.precision.reduce.itemsize)
     for leaf in param_leaves(layout):
         name = leaf.name.removeprefix("params/")
-        size, width = local_size(leaf), profile.widths[name]
+        size, width, learns = local_size(leaf), profile.widths[name], name not in profile.frozen
         split = [axis for axis in spec_axes(leaf.spec) if sizes.get(axis, 1) > 1]
         if GATHER_AXIS in split:
             in_layers = name.startswith(LAYERS)
@@ -116,10 +116,12 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
             # No compute overlaps with a single exchange per step, or with embedding and head of a pipeline.
             hides = setup.sync != "once" and (in_layers or stages.count == 1)
             gathered[hides] += rounds * gathers / layers * whole * width * (fsdp - 1) / fsdp
-            scattered[hides] += rounds * scatters / layers * whole * wire * (fsdp - 1) / fsdp
+            scattered[hides] += learns * rounds * scatters / layers * whole * wire * (fsdp - 1) / fsdp
             # The matrices of a layer travel together.
             counts[0] = max(counts[0], int(rounds * (gathers if by_layer else 1)))
-            counts[1] = max(counts[1], int(rounds * (scatters if by_layer else 1)))
+            counts[1] = max(counts[1], learns * int(rounds * (scatters if by_layer else 1)))
+        if not learns:
+            continue
         if tensor > 1 and TENSOR_AXIS not in split:
             # The loss sums these gradients itself, for every minibatch and every microbatch of a pipeline.
             parts = often * stages.microbatches
@@ -162,8 +164,8 @@ def _times(stages: Stages, name: str, *, layers: int, by_layer: bool, profile: J
         gathers, scatters = (3 * layers, layers) if in_layers else (ends, ends / 2)
         return stages.microbatches * gathers, stages.microbatches * scatters
     if by_layer and layers > 1:
-        # Forward, backward, and one layer prefetched; parameters outside layers are gathered once and kept.
-        return 2 * layers + 1, layers
+        # Forward, backward if any, and one layer prefetched; parameters outside layers are gathered once and kept.
+        return (2 if profile.learns_layers else 1) * layers + 1, layers
     return layers, layers
 
 
@@ -191,6 +193,8 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
         if piped:
             gathers, scatters = gathers + 2, scatters + 2
         ends = {"all-gather": 2, "reduce-scatter": 1 if piped else 2}
+        if not profile.learns_layers and not piped:  # the backward pass ends at the final norm
+            gathers, scatters, ends["all-gather"] = 2, 2, 1
         for kind, count in (("all-gather", gathers), ("reduce-scatter", scatters)):
             times = layers * count + ends[kind]
             sent = one * share * times

@@ -26,12 +26,20 @@ from meshwright.plan.costs.saved_activations import REST, bytes_kept
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
 from meshwright.train.job import execution_of, model_of, traceable_loss
 from meshwright.train.precision import Precision
-from meshwright.train.state import abstract_params, make_state, require_loss
+from meshwright.train.state import (
+    abstract_params,
+    make_state,
+    only_trainable,
+    require_loss,
+    trainable_leaves,
+    with_frozen,
+)
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
 GATHER_AXIS, TENSOR_AXIS, PIPELINE_AXIS = "fsdp", "tp", "pp"
 LAYERS = "layers/"  # path of stacked layer parameters in built-in models
+_AFTER_LAYERS = ("final_norm", "head/")  # parameters after the layers in built-in models
 REMATS = ("none", "dots", "full")
 """Remat policies that a search tries."""
 _PLANNED = (*REMATS, "offload")
@@ -117,6 +125,7 @@ class JobCosts:
         head_dim: features per head.
         num_microbatches: pipeline microbatches per minibatch; None for the default.
         widths: bytes per element of each parameter in the compute dtype, by name.
+        frozen: names of the parameters without a gradient.
         needs: costs by remat policy.
         forward: FLOPs per row of the loss without its gradient.
         state: shapes of the train state.
@@ -140,12 +149,24 @@ class JobCosts:
     needs: Mapping[str, Needs]
     forward: Flops
     state: Any = field(repr=False, compare=False)
+    frozen: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
     def stages(self, sizes: Mapping[str, int]) -> Stages:
         """Returns the pipeline on a mesh with these axis sizes."""
         count = sizes.get(PIPELINE_AXIS, 1)
         return Stages(count, self.num_microbatches or 2 * count) if count > 1 else Stages(1, 1)
+
+    @property
+    def learns_head(self) -> bool:
+        """Whether the head of a built-in model is trained."""
+        head = "embed/" if self.tied else "head/"
+        return any(name.startswith(head) and name not in self.frozen for name in self.widths)
+
+    @property
+    def learns_layers(self) -> bool:
+        """Whether the backward pass goes through the layers: a parameter in or before them is trained."""
+        return any(not name.startswith(_AFTER_LAYERS) and name not in self.frozen for name in self.widths)
 
     def in_loop(self, setup: Setup, sizes: Mapping[str, int]) -> bool:
         """Returns whether layers run in a loop, as they always do if gathered one by one."""
@@ -219,11 +240,14 @@ def profile_job(
         for remat, found in traced.items()
     }
     leaves = named_leaves(params)
+    learns = trainable_leaves(job, params)
     layers = [leaf.value.shape[0] for leaf in leaves if leaf.name.startswith(LAYERS)]
     tokens, notes = _tokens_per_row(job)
     key = jax.eval_shape(lambda: jax.random.key(0))
     rule = make_optimizer(optimizer)
     state = jax.eval_shape(lambda key: make_state(job, rule, key, precision=dtypes), key)
+    if not all(learns):
+        notes += (f"{len(leaves) - sum(learns)} of {len(leaves)} parameters are frozen: they have no gradients",)
     if model is None:
         notes += (
             "custom model: until it is compiled, tp is assumed to send half of the saved activations, and pp none",
@@ -250,6 +274,7 @@ def profile_job(
         needs=needs,
         forward=_forward(job, params, dtypes, platform),
         state=state,
+        frozen=frozenset(leaf.name for leaf, own in zip(leaves, learns, strict=True) if not own),
         notes=notes,
     )
 
@@ -268,11 +293,14 @@ def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, p
     batch = batch_of(job, rows)
     loss = _loss(job, remat)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    narrow = _narrow(params, dtypes)
+    narrow, learns = _narrow(params, dtypes), trainable_leaves(job, params)
     count: list[int] = []
 
     def gradients(params: PyTree, batch: PyTree, key: Any) -> Any:
-        value, pull, metrics = jax.vjp(lambda params: loss(params, batch, key), params, has_aux=True)
+        def loss_of(learned: PyTree) -> Any:
+            return loss(with_frozen(learned, params, learns), batch, key)
+
+        value, pull, metrics = jax.vjp(loss_of, only_trainable(params, learns), has_aux=True)
         waiting = list({id(leaf): leaf for leaf in jax.tree.leaves(pull) if hasattr(leaf, "aval")}.values())
         count[:] = [len(waiting)]
         ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), value)

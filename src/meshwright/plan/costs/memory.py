@@ -128,14 +128,17 @@ def _state_parts(layout: Layout) -> list[Part]:
 
 
 def gradient_bytes(profile: JobCosts, layout: Layout, setup: Setup) -> float:
-    """Returns the bytes of the gradients that a device holds until the optimizer update.
+    """Returns the bytes of the gradients that a device holds until the optimizer update; frozen parameters have none.
 
     Minibatches are accumulated in the accumulation dtype. Scattered gradients arrive in the reduction dtype; others,
     and those scattered once per step, are in the compute dtype.
     """
     sizes, total = dict(layout.mesh.shape), 0
     for leaf in param_leaves(layout):
-        width = profile.widths[leaf.name.removeprefix("params/")]
+        name = leaf.name.removeprefix("params/")
+        if name in profile.frozen:
+            continue
+        width = profile.widths[name]
         gathered = GATHER_AXIS in spec_axes(leaf.spec) and sizes.get(GATHER_AXIS, 1) > 1
         if setup.num_minibatches > 1:
             width = int(profile.precision.accumulate.itemsize)
@@ -208,6 +211,7 @@ def _activation_parts(
         again = max(again, layer)  # on CPUs, gradients do not reuse the memory of activations
     logits = here * profile.tokens_per_row * (profile.vocab_size or 0) / tp * _LOGIT_BYTES
     head = 4 * (profile.vocab_size or 0) * (profile.d_model or 0) / tp  # its gradient, accumulated in float32
+    head *= profile.learns_head
     working = max(min(_LOSS_BYTES, logits) + head, again)
     note = "logits of one chunk and the head's gradient, or one recomputed layer"
     return [

@@ -63,8 +63,9 @@ def step_time(
     attention = flops.attention / devices / (peak * ATTENTION_SHARE)
     bandwidth = chip.memory_bandwidth * MEMORY_SHARE
     between = flops.moved / devices / bandwidth
-    state = sum(leaf.bytes_per_device for leaf in layout.leaves)
-    weights = sum(leaf.bytes_per_device for leaf in param_leaves(layout))
+    frozen = [leaf for leaf in param_leaves(layout) if leaf.name.removeprefix("params/") in profile.frozen]
+    weights = sum(leaf.bytes_per_device for leaf in param_leaves(layout) if leaf not in frozen)
+    state = sum(leaf.bytes_per_device for leaf in layout.leaves) - sum(leaf.bytes_per_device for leaf in frozen)
     update = (2 * state + 2 * weights) / bandwidth  # reads and writes the state, gradients and low-precision weights
     compute = plain + attention + between
     total = sum(item.seconds or 0.0 for item in sent)
