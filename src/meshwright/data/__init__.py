@@ -12,6 +12,8 @@ from meshwright.data.forms import open_rows
 from meshwright.data.iterated import IteratedRows, iterated_batches
 from meshwright.data.ledger.audit import LedgerReport, check_ledger
 from meshwright.data.ledger.journal import Ledger
+from meshwright.data.mixture.mixed_batches import MixedBatches
+from meshwright.data.mixture.weights import mixture_weights
 from meshwright.data.packed_rows import Rows
 from meshwright.data.stream import BatchStream, PlacedBatch
 from meshwright.data.token_cache import prepare_tokens
@@ -32,6 +34,8 @@ __all__ = [
     "read_arrays",
     "IteratedRows",
     "Batches",
+    "MixedBatches",
+    "mixture_weights",
     "PlacedBatch",
     "BatchStream",
     "eval_batches",

@@ -71,3 +71,16 @@ class Rows:
         row["weights"][:size] = documents[:-1] == documents[1:]
         row["segment_ids"][:size] = documents[:-1] - documents[0] + 1
         return row
+
+    @property
+    def total_targets(self) -> int:
+        """Number of targets with weight in all rows."""
+        return self.tokens.num_tokens - self.tokens.num_documents
+
+    def num_targets(self, index: int) -> int:
+        """Returns the number of targets with weight in a row, without reading its tokens."""
+        start = int(index) * self.num_tokens
+        stop = min(start + self.num_tokens + 1, self.tokens.num_tokens)
+        # A document that begins inside the row has no input for its first token.
+        inside = np.searchsorted(self.tokens.bounds, [start, stop - 1], side="right")
+        return stop - start - 1 - int(inside[1] - inside[0])
