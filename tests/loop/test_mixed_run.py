@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from meshwright.data import check_ledger
@@ -124,3 +125,17 @@ def test_a_run_changes_its_weights_on_resume(texts, tmp_path, make_config):
     page = (folder / "report.html").read_text()
     assert "Held-out loss by source" in page
     assert "held-out loss" in page
+
+
+def test_packed_tokens_are_a_source_like_text(texts, tmp_path, make_config):
+    np.tile(np.arange(256, dtype="<u2")[::-1], 20).tofile(tmp_path / "packed.bin")
+    sidecar = tmp_path / "packed.bin.json"
+    sidecar.write_text('{"dtype": "uint16", "vocab_size": 256}')
+    config = make_config(data=[*texts, f"packed={tmp_path}/packed.bin"], num_tokens=16)
+    source = make_source(config, None, tell=lambda line: None)
+    assert len(source.sources["packed"]) == 19 * 16
+    sidecar.write_text('{"dtype": "uint16", "vocab_size": 50257}')
+    with pytest.raises(DataError, match=r"the source `packed`: .*packed.bin has a vocabulary of 50257 tokens"):
+        make_source(config, None, tell=lambda line: None)
+    with pytest.raises(DataError, match="holds packed tokens and other files"):
+        make_source(make_config(data=str(tmp_path / "*.*")), None, tell=lambda line: None)

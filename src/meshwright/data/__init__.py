@@ -7,7 +7,9 @@ and `check_ledger` checks that none was lost or repeated.
 
 from meshwright.data.array_rows import ArrayRows, read_arrays
 from meshwright.data.batches import Batches, eval_batches, job_batches, local_rows, place_rows
-from meshwright.data.documents import Document, Documents, open_documents
+from meshwright.data.documents import Documents, open_documents
+from meshwright.data.formats.bin_tokens import open_bin_tokens
+from meshwright.data.formats.part import Document
 from meshwright.data.forms import open_rows
 from meshwright.data.iterated import IteratedRows, iterated_batches
 from meshwright.data.ledger.audit import LedgerReport, check_ledger
@@ -27,6 +29,7 @@ __all__ = [
     "Documents",
     "Document",
     "prepare_tokens",
+    "open_bin_tokens",
     "Tokens",
     "Rows",
     "open_rows",

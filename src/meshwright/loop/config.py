@@ -238,7 +238,8 @@ def _homes() -> dict[str, tuple[str, Any]]:
 
 def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
     """Converts a value to the type of its option; YAML reads 1e-3 as text and has no tuples."""
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    kinds = typing.get_args(kind) if is_union else (kind,)
     wanted = []
     for each in kinds:
         if typing.get_origin(each) is Literal:

@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.data import (
     Batches,
     BatchStream,
+    Documents,
     Ledger,
     MixedBatches,
     Rows,
@@ -19,10 +20,12 @@ from meshwright.data import (
     Tokens,
     load_tokenizer,
     mixture_weights,
-    open_documents,
+    open_bin_tokens,
     prepare_tokens,
 )
 from meshwright.data.batches import RowSource
+from meshwright.data.documents import find_files
+from meshwright.data.formats.bin_tokens import BIN_SUFFIX
 from meshwright.data.mixture.weights import shares
 from meshwright.errors import DataError
 from meshwright.loop.mixture_options import parse_sources, parse_weights, single_path
@@ -112,8 +115,19 @@ class TextSource:
         return _Corpus(rows, eval_rows, fingerprint, about)
 
     def _tokens(self, path: Any, tell: Tell) -> Tokens:
-        documents = open_documents(path, text_field=self.options.text_field)
         folder = Path(self.options.data_cache) if self.options.data_cache else default_cache() / "tokens"
+        files = find_files(path)
+        packed = [file for file in files if file.suffix == BIN_SUFFIX]
+        if packed and len(packed) < len(files):
+            other = next(file for file in files if file.suffix != BIN_SUFFIX)
+            raise DataError(
+                f"{path} holds packed tokens and other files: {packed[0].name} and {other.name}.",
+                hint="name them as two sources of a mixture: --data tokens=GLOB text=GLOB.",
+            )
+        if packed:
+            dtype = self.options.token_dtype
+            return open_bin_tokens(packed, self.tokenizer, folder=folder, dtype=dtype, tell=tell)
+        documents = Documents(files, text_field=self.options.text_field)
         return prepare_tokens(documents, self.tokenizer, folder=folder, tell=tell)
 
     @property
