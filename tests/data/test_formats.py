@@ -65,7 +65,7 @@ def test_a_saved_dataset(tmp_path):
 
     (tmp_path / "splits").mkdir()
     (tmp_path / "splits" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DataError, match=r"several splits: train, test.\nhint: pass one of them, e.g. .*splits/train"):
+    with pytest.raises(DataError, match=r"with the splits train, test.\nhint: pass one of them, e.g. .*splits/train"):
         open_documents(str(tmp_path / "splits"))
     write_dataset(tmp_path / "selected", TEXTS, state={"_indices_files": [{"filename": "indices.arrow"}]})
     with pytest.raises(DataError, match="selects rows by an index file"):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from meshwright.data import check_ledger
+from meshwright.data import ChatRows, check_ledger
 from meshwright.errors import ConfigError, DataError
 from meshwright.loop.config import TrainConfig, read_config
 from meshwright.loop.mixture_options import parse_sources
@@ -139,3 +139,19 @@ def test_packed_tokens_are_a_source_like_text(texts, tmp_path, make_config):
         make_source(config, None, tell=lambda line: None)
     with pytest.raises(DataError, match="holds packed tokens and other files"):
         make_source(make_config(data=str(tmp_path / "*.*")), None, tell=lambda line: None)
+
+
+def test_conversations_are_a_source_like_text(texts, tmp_path, make_config):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    turns = [[{"role": "user", "content": "Hi " * n}, {"role": "assistant", "content": "Ho " * n}] for n in range(1, 9)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+    options = {"data": [*texts, f"chat={tmp_path}/chat.jsonl"], "num_tokens": 32, "validation": 0.3}
+    said = []
+    with pytest.raises(DataError, match="the source `chat`: conversations need a chat template"):
+        make_source(make_config(**options), None, tell=said.append)
+    source = make_source(make_config(**options, chat_template=str(template)), None, tell=said.append)
+    assert isinstance(source.sources["chat"], ChatRows)
+    assert any("8 conversations" in line and "longer than a row and cut" in line for line in said)
+    alone = make_config(data=f"{tmp_path}/chat.jsonl", chat_template=str(template), num_tokens=32, batch_size=2)
+    assert isinstance(make_source(alone, None, tell=said.append).rows, ChatRows)

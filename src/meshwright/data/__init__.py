@@ -7,6 +7,9 @@ and `check_ledger` checks that none was lost or repeated.
 
 from meshwright.data.array_rows import ArrayRows, read_arrays
 from meshwright.data.batches import Batches, eval_batches, job_batches, local_rows, place_rows
+from meshwright.data.chat.chat_rows import ChatRows
+from meshwright.data.chat.chat_template import ChatTemplate, load_chat_template
+from meshwright.data.chat.conversations import prepare_conversations
 from meshwright.data.documents import Documents, open_documents
 from meshwright.data.formats.bin_tokens import open_bin_tokens
 from meshwright.data.formats.part import Document
@@ -32,6 +35,10 @@ __all__ = [
     "open_bin_tokens",
     "Tokens",
     "Rows",
+    "load_chat_template",
+    "ChatTemplate",
+    "prepare_conversations",
+    "ChatRows",
     "open_rows",
     "ArrayRows",
     "read_arrays",

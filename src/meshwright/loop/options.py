@@ -38,6 +38,11 @@ class DataOptions:
     equal weights."""
     text_field: str = "text"
     """Field or column that holds the text in .jsonl, .parquet and .arrow files."""
+    messages_field: str = "messages"
+    """Field or column that holds the messages of conversations, in data without a text field. The loss is on the
+    assistant's turns only."""
+    chat_template: str | None = None
+    """Jinja file or tokenizer_config.json with the template for conversations (default: beside --tokenizer)."""
     token_dtype: Literal["uint16", "uint32"] | None = None
     """dtype of token .bin files that have no sidecar (NAME.bin.json)."""
     tokenizer: str = "bytes"

@@ -12,15 +12,18 @@ from typing import Any
 from meshwright.data import (
     Batches,
     BatchStream,
+    ChatRows,
     Documents,
     Ledger,
     MixedBatches,
     Rows,
     Tokenizer,
     Tokens,
+    load_chat_template,
     load_tokenizer,
     mixture_weights,
     open_bin_tokens,
+    prepare_conversations,
     prepare_tokens,
 )
 from meshwright.data.batches import RowSource
@@ -53,8 +56,8 @@ class StreamStart:
 class _Corpus:
     """The rows of one source of text, for training and evaluation."""
 
-    rows: Rows
-    eval_rows: Rows | None
+    rows: Rows | ChatRows
+    eval_rows: Rows | ChatRows | None
     fingerprint: str
     about: str
 
@@ -96,23 +99,31 @@ class TextSource:
         tell(f"data: {corpus.about}")
 
     def _open(self, path: str | None, tell: Tell, *, eval_data: Any = None) -> _Corpus:
-        options, vocab_size = self.options, self.job_vocab_size
+        options = self.options
         tokens = self._tokens(path, tell)
         train, validation = tokens.split(options.validation)
         fingerprint = tokens.fingerprint
-        rows = Rows(train, options.num_tokens, vocab_size=vocab_size)
-        eval_rows = None
+        rows, eval_rows = self._pack(train), None
         if eval_data is not None:
             held_out = self._tokens(eval_data, tell)
             fingerprint += held_out.fingerprint
-            eval_rows = Rows(held_out, options.num_tokens, vocab_size=vocab_size)
+            eval_rows = self._pack(held_out)
         elif options.validation:
-            eval_rows = Rows(validation, options.num_tokens, vocab_size=vocab_size)
+            eval_rows = self._pack(validation)
+        kind = "conversations" if isinstance(rows, ChatRows) else "documents"
         about = (
-            f"{tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens; rows of {options.num_tokens}: "
+            f"{tokens.num_documents:,} {kind}, {tokens.num_tokens:,} tokens; rows of {options.num_tokens}: "
             f"{len(rows):,} for training, {0 if eval_rows is None else len(eval_rows):,} for evaluation"
         )
+        if isinstance(rows, ChatRows):
+            about += f"; loss on {rows.total_targets:,} tokens of the assistant"
+            about += f"; {rows.num_cut:,} conversations are longer than a row and cut" if rows.num_cut else ""
+            about += f"; {rows.num_dropped:,} left out, without text of the assistant" if rows.num_dropped else ""
         return _Corpus(rows, eval_rows, fingerprint, about)
+
+    def _pack(self, tokens: Tokens) -> Rows | ChatRows:
+        made = Rows if tokens.mask is None else ChatRows
+        return made(tokens, self.options.num_tokens, vocab_size=self.job_vocab_size)
 
     def _tokens(self, path: Any, tell: Tell) -> Tokens:
         folder = Path(self.options.data_cache) if self.options.data_cache else default_cache() / "tokens"
@@ -128,6 +139,11 @@ class TextSource:
             dtype = self.options.token_dtype
             return open_bin_tokens(packed, self.tokenizer, folder=folder, dtype=dtype, tell=tell)
         documents = Documents(files, text_field=self.options.text_field)
+        fields, messages = documents.fields(), self.options.messages_field
+        if messages in fields and self.options.text_field not in fields:
+            documents = Documents(files, text_field=messages, messages=True)
+            template = load_chat_template(self.options.chat_template, tokenizer=self.options.tokenizer)
+            return prepare_conversations(documents, self.tokenizer, template, folder=folder, tell=tell)
         return prepare_tokens(documents, self.tokenizer, folder=folder, tell=tell)
 
     @property
@@ -165,7 +181,7 @@ class MixedSource(TextSource):
         self.eval_sources = {name: found.eval_rows for name, found in corpora.items() if found.eval_rows is not None}
         self.eval_rows = None
         if eval_data is not None:
-            self.eval_rows = Rows(self._tokens(eval_data, tell), options.num_tokens, vocab_size=vocab_size)
+            self.eval_rows = self._pack(self._tokens(eval_data, tell))
         sizes = {name: len(rows) for name, rows in self.sources.items()}
         weights = parse_weights(options.mixture_weights) or None
         self.weights = mixture_weights(sizes, weights, temperature=options.mixture_temperature)

@@ -123,7 +123,7 @@ def dataset_files(folder: Path) -> list[Path] | None:
     if splits is not None:
         names = [str(name) for name in splits.get("splits", [])]
         raise DataError(
-            f"{folder} is a Hugging Face dataset with several splits: {', '.join(names)}.",
+            f"{folder} is a Hugging Face dataset with the splits {', '.join(names)}.",
             hint=f"pass one of them, e.g. {folder / (names[0] if names else 'train')}.",
         )
     state = _json(folder / "state.json")
