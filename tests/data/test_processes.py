@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from meshwright.data import Batches, Ledger, check_ledger
+from meshwright.data import Batches, Ledger, MixedBatches, check_ledger
 
 PROGRAM = textwrap.dedent(
     """
@@ -52,18 +52,45 @@ PROGRAM = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize(("mesh", "num_reads"), [("dp:8", 4), ("dp:2,tp:4", 4), ("tp:2,dp:4", 8)])
-def test_two_processes(desk, tmp_path, mesh, num_reads):
+def run_two(program, *arguments):
+    """Returns what each of two processes printed last."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    command = [sys.executable, "-W", "ignore", "-c", program]
     processes = [
-        subprocess.Popen([*command, str(rank), port, str(tmp_path), mesh], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank), port, *arguments], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    told = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+    return [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
 
+
+def test_two_processes_read_disjoint_rows_of_a_mixture(desk, tmp_path):
+    program = PROGRAM.replace("import Batches, Ledger", "import Ledger, MixedBatches")
+    program = program.replace("Batches(rows,", "MixedBatches({'a': rows, 'b': rows}, {'a': 3, 'b': 1},")
+    assert "MixedBatches({" in program
+    told = run_two(program, str(tmp_path), "dp:8")
+    assert all(step["reads"] == 4 for rank in told for step in rank)
+    lines = [
+        [json.loads(line) for line in (tmp_path / f"start-0001.rank-{rank:05}.jsonl").read_text().splitlines()[1:]]
+        for rank in range(2)
+    ]
+    for here, there in zip(*lines, strict=True):
+        rows = [set(zip(line["sources"], line["source_positions"], strict=True)) for line in (here, there)]
+        assert not rows[0] & rows[1]
+        assert len(rows[0] | rows[1]) == 8
+    rows = {name: desk.CountedRows(20) for name in "ab"}
+    shardings = desk.meshes["dp:1"]
+    with MixedBatches(rows, {"a": 3, "b": 1}, batch_size=8, shardings=shardings, seed=0) as batches:
+        for step in range(5):
+            assert desk.rows_of(next(batches)) == told[0][step]["ids"] + told[1][step]["ids"]
+    report = check_ledger(tmp_path, upto_step=5).require()
+    assert report.sources == {"a": [20, 10], "b": [10]}
+
+
+@pytest.mark.parametrize(("mesh", "num_reads"), [("dp:8", 4), ("dp:2,tp:4", 4), ("tp:2,dp:4", 8)])
+def test_two_processes(desk, tmp_path, mesh, num_reads):
+    told = run_two(PROGRAM, str(tmp_path), mesh)
     with Batches(desk.CountedRows(20), batch_size=8, shardings=desk.meshes["dp:8"], seed=0) as batches:
         for step in range(5):
             rows = desk.rows_of(next(batches))

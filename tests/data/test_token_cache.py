@@ -112,7 +112,7 @@ def test_a_partial_cache_is_never_visible(texts, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("meshwright.data.token_cache._HashedFile.facts", killed)
+        patch.setattr("meshwright.data.cache_folder.HashedFile.facts", killed)
         with pytest.raises(KeyboardInterrupt):
             prepare(texts, cache)
     assert made(cache) == []
@@ -209,7 +209,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
 
 def test_large_caches_are_checked_by_size_only(texts, tmp_path, monkeypatch):
     # Hashing a terabyte at each start would be too slow.
-    monkeypatch.setattr("meshwright.data.token_cache.HASHED_BYTES", 3)
+    monkeypatch.setattr("meshwright.data.cache_folder.HASHED_BYTES", 3)
     cache, told = tmp_path / "cache", []
     prepare(texts, cache)
     (folder,) = made(cache)
@@ -222,7 +222,7 @@ def test_large_caches_are_checked_by_size_only(texts, tmp_path, monkeypatch):
 
 
 def test_pieces_of_a_document_are_one_document(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshwright.data.documents.BLOCK", 3)
+    monkeypatch.setattr("meshwright.data.formats.part.BLOCK", 3)
     (tmp_path / "a.txt").write_text("abcdefgh")
     tokens = prepare(tmp_path / "a.txt", tmp_path / "cache")
     assert (ids_of(tokens), tokens.num_documents) == ([*b"abcdefgh", 0], 1)

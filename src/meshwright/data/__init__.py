@@ -7,11 +7,18 @@ and `check_ledger` checks that none was lost or repeated.
 
 from meshwright.data.array_rows import ArrayRows, read_arrays
 from meshwright.data.batches import Batches, eval_batches, job_batches, local_rows, place_rows
-from meshwright.data.documents import Document, Documents, open_documents
+from meshwright.data.chat.chat_rows import ChatRows
+from meshwright.data.chat.chat_template import ChatTemplate, load_chat_template
+from meshwright.data.chat.conversations import prepare_conversations
+from meshwright.data.documents import Documents, open_documents
+from meshwright.data.formats.bin_tokens import open_bin_tokens
+from meshwright.data.formats.part import Document
 from meshwright.data.forms import open_rows
 from meshwright.data.iterated import IteratedRows, iterated_batches
 from meshwright.data.ledger.audit import LedgerReport, check_ledger
 from meshwright.data.ledger.journal import Ledger
+from meshwright.data.mixture.mixed_batches import MixedBatches
+from meshwright.data.mixture.weights import mixture_weights
 from meshwright.data.packed_rows import Rows
 from meshwright.data.stream import BatchStream, PlacedBatch
 from meshwright.data.token_cache import prepare_tokens
@@ -25,13 +32,20 @@ __all__ = [
     "Documents",
     "Document",
     "prepare_tokens",
+    "open_bin_tokens",
     "Tokens",
     "Rows",
+    "load_chat_template",
+    "ChatTemplate",
+    "prepare_conversations",
+    "ChatRows",
     "open_rows",
     "ArrayRows",
     "read_arrays",
     "IteratedRows",
     "Batches",
+    "MixedBatches",
+    "mixture_weights",
     "PlacedBatch",
     "BatchStream",
     "eval_batches",

@@ -21,7 +21,8 @@ from meshwright.types import PyTree
 class RowSource(Protocol):
     """Rows by number: trees of arrays with equal shapes. `Rows` is one.
 
-    A source whose rows change with the epoch, e.g. by random crops, also has `read(number, epoch)`.
+    A source whose rows change with the epoch, e.g. by random crops, also has `read(number, epoch)`. A source that knows
+    the number of targets in a row without reading it has `num_targets(number)`, which mixtures count.
     """
 
     fingerprint: str
@@ -97,7 +98,7 @@ class Batches(BatchStream):
         import grain
 
         order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat(epochs)
-        placer = _Placer(rows, batch_size, shardings)
+        placer = RowPlacer(rows, batch_size, shardings)
         read = getattr(rows, "read", None)
 
         def load(first: int) -> PlacedBatch:
@@ -150,7 +151,7 @@ def eval_batches(
     """
     if not len(rows):
         raise DataError("there are no rows to evaluate on.", hint="use a larger validation share or shorter rows.")
-    placer = _Placer(rows, batch_size, shardings)
+    placer = RowPlacer(rows, batch_size, shardings)
     available = ceil_div(len(rows), batch_size)
     num_batches = available if num_batches is None else min(num_batches, available)
     if len(rows) % batch_size and num_batches == available and not can_pad(rows):
@@ -232,7 +233,7 @@ def job_batches(
     )
 
 
-class _Placer:
+class RowPlacer:
     """Builds global arrays from the rows that this process's devices hold."""
 
     def __init__(self, rows: RowSource, batch_size: int, shardings: Shardings) -> None:

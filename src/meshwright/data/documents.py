@@ -1,15 +1,12 @@
 """Documents: the texts in files, folders or globs, streamed in order or read by number.
 
-A document is a text file, a line of a `.jsonl` file, or a record of an `.array_record` file. Files are read on demand,
-one document or block at a time.
+A document is a text file, a line of a `.jsonl` file, a record of an `.array_record` file, or a row of a `.parquet` or
+`.arrow` file. Files are read on demand, one document or block at a time.
 """
 
 from __future__ import annotations
 
-import abc
-import array
 import bisect
-import contextlib
 import functools
 import glob
 import hashlib
@@ -18,14 +15,16 @@ import json
 import operator
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.data.formats.bin_tokens import SIDECAR_SUFFIX
+from meshwright.data.formats.columns import COLUMN_SUFFIXES, dataset_files, open_columns
+from meshwright.data.formats.line_files import ArrayRecords, JsonLines, TextFile
+from meshwright.data.formats.part import Document, Part, blocks, read_errors
 from meshwright.errors import DataError, did_you_mean
 
-BLOCK = 1 << 22
 RECORD_SUFFIXES = (".array_record", ".arrayrecord")
 # Folders to skip: tests, demos, generated tables and installed packages.
 _NOT_LIBRARY = (
@@ -39,8 +38,9 @@ def open_documents(path: str | None = None, text_field: str = "text") -> Documen
 
     Args:
         path: a file, a folder or a glob. `.jsonl` files hold an object per line, `.array_record` files (also
-            `.arrayrecord`) a text per record, and every other file is one document.
-        text_field: the field of a JSONL object that holds the text.
+            `.arrayrecord`) a text per record, `.parquet` and `.arrow` files a text per row, and every other file is one
+            document. A folder may be one that Hugging Face datasets saved with `save_to_disk`.
+        text_field: the field of a JSONL object, or the column, that holds the text.
 
     Example:
         >>> import os
@@ -51,26 +51,14 @@ def open_documents(path: str | None = None, text_field: str = "text") -> Documen
     return Documents(find_files(path), text_field=text_field)
 
 
-@dataclass(frozen=True)
-class Document:
-    """A text that is not read yet. `where` names it in errors; `pieces` yields blocks of bytes, or one whole text."""
-
-    where: str
-    pieces: Callable[[], Iterator[Any]]
-
-    def text(self) -> str | bytes:
-        """Returns the whole text."""
-        pieces: list[Any] = list(self.pieces())
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
 class Documents(Sequence[str | bytes]):
     """The documents of some files: `documents[i]` is a text, and `stream` yields all of them without holding any."""
 
-    def __init__(self, files: Sequence[Path], *, text_field: str = "text") -> None:
+    def __init__(self, files: Sequence[Path], *, text_field: str = "text", messages: bool = False) -> None:
         self.files = tuple(files)
         self.text_field = text_field
-        self._parts = [_part(file, text_field) for file in self.files]
+        self.messages = messages
+        self._parts = [_part(file, text_field, messages=messages) for file in self.files]
 
     @functools.cached_property
     def _ends(self) -> list[int]:
@@ -97,150 +85,34 @@ class Documents(Sequence[str | bytes]):
         """A hash of the contents of the files; their names and times do not matter."""
         total = hashlib.sha256(json.dumps(self.text_field).encode())
         for part in self._parts:
-            digest = hashlib.sha256(type(part).__name__.encode())
-            for block in _blocks(part.path):
+            digest = hashlib.sha256(part.kind.encode())
+            for block in blocks(part.path):
                 digest.update(block)
             total.update(digest.digest())
         return total.hexdigest()
+
+    def fields(self) -> list[str]:
+        """Returns the fields of the first record; none if the files have no fields."""
+        return self._parts[0].fields() if self._parts else []
 
     def stamps(self) -> list[list[Any]]:
         """Returns the name, size and modification time of each file, to detect changes without reading it."""
         found = []
         for file in self.files:
-            with _read_errors(file):
+            with read_errors(file):
                 stat = file.stat()
             found.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
         return found
 
 
-# --- The documents of one file ---
-
-
-class _Part(abc.ABC):
-    """The documents of one file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @abc.abstractmethod
-    def __len__(self) -> int: ...
-
-    @abc.abstractmethod
-    def document(self, index: int) -> Document: ...
-
-    def stream(self) -> Iterator[Document]:
-        return (self.document(index) for index in range(len(self)))
-
-
-class _Text(_Part):
-    def __len__(self) -> int:
-        return 1
-
-    def document(self, index: int) -> Document:
-        return Document(str(self.path), lambda: _blocks(self.path))
-
-
-class _Lines(_Part):
-    """Lines of JSON; empty lines are skipped."""
-
-    def __init__(self, path: Path, text_field: str) -> None:
-        super().__init__(path)
-        self.text_field = text_field
-
-    @functools.cached_property
-    def _starts(self) -> array.array[int]:
-        starts, at = array.array("q"), 0
-        for line in self._lines():
-            if line.rstrip(b"\r\n"):
-                starts.append(at)
-            at += len(line)
-        return starts
-
-    def _lines(self, start: int = 0) -> Iterator[bytes]:
-        with _read_errors(self.path), self.path.open("rb") as file:
-            file.seek(start)
-            yield from file
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def document(self, index: int) -> Document:
-        return self._document(next(self._lines(self._starts[index])), f"{self.path}, document {index}")
-
-    def stream(self) -> Iterator[Document]:
-        for number, line in enumerate(self._lines(), start=1):
-            if line.rstrip(b"\r\n"):
-                yield self._document(line, f"{self.path}, line {number}")
-
-    def _document(self, line: bytes, where: str) -> Document:
-        return Document(where, lambda: iter([_parse(line, self.text_field, where)]))
-
-
-def _parse(line: bytes, field: str, where: str) -> str:
-    try:
-        value = json.loads(line.rstrip(b"\r\n"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: byte {error.start} is not UTF-8.", hint="convert the file to UTF-8.") from None
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{where} is not JSON: {error.msg} at column {error.colno}.", hint="write one complete object per line."
-        ) from None
-    if not isinstance(value, dict):
-        raise DataError(f"{where} is a {type(value).__name__}, not an object.", hint=f'write {{"{field}": "..."}}.')
-    if field not in value:
-        names = list(value)
-        others = f"set the text field to one of: {', '.join(map(repr, names[:8]))}." if names else None
-        raise DataError(f"{where} has no field {field!r}.", hint=did_you_mean(field, names) or others)
-    text = value[field]
-    if not isinstance(text, str):
-        raise DataError(f"{where}: field {field!r} is a {type(text).__name__}, not a string.")
-    return text
-
-
-class _Records(_Part):
-    @functools.cached_property
-    def _source(self) -> Any:
-        import grain
-
-        with self._reading():
-            return grain.sources.ArrayRecordDataSource([str(self.path)])
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def document(self, index: int) -> Document:
-        return Document(f"{self.path}, record {index}", lambda: self._pieces(index))
-
-    def _pieces(self, index: int) -> Iterator[bytes]:
-        with self._reading():
-            yield self._source[index]
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, ValueError, OSError, IndexError) as error:
-            raise DataError(f"cannot read {self.path} as ArrayRecord: {error}") from error
-
-
-def _part(path: Path, text_field: str) -> _Part:
+def _part(path: Path, field: str, *, messages: bool) -> Part:
     if path.suffix == ".jsonl":
-        return _Lines(path, text_field)
-    return _Records(path) if path.suffix in RECORD_SUFFIXES else _Text(path)
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    with _read_errors(path), path.open("rb") as file:
-        while block := file.read(BLOCK):
-            yield block
-
-
-@contextlib.contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}.") from None
+        return JsonLines(path, field, messages=messages)
+    if path.suffix in COLUMN_SUFFIXES:
+        return open_columns(path, field, messages=messages)
+    if messages:
+        raise DataError(f"{path} holds no messages.", hint="use .jsonl, .parquet or .arrow files for conversations.")
+    return ArrayRecords(path) if path.suffix in RECORD_SUFFIXES else TextFile(path)
 
 
 # --- The files at a path ---
@@ -270,7 +142,7 @@ def _find(path: str) -> list[Path]:
     if expanded.is_file():
         return [expanded]
     if expanded.is_dir():
-        found = _files_below(expanded)
+        found = dataset_files(expanded) or _files_below(expanded)
         if not found:
             raise DataError(f"the folder {path!r} has no files.")
         return found
@@ -302,7 +174,10 @@ def _files_below(root: Path, *, without: tuple[str, ...] = ()) -> list[Path]:
     for folder, names, files in os.walk(root):
         names[:] = [name for name in names if name not in (*without, "__pycache__") and not name.startswith(".")]
         found += [Path(folder, name) for name in files if not name.startswith(".")]
-    return sorted((file for file in found if file.is_file()), key=lambda file: file.parts)
+    return sorted(
+        (file for file in found if file.is_file() and not file.name.endswith(SIDECAR_SUFFIX)),
+        key=lambda file: file.parts,
+    )
 
 
 def _nearest(path: str, expanded: Path) -> str:

@@ -17,7 +17,7 @@ from meshwright.data.tokens import Tokens
 from meshwright.errors import DataError
 from meshwright.specs import ceil_div
 
-_DTYPES = {"inputs": np.int32, "targets": np.int32, "weights": np.float32, "segment_ids": np.int32}
+ROW_DTYPES = {"inputs": np.int32, "targets": np.int32, "weights": np.float32, "segment_ids": np.int32}
 
 
 class Rows:
@@ -41,16 +41,7 @@ class Rows:
     """
 
     def __init__(self, tokens: Tokens, num_tokens: int, *, vocab_size: int | None = None) -> None:
-        if num_tokens < 1:
-            raise DataError(f"num_tokens must be at least 1; got {num_tokens}.", hint="pass the row length, e.g. 1024.")
-        if tokens.num_tokens < 2:
-            raise DataError(f"the data is empty: it has {tokens.num_tokens} tokens.", hint="add text.")
-        if vocab_size is not None and tokens.largest >= vocab_size:
-            raise DataError(
-                f"the data has token {tokens.largest}; the model's vocabulary has {vocab_size} tokens, 0 to "
-                f"{vocab_size - 1}.",
-                hint=f"use a model with vocab_size={tokens.vocab_size}, or the tokenizer that the model was made for.",
-            )
+        check_tokens(tokens, num_tokens, vocab_size)
         self.tokens = tokens
         self.num_tokens = num_tokens
         self.fingerprint = hashlib.sha256(f"{tokens.fingerprint} in rows of {num_tokens}".encode()).hexdigest()
@@ -65,9 +56,36 @@ class Rows:
         start = index * self.num_tokens
         ids, documents = self.tokens.read(start, min(start + self.num_tokens + 1, self.tokens.num_tokens))
         size = len(ids) - 1
-        row = {name: np.zeros(self.num_tokens, dtype) for name, dtype in _DTYPES.items()}
+        row = {name: np.zeros(self.num_tokens, dtype) for name, dtype in ROW_DTYPES.items()}
         row["inputs"][:size] = ids[:-1]
         row["targets"][:size] = ids[1:]
         row["weights"][:size] = documents[:-1] == documents[1:]
         row["segment_ids"][:size] = documents[:-1] - documents[0] + 1
         return row
+
+    @property
+    def total_targets(self) -> int:
+        """Number of targets with weight in all rows."""
+        return self.tokens.num_tokens - self.tokens.num_documents
+
+    def num_targets(self, index: int) -> int:
+        """Returns the number of targets with weight in a row, without reading its tokens."""
+        start = int(index) * self.num_tokens
+        stop = min(start + self.num_tokens + 1, self.tokens.num_tokens)
+        # A document that begins inside the row has no input for its first token.
+        inside = np.searchsorted(self.tokens.bounds, [start, stop - 1], side="right")
+        return stop - start - 1 - int(inside[1] - inside[0])
+
+
+def check_tokens(tokens: Tokens, num_tokens: int, vocab_size: int | None) -> None:
+    """Raises if tokens cannot fill rows, or have ids beyond the vocabulary of the model."""
+    if num_tokens < 1:
+        raise DataError(f"num_tokens must be at least 1; got {num_tokens}.", hint="pass the row length, e.g. 1024.")
+    if tokens.num_tokens < 2:
+        raise DataError(f"the data is empty: it has {tokens.num_tokens} tokens.", hint="add text.")
+    if vocab_size is not None and tokens.largest >= vocab_size:
+        raise DataError(
+            f"the data has token {tokens.largest}; the model's vocabulary has {vocab_size} tokens, 0 to "
+            f"{vocab_size - 1}.",
+            hint=f"use a model with vocab_size={tokens.vocab_size}, or the tokenizer that the model was made for.",
+        )

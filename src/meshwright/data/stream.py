@@ -27,7 +27,10 @@ class PlacedBatch:
         num_rows: rows in the global batch, on all processes.
         row_ids: numbers of the rows that this process read.
         positions: position of each of these in the order of all rows.
-        place: position of an iterator after this batch, as JSON values.
+        place: position of an iterator or a mixture after this batch, as JSON values.
+        sources: number of the source of each row in `row_ids`, in a mixture.
+        source_positions: position of each of these in the order of its source.
+        tokens: targets in the global batch by source, in a mixture of text.
     """
 
     arrays: PyTree
@@ -36,6 +39,9 @@ class PlacedBatch:
     row_ids: np.ndarray
     positions: np.ndarray
     place: Mapping[str, Any] | None = None
+    sources: np.ndarray | None = None
+    source_positions: np.ndarray | None = None
+    tokens: Mapping[str, int] | None = None
 
 
 class EndOfData(Exception):

@@ -63,6 +63,10 @@ class Tokenizer(abc.ABC):
     def decode(self, ids: Any) -> str:
         """Returns the text of ids, without `end`."""
 
+    @abc.abstractmethod
+    def encode_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of a text, and the number of the character at which each begins."""
+
     def check(self, text: str | bytes) -> str | bytes:
         """Returns the text in the form that is encoded; raises if it cannot be encoded."""
         return text
@@ -101,6 +105,11 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str | bytes) -> np.ndarray:
         return np.frombuffer(self.check(text), np.uint8)
+
+    def encode_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        ids = self.encode(text)
+        # Bytes of the form 10xxxxxx continue a character.
+        return ids, np.cumsum((ids & 0xC0) != 0x80) - 1
 
     def decode(self, ids: Any) -> str:
         ids = np.asarray(ids)
@@ -147,6 +156,11 @@ class FileTokenizer(Tokenizer):
 
     def encode(self, text: str | bytes) -> np.ndarray:
         return self.encode_all([text])[0]
+
+    def encode_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        starts = np.array([start for start, _ in found.offsets], np.int64)
+        return np.asarray(found.ids, np.uint32), starts
 
     def encode_all(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         found = self._tokenizer.encode_batch([self.check(text) for text in texts], add_special_tokens=False)

@@ -23,6 +23,7 @@ class Tokens:
         largest: the largest token id.
         vocab_size: vocabulary size of the tokenizer.
         fingerprint: hash of the texts, the tokenizer and the selection of documents.
+        mask: for conversations, whether the assistant wrote each token of `values`.
     """
 
     values: np.ndarray
@@ -31,17 +32,23 @@ class Tokens:
     largest: int
     vocab_size: int
     fingerprint: str
+    mask: np.ndarray | None = None
 
     @classmethod
-    def of(cls, documents: Sequence[Any]) -> Tokens:
-        """Makes tokens from documents that are lists of token ids, including the end token."""
+    def of(cls, documents: Sequence[Any], *, mask: Sequence[Any] | None = None) -> Tokens:
+        """Makes tokens from documents that are lists of token ids, including the end token, with a mask of each."""
         values = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids in documents)])
         bounds = np.cumsum([0, *map(len, documents)])
         if (np.diff(bounds) == 0).any():
             raise DataError(f"document {int(np.argmin(np.diff(bounds)))} has no tokens.", hint="leave it out.")
         digest = hashlib.sha256(values.tobytes() + bounds.tobytes()).hexdigest()
         largest = int(values.max(initial=-1))
-        return cls(values, bounds[:-1], bounds, largest, largest + 1, digest)
+        marks = None if mask is None else np.concatenate([np.zeros(0, np.uint8), *(np.uint8(part) for part in mask)])
+        if marks is not None:
+            if [len(part) for part in mask or ()] != np.diff(bounds).tolist():
+                raise DataError("the mask and the documents have different lengths.", hint="mask every token.")
+            digest = hashlib.sha256(digest.encode() + marks.tobytes()).hexdigest()
+        return cls(values, bounds[:-1], bounds, largest, largest + 1, digest, marks)
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +76,8 @@ class Tokens:
             raise DataError(f"validation must be in [0, 1); got {validation}.", hint="pass a share, e.g. 0.05.")
         if validation == 0:
             return self, self._part(np.zeros(self.num_documents, bool))
+        if self.num_documents == 1 and self.mask is not None:
+            raise DataError("one conversation cannot be split.", hint="add some, or hold out none (--validation 0).")
         if self.num_documents == 1:
             return self._cut(validation)
         sizes = np.diff(self.bounds)
@@ -95,7 +104,7 @@ class Tokens:
         digest = hashlib.sha256(self.fingerprint.encode())
         digest.update(starts.astype(np.int64).tobytes())
         digest.update(bounds.astype(np.int64).tobytes())
-        return Tokens(self.values, starts, bounds, self.largest, self.vocab_size, digest.hexdigest())
+        return Tokens(self.values, starts, bounds, self.largest, self.vocab_size, digest.hexdigest(), self.mask)
 
 
 def _scatter(numbers: np.ndarray) -> np.ndarray:

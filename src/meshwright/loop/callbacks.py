@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint import Checkpoints
     from meshwright.loop.fit import Loop, Why
     from meshwright.loop.setup import RunSetup
+    from meshwright.loop.sources import HeldOut
     from meshwright.train import NonFiniteGuard, RunState
 
 
@@ -209,13 +211,21 @@ def make_evaluation(setup: RunSetup) -> Callable[[RunState], Mapping[str, Any]] 
         ema=config.adapt.eval_ema,
     )
 
-    def evaluate(state: RunState) -> Mapping[str, Any]:
-        found = None
-        for batch in held_out.batches(step):
-            metrics = jax.device_get(step(state, batch.arrays))
-            found = metrics if found is None else merge(found, metrics)
+    def measure(state: RunState, part: HeldOut) -> Any:
+        return functools.reduce(merge, (jax.device_get(step(state, batch.arrays)) for batch in part.batches(step)))
+
+    def values_of(found: Any) -> dict[str, Any]:
         values = flatten_tree(jax.device_get(compute(found)), sep="/")
         return {name: value for name, value in values.items() if name != "tokens"}
+
+    def evaluate(state: RunState) -> Mapping[str, Any]:
+        if not held_out.parts:
+            return values_of(measure(state, held_out))
+        sources = {source: measure(state, part) for source, part in held_out.parts.items()}
+        found = values_of(functools.reduce(merge, sources.values()))
+        for source, metrics in sources.items():
+            found |= {f"{name}/{source}": value for name, value in values_of(metrics).items()}
+        return found
 
     return evaluate
 

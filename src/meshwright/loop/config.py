@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.loop.adapt_options import AdaptOptions
+from meshwright.loop.mixture_options import parse_sources, parse_weights
 from meshwright.loop.options import (
     OPTIMIZERS,
     SCHEDULES,
@@ -63,7 +64,8 @@ class TrainConfig:
             if isinstance(value, int) and name != "seed" and abs(value) >= 1 << 31:
                 raise ConfigError(f"{name}={value} is out of range.", hint="use a whole number below 2**31.")
         for name in ("job", "data", "tokenizer", "data_cache", "run", "wandb", "trackio"):
-            if options[name] is not None and not options[name].strip():
+            values = options[name] if isinstance(options[name], list) else [options[name]]
+            if any(value is not None and not value.strip() for value in values):
                 raise ConfigError(f"{name} is empty.", hint=f"set {name} or leave it out; is a shell variable unset?")
             if re.match(r"[A-Za-z][\w+.-]*://", options[name] or ""):
                 raise ConfigError(
@@ -78,6 +80,15 @@ class TrainConfig:
             if options[name] is not None and options[name] not in known and ":" not in options[name]:
                 hint = f"use one of {', '.join(known)}, or module:attribute."
                 raise ConfigError(f"{name} is {options[name]!r}.", hint=hint)
+        mixture = parse_sources(self.data.data)
+        if mixture is None and (self.data.mixture_weights or self.data.mixture_temperature is not None):
+            name = "mixture_weights" if self.data.mixture_weights else "mixture_temperature"
+            raise ConfigError(f"{name} has no effect: the data is not a mixture.", hint="use --data NAME=PATH ...")
+        if parse_weights(self.data.mixture_weights) and self.data.mixture_temperature is not None:
+            raise ConfigError(
+                "mixture_weights and mixture_temperature exclude each other.",
+                hint="leave one out; on resume, pass --mixture-temperature None, or --mixture-weights with no value.",
+            )
         if self.model.job is not None and self.model.model_options:
             raise ConfigError("model_options apply to built-in models, not to a job.", hint="leave one of them out.")
         if self.adapt.eval_ema and self.adapt.ema is None:
@@ -150,6 +161,7 @@ _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("ema", lambda value: 0 < value < 1, "use a decay above 0 and below 1, e.g. 0.999."),
     ("warmup", lambda value: value >= 0, "use a number of steps, or 0 for no warmup."),
     ("clip", lambda value: 0 < value < math.inf, "use a number above 0, or null for no clipping."),
+    ("mixture_temperature", lambda value: 0 < value < math.inf, "use a number above 0; 1 follows the sizes."),
     ("validation", lambda value: 0 <= value < 1, "use a fraction of the documents, at least 0 and below 1."),
     ("log_seconds", lambda value: 0 <= value < math.inf, "use a number of seconds."),
     ("rollback", lambda value: 0 < value < math.inf, "use a number above 0, e.g. 8, or null."),
@@ -231,7 +243,8 @@ def _homes() -> dict[str, tuple[str, Any]]:
 
 def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
     """Converts a value to the type of its option; YAML reads 1e-3 as text and has no tuples."""
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    kinds = typing.get_args(kind) if is_union else (kind,)
     wanted = []
     for each in kinds:
         if typing.get_origin(each) is Literal:
@@ -241,6 +254,8 @@ def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
         elif typing.get_origin(each) is tuple:
             if isinstance(value, (list, tuple)):
                 return tuple(str(item) for item in value)
+            if isinstance(value, Mapping):  # `data: {web: PATH}` in YAML
+                return tuple(f"{key}={item}" for key, item in value.items())
             wanted.append("a list of strings")
         else:
             if each is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):

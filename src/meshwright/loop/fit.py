@@ -136,7 +136,7 @@ class Loop:
         self.last_metrics: dict[str, Any] = {}
         self.last_saved: int | None = None
         self.best: tuple[int, float] | None = None
-        self._pending: deque[tuple[int, Any, int]] = deque()
+        self._pending: deque[tuple[int, Any, int, Any]] = deque()
         self._spent: dict[str, float] = {}
 
     def run(self, state: RunState, batches: Any) -> Result:
@@ -175,7 +175,7 @@ class Loop:
     @property
     def in_flight(self) -> list[Any]:
         """The pending metrics of started steps."""
-        return [metrics for _, metrics, _ in self._pending]
+        return [metrics for _, metrics, _, _ in self._pending]
 
     def tell(self, kind: str, step: int, text: str, **facts: Any) -> None:
         """Logs an event and prints it."""
@@ -218,7 +218,7 @@ class Loop:
             self.state, metrics = self.step(self.state, batch.arrays)
         self.number += 1
         self.ticks += 1
-        self._pending.append((self.number, metrics, batch.first_row))
+        self._pending.append((self.number, metrics, batch.first_row, getattr(batch, "tokens", None)))
         while len(self._pending) > 1:
             self._fetch()
         return None
@@ -235,7 +235,7 @@ class Loop:
             self._fetch()
 
     def _fetch(self) -> None:
-        number, arrays, first_row = self._pending.popleft()
+        number, arrays, first_row, tokens = self._pending.popleft()
         metrics = {name: plain(value) for name, value in flatten_tree(jax.device_get(arrays), sep="/").items()}
         now = time.perf_counter()
         seconds, self._last_seen = now - self._last_seen, now
@@ -243,6 +243,7 @@ class Loop:
         line = {name: value for name, value in metrics.items() if name not in ("bad_leaf", "skipped_in_a_row")}
         parts = {**spent, "step": max(0.0, seconds - sum(spent.values()))}
         line |= {"time": time.time(), "seconds": {name: round(part, 6) for name, part in parts.items()}}
+        line |= {f"tokens/{source}": count for source, count in (tokens or {}).items()}  # of a mixture
         record = StepRecord(number, metrics, first_row, seconds, spent, line)
         self.last_metrics = line  # callbacks add to it
         for callback in self.callbacks:

@@ -27,11 +27,24 @@ class ModelOptions:
 class DataOptions:
     """Training data and batches."""
 
-    data: str | None = None
-    """File, folder or glob of text, .jsonl or .array_record; for a job without text, a file or folder of .npy or .npz
-    (default: the job's data, or the source of Python's standard library)."""
+    data: str | tuple[str, ...] | None = None
+    """File, folder or glob of text, .jsonl, .parquet, .arrow, .array_record or token .bin; or a mixture of several, as
+    NAME=PATH NAME=PATH ...; for a job without text, a file or folder of .npy or .npz (default: the job's data, or the
+    source of Python's standard library)."""
+    mixture_weights: tuple[str, ...] = ()
+    """Weights of a mixture, as NAME=WEIGHT for each source; they may change on resume (default: by size)."""
+    mixture_temperature: float | None = None
+    """Weigh the sources of a mixture by size ** (1 / temperature): 1 follows their sizes, larger values move toward
+    equal weights."""
     text_field: str = "text"
-    """JSON field that holds the text in .jsonl files."""
+    """Field or column that holds the text in .jsonl, .parquet and .arrow files."""
+    messages_field: str = "messages"
+    """Field or column that holds the messages of conversations, in data without a text field. The loss is on the
+    assistant's turns only."""
+    chat_template: str | None = None
+    """Jinja file or tokenizer_config.json with the template for conversations (default: beside --tokenizer)."""
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    """dtype of token .bin files that have no sidecar (NAME.bin.json)."""
     tokenizer: str = "bytes"
     """bytes, or the path of a Hugging Face tokenizer.json."""
     batch_size: int | None = None

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.errors import JobError
 from meshwright.files import write_atomically
 from meshwright.loop.before_after import BeforeAfter
-from meshwright.loop.sources import StreamStart
+from meshwright.loop.text_source import StreamStart
 from meshwright.pages import encode_png
 from meshwright.train.job_loading import job_errors
 from meshwright.train.precision import Precision

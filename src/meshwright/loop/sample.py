@@ -61,7 +61,7 @@ class TrainingSamples(BeforeAfter):
     """Text samples before and after training."""
 
     def __init__(self, setup: RunSetup) -> None:
-        from meshwright.loop.sources import TextSource
+        from meshwright.loop.text_source import TextSource
 
         assert isinstance(setup.source, TextSource)
         assert setup.model is not None

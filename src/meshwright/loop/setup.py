@@ -50,13 +50,12 @@ from meshwright.loop.sample import TrainingSamples
 from meshwright.loop.sources import (
     HeldOut,
     Source,
-    StreamStart,
-    TextSource,
     make_held_out,
     make_source,
     rows_of,
     with_rows,
 )
+from meshwright.loop.text_source import StreamStart, TextSource
 from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
 from meshwright.specs import round_up
@@ -187,7 +186,7 @@ def _load(config: TrainConfig, tell: Voice) -> tuple[LanguageModel | None, Any, 
 
     job, source, held_out = together("loading the job and its data", load)
     shared = {name: value for name, value in config.flat().items() if name not in PER_PROCESS}
-    held = {} if held_out is None else {"eval_data": held_out.rows.fingerprint}
+    held = {} if held_out is None else {"eval_data": held_out.fingerprint}
     agree({**shared, **source.facts(), **held}, job=job)
     if job is not None:
         return None, with_rows(job, source.batch_size), source, held_out
@@ -252,7 +251,12 @@ class _Data:
     def reopen(self, undone: Mapping[str, Any], after: Mapping[str, Any], first_step: int) -> Any:
         if self.ledger is not None:
             row = int(undone["next_row"])
-            self.ledger.skip(row, int(after["next_row"]) - row, why="rolled back after a loss spike")
+            sources = None
+            if "mixture" in after:
+                before, now = undone["mixture"]["taken"], after["mixture"]["taken"]
+                sources = {name: (before.get(name, 0), count - before.get(name, 0)) for name, count in now.items()}
+            why = "rolled back after a loss spike"
+            self.ledger.skip(row, int(after["next_row"]) - row, why=why, sources=sources)
         return self.open(after, first_step)
 
 

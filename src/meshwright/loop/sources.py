@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import types
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +18,33 @@ from meshwright.data import (
     Batches,
     BatchStream,
     IteratedRows,
-    Ledger,
-    Rows,
-    Tokenizer,
-    Tokens,
     eval_batches,
     iterated_batches,
     job_batches,
-    load_tokenizer,
-    open_documents,
     open_rows,
-    prepare_tokens,
 )
 from meshwright.data.array_rows import ARRAY_FILES
 from meshwright.data.batches import RowSource, can_pad
 from meshwright.distributed.same_batch import content_digest
 from meshwright.errors import ConfigError, DataError, JobError
 from meshwright.loop.config import TrainConfig
+from meshwright.loop.mixture_options import parse_sources, single_path
 from meshwright.loop.options import NUM_ROWS, DataOptions
+from meshwright.loop.text_source import StreamStart, Tell, TextSource, make_text_source
 from meshwright.parallel.rows import count_rows
 from meshwright.specs import ceil_div
 from meshwright.train.adapting import with_fields
 from meshwright.train.step import Step
 
-Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class StreamStart:
-    """The position in the data to start at.
-
-    Args:
-        state: position saved in a checkpoint, or None for the beginning.
-        first_step: step of the first batch.
-    """
-
-    state: Mapping[str, Any] | None = None
-    first_step: int = 1
-    ledger: Ledger | None = None
-
 
 class HeldOut:
-    """Evaluation data, which gives the same batches each time."""
+    """Evaluation data, which gives the same batches each time.
+
+    Attributes:
+        parts: the evaluation data of each source, in a mixture.
+    """
+
+    parts: Mapping[str, HeldOut] = types.MappingProxyType({})
 
     def __init__(
         self, rows: RowSource | IteratedRows, batch_size: int, *, seed: int, num_batches: int, tell: Tell
@@ -79,6 +65,11 @@ class HeldOut:
             tell(f"evaluation leaves out {rest} of {len(rows):,} rows, which do not fill a batch of {batch_size}")
         self.num_batches = min(num_batches, full)
 
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the data, on which all processes must agree."""
+        return str(self.rows.fingerprint)
+
     def batches(self, step: Step, num_batches: int | None = None) -> Iterator[Any]:
         """Yields the evaluation batches on the step's devices."""
         count = self.num_batches if num_batches is None else min(num_batches, self.num_batches)
@@ -90,68 +81,20 @@ class HeldOut:
             yield from itertools.islice(stream, count)
 
 
-class TextSource:
-    """Text as packed rows of tokens, split into training and evaluation rows.
+class MixedHeldOut(HeldOut):
+    """The evaluation data of all sources of a mixture, one after the other."""
 
-    Args:
-        vocab_size: vocabulary size of the job's model; larger token ids are rejected.
-        eval_data: evaluation text; without it, a share of the documents is held out.
-    """
-
-    counts_tokens = True
-    why_no_evaluation = "no rows are held out"
-
-    def __init__(
-        self,
-        options: DataOptions,
-        *,
-        tell: Tell,
-        batch_size: int,
-        vocab_size: int | None = None,
-        eval_data: Any = None,
-    ) -> None:
-        self.options, self.batch_size = options, batch_size
-        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
-        tokens = self._tokens(options.data, tell)
-        train, validation = tokens.split(options.validation)
-        self.fingerprint = tokens.fingerprint
-        self.rows = Rows(train, options.num_tokens, vocab_size=vocab_size)
-        self.eval_rows: RowSource | None = None
-        if eval_data is not None:
-            held_out = self._tokens(eval_data, tell)
-            self.fingerprint += held_out.fingerprint
-            self.eval_rows = Rows(held_out, options.num_tokens, vocab_size=vocab_size)
-        elif options.validation:
-            self.eval_rows = Rows(validation, options.num_tokens, vocab_size=vocab_size)
-        if len(self.rows) < batch_size:
-            raise DataError(
-                f"the data has {len(self.rows)} training rows of {options.num_tokens} tokens; a batch needs "
-                f"{batch_size}.",
-                hint="use more text, a smaller --batch-size, or fewer --num-tokens.",
-            )
-        held = 0 if self.eval_rows is None else len(self.eval_rows)
-        tell(
-            f"data: {tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens; rows of {options.num_tokens}: "
-            f"{len(self.rows):,} for training, {held:,} for evaluation"
-        )
-
-    def _tokens(self, path: Any, tell: Tell) -> Tokens:
-        documents = open_documents(path, text_field=self.options.text_field)
-        folder = Path(self.options.data_cache) if self.options.data_cache else default_cache() / "tokens"
-        return prepare_tokens(documents, self.tokenizer, folder=folder, tell=tell)
+    def __init__(self, parts: Mapping[str, HeldOut]) -> None:
+        self.parts = parts
+        self.num_batches = sum(part.num_batches for part in parts.values())
 
     @property
-    def vocab_size(self) -> int:
-        return int(self.tokenizer.vocab_size)
+    def fingerprint(self) -> str:
+        return hashlib.sha256("".join(part.fingerprint for part in self.parts.values()).encode()).hexdigest()
 
-    def facts(self) -> dict[str, Any]:
-        """Facts that all processes must agree on."""
-        return {"data": self.fingerprint, "rows": len(self.rows)}
-
-    def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
-        """Returns the batches from a position on, on the step's devices."""
-        shared: dict[str, Any] = {"shardings": step.batch_shardings, "seed": seed, **vars(place)}
-        return Batches(self.rows, batch_size=self.batch_size, epochs=self.options.epochs, **shared)
+    def batches(self, step: Step, num_batches: int | None = None) -> Iterator[Any]:
+        all_batches = itertools.chain.from_iterable(part.batches(step) for part in self.parts.values())
+        return itertools.islice(all_batches, num_batches)
 
 
 class RowsSource:
@@ -249,19 +192,17 @@ def _require_default(options: DataOptions, names: tuple[str, ...], why: str, *, 
             raise ConfigError(f"{name} is {value}, which would have no effect: {why}.", hint=f"leave {name} out.")
 
 
-def default_cache() -> Path:
-    """Returns the cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
-
-
 def make_source(config: TrainConfig, job: Any, *, tell: Tell) -> Source:
     """Returns the source of a run's batches: --data, else the job's data, else its make_batch, else text."""
     options = config.data
     if job is None:
-        return TextSource(options, tell=tell, batch_size=options.batch_size or NUM_ROWS)
-    data = options.data if options.data is not None else getattr(job, "data", None)
+        return make_text_source(options, tell=tell, batch_size=options.batch_size or NUM_ROWS)
+    mixture = parse_sources(options.data)
+    data = single_path(options.data) if options.data is not None else getattr(job, "data", None)
     is_path = isinstance(data, (str, os.PathLike))
     wants_text = is_path or (data is None and getattr(job, "make_batch", None) is None)
+    if mixture is not None and (not is_text(job) or any(holds_arrays(path) for path in mixture.values())):
+        raise ConfigError("only text can be mixed, for a job of `inputs` and `targets`.", hint="name one source.")
     if is_text(job) and wants_text and not (is_path and holds_arrays(data)):
         rows, tokens = job.batch["inputs"].shape
         _require_default(options, ("num_tokens",), "the job's batch decides", but=tokens)
@@ -273,9 +214,11 @@ def make_source(config: TrainConfig, job: Any, *, tell: Tell) -> Source:
             options = dataclasses.replace(options, validation=0.0)
         if not isinstance(eval_data, (str, os.PathLike)) or holds_arrays(eval_data):
             eval_data = None
-        options = dataclasses.replace(options, num_tokens=tokens, data=None if data is None else str(data))
+        options = dataclasses.replace(options, num_tokens=tokens)
+        if mixture is None:
+            options = dataclasses.replace(options, data=None if data is None else str(data))
         size = options.batch_size or rows
-        return TextSource(options, tell=tell, batch_size=size, vocab_size=vocab_size, eval_data=eval_data)
+        return make_text_source(options, tell=tell, batch_size=size, vocab_size=vocab_size, eval_data=eval_data)
     if data is not None:
         return RowsSource(job, data, options, seed=config.run.seed, tell=tell)
     return JobSource(job, options)
@@ -286,11 +229,15 @@ def make_held_out(config: TrainConfig, job: Any, source: Source, *, tell: Tell) 
     if not config.run.eval_every:
         return None
     rows: Any = source.eval_rows
+    count = config.run.eval_batches
+    if rows is None and isinstance(source, TextSource) and source.eval_sources:
+        options: dict[str, Any] = {"seed": config.run.seed, "num_batches": count, "tell": tell}
+        parts = {name: HeldOut(rows, source.batch_size, **options) for name, rows in source.eval_sources.items()}
+        return MixedHeldOut(parts)
     if rows is None and (data := getattr(job, "eval_data", None)) is not None:
         rows = open_rows(data, job.batch, seed=config.run.seed, name="the job's eval_data")
     if rows is None or (not isinstance(rows, IteratedRows) and not len(rows)):
         return None
-    count = config.run.eval_batches
     return HeldOut(rows, source.batch_size, seed=config.run.seed, num_batches=count, tell=tell)
 
 

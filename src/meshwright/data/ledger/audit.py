@@ -6,7 +6,7 @@ import collections
 import itertools
 import json
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,14 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.ledger.journal import ledger_files
+from meshwright.data.ledger.mixture_audit import (
+    MixedRow,
+    check_sources,
+    mixed_rows,
+    mixture_differences,
+    same_mixture,
+    some,
+)
 from meshwright.errors import DataError
 
 _MOST_PROBLEMS = 20
@@ -30,6 +38,8 @@ class LedgerReport:
         num_redone: number of steps that were done again after a kill.
         rows_per_epoch: number of rows in the data; None for a job that draws its batches.
         epochs: number of rows used in each epoch.
+        sources: for a mixture, the number of rows used in each epoch of each source.
+        source_rows: for a mixture, the number of rows of each source.
         notes: other remarks, such as unfinished steps after a kill and rows skipped on purpose.
     """
 
@@ -41,6 +51,8 @@ class LedgerReport:
     epochs: list[int]
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    sources: dict[str, list[int]] = field(default_factory=dict)
+    source_rows: dict[str, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -62,6 +74,11 @@ class LedgerReport:
         head = f"{'ok' if self.ok else 'FAILED'}: {counts[0]}{redone}, {counts[1]}, {counts[2]}{size}"
         once = ", each once" if self.ok else ""
         epochs = [f"epoch {n}: {seen:,} of {self.rows_per_epoch:,} rows{once}" for n, seen in enumerate(self.epochs)]
+        epochs += [
+            f"{name}, epoch {n}: {seen:,} of {self.source_rows[name]:,} rows{once}"
+            for name, counts in self.sources.items()
+            for n, seen in enumerate(counts)
+        ]
         remarks = [f"note: {note}" for note in self.notes] + [f"problem: {problem}" for problem in self.problems]
         return "\n".join([head, *epochs, *remarks])
 
@@ -114,9 +131,18 @@ def check_ledger(
     # A line is written before its step runs, so every step after the first recorded one must have a line.
     wanted = {step for step in done if upto_step is None or step <= upto_step}
     if missing := sorted(step for step in wanted if step not in times and step > min(times, default=0)):
-        problems.append(f"the run did steps that are not in its ledger: {_some(missing)}")
+        problems.append(f"the run did steps that are not in its ledger: {some(missing)}")
     seen = _follow([(step, counted[step]) for step in steps], problems, notes)
-    epochs = _count_epochs(seen, per_epoch, problems)
+    epochs, sources, source_rows = [], dict[str, list[int]](), dict[str, int]()
+    if any("mixture" in start.facts for start in starts):
+        facts = [start.facts for start in starts]
+        problems += mixture_differences(facts)
+        used = {place: row for place, row in seen.items() if isinstance(row, MixedRow)}
+        sources, source_rows = check_sources(used, facts, problems, whole=not steps or steps[0] == 1)
+    else:
+        epochs = _count_epochs(
+            {place: row for place, row in seen.items() if not isinstance(row, MixedRow)}, per_epoch, problems
+        )
     rest = len(problems) - _MOST_PROBLEMS
     return LedgerReport(
         num_steps=len(steps),
@@ -127,6 +153,8 @@ def check_ledger(
         epochs=epochs,
         problems=problems[:_MOST_PROBLEMS] + ([f"and {rest} more"] if rest > 0 else []),
         notes=notes,
+        sources=sources,
+        source_rows=source_rows,
     )
 
 
@@ -140,7 +168,7 @@ class _Entry:
     first_row: int
     num_rows: int
     start: _Start
-    rows: dict[int, int] = field(default_factory=dict)  # by position
+    rows: dict[int, int | MixedRow] = field(default_factory=dict)  # by position
     ranks: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -163,7 +191,8 @@ class _Start:
         places = [place for first, count in line["positions"] for place in range(first, first + count)]
         if len(places) != len(line["rows"]):
             entry.problems.append(f"{where}: {len(line['rows'])} rows at {len(places)} positions")
-        for place, row in zip(places, line["rows"], strict=False):
+        rows = mixed_rows(line, self.facts) if "sources" in line else line["rows"]
+        for place, row in zip(places, rows, strict=False):
             if entry.rows.setdefault(place, row) != row:
                 entry.problems.append(f"{where}: row {row} at position {place}, but rank {entry.ranks[0]} has another")
 
@@ -222,6 +251,10 @@ def _require_batch(line: dict[str, Any]) -> None:
     if any(not isinstance(pair, list) or len(pair) != 2 for pair in positions):
         raise ValueError("positions are not pairs")
     numbers = [*(line.get(name) for name in ("step", "first_row", "num_rows")), *rows, *itertools.chain(*positions)]
+    for name in ("sources", "source_positions"):
+        if not isinstance(line.get(name, []), list) or len(line.get(name, rows)) != len(rows):
+            raise ValueError(f"{name} does not fit rows")
+        numbers += line.get(name, [])
     if any(type(number) is not int for number in numbers):
         raise ValueError("a number is not an integer")
 
@@ -242,13 +275,14 @@ def _differences(starts: list[_Start], sizes: list[int]) -> list[str]:
 
 
 def _moved_rows(starts: list[_Start]) -> list[str]:
-    """Returns the positions that had a different row when they were redone."""
+    """Returns the positions that had a different row when they were redone with the same weights."""
     problems = []
-    known: dict[int, tuple[int, int, int]] = {}
+    known: dict[tuple[str, int], tuple[int | MixedRow, int, int]] = {}
     for start in starts:
+        mixture = same_mixture(start.facts)
         for step, entry in start.steps.items():
             for place, row in entry.rows.items():
-                first = known.setdefault(place, (row, step, start.number))
+                first = known.setdefault((mixture, place), (row, step, start.number))
                 if first[0] != row:
                     problems.append(
                         f"position {place} had row {first[0]} (step {first[1]} of start {first[2]}), but row {row} "
@@ -307,9 +341,9 @@ def _drop_unfinished(steps: list[int], counted: dict[int, _Entry], done: Collect
 # --- Checking the rows ---
 
 
-def _follow(steps: list[tuple[int, _Entry]], problems: list[str], notes: list[str]) -> dict[int, int]:
+def _follow(steps: list[tuple[int, _Entry]], problems: list[str], notes: list[str]) -> dict[int, int | MixedRow]:
     """Checks the steps in order; returns the row at each position."""
-    seen: dict[int, int] = {}
+    seen: dict[int, int | MixedRow] = {}
     next_row, next_step = 0, steps[0][0] if steps else 1
     start: _Start | None = None
     if next_step > 1:
@@ -330,7 +364,7 @@ def _follow(steps: list[tuple[int, _Entry]], problems: list[str], notes: list[st
             problems.append(f"{begin}: rows up to {next_row - 1} were used before")
         start, next_step, next_row = entry.start, step + 1, entry.first_row + entry.num_rows
         if missing := [place for place in range(entry.first_row, next_row) if place not in entry.rows]:
-            problems.append(f"step {step}: no process recorded the rows at positions {_some(missing)}")
+            problems.append(f"step {step}: no process recorded the rows at positions {some(missing)}")
         seen |= entry.rows
     return seen
 
@@ -345,19 +379,14 @@ def _count_epochs(seen: dict[int, int], per_epoch: int | None, problems: list[st
         return []
     outside = rows[(rows < 0) | (rows >= per_epoch)]
     if len(outside):
-        problems.append(f"rows {_some(outside)} do not exist: the data has {per_epoch} rows")
+        problems.append(f"rows {some(outside)} do not exist: the data has {per_epoch} rows")
     found = []
     for epoch in range(int(places.max()) // per_epoch + 1):
         mine = rows[places // per_epoch == epoch]
         values, counts = np.unique(mine, return_counts=True)
         found.append(len(values))
         if (counts > 1).any():
-            problems.append(f"epoch {epoch}: rows {_some(values[counts > 1])} were used more than once")
+            problems.append(f"epoch {epoch}: rows {some(values[counts > 1])} were used more than once")
         if len(mine) == per_epoch and len(values) < per_epoch:
-            problems.append(f"epoch {epoch}: rows {_some(np.setdiff1d(np.arange(per_epoch), values))} were never used")
+            problems.append(f"epoch {epoch}: rows {some(np.setdiff1d(np.arange(per_epoch), values))} were never used")
     return found
-
-
-def _some(numbers: Iterable[int]) -> str:
-    numbers = list(numbers)
-    return ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")

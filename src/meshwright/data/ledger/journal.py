@@ -2,7 +2,8 @@
 
 Each start of a run writes new files, one per process, named `start-0001.rank-00000.jsonl`. The first line describes the
 start; every other line is a batch, written before its step runs. Rows are given by number and by position in the order
-of all rows, which tells a row that two processes hold from a row that was read twice.
+of all rows, which tells a row that two processes hold from a row that was read twice. In a mixture, each row also has
+the number of its source and the position in the order of that source.
 """
 
 from __future__ import annotations
@@ -88,23 +89,33 @@ class Ledger:
         self._write({**facts, "rank": self.rank, "num_ranks": self.num_ranks, "skipped": self._skipped})
         self._skipped = []
 
-    def skip(self, first_row: int, num_rows: int, *, why: str) -> None:
-        """Records that rows are skipped on purpose, in the first line of the next start."""
-        self._skipped.append({"first_row": int(first_row), "num_rows": int(num_rows), "why": why})
+    def skip(
+        self, first_row: int, num_rows: int, *, why: str, sources: Mapping[str, tuple[int, int]] | None = None
+    ) -> None:
+        """Records that rows are skipped on purpose, in the first line of the next start.
+
+        Args:
+            sources: in a mixture, the first position and the number of rows in the order of each source.
+        """
+        entry: dict[str, Any] = {"first_row": int(first_row), "num_rows": int(num_rows), "why": why}
+        if sources is not None:
+            entry["sources"] = {name: [int(first), int(count)] for name, (first, count) in sources.items()}
+        self._skipped.append(entry)
 
     def append(self, step: int, batch: PlacedBatch) -> None:
         """Records the batch of a step."""
         if self._file is None:
             raise DataError("the ledger has not begun a start.", hint="pass it to Batches(..., ledger=ledger).")
-        self._write(
-            {
-                "step": int(step),
-                "first_row": int(batch.first_row),
-                "num_rows": int(batch.num_rows),
-                "positions": _as_ranges(batch.positions),
-                "rows": batch.row_ids.tolist(),
-            }
-        )
+        line = {
+            "step": int(step),
+            "first_row": int(batch.first_row),
+            "num_rows": int(batch.num_rows),
+            "positions": _as_ranges(batch.positions),
+            "rows": batch.row_ids.tolist(),
+        }
+        if batch.sources is not None and batch.source_positions is not None:
+            line |= {"sources": batch.sources.tolist(), "source_positions": batch.source_positions.tolist()}
+        self._write(line)
 
     def close(self) -> None:
         """Closes the file; `begin` opens the next."""

@@ -12,6 +12,7 @@ import numpy as np
 from meshwright.checkpoint.manifest import current_versions, model_fact
 from meshwright.hardware.chips import chip_of
 from meshwright.hardware.flops import count_flops
+from meshwright.loop.text_source import MixedSource
 from meshwright.train.job import abstract_init, traceable_loss
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def run_facts(run: RunSetup, flops: float | None) -> dict[str, Any]:
         "flops_per_token": None if flops is None or not tokens else flops / tokens,
         "peak_flops": None if peak is None else peak / len(devices),
         "tokens_per_step": tokens,
+        "mixture": run.source.described() if isinstance(run.source, MixedSource) else None,
     }
 
 

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from meshwright.loop.report.run_record import RunRecord, step_of
+from meshwright.loop.report.sources_section import names_by_source
 from meshwright.loop.report.story import fall_sentences, part_seconds, speed_sentences, speeds_of, time_sentences
 from meshwright.pages import (
     Bar,
@@ -142,7 +143,7 @@ def metrics_section(run: RunRecord) -> Section | None:
     charts = []
     names = [name for name in run.steps.values if not name.startswith("seconds/")]
     names += [name.removeprefix("eval/") for name in run.evals.values if name.startswith("eval/")]
-    names = [name for name in dict.fromkeys(names) if name not in _TAKEN]
+    names = [name for name in dict.fromkeys(names) if name not in (*_TAKEN, *names_by_source(run))]
     for name in names:
         series = [Series("training", *thin(run.steps.steps, run.steps[name]), style="faint")]
         series.append(Series("held-out", *thin(run.evals.steps, run.evals[f"eval/{name}"]), style="dots", tone=1))

@@ -13,6 +13,7 @@ from meshwright.loop.report.events import events_section, samples_section
 from meshwright.loop.report.placement_section import layout_section, mesh_section
 from meshwright.loop.report.predictions_section import predictions_section
 from meshwright.loop.report.run_record import RunRecord, read_run
+from meshwright.loop.report.sources_section import sources_section
 from meshwright.loop.report.story import ending, figures, loss_sentences, speed_sentences
 from meshwright.pages import Markup, Section, badge, command, headline, join, make_page, pairs, prose, tag, write_page
 
@@ -47,6 +48,7 @@ def render(run: RunRecord, *, now: float) -> str:
     """Returns the page of a run; `now` decides whether a silent run counts as still running."""
     sections = [
         loss_section(run),
+        sources_section(run),
         metrics_section(run),
         predictions_section(run),
         samples_section(run),

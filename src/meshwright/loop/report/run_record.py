@@ -156,7 +156,7 @@ def _is_mesh(value: Any) -> bool:
 # Fields of run.json that the report uses, each with its check.
 _FACTS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("name", "mesh_reason", "device_kind", "resume_command"), _is(str)),
-    **dict.fromkeys(("config", "layout", "versions"), _is(dict)),
+    **dict.fromkeys(("config", "layout", "versions", "mixture"), _is(dict)),
     **dict.fromkeys(("num_processes", "num_params"), _is_count),
     "devices": _is(list),
     "mesh": _is_mesh,

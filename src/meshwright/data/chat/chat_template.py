@@ -1,0 +1,233 @@
+"""Chat templates: from the messages of a conversation to its text, and the spans that the assistant wrote.
+
+Templates are those of Hugging Face tokenizers: Jinja text in `chat_template.jinja` or `tokenizer_config.json`. They
+come from strangers, so they run in Jinja's sandbox. They see no clock, because the same data must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import DataError
+
+ASSISTANT = "assistant"
+# Mark the generated text while rendering; private-use characters, which messages must not contain.
+_OPEN, _CLOSE = "\uf8f0", "\uf8f1"
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def load_chat_template(path: str | None = None, *, tokenizer: str = "bytes") -> ChatTemplate:
+    """Returns the chat template in a file, or the one beside a tokenizer file.
+
+    Args:
+        path: a Jinja file, or a `tokenizer_config.json`.
+        tokenizer: the path of a `tokenizer.json`. Without `path`, its folder must have a `chat_template.jinja`, or a
+            `tokenizer_config.json` with a `chat_template`.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "chat.jinja"
+        >>> _ = path.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}")
+        >>> template = load_chat_template(str(path))
+        >>> template.render([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])
+        ('<user>Hi</><assistant>Ho</>', [(11, 27)])
+    """
+    folder = None if tokenizer == "bytes" else Path(tokenizer).expanduser().parent
+    if path is not None:
+        file = Path(path).expanduser()
+        text = _read(file)
+        config = file if file.suffix == ".json" else None
+        if config is None:
+            return ChatTemplate(text, special=_special(folder), where=str(file))
+        return ChatTemplate(_from_config(config), special=_special(config.parent), where=str(config))
+    if folder is not None and (folder / "chat_template.jinja").is_file():
+        file = folder / "chat_template.jinja"
+        return ChatTemplate(_read(file), special=_special(folder), where=str(file))
+    if folder is not None and (folder / "tokenizer_config.json").is_file():
+        file = folder / "tokenizer_config.json"
+        return ChatTemplate(_from_config(file), special=_special(folder), where=str(file))
+    there = "the byte tokenizer has none" if folder is None else f"{folder} has no tokenizer_config.json"
+    raise DataError(
+        f"conversations need a chat template: {there}.",
+        hint="pass --chat-template FILE.jinja, or a tokenizer.json beside its tokenizer_config.json.",
+    )
+
+
+class ChatTemplate:
+    """A chat template.
+
+    The assistant's spans are the `{% generation %}` blocks if the template has any. Otherwise they are the text that
+    each message of the assistant adds after the prompt for it (`add_generation_prompt`), with the end of its turn.
+
+    Args:
+        text: the Jinja text.
+        special: special tokens by name, such as `bos_token`.
+        where: name of the template in errors.
+    """
+
+    def __init__(self, text: str, *, special: Mapping[str, str] | None = None, where: str = "the template") -> None:
+        self.where, self.special = where, dict(special or {})
+        content = json.dumps([text, self.special], sort_keys=True)
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        environment = _environment()
+        try:
+            self._template = environment.from_string(text)
+        except Exception as error:
+            raise DataError(f"{where} is not a chat template: {error}", hint="pass a Jinja template.") from None
+        self._marks = any(kind == "block_begin" and "generation" in after for kind, after in _blocks(environment, text))
+
+    def render(self, messages: Any, *, where: str = "the conversation") -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of a conversation, and the start and end of each span of the assistant in it."""
+        messages = _checked(messages, where)
+        text = self._render(messages, where)
+        if self._marks:
+            return _without_marks(text)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = self._render(messages[:number], where, prompt=True)
+            through = self._render(messages[: number + 1], where)
+            if not (through.startswith(before) and text.startswith(through)):
+                raise DataError(
+                    f"{where}: {self.where} changes earlier text when message {number} is added, so the assistant's "
+                    "text cannot be found.",
+                    hint="put it between {% generation %} and {% endgeneration %} in the template.",
+                )
+            spans.append((len(before), len(through)))
+        return text, spans
+
+    def encode(
+        self, messages: Any, tokenizer: Tokenizer, *, where: str = "the conversation"
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the token ids of a conversation, and whether the assistant wrote each."""
+        text, spans = self.render(messages, where=where)
+        try:
+            ids, places = tokenizer.encode_places(text)
+        except DataError as error:
+            raise DataError(f"{where}: {str(error).partition(chr(10))[0]}", hint=error.hint) from None
+        mask = np.zeros(len(ids), bool)
+        for start, stop in spans:
+            mask |= (places >= start) & (places < stop)
+        return ids, mask
+
+    def _render(self, messages: Sequence[Any], where: str, *, prompt: bool = False) -> str:
+        try:
+            return str(self._template.render(messages=messages, add_generation_prompt=prompt, **self.special))
+        except Exception as error:  # templates raise anything
+            raise DataError(f"{where}: {self.where} failed: {type(error).__name__}: {error}") from None
+
+
+def _checked(messages: Any, where: str) -> list[Any]:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where} has no messages.", hint='write [{"role": "user", "content": "..."}, ...].')
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f"{where}: message {number} has no role.", hint='write {"role": ..., "content": ...}.')
+        text = message.get("content")
+        if isinstance(text, str) and (_OPEN in text or _CLOSE in text):
+            raise DataError(f"{where}: message {number} has the private-use character U+F8F0 or U+F8F1.")
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise DataError(
+            f"{where} has no message of the assistant, so nothing in it could be learned.",
+            hint="leave it out, or check the roles.",
+        )
+    # Columns have every key in every message; templates test whether a key is there.
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+
+
+def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    kept, spans, size = [], [], 0
+    for number, piece in enumerate(text.replace(_CLOSE, _OPEN).split(_OPEN)):
+        if number % 2 and piece:
+            spans.append((size, size + len(piece)))
+        kept.append(piece)
+        size += len(piece)
+    return "".join(kept), spans
+
+
+@functools.cache
+def _environment() -> Any:
+    try:
+        import jinja2
+        import jinja2.ext
+        import jinja2.nodes
+        import jinja2.sandbox
+    except ModuleNotFoundError:
+        raise DataError("chat templates need jinja2.", hint="run `pip install 'meshwright[data]'`.") from None
+
+    class GenerationTag(jinja2.ext.Extension):
+        """`{% generation %}...{% endgeneration %}` marks the text that the assistant wrote."""
+
+        tags = {"generation"}  # noqa: RUF012 - as in Jinja
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{_OPEN}{caller()}{_CLOSE}"
+
+    def fail(text: str) -> None:
+        raise jinja2.TemplateError(text)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = fail
+    return environment
+
+
+def _blocks(environment: Any, text: str) -> list[tuple[str, str]]:
+    """Returns the tokens of a template that begin a block, each with the name after it."""
+    found = [(kind, value) for _, kind, value in environment.lex(text) if kind != "whitespace"]
+    return [(kind, found[number + 1][1]) for number, (kind, _) in enumerate(found[:-1])]
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read the chat template {file}: {reason}.") from None
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_read(file))
+    except ValueError as error:
+        raise DataError(f"{file} is not JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _from_config(file: Path) -> str:
+    template = _config(file).get("chat_template")
+    if isinstance(template, list):  # several templates by name
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if not isinstance(template, str):
+        raise DataError(
+            f"{file} has no chat_template.", hint="pass --chat-template FILE.jinja, or the config of a chat model."
+        )
+    return template
+
+
+def _special(folder: Path | None) -> dict[str, str]:
+    """Returns the special tokens of a tokenizer's config, for templates that name them."""
+    file = None if folder is None else folder / "tokenizer_config.json"
+    if file is None or not file.is_file():
+        return {}
+    config = _config(file)
+    values = {name: config.get(name) for name in _SPECIAL}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: value for name, value in texts.items() if isinstance(value, str)}

@@ -1,0 +1,1 @@
+"""Weighted mixtures of sources, each with its own order, epochs and saved position."""

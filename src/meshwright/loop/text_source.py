@@ -1,0 +1,216 @@
+"""Text as the source of a run's batches: one corpus, or a weighted mixture of several."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.data import (
+    Batches,
+    BatchStream,
+    ChatRows,
+    Documents,
+    Ledger,
+    MixedBatches,
+    Rows,
+    Tokenizer,
+    Tokens,
+    load_chat_template,
+    load_tokenizer,
+    mixture_weights,
+    open_bin_tokens,
+    prepare_conversations,
+    prepare_tokens,
+)
+from meshwright.data.batches import RowSource
+from meshwright.data.documents import find_files
+from meshwright.data.formats.bin_tokens import BIN_SUFFIX
+from meshwright.data.mixture.weights import shares
+from meshwright.errors import DataError
+from meshwright.loop.mixture_options import parse_sources, parse_weights, single_path
+from meshwright.loop.options import DataOptions
+from meshwright.train.step import Step
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class StreamStart:
+    """The position in the data to start at.
+
+    Args:
+        state: position saved in a checkpoint, or None for the beginning.
+        first_step: step of the first batch.
+    """
+
+    state: Mapping[str, Any] | None = None
+    first_step: int = 1
+    ledger: Ledger | None = None
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    """The rows of one source of text, for training and evaluation."""
+
+    rows: Rows | ChatRows
+    eval_rows: Rows | ChatRows | None
+    fingerprint: str
+    about: str
+
+
+class TextSource:
+    """Text as packed rows of tokens, split into training and evaluation rows.
+
+    Args:
+        vocab_size: vocabulary size of the job's model; larger token ids are rejected.
+        eval_data: evaluation text; without it, a share of the documents is held out.
+    """
+
+    counts_tokens = True
+    why_no_evaluation = "no rows are held out"
+    eval_rows: RowSource | None
+    eval_sources: Mapping[str, RowSource]
+    """Evaluation rows by source, in a mixture."""
+
+    def __init__(
+        self,
+        options: DataOptions,
+        *,
+        tell: Tell,
+        batch_size: int,
+        vocab_size: int | None = None,
+        eval_data: Any = None,
+    ) -> None:
+        self.options, self.batch_size, self.job_vocab_size = options, batch_size, vocab_size
+        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
+        corpus = self._open(single_path(options.data), tell, eval_data=eval_data)
+        self.fingerprint, self.rows, self.eval_rows = corpus.fingerprint, corpus.rows, corpus.eval_rows
+        self.eval_sources = {}
+        if len(self.rows) < batch_size:
+            raise DataError(
+                f"the data has {len(self.rows)} training rows of {options.num_tokens} tokens; a batch needs "
+                f"{batch_size}.",
+                hint="use more text, a smaller --batch-size, or fewer --num-tokens.",
+            )
+        tell(f"data: {corpus.about}")
+
+    def _open(self, path: str | None, tell: Tell, *, eval_data: Any = None) -> _Corpus:
+        options = self.options
+        tokens = self._tokens(path, tell)
+        train, validation = tokens.split(options.validation)
+        fingerprint = tokens.fingerprint
+        rows, eval_rows = self._pack(train), None
+        if eval_data is not None:
+            held_out = self._tokens(eval_data, tell)
+            fingerprint += held_out.fingerprint
+            eval_rows = self._pack(held_out)
+        elif options.validation:
+            eval_rows = self._pack(validation)
+        kind = "conversations" if isinstance(rows, ChatRows) else "documents"
+        about = (
+            f"{tokens.num_documents:,} {kind}, {tokens.num_tokens:,} tokens; rows of {options.num_tokens}: "
+            f"{len(rows):,} for training, {0 if eval_rows is None else len(eval_rows):,} for evaluation"
+        )
+        if isinstance(rows, ChatRows):
+            about += f"; loss on {rows.total_targets:,} tokens of the assistant"
+            about += f"; {rows.num_cut:,} conversations are longer than a row and cut" if rows.num_cut else ""
+            about += f"; {rows.num_dropped:,} left out, without text of the assistant" if rows.num_dropped else ""
+        return _Corpus(rows, eval_rows, fingerprint, about)
+
+    def _pack(self, tokens: Tokens) -> Rows | ChatRows:
+        made = Rows if tokens.mask is None else ChatRows
+        return made(tokens, self.options.num_tokens, vocab_size=self.job_vocab_size)
+
+    def _tokens(self, path: Any, tell: Tell) -> Tokens:
+        folder = Path(self.options.data_cache) if self.options.data_cache else default_cache() / "tokens"
+        files = find_files(path)
+        packed = [file for file in files if file.suffix == BIN_SUFFIX]
+        if packed and len(packed) < len(files):
+            other = next(file for file in files if file.suffix != BIN_SUFFIX)
+            raise DataError(
+                f"{path} holds packed tokens and other files: {packed[0].name} and {other.name}.",
+                hint="name them as two sources of a mixture: --data tokens=GLOB text=GLOB.",
+            )
+        if packed:
+            dtype = self.options.token_dtype
+            return open_bin_tokens(packed, self.tokenizer, folder=folder, dtype=dtype, tell=tell)
+        documents = Documents(files, text_field=self.options.text_field)
+        fields, messages = documents.fields(), self.options.messages_field
+        if messages in fields and self.options.text_field not in fields:
+            documents = Documents(files, text_field=messages, messages=True)
+            template = load_chat_template(self.options.chat_template, tokenizer=self.options.tokenizer)
+            return prepare_conversations(documents, self.tokenizer, template, folder=folder, tell=tell)
+        return prepare_tokens(documents, self.tokenizer, folder=folder, tell=tell)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.tokenizer.vocab_size)
+
+    def facts(self) -> dict[str, Any]:
+        """Facts that all processes must agree on."""
+        return {"data": self.fingerprint, "rows": len(self.rows)}
+
+    def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
+        """Returns the batches from a position on, on the step's devices."""
+        shared: dict[str, Any] = {"shardings": step.batch_shardings, "seed": seed, **vars(place)}
+        return Batches(self.rows, batch_size=self.batch_size, epochs=self.options.epochs, **shared)
+
+
+class MixedSource(TextSource):
+    """A weighted mixture of several sources of text, each with its own epochs and evaluation rows."""
+
+    def __init__(
+        self, options: DataOptions, *, tell: Tell, batch_size: int, vocab_size: int | None = None, eval_data: Any = None
+    ) -> None:
+        self.options, self.batch_size, self.job_vocab_size = options, batch_size, vocab_size
+        self.tokenizer = load_tokenizer(options.tokenizer)
+        paths = parse_sources(options.data)
+        assert paths is not None
+        corpora: dict[str, _Corpus] = {}
+        for name, path in sorted(paths.items()):
+            try:
+                corpora[name] = self._open(path, tell)
+            except DataError as error:
+                text = str(error).partition("\nhint:")[0]
+                raise DataError(f"the source `{name}`: {text}", hint=error.hint) from None
+        self.sources = {name: corpus.rows for name, corpus in corpora.items()}
+        self.eval_sources = {name: found.eval_rows for name, found in corpora.items() if found.eval_rows is not None}
+        self.eval_rows = None
+        if eval_data is not None:
+            self.eval_rows = self._pack(self._tokens(eval_data, tell))
+        sizes = {name: len(rows) for name, rows in self.sources.items()}
+        weights = parse_weights(options.mixture_weights) or None
+        self.weights = mixture_weights(sizes, weights, temperature=options.mixture_temperature)
+        self.fingerprint = hashlib.sha256("".join(found.fingerprint for found in corpora.values()).encode()).hexdigest()
+        for name, share in shares(self.weights).items():
+            tell(f"data: {name}, weight {share:.4g}: {corpora[name].about}")
+
+    def described(self) -> dict[str, Any]:
+        """Returns the weight and the size of each source, for the report."""
+        return {
+            name: {"weight": share, "rows": len(self.sources[name]), "tokens": self.sources[name].total_targets}
+            for name, share in shares(self.weights).items()
+        }
+
+    def facts(self) -> dict[str, Any]:
+        return {"data": self.fingerprint, "mixture": self.weights}
+
+    def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
+        shared: dict[str, Any] = {"shardings": step.batch_shardings, "seed": seed, **vars(place)}
+        shared |= {"batch_size": self.batch_size, "epochs": self.options.epochs}
+        return MixedBatches(self.sources, self.weights, **shared)
+
+
+def make_text_source(options: DataOptions, **arguments: Any) -> TextSource:
+    """Returns the source of text that `--data` names: one corpus, or a mixture."""
+    mixed = parse_sources(options.data) is not None
+    return (MixedSource if mixed else TextSource)(options, **arguments)
+
+
+def default_cache() -> Path:
+    """Returns the cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
