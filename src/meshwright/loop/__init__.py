@@ -28,7 +28,6 @@ _WHERE = {
     "SpikeGuard": "safety.spike",
     "Rollback": "safety.spike",
     "StepProfiler": "logging.profiler",
-    "make_sampler": "sample",
     "Memory": "logging.memory_use",
     "read_memory": "logging.memory_use",
 }
