@@ -29,6 +29,8 @@ from meshwright.types import PyTree
 _NONE = -1  # in the place of a token after the end of a row
 _SCORED = 128  # positions whose logits are in memory at once
 _LEAST_PROMPT = 16
+# XLA would merge the matmuls that share a token, and copy their weights next to each other for every token.
+_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def make_generator(
@@ -261,7 +263,9 @@ def _start(
     return _Rows(cache, *map(spread.everywhere, (token, lengths, done))), spread.everywhere(drawn)
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "mode", "spread"), donate_argnames=("rows",))
+@functools.partial(
+    jax.jit, static_argnames=("sizes", "mode", "spread"), donate_argnames=("rows",), compiler_options=_OPTIONS
+)
 @_under_mesh
 def _continue(
     weights: PyTree,

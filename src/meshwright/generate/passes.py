@@ -72,7 +72,7 @@ def logits_of(model: LanguageModel, weights: PyTree, h: Any, *, spread: Spread) 
     """Returns float32 logits `[B, S, V]` of last hidden states."""
     h = sequence_norm(h, model.norm_scale(weights["final_norm"]["scale"]), axis=None, eps=model.norm_eps)
     head = weights["embed"]["table"].T if model.tied_embeddings else weights["head"]["kernel"]
-    logits = jnp.einsum("BSD,DV->BSV", spread.split_features(h), head).astype(jnp.float32)
+    logits = jnp.einsum("BSD,DV->BSV", spread.split_features(h), head, preferred_element_type=jnp.float32)
     cap = model.logit_soft_cap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
