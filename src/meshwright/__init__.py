@@ -154,7 +154,19 @@ __all__ = [
 
 # Packages that are imported when they are first used as attributes, e.g. `mw.parallel.local_map`. `mw.verify(job)` and
 # `mw.train(config)` call the packages of these names.
-_LATER = ("parallel", "linen", "models", "train", "data", "checkpoint", "loop", "distributed", "verify", "plan")
+_LATER = (
+    "parallel",
+    "linen",
+    "models",
+    "train",
+    "data",
+    "checkpoint",
+    "generate",
+    "loop",
+    "distributed",
+    "verify",
+    "plan",
+)
 _PACKAGES = frozenset((*_LATER, "hardware", "compat", "testing"))
 
 _load = lazy_names(

@@ -15,7 +15,7 @@ import pytest
 import meshwright as mw
 from meshwright.distributed import LaunchError, agree, join
 from meshwright.distributed.agreement import code_fingerprint, sources_of
-from meshwright.loop.sample import make_sampler
+from meshwright.generate import make_generator
 from meshwright.models import Decoder
 
 SIZES = {"vocab_size": 64, "num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 16}
@@ -29,7 +29,7 @@ PROGRAM = """
     import meshwright as mw
     from meshwright.distributed import agree, join
     from meshwright.loop.safety.preemption import EXIT_PREEMPTED, Preemption
-    from meshwright.loop.sample import make_sampler
+    from meshwright.generate import make_generator
     from meshwright.models import Decoder
 
     options = json.loads(sys.argv[1])
@@ -52,7 +52,8 @@ PROGRAM = """
         exactly = {"xla_backend_optimization_level": 0}  # as `init_state` compiles it: the same bits on every mesh
         init = jax.jit(model.init, out_shardings=layout.shardings, compiler_options=exactly)
         params = init(jax.random.key(0))
-        told["sample"] = make_sampler(model, window=16)(params, [3, 14, 15], 8).tolist()
+        generate = make_generator(model, length=16)
+        told["sample"] = generate(generate.load(params), [[3, 14, 15]], 8)[0].tolist()
     with Preemption() as preemption:
         for step in range(1, 2000):
             time.sleep(0.005)
@@ -128,7 +129,8 @@ def test_all_stop_at_the_same_step(pair):
 def test_they_sample_the_same_text_as_one_device(pair):
     told, *_ = pair
     model = Decoder(**SIZES)
-    wanted = make_sampler(model, window=16)(model.init(jax.random.key(0)), [3, 14, 15], 8).tolist()
+    generate = make_generator(model, length=16)
+    wanted = generate(generate.load(model.init(jax.random.key(0))), [[3, 14, 15]], 8)[0].tolist()
     assert [one["sample"] for one in told] == [wanted] * 2
 
 

@@ -35,6 +35,8 @@ def _run(args: list[str]) -> int | None:
 
     from meshwright.cli.checkpoint import checkpoint
     from meshwright.cli.doctor import doctor
+    from meshwright.cli.eval import evaluate
+    from meshwright.cli.generate import generate
     from meshwright.cli.ledger import ledger
     from meshwright.cli.plan import COMMANDS as PLAN_COMMANDS
     from meshwright.cli.plan import join_words
@@ -48,6 +50,8 @@ def _run(args: list[str]) -> int | None:
             {
                 "train": train,
                 **PLAN_COMMANDS,
+                "generate": generate,
+                "eval": evaluate,
                 "report": report,
                 "checkpoint": checkpoint,
                 "ledger": ledger,

@@ -28,7 +28,9 @@ _WHERE = {
     "SpikeGuard": "safety.spike",
     "Rollback": "safety.spike",
     "StepProfiler": "logging.profiler",
-    "make_sampler": "sample",
+    "open_run": "saved_run",
+    "SavedRun": "saved_run",
+    "harness_model": "lm_eval_adapter",
     "Memory": "logging.memory_use",
     "read_memory": "logging.memory_use",
 }

@@ -19,7 +19,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import ConfigError
-from meshwright.models.attention import attention
 from meshwright.models.execution import PROJECTION
 from meshwright.models.language import Context, LanguageModel, init_mlp, scaled_normal
 from meshwright.models.ops import geglu, rotary_tables, rotate, swiglu
@@ -242,17 +241,14 @@ class Decoder(LanguageModel):
         tables, is_windowed = self._kind_of_layer(context)
         if tables is not None:
             q, k = rotate(q, *tables), rotate(k, *tables)
-        y = attention(
+        y = context.attend(
             q,
             k,
             v,
-            segment_ids=context.segment_ids,
             soft_cap=self.attention_soft_cap,
             scale=None if self.query_scalar is None else self.query_scalar**-0.5,
             window=self.sliding_window,
             is_windowed=is_windowed,
-            implementation=context.run.attention,
-            max_segments=context.run.max_segments,
         )
         return context.rows(checkpoint_name(y.reshape(*y.shape[:2], -1), PROJECTION), params["o"])
 

@@ -27,7 +27,9 @@ from meshwright.errors import ConfigError, LayoutError, MeshwrightError, Placeme
 from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import axis_index, is_manual, ways_along
 from meshwright.mesh.build import current_mesh
+from meshwright.models.attention import attention
 from meshwright.models.execution import PROJECTION, Execution, Remat
+from meshwright.models.mlstm_chunks import mlstm_chunkwise
 from meshwright.models.ops import swiglu
 from meshwright.models.stack import run_layers
 from meshwright.parallel.dropout import dropout
@@ -314,7 +316,10 @@ class LanguageModel(abc.ABC):
 
 @dataclass(frozen=True)
 class Context:
-    """Inputs of a layer besides its parameters, with dense layers and norms for the current mesh."""
+    """Inputs of a layer besides its parameters, with dense layers, norms and mixing of tokens for the current mesh.
+
+    Layers mix tokens only with `attend` and `remember`, so that `meshwright.generate` can add a cache to any model.
+    """
 
     run: Execution
     segment_ids: Any
@@ -355,6 +360,29 @@ class Context:
         """Returns `gated(x @ gate, x @ up) @ down`; the default is `silu(x @ gate) * (x @ up)`."""
         gate, up = self.columns(x, params["gate"], params["up"])
         return self.rows(gated(gate, up), params["down"])
+
+    def attend(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        """Returns causal attention `[B, S, H, K]`; with a cache, also to the tokens before.
+
+        Args:
+            options: options of `meshwright.models.attention` that belong to the layer: scale, window, soft cap.
+        """
+        run = self.run
+        return attention(
+            q,
+            k,
+            v,
+            segment_ids=self.segment_ids,
+            implementation=run.attention,
+            max_segments=run.max_segments,
+            **options,
+        )
+
+    def remember(self, q: Any, k: Any, v: Any, i: Any, f: Any, *, chunk_size: int | None) -> Any:
+        """Returns the outputs `[B, S, H, V]` of an mLSTM; with a cache, it continues from the state before."""
+        return mlstm_chunkwise(
+            q, k, v, i, f, chunk_size=chunk_size, segment_ids=self.segment_ids, kernels=self.run.kernels
+        )
 
     def drop(self, h: Any, site: int) -> Any:
         """Applies dropout if there is a key; `site` distinguishes calls within a layer."""

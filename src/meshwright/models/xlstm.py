@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from meshwright.errors import ConfigError
 from meshwright.models.execution import PROJECTION
 from meshwright.models.language import Context, LanguageModel, init_mlp, scaled_normal
-from meshwright.models.mlstm_chunks import mlstm_chunkwise
 from meshwright.parallel.heads import local_heads
 from meshwright.types import PRNGKeyArray, PyTree
 
@@ -112,16 +111,8 @@ class XLSTM(LanguageModel):
         names = ("q", "k", "v", "o_gate", "i_gate", "f_gate")
         q, k, v, o, i, f = context.columns(x, *(params[name] for name in names))
         q, k, v = (t.reshape(*t.shape[:2], heads, -1) for t in (q, k, v))
-        y = mlstm_chunkwise(
-            q,
-            k,
-            v,
-            self._gate(i, params["i_bias"]),
-            self._gate(f, params["f_bias"]),
-            chunk_size=self.chunk_size,
-            segment_ids=context.segment_ids,
-            kernels=context.run.kernels,
-        )
+        i, f = self._gate(i, params["i_bias"]), self._gate(f, params["f_bias"])
+        y = context.remember(q, k, v, i, f, chunk_size=self.chunk_size)
         y = _head_norm(y, params["head_norm"], self.norm_eps) * jax.nn.sigmoid(o.astype(jnp.float32))
         return context.rows(checkpoint_name(y.astype(x.dtype), PROJECTION), params["out"])
 

@@ -1,0 +1,119 @@
+"""The cache of a layer: keys and values of attention, the state of an mLSTM.
+
+A layer mixes tokens only through its `Context`. While a prompt is read, `PromptContext` keeps what later tokens need;
+while tokens are generated, `TokenContext` reads and updates it. Token t of a row is at place t of the cache, whatever
+the lengths of the other rows are, and places after a row's last token are never read.
+
+Shapes: B rows, S tokens, L places in the cache, H query heads, G key and value heads, N = H / G, K features per head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshwright.generate.spread import Spread
+from meshwright.models.language import Context
+from meshwright.models.mlstm import mlstm_recurrent
+from meshwright.models.mlstm_chunks import mlstm_chunkwise
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of the tokens so far, `[B, G, L, K]`: heads first, so that attention needs no transposed copy."""
+
+    keys: Any
+    values: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptContext(Context):
+    """The context of a layer that reads prompts `[B, S]` and keeps a cache of `length` places.
+
+    Args:
+        real: `[B, S]`, whether a token belongs to the prompt; padding follows the prompt.
+        kept: receives the caches of the layer, in the order of its calls.
+    """
+
+    length: int
+    spread: Spread
+    real: Any
+    kept: list[Any] = field(default_factory=list)
+
+    def attend(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        q, k, v = (self.spread.split_heads(x, dim=2) for x in (q, k, v))
+        room = ((0, 0), (0, 0), (0, self.length - k.shape[1]), (0, 0))
+        placed = (jnp.pad(jnp.moveaxis(x, 1, 2), room) for x in (k, v))
+        self.kept.append(KeyValues(*(self.spread.split_heads(x, dim=1) for x in placed)))
+        return super().attend(q, k, v, **options)
+
+    def remember(self, q: Any, k: Any, v: Any, i: Any, f: Any, *, chunk_size: int | None) -> Any:
+        # Padding has segment 0, which does not change the state.
+        segment_ids = self.real.astype(jnp.int32)
+        y, state = mlstm_chunkwise(
+            q, k, v, i, f, chunk_size=chunk_size, segment_ids=segment_ids, return_state=True, kernels=False
+        )
+        self.kept.append(self.spread.split_state(state))
+        return y
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenContext(Context):
+    """The context of a layer that reads one new token per row.
+
+    Args:
+        places: `[B]`, the place of each row's token.
+        caches: the caches of the layer, in the order of its calls.
+        kept: receives the updated caches.
+    """
+
+    places: Any
+    spread: Spread
+    caches: tuple[Any, ...]
+    kept: list[Any] = field(default_factory=list)
+
+    def attend(  # type: ignore[override]  # the options of a layer, without those of packed rows
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        soft_cap: float | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        is_windowed: Any = None,
+    ) -> Any:
+        before: KeyValues = self.caches[len(self.kept)]
+        cache = KeyValues(*(self._written(old, new) for old, new in zip(before, (k, v), strict=True)))
+        self.kept.append(cache)
+        rows, heads, length, dim = cache.keys.shape
+        q_BGNK = self.spread.split_heads(q.reshape(rows, heads, -1, dim), dim=1)
+        logits_BGNL = jnp.einsum("BGNK,BGLK->BGNL", q_BGNK, cache.keys, preferred_element_type=jnp.float32)
+        logits_BGNL = logits_BGNL * (1 / np.sqrt(dim) if scale is None else scale)
+        if soft_cap is not None:
+            logits_BGNL = soft_cap * jnp.tanh(logits_BGNL / soft_cap)
+        back_BL = self.places[:, None] - jnp.arange(length)
+        seen_BL = back_BL >= 0
+        if window is not None:
+            near_BL = back_BL < window
+            seen_BL &= near_BL if is_windowed is None else near_BL | ~is_windowed
+        logits_BGNL = jnp.where(seen_BL[:, None, None], logits_BGNL, jnp.finfo(jnp.float32).min)
+        weights_BGNL = jax.nn.softmax(logits_BGNL, axis=-1).astype(v.dtype)
+        y_BGNK = jnp.einsum("BGNL,BGLK->BGNK", weights_BGNL, cache.values)
+        return self.spread.split_heads(y_BGNK, dim=1).reshape(q.shape)
+
+    def _written(self, cache: Any, new: Any) -> Any:
+        """Returns the cache with the new token of each row at its place."""
+        new_BG1K = self.spread.split_heads(jnp.moveaxis(new, 1, 2), dim=1)
+        if len(new) == 1:  # a slice is faster than the scatter below
+            return jax.lax.dynamic_update_slice_in_dim(cache, new_BG1K, self.places[0], axis=2)
+        write = jax.vmap(lambda row, x, place: jax.lax.dynamic_update_slice_in_dim(row, x, place, axis=1))
+        return self.spread.split_heads(write(cache, new_BG1K, self.places), dim=1)
+
+    def remember(self, q: Any, k: Any, v: Any, i: Any, f: Any, *, chunk_size: int | None) -> Any:
+        y, state = mlstm_recurrent(q, k, v, i, f, state=self.caches[len(self.kept)])
+        self.kept.append(self.spread.split_state(state))
+        return y
