@@ -67,6 +67,8 @@ class TrainingSamples(BeforeAfter):
         assert setup.model is not None
         self.options, self.tell, self.tokenizer = setup.config.run, setup.tell, setup.source.tokenizer
         self.prompt = self.tokenizer.encode(self.options.prompt)
+        lora = getattr(setup.job, "lora", None)
+        self.whole = (lambda params: params) if lora is None else jax.jit(lora.adapters.merged)
         self.generate = make_sampler(
             setup.model,
             window=len(self.prompt) + self.options.sample_tokens,
@@ -77,7 +79,7 @@ class TrainingSamples(BeforeAfter):
     def show(self, state: Any, when: str) -> None:
         options, step = self.options, int(state.step)
         tokens = self.generate(
-            state.params, self.prompt, options.sample_tokens, seed=options.seed, temperature=TEMPERATURE
+            self.whole(state.params), self.prompt, options.sample_tokens, seed=options.seed, temperature=TEMPERATURE
         )
         text = self.tokenizer.decode(tokens)
         self.tell.log.event("sample", step, text, prompt=options.prompt, when=when)

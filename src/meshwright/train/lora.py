@@ -27,7 +27,7 @@ from meshwright.rules import Rules
 from meshwright.rules.matching import match_rules
 from meshwright.rules.rule_set import Rule, compile_pattern
 from meshwright.specs import canonical
-from meshwright.train.adapting import with_fields
+from meshwright.train.adapting import adapt, with_fields
 from meshwright.train.job import abstract_init
 from meshwright.train.lora_settings import LoraSettings
 from meshwright.train.precision import Precision
@@ -92,6 +92,14 @@ def lora(job: Any, settings: LoraSettings | str | None = None, **changes: Any) -
         lora=settings,
         **uses,
     )
+
+
+def adapt_job(
+    job: Any, *, freeze: Sequence[str] = (), train: Sequence[str] = (), adapters: LoraSettings | str | None = None
+) -> Any:
+    """Returns a job as `--freeze`, `--train` and `--lora` adapt it."""
+    job = adapt(job, freeze=freeze, train=train)
+    return job if adapters is None else lora(job, adapters)
 
 
 def merged(params: PyTree, settings: LoraSettings) -> PyTree:
