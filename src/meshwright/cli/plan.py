@@ -16,7 +16,7 @@ import tyro
 from meshwright.cli import show
 from meshwright.errors import ConfigError, JobError
 from meshwright.mesh.string import parse_mesh
-from meshwright.plan.compiled.compile import CompileError, compile_step
+from meshwright.plan.compiled.compile import AdaptedReference, CompileError, compile_step
 from meshwright.plan.compiled.topology import can_compile_for
 from meshwright.plan.output.commands import PlannedJob, plan_command, train_command
 from meshwright.plan.output.explain import PlanData
@@ -28,6 +28,7 @@ from meshwright.plan.search import search as search_plans
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
 from meshwright.train.job_loading import job_errors, load_job
+from meshwright.train.lora import adapt_job
 
 DEFAULT_TOKENS = 4096
 # Options of `meshwright plan` that are now commands, or options of one.
@@ -51,6 +52,7 @@ class StepOptions:
         model_options: Model fields to override, e.g. num_layers=4.
         batch_size: Rows per step over all devices; if unset, the job's batch, or one row per device with --model.
         num_tokens: Tokens per row with --model; 4096 if unset.
+        lora: Low-rank adapters to train, e.g. rank=16,alpha=32,targets=REGEX,base=int8; if unset, all parameters.
         remat: Rematerialization policy; if unset, none, and a search tries none, dots and full.
         precision: Precision of the step.
         minibatches: Number of minibatches per step, for gradient accumulation; if unset, 1, and a search tries 1 to 32.
@@ -70,6 +72,7 @@ class StepOptions:
     model_options: tuple[str, ...] = ()
     batch_size: int | None = None
     num_tokens: int | None = None
+    lora: str | None = None
     remat: Literal["none", "dots", "full", "offload"] | None = None
     precision: Literal["float32", "mixed", "bfloat16", "fp8"] = "mixed"
     minibatches: int | None = None
@@ -237,7 +240,7 @@ class _Planner:
             raise ConfigError("--target is missing.", hint=hint)
         self.options, self.target = options, parse_target(options.target)
         self.subject = _subject(job, options)
-        self.job = self._load()
+        self.job = adapt_job(self._load(), adapters=options.lora)
         self.limits: dict[str, Any] = {"python": options.python, "timeout_s": options.timeout}
         self.notes: list[str] = []
         self.compiles = options.compile and (options.python is not None or can_compile_for(self.target))
@@ -269,6 +272,8 @@ class _Planner:
     @property
     def compiled_from(self) -> Any:
         """The job as another process can load it: its reference if it has one."""
+        if self.subject.job is not None and self.subject.lora is not None:
+            return AdaptedReference(self.subject.job, self.subject.lora)
         return self.subject.job or self.job
 
     def errors(self) -> contextlib.AbstractContextManager[None]:
@@ -357,9 +362,10 @@ def _subject(job: str, options: StepOptions) -> PlannedJob:
         if options.num_tokens is not None or options.model_options:
             hint = "drop them: a job defines its own model and tokens."
             raise ConfigError("--num-tokens and --model-options apply only to --model.", hint=hint)
-        return PlannedJob(job=job)
+        return PlannedJob(job=job, lora=options.lora)
     tokens = DEFAULT_TOKENS if options.num_tokens is None else options.num_tokens
-    return PlannedJob(model=options.model, model_options=options.model_options, num_tokens=tokens)
+    sizes = options.model_options
+    return PlannedJob(model=options.model, model_options=sizes, num_tokens=tokens, lora=options.lora)
 
 
 def _plan_json(plan: Plan, subject: PlannedJob) -> dict[str, Any]:

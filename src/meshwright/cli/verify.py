@@ -9,8 +9,8 @@ import tyro
 
 from meshwright.cli import show, simulate_devices
 from meshwright.errors import ConfigError, JobError, MeshError
-from meshwright.train.adapting import adapt
 from meshwright.train.job_loading import job_errors, load_job
+from meshwright.train.lora import adapt_job
 
 
 def verify(
@@ -27,6 +27,7 @@ def verify(
     mask: int | None = None,
     freeze: tuple[str, ...] = (),
     train: tuple[str, ...] = (),
+    lora: str | None = None,
     seed: int = 0,
     devices: int | None = None,
     fuzz: int | None = None,
@@ -55,6 +56,7 @@ def verify(
         mask: seed for random masks or weights, in place of those of the batch.
         freeze: regexes of parameters to freeze, as for `train`.
         train: regexes; if given, freeze all parameters without a match.
+        lora: low-rank adapters to train, as for `train`: rank=16,alpha=32,targets=REGEX,base=int8.
         seed: seed for the parameters, and for the batch if the job has only shapes; with --fuzz, for the cases.
         devices: number of devices to use; all if omitted.
         fuzz: number of random meshes and options to compare, instead of those above; prints the smallest failing case.
@@ -74,7 +76,7 @@ def verify(
     def progress(line: str) -> None:
         print(f"comparing {line}", file=sys.stderr, flush=True)
 
-    loaded = adapt(load_job(job), freeze=freeze, train=train)
+    loaded = adapt_job(load_job(job), freeze=freeze, train=train, adapters=lora)
     if fuzz is not None:
         given = {
             "--mesh": mesh != (),

@@ -32,6 +32,7 @@ from meshwright.loop.options import (
     RunOptions,
     SafetyOptions,
 )
+from meshwright.train.lora_settings import LoraSettings
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class TrainConfig:
             )
         if self.model.job is not None and self.model.model_options:
             raise ConfigError("model_options apply to built-in models, not to a job.", hint="leave one of them out.")
+        if self.adapt.lora is not None:
+            LoraSettings.parse(self.adapt.lora)
         if self.adapt.eval_ema and self.adapt.ema is None:
             raise ConfigError("--eval-ema needs an average to evaluate.", hint="add --ema 0.999.")
         if run.or_start and not (run.resume and run.run):

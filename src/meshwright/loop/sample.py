@@ -26,6 +26,8 @@ class TrainingSamples(BeforeAfter):
         assert setup.model is not None
         self.options, self.tell, self.tokenizer = setup.config.run, setup.tell, setup.source.tokenizer
         (prompt,) = encode_prompts([self.options.prompt], self.tokenizer)
+        lora = getattr(setup.job, "lora", None)
+        self.whole = (lambda params: params) if lora is None else jax.jit(lora.adapters.merged)
         self.generator = make_generator(
             setup.model,
             length=len(prompt) + self.options.sample_tokens,
@@ -37,7 +39,7 @@ class TrainingSamples(BeforeAfter):
         options, step = self.options, int(state.step)
         (sample,) = generate_text(
             self.generator,
-            self.generator.load(state.params),
+            self.generator.load(self.whole(state.params)),
             self.tokenizer,
             [options.prompt],
             options.sample_tokens,

@@ -60,9 +60,9 @@ from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
 from meshwright.specs import round_up
 from meshwright.train import NonFiniteGuard, RunState, Step, language_job, make_train_step, state_layout
-from meshwright.train.adapting import adapt
 from meshwright.train.job import check_axes
 from meshwright.train.job_loading import load_job
+from meshwright.train.lora import adapt_job
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
 def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     """Makes all decisions, the same on all processes; writes only the empty run folder."""
     model, job, source, held_out = _load(config, tell)
-    job = together("adapting the job", lambda: adapt(job, freeze=config.adapt.freeze, train=config.adapt.train))
+    adapted: Any = {"freeze": config.adapt.freeze, "train": config.adapt.train, "adapters": config.adapt.lora}
+    job = together("adapting the job", lambda: adapt_job(job, **adapted))
     precision: str = config.placement.precision
     if precision == "auto":
         precision = "float32" if jax.devices()[0].platform == "cpu" else "mixed"

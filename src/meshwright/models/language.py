@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -36,6 +37,7 @@ from meshwright.parallel.dropout import dropout
 from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.kernels.gradient_kernels import residual_norm
+from meshwright.parallel.lora.low_rank import Adapters, LowRankWeight, low_rank_columns, low_rank_rows
 from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_embed
@@ -168,6 +170,7 @@ class LanguageModel(abc.ABC):
         gather: Gather | None = None,
         remat: Remat = "none",
         fp8: Amaxes | None = None,
+        lora: Adapters | None = None,
         finish: Finish | None = None,
         targets: PyTree = None,
     ) -> Any:
@@ -183,6 +186,7 @@ class LanguageModel(abc.ABC):
                 (all except the inputs of layers), "offload" (matmul results move to host memory), or a `jax.checkpoint`
                 policy.
             fp8: the amaxes of the layers' weights that are multiplied in fp8; see `meshwright.train.Fp8`.
+            lora: how to use the adapters in the parameters, if they have any; see `meshwright.train.lora`.
             finish: `finish(h, head, targets)`, called instead of computing logits. In a pipeline it runs on the last
                 stage for each microbatch, and its results are summed.
             targets: arrays with the rows of `tokens`, passed to `finish`.
@@ -197,12 +201,12 @@ class LanguageModel(abc.ABC):
         run = run or Execution()
         if tokens.ndim != 2:
             raise PlacementError(f"{self._kind} got tokens of shape {tokens.shape}.", hint="pass [B, S].")
-        rng = rng if self.dropout else None
+        rng = rng if self.dropout or (lora is not None and lora.dropout) else None
         extras = {"positions": positions, "segment_ids": segment_ids}
         stages = run.stages()
         layers, gather_layers = params["layers"], None if gather is None else gather["layers"]
         if fp8 is not None:
-            self._check_fp8(fp8, run)
+            self._check_fp8(fp8, run, lora)
             # Amaxes are stacked like layers, and pass through the loop over layers beside them.
             layers = {**layers, _AMAXES: fp8.tree["layers"]}
             gather_layers = None if gather_layers is None else _beside(gather_layers, _AMAXES, layers[_AMAXES])
@@ -212,7 +216,7 @@ class LanguageModel(abc.ABC):
 
         def enter(params: PyTree, tokens: Any) -> Any:
             # Replicate features, because XLA would look up slices of features and reshard them to rows inefficiently.
-            table = _constrained(_whole(params, gather, "embed")["table"], P(run.tensor_axis))
+            table = _constrained(_whole(params, gather, "embed", lora)["table"], P(run.tensor_axis))
             embedded = vocab_embed(tokens, table, axis=run.tensor(), sequence_parallel=run.sequence_parallel)
             return _rows_split(self.enter(embedded), run)
 
@@ -227,6 +231,7 @@ class LanguageModel(abc.ABC):
                     amaxes = replace(fp8, tree=layer.pop(_AMAXES))
                     layer = amaxes.weights(layer, prefix="layers", is_gathered=gather is not None, kernels=run.kernels)
                 key = None if rng is None else jax.random.fold_in(rng, number)
+                layer = layer if lora is None else lora.weights(layer, key)
                 context = Context(run, segment_ids, shared, key, self.dropout, self.norm_eps, number)
                 return _rows_split(self.layer(layer, h, context), run)
 
@@ -246,9 +251,9 @@ class LanguageModel(abc.ABC):
             scale = self.norm_scale(params["final_norm"]["scale"])
             h = sequence_norm(h, scale, axis=run.tensor(), eps=self.norm_eps)
             if self.tied_embeddings:
-                head = _whole(params["embed"], gather, "embed")["table"].T
+                head = _whole(params["embed"], gather, "embed", lora)["table"].T
             else:
-                head = _whole(params["head"], gather, "head")["kernel"]
+                head = _whole(params["head"], gather, "head", lora)["kernel"]
             if finish is not None:
                 return finish(h, head, targets)
             logits = column_dense(h, head, axis=run.tensor(), sequence_parallel=run.sequence_parallel)
@@ -283,7 +288,9 @@ class LanguageModel(abc.ABC):
             combine="sum" if finish is not None else "concatenate",
         )
 
-    def _check_fp8(self, fp8: Amaxes, run: Execution) -> None:
+    def _check_fp8(self, fp8: Amaxes, run: Execution, lora: Adapters | None) -> None:
+        if lora is not None:
+            raise ConfigError(f"{self._kind} does not run adapters in fp8.", hint="use precision='mixed'.")
         others = [name for name in fp8.tree if name != "layers"]
         if others or "layers" not in fp8.tree:
             raise ConfigError(
@@ -340,20 +347,39 @@ class Context:
         """Returns `h @ w`, plus a bias if given, for each weight, with features split; all share one gather of `h`."""
         run, axis = self.run, self.run.tensor()
         gathers = run.sequence_parallel and axis is not None
-        options: Any = {"save_gathered": run.save_gathered, "kernels": run.kernels} if gathers else {}
-        ys = fused_column_dense(h, weights, biases, axis=axis, sequence_parallel=run.sequence_parallel, **options)
+
+        def dense(h: Any, weights: Sequence[Any], *, is_narrow: bool) -> Sequence[Any]:
+            # Kernels are not made for matmuls as narrow as an adapter's rank.
+            kernels = False if is_narrow else run.kernels
+            options: Any = {"save_gathered": run.save_gathered, "kernels": kernels} if gathers else {}
+            bs = None if is_narrow else biases
+            return fused_column_dense(h, weights, bs, axis=axis, sequence_parallel=run.sequence_parallel, **options)
+
+        ys = low_rank_columns(dense, h, weights, drop=functools.partial(self._drop_input, spec=P(None, axis)))
         return tuple(checkpoint_name(y, PROJECTION) for y in ys)
 
     def rows(self, y: Any, weight: Any) -> Any:
         """Returns `y @ w` for split features, with the sequence split again."""
         run, axis = self.run, self.run.tensor()
-        options: Any = {"kernels": run.kernels} if run.sequence_parallel else {}
-        h = row_dense(y, weight, axis=axis, sequence_parallel=run.sequence_parallel, **options)
+
+        def dense(y: Any, weights: Sequence[Any], *, is_narrow: bool) -> Sequence[Any]:
+            options: Any = {"kernels": False if is_narrow else run.kernels} if run.sequence_parallel else {}
+            return [row_dense(y, weights[0], axis=axis, sequence_parallel=run.sequence_parallel, **options)]
+
+        h = low_rank_rows(dense, y, weight, drop=functools.partial(self._drop_input, spec=P(None, None, axis)))
         arrives = run.sequence_parallel and ways_along(axis, who="rows") > 1
         if chip_family(current_mesh()) == "gpu" and not arrives:
             # Keep the residual addition out of the matmul: XLA would copy the residual so that cuBLAS can add to it.
             h = lax.optimization_barrier(h)
         return checkpoint_name(h, PROJECTION)
+
+    def _drop_input(self, x: Any, weight: LowRankWeight, *, spec: P) -> Any:
+        if weight.key is None:
+            return x
+        axis = self.run.tensor()
+        # Features are split in any case, the rows of a sequence only if it is split between blocks.
+        split = axis is not None and is_manual(axis) and (len(spec) == 3 or self.run.sequence_parallel)
+        return dropout(x, weight.dropout, weight.key, spec=spec if split else P())
 
     @jax.named_scope("mlp")
     def feed_forward(self, params: PyTree, x: Any, *, gated: Callable[[Any, Any], Any] = swiglu) -> Any:
@@ -414,8 +440,9 @@ def _beside(gather: Gather, name: str, tree: PyTree) -> Gather:
     return replace(gather, specs=specs, dtypes=dtypes, amaxes=name)
 
 
-def _whole(params: PyTree, gather: Gather | None, name: str) -> PyTree:
-    return params if gather is None else gather[name](params)
+def _whole(params: PyTree, gather: Gather | None, name: str, lora: Adapters | None) -> PyTree:
+    whole = params if gather is None else gather[name](params)
+    return whole if lora is None else lora.merged(whole)
 
 
 def _rows_split(h: Any, run: Execution) -> Any:

@@ -17,10 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from meshwright.errors import LayoutError
 from meshwright.hardware.chips import chip_family
-from meshwright.mesh.axes import varying_axes
+from meshwright.mesh.axes import pcast_varying, varying_axes
 from meshwright.mesh.build import current_mesh
 from meshwright.models.execution import Layers, Remat, remat_policy
 from meshwright.models.ops import unstack
@@ -134,7 +135,9 @@ def run_prefetched(
         unroll: number of layers per loop step; all layers give no loop.
     """
     count = int(numbers.shape[0])
-    shape_of_pull: list[Any] = []  # set when the forward pass is traced, used by the backward pass
+    # Set when the forward pass is traced, used by the backward pass.
+    shape_of_pull: list[Any] = []
+    learned_by: list[bool] = []
 
     def neighbor(layers: PyTree, place: Any, by: int, h: Any) -> tuple[PyTree, Any]:
         """Returns the gathered weights of the previous or next layer, and `h`, on which the gather depends."""
@@ -151,14 +154,19 @@ def run_prefetched(
 
         return whole(jax.tree.map(take, layers)), h
 
-    def forward(layers: PyTree, h: Any, *, keeps: bool) -> tuple[Any, Any]:
+    def forward(layers: PyTree, h: Any, learns: list[bool] | None) -> tuple[Any, Any]:
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
             h, weights = carry
             place, number = x
             following, h = neighbor(layers, place, 1, h)
-            if not keeps:
+            if learns is None:
                 return (block(weights, h, number), following), None
-            out, pull = jax.vjp(lambda weights, h: block(weights, h, number), weights, h)
+            learned, fixed = _split(weights, learns)
+
+            def run(learned: list[Any], h: Any) -> Any:
+                return block(_joined(learned, fixed, weights, learns), h, number)
+
+            out, pull = jax.vjp(run, learned, h)
             kept, shape = _without(pull, weights)
             shape_of_pull[:] = [shape]
             return (out, following), kept
@@ -169,10 +177,18 @@ def run_prefetched(
 
     @jax.custom_vjp
     def all_layers(layers: PyTree, h: Any) -> Any:
-        return forward(layers, h, keeps=False)[0]
+        return forward(layers, h, None)[0]
+
+    def start(layers: PyTree, h: Any) -> tuple[Any, Any]:
+        # Frozen weights are not perturbed: nothing is computed, sent or kept for their gradients.
+        learns = [leaf.perturbed for leaf in jax.tree.leaves(layers, is_leaf=_is_primal)]
+        learned_by[:] = learns
+        return forward(jax.tree.map(lambda leaf: leaf.value, layers, is_leaf=_is_primal), h.value, learns)
 
     def backward(saved: Any, dh: Any) -> tuple[PyTree, Any]:
-        kept, last, layers = saved
+        (kept, last, layers), learns = saved, list(learned_by)
+        if isinstance(dh, SymbolicZero):
+            dh = pcast_varying(jnp.zeros(dh.shape, dh.dtype), sorted(varying_axes(dh)))
 
         def step(carry: Any, x: Any) -> tuple[Any, PyTree]:
             dh, weights = carry
@@ -180,15 +196,36 @@ def run_prefetched(
             before, dh = neighbor(layers, place, -1, dh)
             d_weights, dh = _with(kept, weights, shape_of_pull[0])(dh)
             layer = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False), layers)
-            (d_layer,) = jax.vjp(whole, layer)[1](d_weights)
+            learned, fixed = _split(layer, learns)
+
+            def gathered(learned: list[Any]) -> list[Any]:
+                return _split(whole(_joined(learned, fixed, layer, learns)), learns)[0]
+
+            (d_layer,) = jax.vjp(gathered, learned)[1](d_weights)
             return (dh, before), d_layer
 
         xs = (kept, jnp.arange(count))
-        (dh, _), d_layers = lax.scan(step, (dh, last), xs, reverse=True, unroll=unroll)
-        return d_layers, dh
+        (dh, _), d_learned = lax.scan(step, (dh, last), xs, reverse=True, unroll=unroll)
+        return _joined(d_learned, [None] * learns.count(False), layers, learns), dh
 
-    all_layers.defvjp(lambda layers, h: forward(layers, h, keeps=True), backward)
+    all_layers.defvjp(start, backward, symbolic_zeros=True)
     return all_layers(layers, h)
+
+
+def _is_primal(node: Any) -> bool:
+    return hasattr(node, "perturbed")
+
+
+def _split(tree: PyTree, learns: list[bool]) -> tuple[list[Any], list[Any]]:
+    """Returns the leaves of a tree that are learned, and the others."""
+    pairs = list(zip(jax.tree.leaves(tree), learns, strict=True))
+    return [leaf for leaf, learn in pairs if learn], [leaf for leaf, learn in pairs if not learn]
+
+
+def _joined(learned: list[Any], fixed: list[Any], like: PyTree, learns: list[bool]) -> PyTree:
+    rest = (iter(fixed), iter(learned))
+    structure: Any = jax.tree.structure(like)
+    return structure.unflatten([next(rest[learn]) for learn in learns])
 
 
 def _without(pull: PyTree, weights: PyTree) -> tuple[list[Any], Any]:

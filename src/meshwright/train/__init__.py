@@ -11,6 +11,8 @@ from meshwright.train.guards import NonFiniteGuard
 from meshwright.train.job import Job, abstract_init
 from meshwright.train.job_loading import load_job
 from meshwright.train.language_job import language_job, next_token_loss, shift_targets
+from meshwright.train.lora import lora, merged
+from meshwright.train.lora_settings import LoraSettings
 from meshwright.train.muon import muon, orthogonalize
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, make_state, state_layout
@@ -29,6 +31,9 @@ __all__ = [
     "next_token_loss",
     "shift_targets",
     "adapt",
+    "lora",
+    "merged",
+    "LoraSettings",
     "muon",
     "orthogonalize",
     "RunState",

@@ -41,6 +41,8 @@ class Job:
         model_state_reduce: how devices combine their model states in the local view; see `accumulate`.
         frozen: regexes; parameters with a match in their path get no gradient and no optimizer state.
         trained: regexes; if given, all other parameters are frozen too.
+        keep_dtypes: regexes; parameters with a match are stored in the dtype that `init` returns, in any precision.
+        lora: the settings of the job's adapters, which `meshwright.train.lora` sets.
         data: training data for `meshwright train --job`: arrays, a Grain dataset, a path, or a function from a seed to
             an iterator.
         eval_data: evaluation data, in the same forms.
@@ -65,6 +67,8 @@ class Job:
     model_state_reduce: Any = "mean"
     frozen: str | Sequence[str] = ()
     trained: str | Sequence[str] = ()
+    keep_dtypes: str | Sequence[str] = ()
+    lora: Any = None
     data: Any = None
     eval_data: Any = None
     eval_loss: Callable[..., Any] | None = None

@@ -15,6 +15,7 @@ from meshwright.models.language import LanguageModel
 from meshwright.parallel.cross_entropy import LossOptions, linear_cross_entropy
 from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.fsdp import Gather
+from meshwright.parallel.lora.low_rank import Adapters
 from meshwright.train.job import Job
 from meshwright.types import Metrics, PRNGKeyArray, PyTree
 
@@ -87,6 +88,7 @@ def _loss(
     gather: Gather | None = None,
     remat: Remat = "none",
     fp8: Amaxes | None = None,
+    lora: Adapters | None = None,
 ) -> Any:
     def finish(h: Any, head: Any, targets: PyTree) -> Any:
         return next_token_loss(
@@ -111,6 +113,7 @@ def _loss(
         gather=gather,
         remat=remat,
         fp8=fp8,
+        lora=lora,
         finish=finish,
         targets={"targets": batch["targets"], "weights": batch.get("weights")},
     )

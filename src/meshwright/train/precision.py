@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.rules.rule_set import compile_pattern
 from meshwright.train.fp8_scaling import Fp8
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
@@ -78,9 +79,16 @@ class Precision:
             raise MeshwrightError(f"unknown precision {name!r}.", hint=hint)
         return known[name]
 
-    def stored(self, params: PyTree) -> PyTree:
-        """Casts parameters to the dtype in which they are stored."""
-        return jax.tree.map(lambda leaf: leaf.astype(self.params) if is_float(leaf.dtype) else leaf, params)
+    def stored(self, params: PyTree, *, keep: str | Sequence[str] = ()) -> PyTree:
+        """Casts parameters to the dtype in which they are stored, except those with a match of a regex in `keep`."""
+        patterns = [compile_pattern(text) for text in ([keep] if isinstance(keep, str) else keep)]
+        leaves = [
+            leaf.value.astype(self.params)
+            if is_float(leaf.value.dtype) and not any(pattern.matches(leaf.name) for pattern in patterns)
+            else leaf.value
+            for leaf in named_leaves(params)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
     def compute_dtypes(self, params: PyTree) -> PyTree:
         """Returns the dtype of each parameter in the loss."""

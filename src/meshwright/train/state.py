@@ -68,7 +68,7 @@ def make_state(
         (0, 'bfloat16', (4, 2))
     """
     init_key, run_key = jax.random.split(key)
-    params = Precision.named(precision).stored(job.init(init_key))
+    params = Precision.named(precision).stored(job.init(init_key), keep=getattr(job, "keep_dtypes", ()))
     zero = jnp.zeros((), jnp.int32)
     make_model_state = getattr(job, "model_state", None)
     model_state = None if make_model_state is None else make_model_state(init_key)
@@ -265,4 +265,5 @@ def require_loss(job: Any, *, who: str) -> None:
 
 def abstract_params(job: Any, precision: Precision | str = "float32") -> PyTree:
     """Returns the shapes and stored dtypes of a job's parameters."""
-    return jax.eval_shape(Precision.named(precision).stored, abstract_init(job.init))
+    keep = getattr(job, "keep_dtypes", ())
+    return jax.eval_shape(lambda params: Precision.named(precision).stored(params, keep=keep), abstract_init(job.init))

@@ -215,7 +215,7 @@ def all_worst_copies(arrays: Named, reference: Named) -> dict[str, Array]:
 
 def rounding(leaf: Any) -> float:
     """Returns the rounding error of a leaf: one unit in the last place of its largest element."""
-    return float(jnp.finfo(leaf.dtype).eps) * largest(leaf)
+    return float(jnp.finfo(leaf.dtype).eps) * largest(leaf) if is_float(leaf.dtype) else 0.0  # integers are frozen
 
 
 def largest_of_all(tree: Named) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,9 @@ def run_facts(run: RunSetup, flops: float | None) -> dict[str, Any]:
 def checkpoint_facts(run: RunSetup) -> dict[str, Any]:
     """Returns the metadata of a checkpoint, except for the position in the data."""
     model = model_fact(run.model) if run.model is not None else run.config.model.job
-    return {"config": run.config.flat(), "model": model, "precision": run.precision}
+    adapters = getattr(run.job, "lora", None)
+    lora = {} if adapters is None else {"lora": dataclasses.asdict(adapters)}
+    return {"config": run.config.flat(), "model": model, "precision": run.precision, **lora}
 
 
 def num_params(job: Any) -> int:

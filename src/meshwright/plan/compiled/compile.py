@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.libtpu import TPU_ENVIRONMENT
@@ -106,6 +106,13 @@ class Compiled:
         return cls(**{**data, **changed})
 
 
+class AdaptedReference(NamedTuple):
+    """A reference to a job (`module:attribute`), and the text of the adapters that it trains."""
+
+    reference: str
+    lora: str
+
+
 def compile_step(
     job: Any,
     target: str | Target,
@@ -119,7 +126,8 @@ def compile_step(
     """Compiles a job's train step for a target in a separate process, or raises a `CompileError`.
 
     Args:
-        job: a job, or a reference to one (`module:attribute`), which also works if the job cannot be pickled.
+        job: a job, or a reference to one (`module:attribute`, or an `AdaptedReference`), which also works if the job
+            cannot be pickled.
         timeout_s: time limit in seconds.
         memory_limit: limit on the compiling process's memory, in bytes.
         python: interpreter whose compilers to use (default: this one).
@@ -167,6 +175,8 @@ def compile_step(
 
 
 def _sent(job: Any) -> dict[str, Any]:
+    if isinstance(job, AdaptedReference):
+        return {"reference": job.reference, "lora": job.lora}
     if isinstance(job, str):
         return {"reference": job}
     try:

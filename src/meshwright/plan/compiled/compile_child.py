@@ -27,6 +27,7 @@ from meshwright.plan.compiled.verdict import CompiledCollective, judge
 from meshwright.plan.step_setup import Setup, build_step, step_options
 from meshwright.plan.target import Target, parse_target
 from meshwright.train.job_loading import load_job
+from meshwright.train.lora import adapt_job
 from meshwright.train.step import Step
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -63,6 +64,7 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
     job = (
         load_job(request["reference"]) if "reference" in request else pickle.loads(base64.b64decode(request["pickle"]))
     )
+    job = adapt_job(job, adapters=request.get("lora"))
     begin = time.perf_counter()
     step, batch = build_step(job, mesh, setup)
     if target.platform == "gpu":

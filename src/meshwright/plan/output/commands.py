@@ -23,6 +23,7 @@ class PlannedJob:
     model_options: tuple[str, ...] = ()
     num_tokens: int | None = None
     job: str | None = None
+    lora: str | None = None
 
     @property
     def name(self) -> str:
@@ -31,10 +32,14 @@ class PlannedJob:
     def arguments(self) -> list[str]:
         """Returns the arguments of `meshwright train` that name it."""
         if self.model is None:
-            return [] if self.job is None else ["--job", self.job]
+            return [*([] if self.job is None else ["--job", self.job]), *self.adapters()]
         options = ["--model-options", *self.model_options] if self.model_options else []
         tokens = [] if self.num_tokens is None else ["--num-tokens", str(self.num_tokens)]
-        return ["--model", self.model, *options, *tokens]
+        return ["--model", self.model, *options, *tokens, *self.adapters()]
+
+    def adapters(self) -> list[str]:
+        """Returns the arguments that name its adapters."""
+        return [] if self.lora is None else ["--lora", self.lora]
 
 
 def train_command(plan: Plan, subject: PlannedJob) -> str | None:
@@ -79,7 +84,7 @@ def plan_command(plan: Plan, subject: PlannedJob) -> str:
         >>> plan_command(plan, PlannedJob(job="train.py:job"))[:60]
         'meshwright plan train.py:job --target cpu:8 --batch-size 8 -'
     """
-    named = subject.arguments() if subject.job is None else [subject.job]
+    named = subject.arguments() if subject.job is None else [subject.job, *subject.adapters()]
     target = ["--target", plan.target.name, "--batch-size", str(plan.rows)]
     price = [] if plan.price is None else ["--price", f"{plan.price:g}"]
     own = [] if plan.compiled is not None else ["--no-compile"]
