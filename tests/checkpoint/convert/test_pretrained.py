@@ -225,7 +225,7 @@ def test_facts_without_a_decoder_are_errors(text):
 
 @pytest.fixture
 def _no_transformers(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("meshwright.checkpoint.convert.fingerprint.has_transformers", lambda: False)
 
 
 @pytest.mark.usefixtures("_no_transformers")

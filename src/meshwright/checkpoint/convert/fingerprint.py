@@ -136,15 +136,14 @@ def check_pretrained(folder: Path | str, *, mesh: str | None = None, tolerance: 
         True
     """
     folder = Path(folder)
-    has_transformers = all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
-    if not has_transformers and not (folder / FINGERPRINT).is_file():
+    if not has_transformers() and not (folder / FINGERPRINT).is_file():
         raise CheckpointError(
             f"{folder} has no {FINGERPRINT}, and transformers is not installed.",
             hint="run `pip install torch transformers`, or check the folder once on a machine that has them.",
         )
     found = read_pretrained(folder, mesh=mesh, dtype="float32")
     tokens = probe_tokens(found.model.vocab_size)
-    if has_transformers:
+    if has_transformers():
         source, theirs = _transformers_logits(folder, tokens)
         ours = model_logits(found.model, found.params, tokens)
         result = CheckResult(source, float(np.abs(ours - theirs).max() / np.abs(theirs).max()), tolerance, found.notes)
@@ -157,6 +156,11 @@ def check_pretrained(folder: Path | str, *, mesh: str | None = None, tolerance: 
     stored = _read_fingerprint(folder / FINGERPRINT, found.model.vocab_size)
     ours = model_logits(found.model, found.params, np.asarray(stored["tokens"], np.int32))
     return CheckResult(f"logits stored from {stored['source']}", difference_from(stored, ours), tolerance, found.notes)
+
+
+def has_transformers() -> bool:
+    """Returns whether torch and transformers are installed."""
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
 
 
 def _read_fingerprint(path: Path, vocab_size: int) -> dict[str, Any]:
