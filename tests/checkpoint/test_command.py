@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 import tyro
 
 import meshwright as mw
 from meshwright.checkpoint import Checkpoints, read_manifest
 from meshwright.checkpoint import file_hashes as files
-from meshwright.checkpoint.convert.llama import read_llama
+from meshwright.checkpoint.convert.pretrained import read_pretrained
 from meshwright.cli.checkpoint import checkpoint, convert
 from meshwright.cli.rules import rules
 from meshwright.errors import CheckpointError
@@ -183,7 +184,7 @@ def test_convert_to_a_folder_that_cannot_be_written(cli, run_folder, tmp_path, m
                 with pytest.raises(CheckpointError, match=r"cannot write to .*: Permission denied\.\nhint: pass"):
                     cli("convert", source, target)
     with monkeypatch.context() as patch:
-        patch.setattr("meshwright.checkpoint.convert.llama.write_atomically", refuse)
+        patch.setattr("meshwright.checkpoint.convert.pretrained.write_atomically", refuse)
         for target in (tmp_path / "kept", tmp_path / "new"):
             with pytest.raises(CheckpointError, match=r"cannot write to .*: PermissionError"):
                 cli("convert", folder, target)
@@ -232,12 +233,13 @@ def test_convert_uses_the_last_good_step(cli, run_folder, lab, tmp_path, capsys)
     assert not (tmp_path / "other").exists()
 
 
-def test_convert_to_a_llama_and_back(cli, run_folder, tmp_path):
+def test_convert_to_a_model_folder_and_back(cli, run_folder, tmp_path):
     folder, layout, state = run_folder
     code, out = cli("convert", folder, tmp_path / "hf", "--step", 10, "--shard-bytes", 6000)
     assert code == 0
-    assert out.splitlines()[-1] == str(tmp_path / "hf" / "config.json")
-    found = read_llama(tmp_path / "hf")
+    written = [str(tmp_path / "hf" / name) for name in ("config.json", "meshwright_logits.json")]
+    assert out.splitlines()[-2:] == written
+    found = read_pretrained(tmp_path / "hf")
     jax.tree.map(np.testing.assert_array_equal, found.params, state.params)
     code, out = cli("convert", tmp_path / "hf", tmp_path / "back", "--step", 5)
     assert code == 0
@@ -249,11 +251,27 @@ def test_convert_to_a_llama_and_back(cli, run_folder, tmp_path):
     cli("convert", tmp_path / "back", tmp_path / "again", "--dtype", "bfloat16")
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(jnp.bfloat16)),
-        read_llama(tmp_path / "again").params,
+        read_pretrained(tmp_path / "again").params,
         state.params,
     )
     with pytest.raises(CheckpointError, match="already has a step 5"):
         cli("convert", tmp_path / "hf", tmp_path / "back", "--step", 5)
+
+
+def test_check_compares_logits_with_those_of_the_export(cli, run_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("meshwright.checkpoint.convert.fingerprint.has_transformers", lambda: False)
+    cli("convert", run_folder[0], tmp_path / "hf", "--dtype", "bfloat16")
+    code, out = cli("check", tmp_path / "hf", "--mesh", "fsdp:4,tp:2")
+    assert (code, out.split(" by ")[0]) == (0, "same: logits differ")
+    assert "from logits stored from an export of step 20 (accepted: 1e-04)" in out
+    path = tmp_path / "hf" / "model.safetensors"
+    weights = safetensors.numpy.load_file(path)
+    weights["model.norm.weight"] = np.asarray(weights["model.norm.weight"] * jnp.bfloat16(1.01))
+    safetensors.numpy.save_file(weights, path)
+    code, out = cli("check", tmp_path / "hf")
+    assert (code, out.split(":")[0]) == (1, "DIFFERENT")
+    with pytest.raises(CheckpointError, match=r"--tolerance must be above 0"):
+        cli("check", tmp_path / "hf", "--tolerance", 0)
 
 
 def test_convert_needs_to_know_the_model(cli, lab, first, tmp_path):

@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: list, show, verify and convert checkpoints."""
+"""`meshwright checkpoint`: list, show, verify, convert and check checkpoints."""
 
 from __future__ import annotations
 
@@ -110,9 +110,13 @@ def convert(
     model: str | None = None,
     model_options: tuple[str, ...] = (),
     shard_bytes: int = 5 * 10**9,
+    family: str | None = None,
+    like: str | None = None,
+    fingerprint: bool = True,
+    ignore_fields: tuple[str, ...] = (),
     linen: tuple[str, ...] = (),
 ) -> int:
-    """Convert a checkpoint to a Hugging Face Llama folder (safetensors), or such a folder to a checkpoint.
+    """Convert a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint.
 
     An Orbax folder of a model with tensor-parallel linen layers becomes a checkpoint of whole arrays; list those
     layers with --linen.
@@ -125,21 +129,27 @@ def convert(
         model: model in the checkpoint, e.g. decoder-125m, if the checkpoint does not record it.
         model_options: model fields to override, e.g. num_layers=4.
         shard_bytes: maximum size of a safetensors file in bytes.
+        family: model_type to write, e.g. qwen3; that of the original folder, or one that fits, if omitted.
+        like: model folder whose configuration and tokenizer to copy; the original folder if omitted.
+        fingerprint: also write some logits, which `meshwright checkpoint check` compares.
+        ignore_fields: fields of config.json that are not supported but do not change the logits.
         linen: tensor-parallel layers as PATH=MODE:AXIS_SIZE, e.g. block/up=gather:4; add :pieces for TPAsyncDense.
     """
     from meshwright.checkpoint.convert import import_export as conversions
 
-    place = Path(source)
+    place, options = Path(source), dict[str, Any]()
+    tell = functools.partial(print, file=sys.stderr, flush=True)
     if os.path.exists(place / "config.json") and not _is_step(source) and not all_steps(_steps_folder(source)):
-        found = conversions.import_llama(place, target, step=step or 0, dtype=dtype)
+        options = {"step": step or 0, "dtype": dtype, "ignore": ignore_fields, "tell": tell}
+        found = conversions.import_pretrained(place, target, **options)
         print(f"{target}: step {step or 0} holds the parameters of {found}")
         return 0
     if linen or any(os.path.exists(place / name) for name in ("_CHECKPOINT_METADATA", "_METADATA")):
         conversions.import_linen(place, target, forms=dict(_form(text) for text in linen), step=step or 0)
         print(f"{target}: step {step or 0} holds the parameters as whole arrays")
         return 0
-    tell = functools.partial(print, file=sys.stderr, flush=True)
-    options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": shard_bytes, "tell": tell}
+    options = {"dtype": dtype, "max_shard_bytes": shard_bytes, "family": family, "like": like, "tell": tell}
+    options["fingerprint"] = fingerprint
     if model is not None:
         from meshwright.loop.choices import make_model
 
@@ -153,9 +163,36 @@ def convert(
         if not chosen.name.isdecimal():
             raise CheckpointError(f"the name of {chosen} is not a step number.", hint="move it to checkpoints/STEP.")
         steps, step = chosen.parent, int(chosen.name)
-    for path in conversions.export_llama(steps, target, step=step, **options):
+    for path in conversions.export_pretrained(steps, target, step=step, **options):
         print(path)
     return 0
+
+
+def check(folder: Annotated[str, tyro.conf.Positional], /, mesh: str | None = None, tolerance: float = 1e-4) -> int:
+    """Compare the logits of a Hugging Face folder with transformers, or with those stored in it; exit with 1 if they
+    differ.
+
+    Without torch and transformers, the folder needs a fingerprint (meshwright_logits.json): `checkpoint convert` writes
+    it, and so does a check with transformers that agrees.
+
+    Args:
+        folder: Hugging Face model folder.
+        mesh: mesh to compute on, e.g. fsdp:8; one device if omitted.
+        tolerance: largest difference to accept, relative to the largest logit.
+    """
+    from meshwright.checkpoint.convert.fingerprint import check_pretrained
+
+    if not 0 < tolerance < 1:
+        raise CheckpointError(f"--tolerance must be above 0 and below 1; got {tolerance}.", hint="try 1e-4.")
+    result = check_pretrained(folder, mesh=mesh, tolerance=tolerance)
+    for note in result.notes:
+        print(note, file=sys.stderr)
+    verdict = "same" if result.is_same else "DIFFERENT"
+    print(
+        f"{verdict}: logits differ by {result.difference:.1e} of the largest from {result.against} "
+        f"(accepted: {tolerance:.0e})"
+    )
+    return 0 if result.is_same else 1
 
 
 def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
@@ -173,11 +210,12 @@ Command = Union[  # noqa: UP007 - tyro reads each member's own annotation
     Annotated[Any, tyro.conf.subcommand(name="show", constructor=_later(show))],
     Annotated[Any, tyro.conf.subcommand(name="verify", constructor=_later(verify))],
     Annotated[Any, tyro.conf.subcommand(name="convert", constructor=_later(convert))],
+    Annotated[Any, tyro.conf.subcommand(name="check", constructor=_later(check))],
 ]
 
 
 def checkpoint(command: tyro.conf.OmitSubcommandPrefixes[Command]) -> int:
-    """List, show, verify and convert checkpoints."""
+    """List, show, verify, convert and check checkpoints."""
     code: int = command()
     return code
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from meshwright.generate.draw import Sampling
 from meshwright.generate.generator import make_generator
 from meshwright.generate.text import encode_prompts, generate_text

@@ -1,1 +1,1 @@
-"""Conversion of checkpoints to and from Hugging Face Llama files, and from trees of tensor-parallel linen layers."""
+"""Conversion of checkpoints to and from Hugging Face folders, and from trees of tensor-parallel linen layers."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from meshwright.checkpoint.arrays import nest, read_anything
-from meshwright.checkpoint.convert.llama import decoder_of_text, read_llama, write_llama
+from meshwright.checkpoint.convert.config_json import CONFIG
+from meshwright.checkpoint.convert.families import decoder_of_config
+from meshwright.checkpoint.convert.family import canonical
+from meshwright.checkpoint.convert.fingerprint import model_logits, probe_tokens, write_fingerprint
+from meshwright.checkpoint.convert.pretrained import read_pretrained, write_pretrained
 from meshwright.checkpoint.file_hashes import new_folder
 from meshwright.checkpoint.manifest import Manifest, model_fact, model_text, read_manifest
 from meshwright.checkpoint.restoring import part_of, read_step
@@ -28,12 +34,14 @@ from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
 
-def export_llama(
+def export_pretrained(
     folder: Path | str,
     target: Path | str,
     *,
     step: int | None = None,
     model: Decoder | None = None,
+    like: Path | str | None = None,
+    fingerprint: bool = False,
     tell: Callable[[str], None] | None = None,
     **options: Any,
 ) -> list[Path]:
@@ -43,16 +51,20 @@ def export_llama(
         folder: the folder of the steps.
         step: the step to export (default: the last good one).
         model: the decoder (default: the checkpoint's fact `model`).
-        tell: called with a line of text about each later step that is damaged (default: a warning).
-        options: options of `write_llama`.
+        like: model folder whose configuration and tokenizer are copied (default: the folder that the checkpoint was
+            made from, as far as it still exists).
+        fingerprint: also write some logits, for `meshwright checkpoint check`.
+        tell: called with a line of text about everything unusual, such as damaged later steps (default: a warning).
+        options: options of `write_pretrained`.
 
     Example:
         >>> import tempfile
         >>> model, folder = Decoder.named("tiny"), Path(tempfile.mkdtemp())
         >>> save_params(folder, model.init(jax.random.key(0)), step=5, facts={"model": model_fact(model)})
-        >>> [path.name for path in export_llama(folder, folder / "hf")]
+        >>> [path.name for path in export_pretrained(folder, folder / "hf")]
         ['model.safetensors', 'config.json']
     """
+    tell = tell or (lambda note: warnings.warn(note, MeshwrightWarning, stacklevel=3))
     checkpoints, verified = Checkpoints(folder), step is None
     if step is None:
         step, notes = checkpoints.last_good()
@@ -60,7 +72,7 @@ def export_llama(
             detail = "".join(f"\n  {note}" for note in notes)
             raise CheckpointError(f"there is no good step in {folder}.{detail}", hint="restore a backup.")
         for note in [*notes, f"exporting step {step}, the last good one"] if notes else []:
-            tell(note) if tell else warnings.warn(note, MeshwrightWarning, stacklevel=2)
+            tell(note)
     manifest = read_manifest(checkpoints.folder / str(step))
     layout = host_layout(manifest)
     if verified:
@@ -72,22 +84,95 @@ def export_llama(
         if text is None:
             raise CheckpointError(f"step {step} does not name its model.", hint="pass it, e.g. --model decoder-1b.")
         model = decoder_of_text(text)
-    return write_llama(target, model, params, **options)
+    base = like if like is not None else _origin(manifest, model, tell)
+    paths = write_pretrained(target, model, params, like=base, **options)
+    if fingerprint:
+        dtype = options.get("dtype")
+        cast = params if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        whole, tokens = jax.tree.map(lambda leaf: leaf.astype("float32"), cast), probe_tokens(model.vocab_size)
+        source = f"an export of step {step}"
+        paths.append(write_fingerprint(Path(target), tokens, model_logits(model, whole, tokens), source=source))
+    return paths
 
 
-def import_llama(source: Path | str, folder: Path | str, *, step: int = 0, dtype: Any = None) -> Decoder:
-    """Makes a checkpoint from the parameters of a Hugging Face Llama, for `restore(layout, part="params")`.
+def _origin(manifest: Manifest, model: Decoder, tell: Callable[[str], None]) -> Any:
+    """Returns the folder that a checkpoint was made from, or only its configuration, or None."""
+    origin = manifest.facts.get("pretrained")
+    if not isinstance(origin, Mapping):
+        return None
+    folder, config = Path(str(origin.get("folder"))), origin.get("config", {})
+    try:
+        known = canonical(decoder_of_config(config, ignore=tuple(config)))
+    except CheckpointError:
+        return None
+    if dataclasses.replace(known, vocab_size=model.vocab_size) != canonical(model):
+        return None
+    if (folder / CONFIG).is_file():
+        return folder
+    tell(f"{folder} is gone, so no tokenizer files are copied; name another folder with --like")
+    return config
+
+
+def import_pretrained(
+    source: Path | str,
+    folder: Path | str,
+    *,
+    step: int = 0,
+    dtype: Any = None,
+    ignore: Collection[str] = (),
+    tell: Callable[[str], None] | None = None,
+) -> Decoder:
+    """Makes a checkpoint from the parameters of a Hugging Face folder, for `restore(layout, part="params")`.
+
+    Args:
+        dtype: dtype to cast all weights to (default: no cast).
+        ignore: fields of `config.json` that are not supported, but do not change the logits.
+        tell: called with a line of text about everything unusual, such as casts.
 
     Example:
         >>> import tempfile
         >>> model, folder = Decoder.named("tiny"), Path(tempfile.mkdtemp())
-        >>> _ = write_llama(folder / "hf", model, model.init(jax.random.key(0)))
-        >>> import_llama(folder / "hf", folder / "checkpoints").num_layers, Checkpoints(folder / "checkpoints").steps()
+        >>> _ = write_pretrained(folder / "hf", model, model.init(jax.random.key(0)))
+        >>> made = import_pretrained(folder / "hf", folder / "checkpoints")
+        >>> made.num_layers, Checkpoints(folder / "checkpoints").steps()
         (2, [0])
     """
-    found = read_llama(source, dtype=dtype)
-    save_params(folder, found.params, step=step, facts={"model": model_fact(found.model), "source": str(source)})
+    found = read_pretrained(source, dtype=dtype, ignore=ignore)
+    for note in found.notes if tell is not None else ():
+        tell(note)  # type: ignore[misc]
+    facts = {"model": model_fact(found.model), "pretrained": pretrained_fact(source, found.config)}
+    save_params(folder, found.params, step=step, facts=facts)
     return found.model
+
+
+def pretrained_fact(folder: Path | str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fact about the origin of a checkpoint, which an export looks up.
+
+    Example:
+        >>> pretrained_fact("/models/a", {"model_type": "llama"})
+        {'folder': '/models/a', 'config': {'model_type': 'llama'}}
+    """
+    return {"folder": str(Path(folder).absolute()), "config": dict(config)}
+
+
+def decoder_of_text(text: str) -> Decoder:
+    """Returns the decoder with this `repr`, from a checkpoint's fact `model`; the text is not executed.
+
+    Example:
+        >>> decoder_of_text(repr(Decoder.named("tiny"))) == Decoder.named("tiny")
+        True
+    """
+    fields = {field.name for field in dataclasses.fields(Decoder)}
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "Decoder":
+            raise ValueError("not a Decoder")
+        values = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
+        if call.args or not set(values) <= fields:
+            raise ValueError("unknown fields")
+        return Decoder(**values)
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{text[:80]!r} is not a Decoder: {error}.", hint="convert Decoders only.") from None
 
 
 def import_linen(source: Path | str, folder: Path | str, *, forms: Mapping[str, Any], step: int = 0) -> PyTree:
