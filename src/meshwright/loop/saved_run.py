@@ -22,9 +22,10 @@ from meshwright.loop.run_dir import CONFIG
 from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
 from meshwright.parallel.heads import heads_fit
-from meshwright.train import RunState, language_job, state_layout
+from meshwright.train import LoraSettings, RunState, language_job, merged, state_layout
 from meshwright.train.job_loading import load_job
-from meshwright.train.state import make_state
+from meshwright.train.lora import adapt_job
+from meshwright.train.state import make_state, params_layout
 from meshwright.types import PyTree
 
 
@@ -45,10 +46,24 @@ class SavedRun:
     step: int | None
 
     def restore(self, mesh: Mesh) -> tuple[PyTree, int, Sequence[str]]:
-        """Returns the parameters on a mesh, their step and everything unusual; verifies every byte first."""
-        layout = self.layout(mesh)
-        restored = Checkpoints(self.folder / "checkpoints").restore(layout, step=self.step, cast=True, part="params")
-        return restored.state, restored.step, restored.notes
+        """Returns the parameters on a mesh, their step and everything unusual; verifies every byte first.
+
+        Adapters of a run with `--lora` are merged into their matrices.
+        """
+        adapters = self.config.adapt.lora
+        job = adapt_job(self._job(), adapters=adapters)
+        stored = state_layout(job, _no_optimizer(), mesh, precision=self.stored)
+        restored = Checkpoints(self.folder / "checkpoints").restore(stored, step=self.step, cast=True, part="params")
+        params = restored.state
+        if adapters is not None:
+            whole = params_layout(self.layout(mesh))
+
+            def merge(params: PyTree) -> PyTree:
+                plain = merged(params, LoraSettings.parse(adapters))
+                return jax.tree.map(lambda leaf, known: leaf.astype(known.dtype), plain, whole.abstract)
+
+            params = jax.jit(merge, out_shardings=whole.shardings)(params)
+        return params, restored.step, restored.notes
 
     def state(self, params: PyTree) -> RunState:
         """Returns a state that fits `layout` and holds the parameters."""

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from meshwright.data import Documents, Rows, eval_batches, open_documents, prepare_tokens
 from meshwright.errors import ConfigError, DataError
 from meshwright.loop.saved_run import SavedRun
-from meshwright.loop.sources import default_cache
+from meshwright.loop.text_source import default_cache
 from meshwright.metrics import compute, merge
 from meshwright.specs import round_up
 from meshwright.train import language_job, make_eval_step
