@@ -11,28 +11,10 @@ import pytest
 from meshwright.data import check_ledger
 
 OPTIONS = [
-    "--model",
-    "decoder-tiny",
-    "--devices",
-    "1",
-    "--mesh",
-    "dp:1",
-    "--batch-size",
-    "4",
-    "--num-tokens",
-    "16",
-    "--validation",
-    "0",
-    "--eval-every",
-    "0",
-    "--sample-tokens",
-    "0",
-    "--no-report",
-    "--no-tensorboard",
-    "--ledger",
-    "--checkpoint-every",
-    "5",
-]
+    "--model", "decoder-tiny", "--devices", "1", "--mesh", "dp:1", "--batch-size", "4", "--num-tokens", "16",
+    "--validation", "0", "--eval-every", "0", "--sample-tokens", "0", "--no-report", "--no-tensorboard", "--ledger",
+    "--checkpoint-every", "5",
+]  # fmt: skip
 # Weights of each start; None keeps those of the last one.
 WEIGHTS = [
     ["web=0.5", "code=0.3", "math=0.2"],

@@ -155,3 +155,36 @@ def test_conversations_are_a_source_like_text(texts, tmp_path, make_config):
     assert any("8 conversations" in line and "longer than a row and cut" in line for line in said)
     alone = make_config(data=f"{tmp_path}/chat.jsonl", chat_template=str(template), num_tokens=32, batch_size=2)
     assert isinstance(make_source(alone, None, tell=said.append).rows, ChatRows)
+
+
+def test_a_streamed_run_resumes_exactly(texts, tmp_path, make_config):
+    path = texts[0].partition("=")[2]
+    shared = {"data": path, "num_tokens": 16, "batch_size": 8, "tokenize": "stream", "validation": 0.2, "eval_every": 3}
+    shared |= {"checkpoint_every": 3, "eval_batches": 1, "data_cache": str(tmp_path / "cache"), "ledger": True}
+    train(make_config(**shared, schedule="constant", steps=6, run=str(tmp_path / "whole")), say=lambda line: None)
+    for steps in (3, 6):
+        changes = {"steps": steps, "run": str(tmp_path / "parts"), "resume": steps > 3}
+        train(make_config(**shared, schedule="constant", **changes), say=lambda line: None)
+    whole, parts = (
+        [line["loss"] for line in lines_of(tmp_path / name) if "loss" in line] for name in ("whole", "parts")
+    )
+    assert whole == parts
+    assert not (tmp_path / "cache").exists()
+    check_ledger(tmp_path / "parts" / "ledger").require()
+
+
+def test_wrong_streams(texts, tmp_path, make_config):
+    def open_source(**changes):
+        return make_source(make_config(tokenize="stream", **changes), None, tell=lambda line: None)
+
+    path = texts[0].partition("=")[2]
+    with pytest.raises(DataError, match="a mixture needs the token cache"):
+        open_source(data=texts)
+    with pytest.raises(DataError, match=r"the data has \d+ rows of 4096 tokens; a batch needs"):
+        open_source(data=path, num_tokens=4096)
+    (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
+    with pytest.raises(DataError, match="--tokenize stream reads text, not conversations"):
+        open_source(data=str(tmp_path / "chat.jsonl"))
+    (tmp_path / "a.bin").write_bytes(b"ab")
+    with pytest.raises(DataError, match="--tokenize stream reads text, not packed tokens"):
+        open_source(data=str(tmp_path / "a.bin"))

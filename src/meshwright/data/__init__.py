@@ -21,6 +21,7 @@ from meshwright.data.mixture.mixed_batches import MixedBatches
 from meshwright.data.mixture.weights import mixture_weights
 from meshwright.data.packed_rows import Rows
 from meshwright.data.stream import BatchStream, PlacedBatch
+from meshwright.data.streamed_rows import stream_rows
 from meshwright.data.token_cache import prepare_tokens
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.data.tokens import Tokens
@@ -50,6 +51,7 @@ __all__ = [
     "BatchStream",
     "eval_batches",
     "iterated_batches",
+    "stream_rows",
     "job_batches",
     "local_rows",
     "place_rows",

@@ -81,7 +81,7 @@ class Tokens:
         if self.num_documents == 1:
             return self._cut(validation)
         sizes = np.diff(self.bounds)
-        order = np.argsort(_scatter(np.arange(self.num_documents)), kind="stable")
+        order = np.argsort(scatter(np.arange(self.num_documents)), kind="stable")
         # Skip documents larger than the whole validation share; if all are, take the smallest.
         wanted = validation * self.num_tokens
         order = order[sizes[order] <= wanted]
@@ -107,8 +107,8 @@ class Tokens:
         return Tokens(self.values, starts, bounds, self.largest, self.vocab_size, digest.hexdigest(), self.mask)
 
 
-def _scatter(numbers: np.ndarray) -> np.ndarray:
-    """Hashes each number, in explicit arithmetic so that no library version can change the split."""
+def scatter(numbers: np.ndarray) -> np.ndarray:
+    """Returns a hash of each number, in explicit arithmetic so that no library version can change the split."""
     h = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         h = (h ^ (h >> np.uint64(shift))) * np.uint64(factor)

@@ -47,6 +47,8 @@ class DataOptions:
     """dtype of token .bin files that have no sidecar (NAME.bin.json)."""
     tokenizer: str = "bytes"
     """bytes, or the path of a Hugging Face tokenizer.json."""
+    tokenize: Literal["cache", "stream"] = "cache"
+    """cache: tokenize all text once, before training; stream: while reading, for corpora too large to cache."""
     batch_size: int | None = None
     """Rows per step, over all devices (default: those of the job's batch, or 16)."""
     num_tokens: int = 128

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,17 +15,20 @@ from meshwright.data import (
     BatchStream,
     ChatRows,
     Documents,
+    IteratedRows,
     Ledger,
     MixedBatches,
     Rows,
     Tokenizer,
     Tokens,
+    iterated_batches,
     load_chat_template,
     load_tokenizer,
     mixture_weights,
     open_bin_tokens,
     prepare_conversations,
     prepare_tokens,
+    stream_rows,
 )
 from meshwright.data.batches import RowSource
 from meshwright.data.documents import find_files
@@ -205,10 +209,65 @@ class MixedSource(TextSource):
         return MixedBatches(self.sources, self.weights, **shared)
 
 
+class StreamSource(TextSource):
+    """Text that is tokenized while it is read, without a cache."""
+
+    def __init__(
+        self, options: DataOptions, *, tell: Tell, batch_size: int, vocab_size: int | None = None, eval_data: Any = None
+    ) -> None:
+        self.options, self.batch_size = options, batch_size
+        self.tokenizer = load_tokenizer(options.tokenizer)
+        if vocab_size is not None and self.tokenizer.vocab_size > vocab_size:
+            raise DataError(
+                f"the tokenizer has {self.tokenizer.vocab_size} tokens; the model's vocabulary has {vocab_size}.",
+                hint="use the tokenizer that the model was made for.",
+            )
+        documents = self._documents(single_path(options.data))
+        self.stream = self._rows(documents, "the data", validation=options.validation)
+        self.eval_sources, self.eval_stream = {}, None
+        if eval_data is not None:
+            self.eval_stream = self._rows(self._documents(eval_data), "the evaluation data")
+        elif options.validation:
+            held_out: dict[str, Any] = {"validation": options.validation, "held_out": True}
+            self.eval_stream = self._rows(documents, "the evaluation data", **held_out)
+        self.eval_rows = self.eval_stream  # type: ignore[assignment]
+        tell(f"data: {len(documents):,} documents, tokenized while reading; rows of {options.num_tokens}")
+
+    def _documents(self, path: str | None) -> Documents:
+        documents = Documents(find_files(path), text_field=self.options.text_field)
+        fields = documents.fields()
+        packed = any(file.suffix == BIN_SUFFIX for file in documents.files)
+        if packed or (self.options.messages_field in fields and self.options.text_field not in fields):
+            kind = "packed tokens" if packed else "conversations"
+            raise DataError(f"--tokenize stream reads text, not {kind}.", hint="leave --tokenize out.")
+        return documents
+
+    def _rows(self, documents: Documents, name: str, **split: Any) -> IteratedRows:
+        size = self.batch_size
+        rows = stream_rows(documents, self.tokenizer, self.options.num_tokens, batch_size=size, name=name, **split)
+        found = sum(1 for _ in itertools.islice(rows.open(0, 0), size))
+        if found < size:
+            raise DataError(
+                f"{name} has {found} rows of {self.options.num_tokens} tokens; a batch needs {size}.",
+                hint="use more text, a smaller --batch-size, or fewer --num-tokens.",
+            )
+        return rows
+
+    def facts(self) -> dict[str, Any]:
+        return {"data": self.stream.fingerprint}
+
+    def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
+        shared: dict[str, Any] = {"shardings": step.batch_shardings, "seed": seed, **vars(place)}
+        return iterated_batches(self.stream, batch_size=self.batch_size, epochs=self.options.epochs, **shared)
+
+
 def make_text_source(options: DataOptions, **arguments: Any) -> TextSource:
-    """Returns the source of text that `--data` names: one corpus, or a mixture."""
-    mixed = parse_sources(options.data) is not None
-    return (MixedSource if mixed else TextSource)(options, **arguments)
+    """Returns the source of text that `--data` names: one corpus, a stream, or a mixture."""
+    if parse_sources(options.data) is not None:
+        if options.tokenize == "stream":
+            raise DataError("a mixture needs the token cache.", hint="leave --tokenize stream out, or name one source.")
+        return MixedSource(options, **arguments)
+    return (StreamSource if options.tokenize == "stream" else TextSource)(options, **arguments)
 
 
 def default_cache() -> Path:
