@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 
 import jax
@@ -135,6 +136,20 @@ def test_runs_without_a_checkpoint_are_errors(cli, trained, tmp_path):
     assert (code, "has no finished checkpoint" in err) == (1, True)
     code, _, _ = cli("generate", "--run", trained, "--beam-width", 3)
     assert code == 2
+
+
+def test_a_damaged_checkpoint_is_passed_over(cli, trained, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    shutil.copytree(folder / "checkpoints" / "4", folder / "checkpoints" / "9")
+    (folder / "checkpoints" / "9" / "manifest.json").write_text("{")
+    args = ("--prompt", "mesh", "--max-tokens", 2)
+    code, _, err = cli("generate", "--run", folder, *args)
+    assert code == 0, err
+    assert "step 4 of" in err
+    assert "skipped checkpoint 9" in err
+    code, _, err = cli("generate", "--run", folder, "--step", 9, *args)
+    assert code == 1
 
 
 # --- lm-eval-harness ---

@@ -107,12 +107,23 @@ def open_run(folder: str | os.PathLike[str], *, step: int | None = None) -> Save
         raise CheckpointError(
             f"{place} has no finished step {step}.", hint=f"use one of: {', '.join(map(str, steps))}."
         )
-    manifest = read_manifest(place / "checkpoints" / str(max(steps) if step is None else step))
+    facts = _facts(place / "checkpoints", steps if step is None else [step])
     tokenizer = load_tokenizer(config.data.tokenizer)
-    model = _model(config, manifest.facts.get("model"), tokenizer)
-    precision = manifest.facts.get("precision")
+    model = _model(config, facts.get("model"), tokenizer)
+    precision = facts.get("precision")
     stored = "bfloat16" if precision == "bfloat16" else "float32"
     return SavedRun(place, config, model, tokenizer, stored, step)
+
+
+def _facts(folder: Path, steps: Sequence[int]) -> Mapping[str, Any]:
+    """Returns the facts of the last step whose manifest can be read; `restore` passes over damaged steps as well."""
+    for step in sorted(steps, reverse=True):
+        try:
+            return read_manifest(folder / str(step)).facts
+        except CheckpointError:
+            if step == min(steps):
+                raise
+    raise AssertionError("there are no steps")
 
 
 def _model(config: TrainConfig, fact: Any, tokenizer: Tokenizer) -> LanguageModel:
