@@ -15,8 +15,8 @@ NUM_ROWS = 16
 class ModelOptions:
     """Model to train."""
 
-    model: str = "decoder-small"
-    """Name of a built-in model: decoder-SIZE or xlstm-SIZE."""
+    model: str = "auto"
+    """Name of a built-in model: decoder-SIZE or xlstm-SIZE; auto is that of --init-from, or decoder-small."""
     model_options: tuple[str, ...] = ()
     """Model fields to override, e.g. num_layers=4 dropout=0.1."""
     job: str | None = None
@@ -32,8 +32,8 @@ class DataOptions:
     (default: the job's data, or the source of Python's standard library)."""
     text_field: str = "text"
     """JSON field that holds the text in .jsonl files."""
-    tokenizer: str = "bytes"
-    """bytes, or the path of a Hugging Face tokenizer.json."""
+    tokenizer: str = "auto"
+    """bytes, or the path of a Hugging Face tokenizer.json; auto is that of --init-from, or bytes."""
     batch_size: int | None = None
     """Rows per step, over all devices (default: those of the job's batch, or 16)."""
     num_tokens: int = 128

@@ -40,7 +40,8 @@ def run_facts(run: RunSetup, flops: float | None) -> dict[str, Any]:
 def checkpoint_facts(run: RunSetup) -> dict[str, Any]:
     """Returns the metadata of a checkpoint, except for the position in the data."""
     model = model_fact(run.model) if run.model is not None else run.config.model.job
-    return {"config": run.config.flat(), "model": model, "precision": run.precision}
+    origin = {} if run.origin is None or run.origin.pretrained is None else {"pretrained": run.origin.pretrained}
+    return {"config": run.config.flat(), "model": model, "precision": run.precision, **origin}
 
 
 def num_params(job: Any) -> int:
