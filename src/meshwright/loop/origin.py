@@ -19,7 +19,7 @@ from meshwright.checkpoint.manifest import model_fact
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError
 from meshwright.files import write_atomically
 from meshwright.layout import Layout
-from meshwright.loop.choices import change_model
+from meshwright.loop.choices import DEFAULT_MODEL, change_model
 from meshwright.loop.config import TrainConfig
 from meshwright.loop.init_options import InitOptions
 from meshwright.loop.initial_weights import Weights, choose_leaves, open_weights
@@ -99,6 +99,34 @@ class Origin:
             write_atomically(target / CONFIG, json.dumps(self.pretrained["config"], indent=1) + "\n")
         fact = None if self.model is None else model_fact(self.model)
         write_atomically(target / MODEL, json.dumps({"model": fact, "pretrained": self.pretrained}, indent=1) + "\n")
+
+
+def without_auto(config: TrainConfig, origin: Origin | None) -> tuple[TrainConfig, str | None]:
+    """Returns the options with `auto` resolved, so that a resumed run keeps them, and the origin's tokenizer if used.
+
+    Example:
+        >>> config, _ = without_auto(TrainConfig(), None)
+        >>> config.model.model, config.data.tokenizer
+        ('decoder-small', 'bytes')
+    """
+    if config.model.job is not None:
+        return config, None
+    if origin is None and config.model.model == "auto":
+        config = config.changed({"model": DEFAULT_MODEL})
+    if config.data.tokenizer != "auto":
+        return config, None
+    tokenizer = None if origin is None else origin.tokenizer
+    return config.changed({"tokenizer": tokenizer or "bytes"}), tokenizer
+
+
+def copy_of_tokenizer(run: Path) -> Path:
+    """Returns the path of the tokenizer that `Origin.copy_to` writes.
+
+    Example:
+        >>> copy_of_tokenizer(Path("/runs/a"))
+        PosixPath('/runs/a/init/tokenizer.json')
+    """
+    return (run / COPY / TOKENIZER).absolute()
 
 
 def find_origin(config: TrainConfig) -> Origin | None:

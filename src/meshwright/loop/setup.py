@@ -24,7 +24,7 @@ from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.loop.before_after import BeforeAfter
 from meshwright.loop.callbacks import Callback, Checkpointing, Evaluation, SkippedSteps, StepLog, make_evaluation
-from meshwright.loop.choices import DEFAULT_MODEL, MeshChoice, choose_mesh, device_memory, make_model
+from meshwright.loop.choices import MeshChoice, choose_mesh, device_memory, make_model
 from meshwright.loop.config import TrainConfig
 from meshwright.loop.fit import Loop
 from meshwright.loop.logging.profiler import StepProfiler
@@ -39,7 +39,7 @@ from meshwright.loop.logging.run_stats import (
     tokens_per_step,
 )
 from meshwright.loop.optimizers import OptimizerChoice, choose_optimizer
-from meshwright.loop.origin import Origin, compare_weights, find_origin
+from meshwright.loop.origin import Origin, compare_weights, copy_of_tokenizer, find_origin, without_auto
 from meshwright.loop.predict import Predictions
 from meshwright.loop.resume import Start, find_start, step_in_log
 from meshwright.loop.run_dir import PER_PROCESS, RunFolder
@@ -134,8 +134,9 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
 def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     """Makes all decisions, the same on all processes; writes only the empty run folder."""
     origin = together("reading --init-from", lambda: find_origin(config))
-    if origin is None and config.model.job is None and config.model.model == "auto":
-        config = config.changed({"model": DEFAULT_MODEL})  # a resumed run keeps its model if the default changes
+    config, tokenizer = without_auto(config, origin)
+    if tokenizer is not None:
+        tell(f"tokenizer: {tokenizer}")
     model, job, source, held_out = _load(config, origin, tell)
     if origin is not None:
         origin = replace(origin, model=model)
@@ -178,6 +179,8 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     tell(f"view: {step.view}")
     _require_rows(step, job, config.placement.minibatches)
     folder = RunFolder.open(config, name=named if config.model.job is None else "job")
+    if tokenizer is not None:  # the original may disappear, the copy stays
+        config = config.changed({"tokenizer": str(copy_of_tokenizer(folder.path))})
     return RunSetup(
         config, tell, model, job, source, held_out, updates, choice, layout, precision, step, folder, origin
     )
@@ -189,9 +192,6 @@ def _load(
     """Returns the model, the job and its data, after checking that all processes agree."""
     named, sizes = config.model.model, config.model.model_options
     taken = origin if named == "auto" and config.model.job is None else None
-    if origin is not None and origin.tokenizer and config.data.tokenizer == "auto" and config.model.job is None:
-        config = config.changed({"tokenizer": origin.tokenizer})
-        tell(f"tokenizer: {origin.tokenizer}")
 
     def load() -> tuple[Any, Source, HeldOut | None]:
         job = load_job(config.model.job) if config.model.job is not None else None

@@ -111,7 +111,7 @@ class TextSource:
         eval_data: Any = None,
     ) -> None:
         self.options, self.batch_size = options, batch_size
-        self.tokenizer: Tokenizer = load_tokenizer("bytes" if options.tokenizer == "auto" else options.tokenizer)
+        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
         tokens = self._tokens(options.data, tell)
         train, validation = tokens.split(options.validation)
         self.fingerprint = tokens.fingerprint
