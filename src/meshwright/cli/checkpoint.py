@@ -17,6 +17,7 @@ from meshwright.checkpoint import read_manifest, verify_step
 from meshwright.checkpoint.file_hashes import is_unreadable
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.retention import all_steps, finished_steps, step_status
+from meshwright.cli import simulate_devices
 from meshwright.errors import CheckpointError
 from meshwright.layout.leaf import format_bytes, text_table
 from meshwright.specs import format_spec, spec_from_json
@@ -184,6 +185,8 @@ def check(folder: Annotated[str, tyro.conf.Positional], /, mesh: str | None = No
 
     if not 0 < tolerance < 1:
         raise CheckpointError(f"--tolerance must be above 0 and below 1; got {tolerance}.", hint="try 1e-4.")
+    if mesh is not None:
+        simulate_devices(8)  # without an accelerator
     result = check_pretrained(folder, mesh=mesh, tolerance=tolerance)
     for note in result.notes:
         print(note, file=sys.stderr)

@@ -20,7 +20,7 @@ def load_tokenizer(name: str, *, end: str | None = None) -> Tokenizer:
     """Returns the byte tokenizer, or one from a JSON file of the `tokenizers` library.
 
     Args:
-        name: "bytes", or the path of a `tokenizer.json`.
+        name: "bytes" (or "auto"), or the path of a `tokenizer.json`.
         end: the end-of-document token, if the file has none with a common name.
 
     Example:
@@ -28,7 +28,7 @@ def load_tokenizer(name: str, *, end: str | None = None) -> Tokenizer:
         >>> tokenizer.encode("hé").tolist(), tokenizer.vocab_size, tokenizer.end
         ([104, 195, 169], 256, 0)
     """
-    if name == "bytes":
+    if name in ("bytes", "auto"):
         if end is not None:
             raise DataError(f"the byte tokenizer ends documents with byte 0; got end={end!r}.", hint="remove `end`.")
         return ByteTokenizer()

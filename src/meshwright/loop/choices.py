@@ -22,6 +22,7 @@ from meshwright.specs import round_up
 from meshwright.train.state import state_layout
 
 FAMILIES: dict[str, type[LanguageModel]] = {"decoder": Decoder, "xlstm": XLSTM}
+DEFAULT_MODEL = "decoder-small"
 # Largest fraction of device memory for the state; gradients need another third to half of it, activations the rest.
 STATE_SHARE = 0.35
 
@@ -49,11 +50,28 @@ def make_model(name: str, options: tuple[str, ...] = (), *, vocab_size: int | No
         >>> make_model("decoder-tiny", ("num_layers=3", "dropout=0.1")).num_layers
         3
     """
+    if name == "auto":
+        name = DEFAULT_MODEL
     family, _, size = name.partition("-")
     if name not in model_names():
         hint = did_you_mean(name, model_names()) or f"use one of: {', '.join(model_names())}."
         raise ConfigError(f"there is no model {name!r}.", hint=hint)
-    kind = FAMILIES[family]
+    return change_model(FAMILIES[family].named(size), options, vocab_size=vocab_size, name=name)
+
+
+def change_model(
+    model: LanguageModel, options: tuple[str, ...], *, vocab_size: int | None = None, name: str = "the model"
+) -> LanguageModel:
+    """Returns a model with fields overridden by `field=value` options; see `make_model`.
+
+    Args:
+        name: name of the model in errors.
+
+    Example:
+        >>> change_model(Decoder.named("tiny"), ("dropout=0.1",)).dropout
+        0.1
+    """
+    kind = type(model)
     fields = {item.name: item for item in dataclasses.fields(kind)}
     changes: dict[str, Any] = {}
     for option in options:
@@ -64,7 +82,7 @@ def make_model(name: str, options: tuple[str, ...] = (), *, vocab_size: int | No
             hint = did_you_mean(field, fields) or f"write one of {', '.join(fields)}, then = and its value."
             raise ConfigError(f"{name} has no option {option!r}.", hint=hint)
         changes[field] = _value(option, text, fields[field].type)
-    model = kind.named(size, **changes)
+    model = dataclasses.replace(model, **changes)
     if vocab_size is not None and model.vocab_size < vocab_size:
         if "vocab_size" in changes:
             raise ConfigError(

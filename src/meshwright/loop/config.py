@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.loop.adapt_options import AdaptOptions
+from meshwright.loop.init_options import InitOptions
 from meshwright.loop.mixture_options import parse_sources, parse_weights
 from meshwright.loop.options import (
     OPTIMIZERS,
@@ -40,6 +41,7 @@ class TrainConfig:
     """All options of `meshwright train`."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
+    init: InitOptions = field(default_factory=InitOptions)
     data: DataOptions = field(default_factory=DataOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     adapt: AdaptOptions = field(default_factory=AdaptOptions)
@@ -64,15 +66,16 @@ class TrainConfig:
         for name, value in options.items():
             if isinstance(value, int) and name != "seed" and abs(value) >= 1 << 31:
                 raise ConfigError(f"{name}={value} is out of range.", hint="use a whole number below 2**31.")
-        for name in ("job", "data", "tokenizer", "data_cache", "run", "wandb", "trackio"):
+        for name in ("job", "data", "tokenizer", "data_cache", "run", "wandb", "trackio", "init_from"):
             values = options[name] if isinstance(options[name], list) else [options[name]]
             if any(value is not None and not value.strip() for value in values):
                 raise ConfigError(f"{name} is empty.", hint=f"set {name} or leave it out; is a shell variable unset?")
-            if re.match(r"[A-Za-z][\w+.-]*://", options[name] or ""):
-                raise ConfigError(
-                    f"{name}={options[name]} is a URL, but Meshwright reads and writes local paths only.",
-                    hint="mount the storage as a file system and pass the path of the mount.",
-                )
+            for value in values:
+                if re.search(r"(^|=)[A-Za-z][\w+.-]*://", value or ""):
+                    raise ConfigError(
+                        f"{name}={value} is a URL, but Meshwright reads and writes local paths only.",
+                        hint="mount the storage as a file system and pass the path of the mount.",
+                    )
         for names, is_fine, hint in _LIMITS:
             for name in names.split():
                 if options[name] is not None and not is_fine(options[name]):
@@ -94,6 +97,8 @@ class TrainConfig:
             raise ConfigError("model_options apply to built-in models, not to a job.", hint="leave one of them out.")
         if self.adapt.lora is not None:
             LoraSettings.parse(self.adapt.lora)
+        if self.init.init_from is None and self.init != InitOptions():
+            raise ConfigError("the options --init-... have no effect without --init-from.", hint="add --init-from.")
         if self.adapt.eval_ema and self.adapt.ema is None:
             raise ConfigError("--eval-ema needs an average to evaluate.", hint="add --ema 0.999.")
         if run.or_start and not (run.resume and run.run):
@@ -153,7 +158,7 @@ _RATES = "learning_rate final_learning_rate weight_decay beta1 beta2"
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (f"{_COUNTS} num_processes", lambda value: value >= 1, "use a whole number of at least 1."),
     (
-        "checkpoint_every eval_every sample_tokens predict_rows",
+        "checkpoint_every eval_every sample_tokens predict_rows init_step",
         lambda value: value >= 0,
         "use a whole number of at least 0.",
     ),

@@ -15,8 +15,8 @@ NUM_ROWS = 16
 class ModelOptions:
     """Model to train."""
 
-    model: str = "decoder-small"
-    """Name of a built-in model: decoder-SIZE or xlstm-SIZE."""
+    model: str = "auto"
+    """Name of a built-in model: decoder-SIZE or xlstm-SIZE; auto is that of --init-from, or decoder-small."""
     model_options: tuple[str, ...] = ()
     """Model fields to override, e.g. num_layers=4 dropout=0.1."""
     job: str | None = None
@@ -45,8 +45,8 @@ class DataOptions:
     """Jinja file or tokenizer_config.json with the template for conversations (default: beside --tokenizer)."""
     token_dtype: Literal["uint16", "uint32"] | None = None
     """dtype of token .bin files that have no sidecar (NAME.bin.json)."""
-    tokenizer: str = "bytes"
-    """bytes, or the path of a Hugging Face tokenizer.json."""
+    tokenizer: str = "auto"
+    """bytes, or the path of a Hugging Face tokenizer.json; auto is that of --init-from, or bytes."""
     tokenize: Literal["cache", "stream"] = "cache"
     """cache: tokenize all text once, before training; stream: while reading, for corpora too large to cache."""
     batch_size: int | None = None

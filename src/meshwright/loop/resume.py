@@ -13,9 +13,11 @@ import jax
 
 from meshwright.checkpoint import Checkpoints
 from meshwright.checkpoint.manifest import model_text
-from meshwright.distributed.agreement import from_first
+from meshwright.distributed.agreement import from_first, together
 from meshwright.errors import ConfigError
+from meshwright.layout.leaf import count_leaves
 from meshwright.loop.config import TrainConfig
+from meshwright.loop.initial_weights import StepWeights, choose_leaves, open_weights
 from meshwright.loop.logging.run_log import EVENTS, RunLog, read_lines
 from meshwright.loop.logging.run_stats import checkpoint_facts
 from meshwright.loop.optimizers import make_schedule
@@ -75,8 +77,9 @@ def find_start(run: RunSetup, checkpoints: Checkpoints) -> Start:
             said = ["starting again from step 0: the run ended before its first checkpoint"]
         elif config.run.or_start:
             said = [f"starting a new run: {run.folder.path} holds none to resume"]
-        key = jax.random.key(config.run.seed)
-        return Start(init_state(run.job, run.optimizer, run.layout, key, precision=run.precision), event, said)
+        if run.origin is None:
+            return Start(_new_state(run, None), event, said)
+        return _start_from(run, event, said)
     restored = checkpoints.restore(run.layout, cast=config.run.cast)
     if restored.step > config.run.steps:
         raise ConfigError(
@@ -96,6 +99,33 @@ def find_start(run: RunSetup, checkpoints: Checkpoints) -> Start:
         restored.facts.get("spikes"),
         restored.facts.get("evaluations"),
     )
+
+
+def _new_state(run: RunSetup, given: Mapping[str, Any] | None) -> RunState:
+    key = jax.random.key(run.config.run.seed)
+    return init_state(run.job, run.optimizer, run.layout, key, precision=run.precision, given=given)
+
+
+def _start_from(run: RunSetup, event: str, said: list[str]) -> Start:
+    """Returns the state with the weights of `--init-from`; only a run without a checkpoint reads them again."""
+    assert run.origin is not None
+    options, origin = run.config.init, run.origin
+    weights = origin.weights or open_weights(options)
+    text = f"starting from {options.init_from}"
+    if options.init_part == "all":
+        assert isinstance(weights, StepWeights)
+        restored = weights.restore(run.layout, cast=run.config.run.cast)
+        said = [*said, *restored.notes, f"{text}, step {restored.step}, with its optimizer state"]
+        return Start(restored.state, f"{event} from {options.init_from}", said, {"init_from": options.init_from})
+
+    def read() -> tuple[dict[str, Any], list[str]]:
+        leaves, notes = choose_leaves(weights, run.layout, options)
+        return weights.read(leaves, run.layout.mesh), notes
+
+    given, notes = together("reading --init-from", read)
+    said = [*said, f"{text}: {count_leaves(len(given))}", *(f"  {note}" for note in notes)]
+    state = _new_state(run, given)
+    return Start(state, f"{event} from {options.init_from}", said, {"init_from": options.init_from, "notes": notes})
 
 
 def _require_same_model(run: RunSetup, facts: Mapping[str, Any]) -> None:

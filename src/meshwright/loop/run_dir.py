@@ -38,7 +38,7 @@ _HINTS = {
 }
 # Files that a new run's folder may already hold: leftovers of a failed start, files of a scheduler or a file system.
 _FILES = "run.json metrics.jsonl events.jsonl trackers.json report.html hang-*.txt *.log *.out *.err .* lost+found"
-_NO_STRANGERS = f"{_FILES} checkpoints tensorboard ledger profile predictions wandb".split()
+_NO_STRANGERS = f"{_FILES} checkpoints tensorboard ledger profile predictions wandb init".split()
 PER_PROCESS = ("coordinator", "num_processes", "process_id")
 """Options that differ between the processes of a run."""
 NOT_OF_THE_RUN = ("resume", "or_start", "run", *PER_PROCESS)

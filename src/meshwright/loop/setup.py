@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ from meshwright.loop.logging.run_stats import (
     tokens_per_step,
 )
 from meshwright.loop.optimizers import OptimizerChoice, choose_optimizer
+from meshwright.loop.origin import Origin, compare_weights, copy_of_tokenizer, find_origin, without_auto
 from meshwright.loop.predict import Predictions
 from meshwright.loop.resume import Start, find_start, step_in_log
 from meshwright.loop.run_dir import PER_PROCESS, RunFolder
@@ -81,6 +82,7 @@ class RunSetup:
     precision: str
     step: Step
     folder: RunFolder
+    origin: Origin | None = None
 
     @property
     def optimizer(self) -> Any:
@@ -130,7 +132,13 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
 
 def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     """Makes all decisions, the same on all processes; writes only the empty run folder."""
-    model, job, source, held_out = _load(config, tell)
+    origin = together("reading --init-from", lambda: find_origin(config))
+    config, tokenizer = without_auto(config, origin)
+    if tokenizer is not None:
+        tell(f"tokenizer: {tokenizer}")
+    model, job, source, held_out = _load(config, origin, tell)
+    if origin is not None:
+        origin = replace(origin, model=model)
     adapted: Any = {"freeze": config.adapt.freeze, "train": config.adapt.train, "adapters": config.adapt.lora}
     job = together("adapting the job", lambda: adapt_job(job, **adapted))
     precision: str = config.placement.precision
@@ -148,8 +156,11 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     check_axes(job, {axis: size for axis, size in mesh.shape.items() if axis != config.placement.zero_axis})
     zero_axis, ema = config.placement.zero_axis, config.adapt.ema
     layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=precision, ema=ema)
+    if origin is not None and origin.weights is not None:
+        together("comparing --init-from with the model", lambda: compare_weights(origin, layout, config.init))
+    named = config.model.job or (config.model.model if origin is None else origin.name(config.model.model))
     tell(
-        f"model: {config.model.job or config.model.model}, {num_params(job):,} parameters; the state takes "
+        f"model: {named}, {num_params(job):,} parameters; the state takes "
         f"{format_bytes(layout.bytes_per_device)} per device; precision {precision}"
     )
     step = make_train_step(
@@ -167,17 +178,26 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     )
     tell(f"view: {step.view}")
     _require_rows(step, job, config.placement.minibatches)
-    folder = RunFolder.open(config, name=config.model.model if config.model.job is None else "job")
-    return RunSetup(config, tell, model, job, source, held_out, updates, choice, layout, precision, step, folder)
+    folder = RunFolder.open(config, name=named if config.model.job is None else "job")
+    if tokenizer is not None:  # the original may disappear, the copy stays
+        config = config.changed({"tokenizer": str(copy_of_tokenizer(folder.path))})
+    return RunSetup(
+        config, tell, model, job, source, held_out, updates, choice, layout, precision, step, folder, origin
+    )
 
 
-def _load(config: TrainConfig, tell: Voice) -> tuple[LanguageModel | None, Any, Source, HeldOut | None]:
+def _load(
+    config: TrainConfig, origin: Origin | None, tell: Voice
+) -> tuple[LanguageModel | None, Any, Source, HeldOut | None]:
     """Returns the model, the job and its data, after checking that all processes agree."""
     named, sizes = config.model.model, config.model.model_options
+    taken = origin if named == "auto" and config.model.job is None else None
 
     def load() -> tuple[Any, Source, HeldOut | None]:
         job = load_job(config.model.job) if config.model.job is not None else None
-        if job is None:  # report wrong options before reading any text
+        if taken is not None:
+            taken.changed_model(sizes)
+        elif job is None:  # report wrong options before reading any text
             make_model(named, sizes)
         source = make_source(config, job, tell=tell)
         held_out = make_held_out(config, job, source, tell=tell)
@@ -192,7 +212,10 @@ def _load(config: TrainConfig, tell: Voice) -> tuple[LanguageModel | None, Any, 
     if job is not None:
         return None, with_rows(job, source.batch_size), source, held_out
     assert isinstance(source, TextSource)
-    model = make_model(named, sizes, vocab_size=source.vocab_size)
+    if taken is not None:
+        model = taken.changed_model(sizes, vocab_size=source.vocab_size, mesh=config.placement.mesh, tell=tell)
+    else:
+        model = make_model(named, sizes, vocab_size=source.vocab_size)
     job = language_job(model, batch_size=source.batch_size, num_tokens=config.data.num_tokens, packed=True)
     return model, job, source, held_out
 
@@ -279,6 +302,8 @@ def _open_log(setup: RunSetup, flops: float | None, stack: ExitStack) -> RunLog:
     def write() -> None:
         with folder.writing():
             folder.write_config(setup.config)
+            if setup.origin is not None and jax.process_index() == 0:
+                setup.origin.copy_to(folder.path)
             folder.write_facts(run_facts(setup, flops))
 
     setup.tell.log = log = stack.enter_context(together("opening its logs", open_log))

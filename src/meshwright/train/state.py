@@ -6,7 +6,7 @@ state = init_state(job, optimizer, layout, key)       # one program; each device
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from meshwright.mesh.build import AnyMesh, require_axes
 from meshwright.rules.matching import find_subjects
 from meshwright.rules.rule_set import compile_pattern
 from meshwright.specs import canonical, dim_axes, format_spec, shard_shape, spec_axes
+from meshwright.train.adapting import with_fields
 from meshwright.train.job import abstract_init
 from meshwright.train.padding import fill, split_evenly
 from meshwright.train.precision import Precision
@@ -119,9 +120,18 @@ def state_layout(
 
 
 def init_state(
-    job: Any, optimizer: Any, layout: Layout, key: PRNGKeyArray, *, precision: Precision | str = "float32"
+    job: Any,
+    optimizer: Any,
+    layout: Layout,
+    key: PRNGKeyArray,
+    *,
+    precision: Precision | str = "float32",
+    given: Mapping[str, Any] | None = None,
 ) -> RunState:
     """Creates the initial state of a run in place; the same key gives the same bits on every mesh.
+
+    Args:
+        given: parameters by name, in their stored shapes, to use instead of those of `job.init`. They are donated.
 
     Example:
         >>> import meshwright as mw, optax
@@ -137,13 +147,25 @@ def init_state(
 
     averages = 1.0 if keeps_ema(layout) else None
 
-    def make(key: PRNGKeyArray) -> RunState:
-        made = make_state(job, optimizer, key, precision=precision, ema=averages)
+    def make(key: PRNGKeyArray, given: Mapping[str, Any]) -> RunState:
+        started = with_fields(job, init=lambda key: _with_given(job.init(key), given)) if given else job
+        made = make_state(started, optimizer, key, precision=precision, ema=averages)
         filled: RunState = fill(split_evenly(made, layout), layout.leaves)
         return filled
 
-    state: RunState = jax.jit(make, out_shardings=layout.shardings, compiler_options=options)(key)
+    make_jit = jax.jit(make, out_shardings=layout.shardings, compiler_options=options, donate_argnums=(1,))
+    state: RunState = make_jit(key, dict(given or {}))
     return state
+
+
+def _with_given(params: PyTree, given: Mapping[str, Any]) -> PyTree:
+    """Returns parameters with some of them replaced by given ones, whose padding is cut off."""
+    leaves: Any = jax.tree.leaves(params)
+    values = [
+        leaf if item.name not in given else given[item.name][tuple(map(slice, leaf.shape))]
+        for item, leaf in zip(named_leaves(params), leaves, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(params), values)
 
 
 def trainable_leaves(job: Any, params: PyTree) -> list[bool]:

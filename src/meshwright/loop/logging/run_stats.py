@@ -45,7 +45,8 @@ def checkpoint_facts(run: RunSetup) -> dict[str, Any]:
     model = model_fact(run.model) if run.model is not None else run.config.model.job
     adapters = getattr(run.job, "lora", None)
     lora = {} if adapters is None else {"lora": dataclasses.asdict(adapters)}
-    return {"config": run.config.flat(), "model": model, "precision": run.precision, **lora}
+    origin = {} if run.origin is None or run.origin.pretrained is None else {"pretrained": run.origin.pretrained}
+    return {"config": run.config.flat(), "model": model, "precision": run.precision, **lora, **origin}
 
 
 def num_params(job: Any) -> int:
