@@ -111,8 +111,12 @@ def convert(
     model_options: tuple[str, ...] = (),
     shard_bytes: int = 5 * 10**9,
     linen: tuple[str, ...] = (),
+    adapters: bool = False,
+    base_model: str | None = None,
 ) -> int:
     """Convert a checkpoint to a Hugging Face Llama folder (safetensors), or such a folder to a checkpoint.
+
+    Adapters (`train --lora`) are merged into the model, or written alone with --adapters.
 
     An Orbax folder of a model with tensor-parallel linen layers becomes a checkpoint of whole arrays; list those
     layers with --linen.
@@ -126,6 +130,8 @@ def convert(
         model_options: model fields to override, e.g. num_layers=4.
         shard_bytes: maximum size of a safetensors file in bytes.
         linen: tensor-parallel layers as PATH=MODE:AXIS_SIZE, e.g. block/up=gather:4; add :pieces for TPAsyncDense.
+        adapters: write only the adapters of the checkpoint, in the PEFT format.
+        base_model: name or folder of the base model, which PEFT loads with --adapters.
     """
     from meshwright.checkpoint.convert import import_export as conversions
 
@@ -153,7 +159,11 @@ def convert(
         if not chosen.name.isdecimal():
             raise CheckpointError(f"the name of {chosen} is not a step number.", hint="move it to checkpoints/STEP.")
         steps, step = chosen.parent, int(chosen.name)
-    for path in conversions.export_llama(steps, target, step=step, **options):
+    if adapters:
+        paths = conversions.export_adapters(steps, target, step=step, base_model=base_model, tell=tell)
+    else:
+        paths = conversions.export_llama(steps, target, step=step, **options)
+    for path in paths:
         print(path)
     return 0
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.checkpoint.arrays import nest, read_anything
 from meshwright.checkpoint.convert.llama import decoder_of_text, read_llama, write_llama
+from meshwright.checkpoint.convert.peft_adapters import merged_params, settings_of, write_peft
 from meshwright.checkpoint.file_hashes import new_folder
 from meshwright.checkpoint.manifest import Manifest, model_fact, model_text, read_manifest
 from meshwright.checkpoint.restoring import part_of, read_step
@@ -37,7 +38,7 @@ def export_llama(
     tell: Callable[[str], None] | None = None,
     **options: Any,
 ) -> list[Path]:
-    """Writes the parameters of a checkpoint, after verifying it, as a Hugging Face folder.
+    """Writes the parameters of a checkpoint, after verifying it, as a Hugging Face folder; adapters are merged.
 
     Args:
         folder: the folder of the steps.
@@ -53,6 +54,45 @@ def export_llama(
         >>> [path.name for path in export_llama(folder, folder / "hf")]
         ['model.safetensors', 'config.json']
     """
+    params, manifest = _read_params(folder, step, tell)
+    if model is None:
+        text = model_text(manifest.facts.get("model"))
+        if text is None:
+            hint = "pass it, e.g. --model decoder-1b."
+            raise CheckpointError(f"step {manifest.step} does not name its model.", hint=hint)
+        model = decoder_of_text(text)
+    return write_llama(target, model, merged_params(params, manifest.facts), **options)
+
+
+def export_adapters(
+    folder: Path | str,
+    target: Path | str,
+    *,
+    step: int | None = None,
+    base_model: str | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> list[Path]:
+    """Writes only the adapters of a checkpoint, after verifying it, in the format of PEFT.
+
+    Args:
+        folder, step, tell: see `export_llama`.
+        base_model: name or folder of the base model, for PEFT.
+
+    Example:
+        >>> import dataclasses, tempfile
+        >>> from meshwright.train import language_job, lora
+        >>> job = lora(language_job(Decoder.named("tiny"), batch_size=2, num_tokens=8), rank=4)
+        >>> folder, facts = Path(tempfile.mkdtemp()), {"lora": dataclasses.asdict(job.lora)}
+        >>> save_params(folder, job.init(jax.random.key(0)), step=5, facts=facts)
+        >>> [path.name for path in export_adapters(folder, folder / "adapters")]
+        ['adapter_model.safetensors', 'adapter_config.json']
+    """
+    params, manifest = _read_params(folder, step, tell)
+    return write_peft(target, params, settings_of(manifest.facts), base_model=base_model)
+
+
+def _read_params(folder: Path | str, step: int | None, tell: Callable[[str], None] | None) -> tuple[PyTree, Manifest]:
+    """Returns the verified parameters of a step, by default the last good one, on one device."""
     checkpoints, verified = Checkpoints(folder), step is None
     if step is None:
         step, notes = checkpoints.last_good()
@@ -67,12 +107,7 @@ def export_llama(
         params = read_step(checkpoints.folder / str(step), part_of(layout, "params"), cast=False, part=True).state
     else:
         params = checkpoints.restore(layout, step=step, part="params").state
-    if model is None:
-        text = model_text(manifest.facts.get("model"))
-        if text is None:
-            raise CheckpointError(f"step {step} does not name its model.", hint="pass it, e.g. --model decoder-1b.")
-        model = decoder_of_text(text)
-    return write_llama(target, model, params, **options)
+    return params, manifest
 
 
 def import_llama(source: Path | str, folder: Path | str, *, step: int = 0, dtype: Any = None) -> Decoder:
