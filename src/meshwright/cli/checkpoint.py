@@ -116,8 +116,12 @@ def convert(
     fingerprint: bool = True,
     ignore_fields: tuple[str, ...] = (),
     linen: tuple[str, ...] = (),
+    adapters: bool = False,
+    base_model: str | None = None,
 ) -> int:
     """Convert a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint.
+
+    Adapters (`train --lora`) are merged into the model, or written alone with --adapters.
 
     An Orbax folder of a model with tensor-parallel linen layers becomes a checkpoint of whole arrays; list those
     layers with --linen.
@@ -135,6 +139,8 @@ def convert(
         fingerprint: also write some logits, which `meshwright checkpoint check` compares.
         ignore_fields: fields of config.json that are not supported but do not change the logits.
         linen: tensor-parallel layers as PATH=MODE:AXIS_SIZE, e.g. block/up=gather:4; add :pieces for TPAsyncDense.
+        adapters: write only the adapters of the checkpoint, in the PEFT format.
+        base_model: name or folder of the base model, which PEFT loads with --adapters.
     """
     from meshwright.checkpoint.convert import import_export as conversions
 
@@ -164,7 +170,11 @@ def convert(
         if not chosen.name.isdecimal():
             raise CheckpointError(f"the name of {chosen} is not a step number.", hint="move it to checkpoints/STEP.")
         steps, step = chosen.parent, int(chosen.name)
-    for path in conversions.export_pretrained(steps, target, step=step, **options):
+    if adapters:
+        paths = conversions.export_adapters(steps, target, step=step, base_model=base_model, tell=tell)
+    else:
+        paths = conversions.export_pretrained(steps, target, step=step, **options)
+    for path in paths:
         print(path)
     return 0
 

@@ -19,6 +19,7 @@ from meshwright.checkpoint.convert.config_json import CONFIG
 from meshwright.checkpoint.convert.families import decoder_of_config
 from meshwright.checkpoint.convert.family import canonical
 from meshwright.checkpoint.convert.fingerprint import model_logits, probe_tokens, write_fingerprint
+from meshwright.checkpoint.convert.peft_adapters import merged_params, settings_of, write_peft
 from meshwright.checkpoint.convert.pretrained import read_pretrained, write_pretrained
 from meshwright.checkpoint.file_hashes import new_folder
 from meshwright.checkpoint.manifest import Manifest, model_fact, model_text, read_manifest
@@ -45,7 +46,7 @@ def export_pretrained(
     tell: Callable[[str], None] | None = None,
     **options: Any,
 ) -> list[Path]:
-    """Writes the parameters of a checkpoint, after verifying it, as a Hugging Face folder.
+    """Writes the parameters of a checkpoint, after verifying it, as a Hugging Face folder; adapters are merged.
 
     Args:
         folder: the folder of the steps.
@@ -65,6 +66,55 @@ def export_pretrained(
         ['model.safetensors', 'config.json']
     """
     tell = tell or (lambda note: warnings.warn(note, MeshwrightWarning, stacklevel=3))
+    params, manifest = _read_params(folder, step, tell)
+    params = merged_params(params, manifest.facts)
+    if model is None:
+        text = model_text(manifest.facts.get("model"))
+        if text is None:
+            hint = "pass it, e.g. --model decoder-1b."
+            raise CheckpointError(f"step {manifest.step} does not name its model.", hint=hint)
+        model = decoder_of_text(text)
+    base = like if like is not None else _origin(manifest, model, tell)
+    paths = write_pretrained(target, model, params, like=base, **options)
+    if fingerprint:
+        dtype = options.get("dtype")
+        cast = params if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        whole, tokens = jax.tree.map(lambda leaf: leaf.astype("float32"), cast), probe_tokens(model.vocab_size)
+        source = f"an export of step {manifest.step}"
+        paths.append(write_fingerprint(Path(target), tokens, model_logits(model, whole, tokens), source=source))
+    return paths
+
+
+def export_adapters(
+    folder: Path | str,
+    target: Path | str,
+    *,
+    step: int | None = None,
+    base_model: str | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> list[Path]:
+    """Writes only the adapters of a checkpoint, after verifying it, in the format of PEFT.
+
+    Args:
+        folder, step, tell: see `export_pretrained`.
+        base_model: name or folder of the base model, for PEFT.
+
+    Example:
+        >>> import dataclasses, tempfile
+        >>> from meshwright.train import language_job, lora
+        >>> job = lora(language_job(Decoder.named("tiny"), batch_size=2, num_tokens=8), rank=4)
+        >>> folder, facts = Path(tempfile.mkdtemp()), {"lora": dataclasses.asdict(job.lora)}
+        >>> save_params(folder, job.init(jax.random.key(0)), step=5, facts=facts)
+        >>> [path.name for path in export_adapters(folder, folder / "adapters")]
+        ['adapter_model.safetensors', 'adapter_config.json']
+    """
+    tell = tell or (lambda note: warnings.warn(note, MeshwrightWarning, stacklevel=3))
+    params, manifest = _read_params(folder, step, tell)
+    return write_peft(target, params, settings_of(manifest.facts), base_model=base_model)
+
+
+def _read_params(folder: Path | str, step: int | None, tell: Callable[[str], None]) -> tuple[PyTree, Manifest]:
+    """Returns the verified parameters of a step, by default the last good one, on one device."""
     checkpoints, verified = Checkpoints(folder), step is None
     if step is None:
         step, notes = checkpoints.last_good()
@@ -79,20 +129,7 @@ def export_pretrained(
         params = read_step(checkpoints.folder / str(step), part_of(layout, "params"), cast=False, part=True).state
     else:
         params = checkpoints.restore(layout, step=step, part="params").state
-    if model is None:
-        text = model_text(manifest.facts.get("model"))
-        if text is None:
-            raise CheckpointError(f"step {step} does not name its model.", hint="pass it, e.g. --model decoder-1b.")
-        model = decoder_of_text(text)
-    base = like if like is not None else _origin(manifest, model, tell)
-    paths = write_pretrained(target, model, params, like=base, **options)
-    if fingerprint:
-        dtype = options.get("dtype")
-        cast = params if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        whole, tokens = jax.tree.map(lambda leaf: leaf.astype("float32"), cast), probe_tokens(model.vocab_size)
-        source = f"an export of step {step}"
-        paths.append(write_fingerprint(Path(target), tokens, model_logits(model, whole, tokens), source=source))
-    return paths
+    return params, manifest
 
 
 def _origin(manifest: Manifest, model: Decoder, tell: Callable[[str], None]) -> Any:
