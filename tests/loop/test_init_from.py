@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import tokenizers
 
+import meshwright as mw
 from meshwright.checkpoint import Checkpoints, read_manifest
 from meshwright.checkpoint.convert.import_export import export_pretrained
 from meshwright.checkpoint.convert.pretrained import read_pretrained, write_pretrained
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.loop.run import train
+from meshwright.loop.saved_run import open_run
 from meshwright.models import Decoder
+from meshwright.train import LoraSettings, merged
 from meshwright.tree import flatten_tree
 
 MODEL = Decoder(
@@ -108,6 +111,33 @@ def test_a_run_is_a_start_on_another_mesh(folder, start, tmp_path):
     largest.write_bytes(largest.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match="there is no good step"):
         start(tmp_path / "first", name="fourth")
+
+
+@pytest.mark.parametrize("base", ["", ",base=nf4,block=4"])
+def test_adapters_start_from_a_folder_and_are_merged_when_the_run_is_used(folder, start, tmp_path, base):
+    files = flat(read_pretrained(folder, dtype="float32").params)
+    lora = {"lora": f"rank=2,targets=attn|mlp/up{base}", "learning_rate": 0.1}
+    result, said = start(folder, mesh="dp:2,fsdp:2,tp:2", **lora)
+    assert not any("random" in line for line in said)
+    params, settings = flat(result.state.params), LoraSettings.parse(lora["lora"])
+    stored = dict(jax.device_get(result.state.params["layers"]["mlp"]["up"]))
+    start_up = merged({"up": stored | {"lora_b": np.zeros_like(stored["lora_b"])}}, settings)["up"]
+    # A weight in nf4 is off by at most half of the widest gap of its levels, 0.152 of the largest in its block.
+    bound = 0.0 if not base else 0.153 * np.abs(files["layers/mlp/up"]).max()
+    np.testing.assert_allclose(start_up, files["layers/mlp/up"], atol=bound, rtol=0)
+    np.testing.assert_array_equal(params["layers/attn_norm"], files["layers/attn_norm"])  # not a matrix
+    assert np.abs(params["layers/attn/q/lora_b"]).max() > 0
+
+    # A finished run has plain matrices: the base plus its change.
+    whole, step, _ = open_run(tmp_path / "run").restore(mw.create_mesh("tp:2", devices=2))
+    assert step == 1
+    for name, value in flat(merged(jax.device_get(result.state.params), settings)).items():
+        np.testing.assert_allclose(flat(whole)[name], value, atol=1e-6)
+
+    # Starting again from that run keeps its adapters.
+    again, _ = start(tmp_path / "run", name="again", mesh="fsdp:8", **(lora | {"learning_rate": 0.0}))
+    for name, value in flat(again.state.params).items():
+        np.testing.assert_array_equal(value, params[name])
 
 
 def test_differences_are_a_table_and_need_an_option(folder, start, tmp_path):

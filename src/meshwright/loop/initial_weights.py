@@ -22,6 +22,7 @@ from meshwright.dtypes import is_float
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout, count_leaves, text_table
+from meshwright.loop.adapted_weights import plain_leaves
 from meshwright.loop.init_options import InitOptions
 from meshwright.tree import flatten_tree
 
@@ -155,7 +156,7 @@ def choose_leaves(weights: Weights, layout: Layout, options: InitOptions) -> tup
     Args:
         layout: layout of the run's state.
     """
-    wanted = {leaf.name.removeprefix("params/"): leaf for leaf in part_of(layout, "params").leaves}
+    wanted = plain_leaves(params_leaves(layout), weights.shapes)
     chosen, notes, rows = dict[str, LeafLayout](), list[str](), list[tuple[str, ...]]()
     for name, leaf in wanted.items():
         if name not in weights.shapes:
@@ -188,6 +189,11 @@ def choose_leaves(weights: Weights, layout: Layout, options: InitOptions) -> tup
     if not chosen:
         raise CheckpointError("--init-from has no parameter of the model.", hint="leave it out, or choose its model.")
     return chosen, [*notes, *_casts(weights, chosen)]
+
+
+def params_leaves(layout: Layout) -> dict[str, LeafLayout]:
+    """Returns the leaves of the parameters in a state layout, by name."""
+    return {leaf.name.removeprefix("params/"): leaf for leaf in part_of(layout, "params").leaves}
 
 
 def _is_smaller_vocabulary(name: str, found: Shape, wanted: Shape) -> bool:

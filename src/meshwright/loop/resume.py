@@ -16,8 +16,9 @@ from meshwright.checkpoint.manifest import model_text
 from meshwright.distributed.agreement import from_first, together
 from meshwright.errors import ConfigError
 from meshwright.layout.leaf import count_leaves
+from meshwright.loop.adapted_weights import as_bases
 from meshwright.loop.config import TrainConfig
-from meshwright.loop.initial_weights import StepWeights, choose_leaves, open_weights
+from meshwright.loop.initial_weights import StepWeights, choose_leaves, open_weights, params_leaves
 from meshwright.loop.logging.run_log import EVENTS, RunLog, read_lines
 from meshwright.loop.logging.run_stats import checkpoint_facts
 from meshwright.loop.optimizers import make_schedule
@@ -120,7 +121,10 @@ def _start_from(run: RunSetup, event: str, said: list[str]) -> Start:
 
     def read() -> tuple[dict[str, Any], list[str]]:
         leaves, notes = choose_leaves(weights, run.layout, options)
-        return weights.read(leaves, run.layout.mesh), notes
+        arrays, lora = weights.read(leaves, run.layout.mesh), getattr(run.job, "lora", None)
+        if lora is not None:
+            arrays = as_bases(arrays, params_leaves(run.layout), lora, run.layout.mesh)
+        return arrays, notes
 
     given, notes = together("reading --init-from", read)
     said = [*said, f"{text}: {count_leaves(len(given))}", *(f"  {note}" for note in notes)]

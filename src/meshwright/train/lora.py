@@ -122,7 +122,13 @@ def _targets(params: PyTree, settings: LoraSettings) -> tuple[str, ...]:
     if any(map(is_adapted, jax.tree.leaves(params, is_leaf=is_adapted))):
         raise JobError("the job already has adapters.", hint="call lora once, with a regex for all targets.")
     matches = [leaf for leaf in leaves if pattern.matches(leaf.name)]
-    matrices = [leaf for leaf in matches if len(leaf.value.shape) > 1 and is_float(leaf.value.dtype)]
+    # Norms and biases of stacked layers have two dims, but are not matrices.
+    stays = re.compile(Precision().keep)
+    matrices = [
+        leaf
+        for leaf in matches
+        if len(leaf.value.shape) > 1 and is_float(leaf.value.dtype) and not stays.search(leaf.name)
+    ]
     if not matrices:
         many = [leaf.name for leaf in leaves if len(leaf.value.shape) > 1]
         hint = did_you_mean(settings.targets, many) or f"matrices are named like {', '.join(map(repr, many[:4]))}."
