@@ -59,6 +59,6 @@ def as_bases(
             found[name] = array
             continue
         shardings = {part: NamedSharding(mesh, leaves[f"{name}/{part}"].spec) for part in parts}
-        store = jax.jit(functools.partial(stored_base, settings=settings), out_shardings=shardings, donate_argnums=0)
+        store = jax.jit(functools.partial(stored_base, settings=settings), out_shardings=shardings)
         found |= {f"{name}/{part}": value for part, value in store(array).items()}
     return found
