@@ -392,6 +392,10 @@ class _Rows:
         leading = max(1, math.prod(shape[:-1]))
         kept, most = (shape, most // leading) if most >= leading else ((math.prod(shape),), most)
         num_chunks = max(1, ceil_div(kept[-1], most))
+        if chunk_rows is None:
+            # A chunk more costs less than padding: XLA copies logits whose rows are no multiple of 8 for cuBLAS, twice.
+            few_more = range(num_chunks, ceil_div(5 * num_chunks, 4) + 1)
+            num_chunks = next((count for count in few_more if kept[-1] % count == 0), num_chunks)
         return cls(shape, kept, num_chunks, ceil_div(kept[-1], num_chunks))
 
     def cut(self, array: Any, *, features: bool = False) -> Any:
