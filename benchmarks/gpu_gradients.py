@@ -314,7 +314,7 @@ CALL = re.compile(r'custom_call_target="(?P<target>[^"]*)".*?(?:op_name="(?P<sco
 def paths(text: str) -> dict[str, str]:
     """Returns the implementations that a compiled program uses, by part of the model."""
     calls = [(match["target"], match["scope"] or "") for match in CALL.finditer(text)]
-    kernels = Counter(name for _, scope in calls for name in re.findall(r"(\w+)\)*/pallas_call", scope))
+    kernels = Counter(name for _, scope in calls for name in re.findall(r"(\w+)\)*/(?:pallas_call|mpmd_map)", scope))
 
     def kernel(name: str) -> str:
         return f"Pallas x{kernels[name]}" if kernels[name] else "XLA"

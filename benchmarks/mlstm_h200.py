@@ -1,14 +1,18 @@
-"""Time of the mLSTM cell on one GPU, forward, and forward with backward: the XLA form by chunk size, and the kernels.
+"""Time and values of the mLSTM cell on one GPU, forward, and forward with backward: the XLA form and the kernels.
 
-    PYTHONPATH=src python3 benchmarks/mlstm_h200.py --steps 10 --write mlstm.json
-    PYTHONPATH=src python3 benchmarks/mlstm_h200.py --tiny                  # small shapes, on a CPU as well
+    PYTHONPATH=src python3 benchmarks/mlstm_h200.py --values --steps 10 --write mlstm.json
+    PYTHONPATH=src python3 benchmarks/mlstm_h200.py --tiny --values         # small shapes, on a CPU as well
 
 Inputs are random: q, k and v in bfloat16, gates in float32. All programs of a shape are compiled in parallel and warmed
 up. Then they run in rounds, in a new random order each round, so that no program always runs on a cooler or hotter
-chip. A call's time is the mean of `--inner` calls; the table has medians over rounds. The last column is relative to
+chip. A call's time is the mean of `--inner` calls; the table has medians over rounds. The last columns are relative to
 the default chunk size of the XLA form, which `mlstm_chunkwise` chooses by chip. The row *kernels* is what
-`mlstm_chunkwise` uses by default, which is the XLA form on other chips than Hopper GPUs. `--steps` adds train steps of
-an 813M xLSTM with chunks of 64 and of twice the key size (XLA), and with the default.
+`mlstm_chunkwise` uses by default, which is the XLA form on other chips than Hopper GPUs.
+
+`--values` compares h and the five gradients of the kernels, without and with documents, with float32: the first row's
+first head and the last row's last head with `mlstm_chunkwise` in float32 with exact matmuls, and for the first shape
+with `mlstm_recurrent` too. All rows and heads are compared with the XLA form in bfloat16. `--steps` adds train steps of
+an 813M xLSTM with chunks of twice the key size (XLA), and with the default.
 """
 
 from __future__ import annotations
@@ -26,9 +30,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from measure import machine, table, versions
 
-from meshwright.models import mlstm_chunkwise
+from meshwright.models import init_mlstm_state, mlstm_chunkwise, mlstm_recurrent
 
 # B, S, H, K, V
 SHAPES = [
@@ -39,11 +45,14 @@ SHAPES = [
     (1, 32768, 8, 256, 512),
     (2, 32768, 16, 128, 256),
 ]
-TINY_SHAPES = [(1, 40, 2, 8, 16)]
+TINY_SHAPES = [(2, 64, 2, 8, 16)]
 CHUNK_SIZES = (64, 128, 256, 384, 512)
 TINY_CHUNK_SIZES = (16,)
 Size = int | str | None  # a chunk size of the XLA form, None for its default, or "kernels"
 DIRECTIONS = ("forward", "both")
+NAMES = ("h", "q", "k", "v", "i", "f")
+NUM_DOCUMENTS, BLOCK = 6, 32
+TOLERANCE = 2e-2
 MODEL = {"vocab_size": 50304, "num_layers": 12, "d_model": 2048, "num_heads": 4, "d_ff": 5504}
 TINY_MODEL = {"vocab_size": 128, "num_layers": 1, "d_model": 32, "num_heads": 2, "d_ff": 64}
 
@@ -55,46 +64,61 @@ def main() -> None:
     device = jax.devices()[0]
     print(f"{device.device_kind}; {machine()}; {versions('jax', 'jaxlib')}", flush=True)
     results: list[dict[str, Any]] = []
-    for shape in shapes:
-        results += measure_shape(shape, sizes, args)
+    for number, shape in enumerate(shapes):
+        programs = compile_shape(shape, sizes, args)
+        values = check_values(shape, programs, exactly=number == 0) if args.values else []
+        results += [*values, *time_shape(shape, sizes, programs, args)]
         if args.write:  # after every shape, so that a later failure loses nothing
             Path(args.write).write_text(json.dumps(results, indent=1) + "\n")
     print(f"medians of {args.rounds} rounds of {args.inner} calls, bfloat16, milliseconds")
-    headings = ["B, S, H, K, V", "chunk", "forward", "range", "and backward", "range", "peak GiB", "of default"]
-    print(table(headings, [row(result, results) for result in results]))
+    timed = [result for result in results if "values" not in result]
+    headings = ["B, S, H, K, V", "chunk", "forward", "range", "and backward", "range", "peak GiB", "of default", ""]
+    print(table(headings, [row(result, timed) for result in timed]))
     for shape in shapes:
-        here = [result for result in results if result["shape"] == list(shape) and "both" in result]
+        here = [result for result in timed if result["shape"] == list(shape) and "both" in result]
         if here:
             best = min(here, key=lambda result: result["both"])
             print(f"{shape}: fastest chunk size {best['chunk'] or 'default'}, {best['both']:.2f} ms")
     if args.steps:
-        results += measure_steps(args)
+        results += time_steps(compile_steps(args), args)
     if args.write:
         Path(args.write).write_text(json.dumps(results, indent=1) + "\n")
-    sys.exit(1 if any("error" in result for result in results) else 0)
+    sys.exit(1 if any("error" in result or result.get("met") is False for result in results) else 0)
 
 
-def measure_shape(shape: tuple[int, ...], sizes: list[Size], args: argparse.Namespace) -> list[dict[str, Any]]:
+def compile_shape(shape: tuple[int, ...], sizes: list[Size], args: argparse.Namespace) -> dict[Any, Any]:
+    """Returns a compiled and warmed up program, or its error, for each chunk size and direction."""
     inputs = make_inputs(shape)
-    programs: dict[tuple[Size, str], Any] = {}
-    errors: dict[Size, str] = {}
+    documents = make_documents(shape)
+    found: dict[Any, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(args.threads) as pool:
         pending = {
             (size, direction): pool.submit(make_program(size, direction).lower(*inputs).compile)
             for size in sizes
             for direction in DIRECTIONS
         }
-        for (size, direction), compiled in pending.items():
+        if args.values:
+            program = make_program("kernels", "both", documents)
+            pending["kernels", "documents"] = pool.submit(program.lower(*inputs).compile)
+        for key, compiled in pending.items():
             try:
-                programs[size, direction] = compiled.result()
-                jax.block_until_ready(programs[size, direction](*inputs))
+                found[key] = compiled.result()
+                jax.block_until_ready(found[key](*inputs))
             except Exception as error:
-                errors[size] = str(error).splitlines()[0][:80]
-    times: dict[tuple[Size, str], list[float]] = {key: [] for key in programs if key[0] not in errors}
-    order = list(times)
+                found[key] = error
+    return found
+
+
+def time_shape(
+    shape: tuple[int, ...], sizes: list[Size], programs: dict[Any, Any], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    inputs = make_inputs(shape)
+    errors = {key[0]: str(one).splitlines()[0][:80] for key, one in programs.items() if isinstance(one, Exception)}
+    keys = [(size, direction) for size in sizes for direction in DIRECTIONS if size not in errors]
+    times: dict[tuple[Size, str], list[float]] = {key: [] for key in keys}
     for number in range(args.rounds):
-        random.Random(number).shuffle(order)
-        for key in order:
+        random.Random(number).shuffle(keys)
+        for key in keys:
             program = programs[key]
             start = time.perf_counter()
             for _ in range(args.inner):
@@ -117,17 +141,21 @@ def result_of(
     return result | {"peak_bytes": getattr(memory, "peak_memory_in_bytes", 0)}
 
 
-def make_program(size: Size, direction: str) -> Any:
-    cell: Any = mlstm_chunkwise
-    if size != "kernels":
-        cell = functools.partial(mlstm_chunkwise, chunk_size=size, kernels=False)
+def make_program(size: Size, direction: str, segment_ids: Any = None) -> Any:
+    options: dict[str, Any] = {} if size == "kernels" else {"chunk_size": size, "kernels": False}
+    cell: Any = functools.partial(mlstm_chunkwise, segment_ids=segment_ids, **options)
+    return jax.jit(lambda *args: cell(*args[:5])) if direction == "forward" else jax.jit(with_gradients(cell))
 
-    def both(*args: Any) -> Any:
+
+def with_gradients(cell: Any) -> Any:
+    """Returns a function of q, k, v, both gates and the gradient of h that returns h and the five gradients."""
+
+    def both(*args: Any) -> tuple[Any, ...]:
         *inputs, d_h = args
         h, pull = jax.vjp(cell, *inputs)
-        return h, pull(d_h)
+        return h, *pull(d_h)
 
-    return jax.jit(both) if direction == "both" else jax.jit(lambda *args: cell(*args[:5]))
+    return both
 
 
 def make_inputs(shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -147,44 +175,142 @@ def make_inputs(shape: tuple[int, ...]) -> tuple[Any, ...]:
     return jax.block_until_ready(draw(jax.random.key(0)))
 
 
+def make_documents(shape: tuple[int, ...]) -> Any:
+    """Returns the documents of every row, and padding after them."""
+    rng, (rows, length, *_) = np.random.default_rng(0), shape
+    starts = np.sort(rng.integers(1, length, (rows, NUM_DOCUMENTS)), axis=1)
+    ids = 1 + (np.arange(length)[None, :, None] >= starts[:, None, :]).sum(axis=-1)
+    return jnp.asarray(np.where(ids > NUM_DOCUMENTS, 0, ids), jnp.int32)
+
+
 def row(result: dict[str, Any], results: list[dict[str, Any]]) -> list[str]:
     first = [", ".join(map(str, result["shape"])), str(result["chunk"] or "default")]
     if "error" in result:
-        return [*first, result["error"], "", "", "", "", ""]
+        return [*first, result["error"], "", "", "", "", "", ""]
     default = next(one for one in results if one["shape"] == result["shape"] and one["chunk"] is None)
     cells = []
     for direction in DIRECTIONS:
         low, high = result[f"{direction}_range"]
         cells += [f"{result[direction]:.2f}", f"{low:.2f}-{high:.2f}"]
-    share = f"{result['both'] / default['both']:.2f}" if "both" in default else ""
-    return [*first, *cells, f"{result['peak_bytes'] / 2**30:.2f}", share]
+    shares = [f"{result[name] / default[name]:.3f}" if name in default else "" for name in DIRECTIONS]
+    return [*first, *cells, f"{result['peak_bytes'] / 2**30:.2f}", *shares]
+
+
+# --- Values ---
+
+
+def check_values(shape: tuple[int, ...], programs: dict[Any, Any], *, exactly: bool) -> list[dict[str, Any]]:
+    """Compares the kernels with float32 and with the XLA form; prints relative differences of h and the gradients."""
+    inputs = make_inputs(shape)
+    results = []
+    for name, segment_ids in (("both", None), ("documents", make_documents(shape))):
+        result: dict[str, Any] = {"shape": list(shape), "values": name}
+        program = programs["kernels", name]
+        if isinstance(program, Exception):
+            results.append(result | {"error": str(program).splitlines()[0][:80]})
+            continue
+        found = program(*inputs)
+        some = [ends(x) for x in found]
+        few = [ends(x).astype(jnp.float32) for x in inputs]
+        ids = jnp.ones(few[3].shape[:2], jnp.int32) if segment_ids is None else segment_ids[jnp.array([0, -1])]
+        with jax.default_matmul_precision("highest"):
+            chunked = functools.partial(mlstm_chunkwise, segment_ids=ids, chunk_size=64, kernels=False)
+            references = {"float32": jax.jit(with_gradients(chunked))(*few)}
+            if exactly:
+                references["recurrence"] = jax.jit(with_gradients(functools.partial(recurrence, segment_ids=ids)))(*few)
+        for what, true in references.items():
+            result[what] = [apart(x, y) for x, y in zip(some, true, strict=True)]
+        if exactly:
+            pairs = zip(references["float32"], references["recurrence"], strict=True)
+            result["float32 of recurrence"] = [apart(x, y) for x, y in pairs]
+        if name == "both" and not isinstance(programs[None, "both"], Exception):
+            result["bfloat16"] = [most_apart(x, y) for x, y in zip(found, programs[None, "both"](*inputs), strict=True)]
+        result["met"] = all(value <= TOLERANCE for what in references for value in result[what])
+        results.append(result)
+        for what in [key for key in result if isinstance(result[key], list) and key != "shape"]:
+            differences = " ".join(f"{of} {value:.1e}" for of, value in zip(NAMES, result[what], strict=True))
+            print(f"{shape}, {name}, against {what}: {differences}", flush=True)
+        print(f"{shape}, {name}: {'met' if result['met'] else 'MISSED'} ({TOLERANCE:.0e} allowed)", flush=True)
+    return results
+
+
+def ends(x: Any) -> Any:
+    """Returns the first row's first head and the last row's last head, `[2, S, 1, ...]`."""
+    return jnp.stack([x[0, :, :1], x[-1, :, -1:]])
+
+
+def recurrence(*args: Any, segment_ids: Any) -> Any:
+    """`mlstm_recurrent`, whose gradient keeps the memories of one block of tokens at a time."""
+    q, v = args[0], args[2]
+    rows, length, heads, keys = q.shape
+    block = max(length // 256, BLOCK)
+
+    def cut(x: Any) -> Any:
+        return jnp.moveaxis(x.reshape(rows, length // block, block, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def one_block(state: Any, x: Any) -> tuple[Any, Any]:
+        *inputs, ids = x
+        h, state = mlstm_recurrent(*inputs, state=state, segment_ids=ids)
+        return state, h
+
+    start = init_mlstm_state(rows, heads, key_dim=keys, value_dim=v.shape[-1])
+    _, h = lax.scan(one_block, start, tuple(map(cut, (*args, segment_ids))))
+    return jnp.moveaxis(h, 0, 1).reshape(rows, length, heads, -1)
+
+
+@jax.jit
+def _norms(got: Any, true: Any) -> Any:
+    axes = tuple(axis for axis in range(got.ndim) if axis not in (0, 2))
+    got, true = got.astype(jnp.float32), true.astype(jnp.float32)
+    return jnp.sum(jnp.square(got - true), axis=axes), jnp.sum(jnp.square(true), axis=axes)
+
+
+def apart(got: Any, true: Any) -> float:
+    difference, size = (float(jnp.sum(x)) for x in _norms(got, true))
+    return float(np.sqrt(difference / size))
+
+
+def most_apart(got: Any, true: Any) -> float:
+    """Returns the relative difference of the worst row and head."""
+    difference, size = _norms(got, true)
+    return float(jnp.max(jnp.sqrt(difference / size)))
 
 
 # --- Whole train steps ---
 
 
-def measure_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
+def compile_steps(args: argparse.Namespace) -> dict[Size, Any]:
+    """Returns a compiled step for each chunk size, with its job, optimizer and layout."""
     import optax
 
     import meshwright as mw
     from meshwright.models import XLSTM
-    from meshwright.train import init_state, language_job, make_train_step, state_layout
+    from meshwright.train import language_job, make_train_step, state_layout
 
     rows, length = (2, 40) if args.tiny else (4, 8192)
     optimizer, mesh = optax.adamw(1e-4), mw.create_mesh("dp:1", devices=1)
-    running: dict[Size, Any] = {}
-    memory: dict[Size, int] = {}
     sizes: dict[str, Any] = TINY_MODEL if args.tiny else MODEL
-    for size in (64, sizes["d_model"] // sizes["num_heads"], None):
-        model = XLSTM(**sizes, chunk_size=size)
-        job = language_job(model, batch_size=rows, num_tokens=length)
-        layout = state_layout(job, optimizer, mesh)
-        step = make_train_step(job, optimizer, layout, precision="mixed", clip=1.0)
-        batch = step.place(job.make_batch(0))
-        compiled = step.lower(batch).compile()
-        memory[size] = getattr(compiled.memory_analysis(), "peak_memory_in_bytes", 0)
-        running[size] = (compiled, init_state(job, optimizer, layout, jax.random.key(0)), batch)
+    found: dict[Size, Any] = {}
+    with concurrent.futures.ThreadPoolExecutor(args.threads) as pool:
+        for size in (sizes["d_model"] // sizes["num_heads"], None):
+            job = language_job(XLSTM(**sizes, chunk_size=size), batch_size=rows, num_tokens=length)
+            layout = state_layout(job, optimizer, mesh)
+            step = make_train_step(job, optimizer, layout, precision="mixed", clip=1.0)
+            batch = step.place(job.make_batch(0))
+            found[size] = (pool.submit(step.lower(batch).compile), job, optimizer, layout, batch)
+    return {size: (one.result(), *rest) for size, (one, *rest) in found.items()}
+
+
+def time_steps(steps: dict[Size, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
+    from meshwright.train import init_state
+
+    running = {
+        size: (compiled, init_state(job, optimizer, layout, jax.random.key(0)), batch)
+        for size, (compiled, job, optimizer, layout, batch) in steps.items()
+    }
     times: dict[Size, list[float]] = {size: [] for size in running}
+    losses: dict[Size, list[float]] = {size: [] for size in running}
     order = list(running)
     for number in range(3 + args.steps):
         random.Random(number).shuffle(order)
@@ -193,21 +319,23 @@ def measure_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
             start = time.perf_counter()
             state, metrics = compiled(state, batch)
             jax.block_until_ready(metrics["loss"])
+            seconds = time.perf_counter() - start
             running[size] = (compiled, state, batch)
+            losses[size].append(float(metrics["loss"]))
             if number >= 3:
-                times[size].append((time.perf_counter() - start) * 1e3)
+                times[size].append(seconds * 1e3)
     found = [
         {"step_ms": statistics.median(values), "range": [min(values), max(values)], "chunk": size,
-         "peak_bytes": memory[size]}
+         "losses": losses[size], "peak_bytes": getattr(steps[size][0].memory_analysis(), "peak_memory_in_bytes", 0)}
         for size, values in times.items()
     ]  # fmt: skip
-    print(f"train steps of an xLSTM, {rows} x {length} tokens, mixed precision; medians of {args.steps} steps")
+    print(f"train steps of an xLSTM, mixed precision; medians of {args.steps} steps")
     cells = [
         [str(one["chunk"] or "default"), f"{one['step_ms']:.1f}", "{:.1f}-{:.1f}".format(*one["range"]),
-         f"{one['peak_bytes'] / 2**30:.2f}"]
+         f"{one['peak_bytes'] / 2**30:.2f}", f"{one['losses'][0]:.4f}, {one['losses'][-1]:.4f}"]
         for one in found
     ]  # fmt: skip
-    print(table(["chunk", "ms", "range", "program's peak GiB"], cells))
+    print(table(["chunk", "ms", "range", "program's peak GiB", "first and last loss"], cells), flush=True)
     return found
 
 
@@ -220,6 +348,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, nargs="+", default=CHUNK_SIZES, help="chunk sizes")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--inner", type=int, default=5, help="calls per synchronization (default: 5)")
+    parser.add_argument("--values", action="store_true", help="also compare values with float32")
     parser.add_argument("--steps", type=int, default=0, help="train steps of a whole model to time (default: 0, none)")
     parser.add_argument("--threads", type=int, default=8, help="number of compile threads (default: 8)")
     parser.add_argument("--write", help="JSON file for the results, written after every shape")

@@ -52,3 +52,9 @@ def test_default_chunk_is_512_mib_or_2048_rows():
         found = _Rows.of((16, 65536), 4 * num_columns, None)
         assert found.num_chunks == 16 * 65536 // rows
     assert _Rows.of((2, 16), 4 * 131072, None).num_chunks == 1
+
+
+def test_default_chunks_are_even_if_few_more_make_them_so():
+    found = _Rows.of((4, 8192), 2 * 50304, None)  # seven would be enough, but leave rows over
+    assert (found.num_chunks, found.per_chunk) == (8, 1024)
+    assert _Rows.of((1, 2 * 8191), 4 * 131072, None).num_chunks == 8  # no number from 8 to 10 divides

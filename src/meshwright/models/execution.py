@@ -46,10 +46,10 @@ class Execution:
         attention: implementation of attention, "xla" or "cudnn" (default: chosen by `meshwright.models.attention`).
         max_segments: the largest number of documents in a row; allows the fast path for packed rows on GPUs.
         kernels: whether to use Pallas kernels to save passes over memory: gradients of norms, stacked layers and the
-            loss's softmax, slices of weights whose products are scattered in parts, and matmuls of gathered rows on
-            Hopper GPUs. The default uses them on GPUs if the program sees local arrays. False leaves all to XLA. True
-            requires them, also on one CPU device (interpreted and slow), and raises if they cannot run; it also turns
-            on the mLSTM's kernels for Hopper GPUs.
+            loss's softmax, slices of weights whose products are scattered in parts, matmuls of gathered rows, and the
+            mLSTM. The default uses them on Hopper GPUs with jax 0.11 or newer if the program sees local arrays. False
+            leaves all to XLA. True requires them, also on one CPU device (interpreted and slow), and raises if they
+            cannot run.
     """
 
     tensor_axis: str | None = "tp"

@@ -78,9 +78,9 @@ def mlstm_chunkwise(
             state unless it continues the document of `state`. 0 is padding, which does not change the state and has
             outputs of 0.
         return_state: whether to return the state after the last token as well.
-        kernels: whether to use Pallas kernels on Hopper GPUs (default: no, until all target shapes are measured). They
-            take 16-bit inputs without `chunk_size` and states, if S is a multiple of 128 and K and V are multiples of
-            64 that fit; in the global view, only on one device.
+        kernels: whether to use Pallas kernels (default: on Hopper GPUs with jax 0.11 or newer). They take 16-bit inputs
+            without `chunk_size` and states, if S is a multiple of 128 and K and V are multiples of 64 that fit; in the
+            global view, only on one device.
 
     Example:
         >>> q = k = v = jnp.ones((1, 100, 2, 4))
@@ -92,7 +92,7 @@ def mlstm_chunkwise(
     """
     t = prepare_tokens(q, k, v, i, f, state, segment_ids, who="mlstm_chunkwise")
     plain = state is None and not return_state and chunk_size is None
-    if plain and kernels and uses_hopper_kernels(kernels) and can_fuse(q, v):
+    if plain and can_fuse(q, v) and uses_hopper_kernels(kernels):
         fused: Array = t.silence_padding(mlstm_on_hopper(t))
         return fused
     if chunk_size is None:

@@ -33,7 +33,7 @@ from meshwright.mesh.axes import (
 )
 from meshwright.mesh.build import current_mesh, require_axes
 from meshwright.parallel.kernels.dispatch import uses_kernels
-from meshwright.parallel.kernels.gradient_kernels import softmax_gradient
+from meshwright.parallel.kernels.gradient_kernels import fits_softmax, softmax_gradient
 from meshwright.parallel.local_map import AxisView, local_map
 from meshwright.parallel.overlap.ring_loops import dot, dot_rows
 from meshwright.parallel.vocabulary import check_targets, checked_vocab_size, own_zeros, whole_numbers
@@ -220,7 +220,7 @@ def _on_device(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any
     wire = jnp.dtype(plan.logits_dtype or kind)
     columns, rows = head.astype(kind), _Rows.of(targets.shape, head.shape[1] * wire.itemsize, plan.chunk_rows)
     is_plain = plan.axis is None and plan.vocab_size == head.shape[1] and not (plan.soft_cap or plan.label_smoothing)
-    by_kernel = with_grads and is_plain and uses_kernels(plan.kernels)
+    by_kernel = with_grads and is_plain and fits_softmax(head.shape[1]) and uses_kernels(plan.kernels)
 
     def step(dhead: Any, chunk: Any) -> tuple[Any, Any]:
         x_chunk, its_targets, its_weights = chunk
@@ -392,6 +392,10 @@ class _Rows:
         leading = max(1, math.prod(shape[:-1]))
         kept, most = (shape, most // leading) if most >= leading else ((math.prod(shape),), most)
         num_chunks = max(1, ceil_div(kept[-1], most))
+        if chunk_rows is None:
+            # A chunk more costs less than padding: XLA copies logits whose rows are no multiple of 8 for cuBLAS, twice.
+            few_more = range(num_chunks, ceil_div(5 * num_chunks, 4) + 1)
+            num_chunks = next((count for count in few_more if kept[-1] % count == 0), num_chunks)
         return cls(shape, kept, num_chunks, ceil_div(kept[-1], num_chunks))
 
     def cut(self, array: Any, *, features: bool = False) -> Any:

@@ -72,7 +72,7 @@ def test_current_scaling_uses_the_amax_of_the_tensor():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(16, 16), (48, 32), (128, 144)])
+@pytest.mark.parametrize("shape", [(128, 128), (256, 128), (128, 384)])
 def test_the_kernel_does_the_same(dtype, shape):
     x = 3 * jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
     plain, kernel = quantize(x, jnp.float32(2.0), dtype), quantize(x, jnp.float32(2.0), dtype, kernels=True)
@@ -80,6 +80,4 @@ def test_the_kernel_does_the_same(dtype, shape):
     assert bool((to_wire(plain.value) == to_wire(kernel.value)).all())
     assert bool((to_wire(kernel.turned) == to_wire(plain.value).T).all())
     assert float(plain.amax) == float(kernel.amax)
-    assert cast_both_ways(x, jnp.float32(1), dtype)[2].shape == tuple(
-        dim // next(b for b in (128, 64, 32, 16) if dim % b == 0) for dim in shape
-    )
+    assert cast_both_ways(x, jnp.float32(1), dtype)[2].shape == (shape[1] // 128, shape[0])

@@ -31,8 +31,15 @@ def test_cpus_get_kernels_on_request_only():
         assert uses_kernels(True)
 
 
-def test_gpus_use_kernels_on_per_device_arrays(monkeypatch):
+@pytest.fixture
+def hopper(monkeypatch):
+    """Makes meshes look like Hopper GPUs, with a JAX that compiles kernels for them."""
     monkeypatch.setattr(kernels, "chip_family", lambda mesh: "gpu")
+    monkeypatch.setattr(kernels, "is_hopper", lambda mesh: True)
+    monkeypatch.setattr(jax, "__version_info__", max(jax.__version_info__, (0, 11)))
+
+
+def test_gpus_use_kernels_on_per_device_arrays(hopper):
     one, many = mw.create_mesh("dp:1", devices=1), mw.create_mesh("dp:4,tp:2")
     with jax.set_mesh(one):
         assert uses_kernels(None)
@@ -42,20 +49,23 @@ def test_gpus_use_kernels_on_per_device_arrays(monkeypatch):
     assert not in_local_view(many, False)
 
 
-def test_explicit_axes_disable_kernels(monkeypatch):
-    monkeypatch.setattr(kernels, "chip_family", lambda mesh: "gpu")
+def test_explicit_axes_disable_kernels(hopper):
     mesh = jax.make_mesh((1,), ("dp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         assert not uses_kernels(None)
 
 
-def test_old_gpus_do_not_use_kernels(monkeypatch):
-    monkeypatch.setattr(kernels, "chip_family", lambda mesh: "gpu")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for capability, wanted in (("7.5", False), ("8.0", True), ("9.0", True), ("12.0", True)):
-        device = type("Device", (), {"compute_capability": capability})()
-        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
-        assert uses_kernels(None) is wanted, capability
+def test_other_gpus_and_old_jax_do_not_use_kernels(hopper, monkeypatch):
+    assert uses_kernels(None)
+    assert uses_kernels(True)
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    assert not uses_kernels(None)
+    with pytest.raises(PlacementError, match=r"need Hopper GPUs and jax 0\.11; this is jax"):
+        uses_kernels(True)
+    monkeypatch.setattr(kernels, "is_hopper", lambda mesh: False)
+    assert not uses_kernels(None)
+    with pytest.raises(PlacementError, match="this is another GPU"):
+        uses_kernels(True)
 
 
 def test_hopper_kernels_need_hopper_and_new_jax(monkeypatch):
@@ -80,7 +90,7 @@ def test_impossible_requests_raise(monkeypatch):
     with pytest.raises(PlacementError, match="JAX cannot interpret them on several CPU devices"):
         in_local_view(mw.create_mesh("dp:8"), True)
     monkeypatch.setattr(kernels, "chip_family", lambda mesh: "v5p")
-    with pytest.raises(PlacementError, match="need GPUs; this is v5p"):
+    with pytest.raises(PlacementError, match=r"need Hopper GPUs and jax 0\.11; this is v5p"):
         uses_kernels(True)
 
 

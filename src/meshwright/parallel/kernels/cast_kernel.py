@@ -10,38 +10,40 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from meshwright.hardware.flops import register_cost
-from meshwright.parallel.kernels.dispatch import call_kernel
+from meshwright.parallel.kernels.dispatch import block_index, call_kernel, is_interpreted, mosaic_gpu
 
-_BLOCKS = (128, 64, 32, 16)
+_SIDE = 128  # of the square that a block casts
+_HALF = 64  # rows that a warpgroup holds at once
+_SWIZZLE = 128  # bytes of a row of shared memory
 
 
 def can_cast(shape: tuple[int, ...]) -> bool:
-    """Returns whether blocks of the kernel divide a matrix of this shape."""
-    return len(shape) == 2 and all(dim and dim % _BLOCKS[-1] == 0 for dim in shape)
+    """Returns whether squares of the kernel divide a matrix of this shape."""
+    return len(shape) == 2 and all(dim and dim % _SIDE == 0 for dim in shape)
 
 
+@functools.partial(jax.jit, static_argnames="dtype")  # so that the kernel is lowered once for all layers
 def cast_both_ways(x: Any, inverse: Any, dtype: Any) -> tuple[Any, Any, Any]:
-    """Returns `x * inverse` in fp8, clipped to its range, its transpose, and the amax of each block of `x`.
+    """Returns `x * inverse` in fp8, clipped to its range, its transpose, and amaxes of 128 columns of each row.
 
     Example:
-        >>> value, turned, amaxes = cast_both_ways(jnp.ones((16, 32)), jnp.float32(2.0), jnp.float8_e4m3fn)
-        >>> value.shape, turned.shape, float(turned[0, 0]), float(amaxes.max())
-        ((16, 32), (32, 16), 2.0, 1.0)
+        >>> value, turned, amaxes = cast_both_ways(jnp.ones((128, 256)), jnp.float32(2.0), jnp.float8_e4m3fn)
+        >>> value.shape, turned.shape, float(turned[0, 0]), amaxes.shape, float(amaxes.max())
+        ((128, 256), (256, 128), 2.0, (2, 128), 1.0)
     """
     rows, columns = x.shape
-    down, across = (next(size for size in _BLOCKS if dim % size == 0) for dim in x.shape)
-    grid = (rows // down, columns // across)
     value, turned, amaxes = call_kernel(
-        functools.partial(_cast_kernel, down=down, across=across, dtype=dtype),
+        functools.partial(_cast_kernel, dtype=dtype),
         x,
         inverse.reshape(1),
-        grid=grid,
-        outs=[((rows, columns), dtype), ((columns, rows), dtype), (grid, jnp.float32)],
-        num_warps=4,
+        grid=(rows // _SIDE, columns // _SIDE),
+        outs=[((rows, columns), dtype), ((columns, rows), dtype), ((columns // _SIDE, rows), jnp.float32)],
         name="cast_both_ways",
+        scratch=_squares(x.dtype, dtype),
     )
     return value, turned, amaxes
 
@@ -49,16 +51,53 @@ def cast_both_ways(x: Any, inverse: Any, dtype: Any) -> tuple[Any, Any, Any]:
 register_cost("cast_both_ways")
 
 
-def _cast_kernel(
-    x: Any, inverse: Any, value: Any, turned: Any, amaxes: Any, *, down: int, across: int, dtype: Any
-) -> None:
+def _squares(wide: Any, narrow: Any) -> list[Any]:
+    if is_interpreted():
+        return []
+    mosaic = mosaic_gpu()
+
+    def square(dtype: Any) -> Any:
+        width = _SWIZZLE // jnp.dtype(dtype).itemsize
+        transforms = mosaic.TilingTransform((8, width)), mosaic.SwizzleTransform(_SWIZZLE)
+        return mosaic.SMEM((_SIDE, _SIDE), dtype, transforms=transforms)
+
+    return [square(wide), square(narrow), square(narrow), mosaic.SMEM((_SIDE,), jnp.float32), mosaic.Barrier()]
+
+
+def _cast_kernel(x: Any, inverse: Any, value: Any, turned: Any, amaxes: Any, *memory: Any, dtype: Any) -> None:
     from jax.experimental import pallas as pl
 
-    row, column = pl.program_id(0), pl.program_id(1)
-    here, there = pl.ds(row * down, down), pl.ds(column * across, across)
-    wide = x[here, there].astype(jnp.float32)
-    amaxes[row, column] = jnp.max(jnp.abs(wide))
+    row, column = block_index(0), block_index(1)
+    here, there = pl.ds(row * _SIDE, _SIDE), pl.ds(column * _SIDE, _SIDE)
+    source, targets = x.at[here, there], (value.at[here, there], turned.at[there, here], amaxes.at[column, here])
+    if memory:
+        _cast_square(source, inverse[0], targets, *memory, dtype=dtype)
+        return
+    wide = source[...].astype(jnp.float32)
     top = float(jnp.finfo(dtype).max)
-    block = jnp.clip(wide * inverse[0], -top, top).astype(dtype)
-    value[here, there] = block
-    turned[there, here] = block.T
+    narrow = jnp.clip(wide * inverse[0], -top, top).astype(dtype)
+    for target, found in zip(targets, (narrow, narrow.T, jnp.max(jnp.abs(wide), axis=1)), strict=True):
+        target[...] = found
+
+
+def _cast_square(source: Any, inverse: Any, targets: Any, *memory: Any, dtype: Any) -> None:
+    """Casts a square twice, read from shared memory by rows and by columns; the hardware's cast clips."""
+    from jax.experimental import pallas as pl
+
+    mosaic = mosaic_gpu()
+
+    wide, narrow, turned, largest, barrier = memory
+    mosaic.copy_gmem_to_smem(source, wide, barrier)
+    mosaic.barrier_wait(barrier)
+    for half in range(_SIDE // _HALF):
+        some = pl.ds(half * _HALF, _HALF)
+        by_rows = mosaic.load(wide.at[some], layout=mosaic.Layout.WGMMA).astype(jnp.float32)
+        largest.at[some][...] = jnp.max(jnp.abs(by_rows), axis=1)
+        narrow.at[some][...] = (by_rows * inverse).astype(dtype)
+        by_columns = mosaic.load(wide.at[:, some].transpose((1, 0)), layout=mosaic.Layout.WGMMA, optimized=False)
+        turned.at[some][...] = (by_columns.astype(jnp.float32) * inverse).astype(dtype)
+    mosaic.commit_smem()
+    for found, target in zip((narrow, turned, largest), targets, strict=True):
+        mosaic.copy_smem_to_gmem(found, target, commit_group=False)
+    mosaic.commit_smem_to_gmem_group()
+    mosaic.wait_smem_to_gmem(0, wait_read_only=True)

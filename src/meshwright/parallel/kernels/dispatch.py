@@ -1,4 +1,4 @@
-"""Dispatch of Pallas kernels (compiled by Triton): when to use them and how to call them.
+"""Dispatch of Pallas kernels (Mosaic GPU): when to use them, how to call them, and how they read rows.
 
 Each kernel exists because it saves a pass over memory that XLA makes; benchmarks/results/decoder_h200.md has the time
 saved.
@@ -6,23 +6,29 @@ saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import AxisType
 
 from meshwright.errors import PlacementError
 from meshwright.hardware.chips import chip_family, is_hopper, is_hopper_kind
+from meshwright.mesh.axes import pcast_varying, varying_axes
 from meshwright.mesh.build import current_mesh
+
+_THREADS = 128  # of a warpgroup, which runs one block of a grid
+_MOST_PER_LOAD = 8  # elements that a thread reads at once: 16 bytes of 16-bit floats
 
 
 def uses_kernels(wanted: bool | None) -> bool:
     """Returns whether to use Pallas kernels instead of XLA's operations.
 
-    The default (None) uses them on Ampere or newer GPUs, in the local view or on one device; in the global view, XLA
-    cannot split a kernel. True requires them, and on one CPU device runs them in interpret mode, which is slow.
+    The default (None) uses them on Hopper GPUs with jax 0.11 or newer, in the local view or on one device; in the
+    global view, XLA cannot split a kernel. True requires them, and on one CPU device runs them in interpret mode, which
+    is slow.
     """
     if wanted is False:
         return False
@@ -35,26 +41,33 @@ def uses_kernels(wanted: bool | None) -> bool:
         kept = [axis for axis, kind in kinds if mesh.shape[axis] > 1 or kind == AxisType.Explicit]
         split = [axis for axis in kept if axis not in mesh.manual_axes]
     if wanted is None:
-        return chip == "gpu" and not split and not _is_too_old()
+        return chip == "gpu" and not split and _has_mosaic() and is_hopper(mesh)
     if split:
         raise PlacementError(
             f"kernels=True, but XLA splits arrays over {', '.join(map(repr, split))} here and cannot split kernels.",
             hint="use view='local', or leave kernels out to use them wherever possible.",
         )
-    if chip not in ("gpu", "cpu") or (chip == "cpu" and mesh is not None and mesh.manual_axes):
-        why = "JAX cannot interpret them on several CPU devices" if chip == "cpu" else f"this is {chip}"
+    why = None
+    if chip == "cpu":
+        why = "JAX cannot interpret them on several CPU devices" if mesh is not None and mesh.manual_axes else None
+    elif chip != "gpu" or not is_hopper(mesh):
+        why = "this is another GPU" if chip == "gpu" else f"this is {chip}"
+    elif not _has_mosaic():
+        why = f"this is jax {jax.__version__}"
+    if why is not None:
         raise PlacementError(
-            f"kernels=True, but the kernels need GPUs; {why}.", hint="leave kernels out to use them wherever possible."
+            f"kernels=True, but the kernels need Hopper GPUs and jax 0.11; {why}.",
+            hint="leave kernels out to use them wherever possible.",
         )
     return True
 
 
 def uses_hopper_kernels(wanted: bool | None) -> bool:
-    """Returns whether to use Pallas kernels that need a Hopper GPU and jax 0.11; see `uses_kernels`.
+    """Returns whether to use Pallas kernels that JAX 0.10 cannot interpret either; see `uses_kernels`.
 
     Without a mesh, the default depends on the default backend.
     """
-    if jax.__version_info__ < (0, 11):
+    if not _has_mosaic():
         return False
     mesh = current_mesh()
     if wanted is None and mesh is None:
@@ -62,11 +75,15 @@ def uses_hopper_kernels(wanted: bool | None) -> bool:
     return uses_kernels(wanted) and (is_hopper(mesh) or is_interpreted())
 
 
-def _is_too_old() -> bool:
-    """Returns whether Triton does not support this GPU; GPUs that are only compiled for always pass."""
-    if jax.default_backend() != "gpu":
-        return False
-    return float(getattr(jax.local_devices()[0], "compute_capability", 8)) < 8
+def _has_mosaic() -> bool:
+    return bool(jax.__version_info__ >= (0, 11))
+
+
+def mosaic_gpu() -> Any:
+    """Imports Mosaic GPU on first use, because the import takes a second."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu
 
 
 def is_interpreted() -> bool:
@@ -94,27 +111,73 @@ def call_kernel(
     *args: Any,
     grid: tuple[int, ...],
     outs: Sequence[tuple[tuple[int, ...], Any]],
-    num_warps: int,
     name: str,
-    aliases: Mapping[int, int] = MappingProxyType({}),
+    scratch: Sequence[Any] = (),
 ) -> list[Any]:
-    """Runs a Triton kernel on whole-array references and returns arrays with the shapes and dtypes in `outs`.
+    """Runs a kernel of one warpgroup per block on whole-array references, and returns arrays as described in `outs`.
 
-    All arguments must vary along the same manual axes. `aliases` maps an argument's index to the result that reuses its
-    memory.
+    All arguments must vary along the same manual axes. In interpret mode, the kernel gets no `scratch` memory.
     """
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
 
-    kinds = [jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(args[0]).mat) for shape, dtype in outs]
-    interpret = is_interpreted()
-    found: list[Any] = pl.pallas_call(
+    if is_interpreted():
+        kinds = [jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(args[0]).mat) for shape, dtype in outs]
+        found: list[Any] = pl.pallas_call(kernel, grid=grid, out_shape=kinds, interpret=True, name=name)(*args)
+        return found
+    mosaic = mosaic_gpu()
+
+    run = mosaic.kernel(
         kernel,
+        out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outs],
+        scratch_types=scratch,
         grid=grid,
-        out_shape=kinds,
-        input_output_aliases=dict(aliases),
-        interpret=interpret,
-        compiler_params=None if interpret else triton.CompilerParams(num_warps=num_warps, num_stages=1),
-        name=name,
-    )(*args)
-    return found
+        grid_names=tuple(map(_grid_name, range(len(grid)))),
+        kernel_name=name,
+        compiler_params=mosaic.CompilerParams(approx_math=True),
+    )
+    return list(pcast_varying(tuple(run(*args)), sorted(varying_axes(args[0]))))
+
+
+def _grid_name(dim: int) -> str:
+    return f"block{dim}"
+
+
+# --- Inside kernels ---
+
+
+def block_index(dim: int) -> Any:
+    """Returns the index of this block along a dim of the grid."""
+    from jax.experimental import pallas as pl
+
+    return pl.program_id(dim) if is_interpreted() else lax.axis_index(_grid_name(dim))
+
+
+def fits_row(size: int) -> bool:
+    """Returns whether `load_row` supports rows of this size."""
+    return size > 0 and size % _THREADS == 0
+
+
+def load_row(ref: Any) -> Any:
+    """Loads a contiguous row from global memory, up to 16 bytes per thread at once."""
+    if is_interpreted():
+        return ref[...]
+    mosaic = mosaic_gpu()
+
+    return mosaic.load(ref, layout=_row_layout(ref.shape[0]), optimized=False)
+
+
+def fill_row(size: int, value: Any, dtype: Any) -> Any:
+    """Returns a row of equal numbers, in registers like a loaded one."""
+    row = jnp.full(size, value, dtype)
+    if is_interpreted():
+        return row
+    mosaic = mosaic_gpu()
+
+    return mosaic.layout_cast(row, _row_layout(size))
+
+
+def _row_layout(size: int) -> Any:
+    mosaic = mosaic_gpu()
+
+    together = next(count for count in (_MOST_PER_LOAD, 4, 2, 1) if size % (_THREADS * count) == 0)
+    return mosaic.Layout.WG_STRIDED((size,), vec_size=together)

@@ -4,8 +4,7 @@ For the gradient of an RMSNorm, XLA reads its operands twice: for the mean of ea
 holds one row at a time reads them once, and adds the gradient of the residual stream in the same pass.
 
 For the cross-entropy, XLA reads the logits three times: for the maximum, for the sum and for the gradient. A kernel
-that handles one row at a time computes maximum and sum together, rereads the row from the cache, and overwrites the
-logits with the gradient.
+that handles one row at a time computes maximum and sum together, and rereads the row from the cache.
 
 Shapes: T rows or tokens, D features, V vocabulary.
 """
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,15 +21,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.hardware.flops import register_cost
-from meshwright.mesh.axes import pcast_alike
-from meshwright.parallel.kernels.dispatch import call_kernel, uses_kernels
+from meshwright.mesh.axes import pcast_alike, pcast_varying, varying_axes
+from meshwright.parallel.kernels.dispatch import block_index, call_kernel, fill_row, fits_row, load_row, uses_kernels
 from meshwright.parallel.tensor import sequence_norm
 from meshwright.specs import ceil_div
 
 # --- RMSNorm with a residual stream ---
 
-# Among the fastest of 8 to 128 rows per program and 1 to 16 warps, for 32768 rows of 2048 features on an H200.
-_ROWS, _FEATURES_PER_WARP = 32, 512
+_ROWS = 32  # Rows per block.
+_MOST_FEATURES = 4096  # More do not fit in a warpgroup's registers.
 
 
 @jax.named_scope("norm")
@@ -49,7 +49,7 @@ def residual_norm(
         >>> h.tolist(), x.tolist()
         ([[3.0, -3.0]], [[1.0, -2.0]])
     """
-    if not uses_kernels(kernels):
+    if not (fits_row(h.shape[-1]) and h.shape[-1] <= _MOST_FEATURES and uses_kernels(kernels)):
         return h, sequence_norm(h, scale, axis=axis, eps=eps)
     found: tuple[jax.Array, jax.Array] = _residual_norm(eps, *pcast_alike(h, scale.astype(jnp.float32)))
     return found
@@ -69,19 +69,22 @@ def _norm_forward(eps: float, h: Any, scale: Any) -> tuple[tuple[Any, Any], Any]
 
 def _norm_backward(eps: float, kept: Any, grads: Any) -> tuple[Any, Any]:
     h, inverse, scale = kept
-    d_kept, d_normed = grads
+    found: tuple[Any, Any] = _norm_gradient(h, *grads, inverse, scale)
+    return found
+
+
+@jax.jit  # so that the kernel is lowered once for all layers
+def _norm_gradient(h: Any, d_kept: Any, d_normed: Any, inverse: Any, scale: Any) -> tuple[Any, Any]:
     features = h.shape[-1]
     rows = h.size // features
-    programs = ceil_div(rows, _ROWS)
-    block = max(16, 1 << (features - 1).bit_length())
+    blocks = ceil_div(rows, _ROWS)
     d_h, partial = call_kernel(
-        functools.partial(_norm_kernel, rows=rows, features=features, block=block),
+        functools.partial(_norm_kernel, rows=rows, features=features),
         *(x.reshape(rows, features) for x in (h, d_kept, d_normed)),
         inverse.reshape(rows),
         scale,
-        grid=(programs,),
-        outs=[((rows, features), h.dtype), ((programs, features), jnp.float32)],
-        num_warps=min(16, max(1, block // _FEATURES_PER_WARP)),
+        grid=(blocks,),
+        outs=[((rows, features), h.dtype), ((blocks, features), jnp.float32)],
         name="residual_norm_gradient",
     )
     return d_h.reshape(h.shape), partial.sum(axis=0)
@@ -91,42 +94,33 @@ _residual_norm.defvjp(_norm_forward, _norm_backward)
 register_cost("residual_norm_gradient", linear_in=range(1, 3))
 
 
-def _norm_kernel(*refs: Any, rows: int, features: int, block: int) -> None:
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
-
+def _norm_kernel(*refs: Any, rows: int, features: int) -> None:
     h_ref, d_kept_ref, d_normed_ref, inverse_ref, scale_ref, d_h_ref, d_scale_ref = refs
-    columns = jnp.arange(block)  # Triton array sizes are powers of two.
-    mask = columns < features if block > features else None
-
-    def load(ref: Any) -> Any:
-        return triton.load(ref, mask=mask, other=None if mask is None else 0).astype(jnp.float32)
-
-    program = pl.program_id(0)
-    scale = load(scale_ref.at[columns])
+    block = block_index(0)
+    scale = load_row(scale_ref)
 
     def one_row(index: Any, d_scale: Any) -> Any:
-        row = program * _ROWS + index
+        row = block * _ROWS + index
         inverse = inverse_ref[row]
-        unit = load(h_ref.at[row, columns]) * inverse
-        d_normed = load(d_normed_ref.at[row, columns])
+        unit = load_row(h_ref.at[row]).astype(jnp.float32) * inverse
+        d_normed = load_row(d_normed_ref.at[row]).astype(jnp.float32)
+        d_kept = load_row(d_kept_ref.at[row]).astype(jnp.float32)
         d_unit = d_normed * scale
         along = jnp.sum(d_unit * unit) / features
-        d_h = (d_unit - unit * along) * inverse + load(d_kept_ref.at[row, columns])
-        triton.store(d_h_ref.at[row, columns], d_h.astype(d_h_ref.dtype), mask=mask)
+        d_h = (d_unit - unit * along) * inverse + d_kept
+        d_h_ref.at[row][...] = d_h.astype(d_h_ref.dtype)
         return d_scale + d_normed * unit
 
-    count = jnp.minimum(_ROWS, rows - program * _ROWS)
-    d_scale = lax.fori_loop(0, count, one_row, jnp.zeros(block, jnp.float32))
-    triton.store(d_scale_ref.at[program, columns], d_scale, mask=mask)
+    count = jnp.minimum(_ROWS, rows - block * _ROWS)
+    d_scale_ref.at[block][...] = lax.fori_loop(0, count, one_row, fill_row(features, 0, jnp.float32))
 
 
 # --- Softmax cross-entropy ---
 
-# A program reads a row in pieces of DEPTH x LANES logits, eight neighbors per thread and line. Each thread finds the
-# maximum of DEPTH logits on its own and rescales its running sum once for all of them.
-_DEPTH, _NUM_WARPS = 2, 8
-_LANES = _NUM_WARPS * 32 * 8
+# A block reads DEPTH pieces of LANES logits at a time. Each lane finds the maximum of DEPTH logits on its own and
+# rescales its running sum once for all of them.
+_DEPTH, _LANES = 4, 1024
+_ALIGNMENT = 8  # Rows start at multiples of 16 bytes.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 # exp2 is one instruction and exp is ten, and this kernel is bound by instructions.
 _LOG2_E = math.log2(math.e)
@@ -144,10 +138,15 @@ class Softmax(NamedTuple):
     """Index of the (first) largest logit."""
 
 
+def fits_softmax(size: int) -> bool:
+    """Returns whether `softmax_gradient` supports this many logits per row."""
+    return size >= _LANES and size % _ALIGNMENT == 0
+
+
 def softmax_gradient(logits: jax.Array, targets: jax.Array, factors: jax.Array, *, z_loss: float = 0.0) -> Softmax:
     """Returns the gradient of `sum(factors * (log_sum - of_target + z_loss * log_sum**2))`, in the logits' dtype.
 
-    A Pallas kernel that computes in float32 and overwrites the logits. Check `uses_kernels` before you call it.
+    A Pallas kernel that computes in float32. Check `uses_kernels` and `fits_softmax` before you call it.
 
     Args:
         logits: `[T, V]`.
@@ -155,9 +154,9 @@ def softmax_gradient(logits: jax.Array, targets: jax.Array, factors: jax.Array, 
         factors: `[T]`. NaN makes the gradient of its row NaN.
 
     Example:
-        >>> found = softmax_gradient(jnp.zeros((1, 2)), jnp.array([1]), jnp.array([1.0]))
-        >>> found.d_logits.tolist(), float(found.log_sum[0]), int(found.place[0])
-        ([[0.5, -0.5]], 0.6931471824645996, 0)
+        >>> found = softmax_gradient(jnp.zeros((1, 1024)), jnp.array([1]), jnp.array([1.0]))
+        >>> found.d_logits[0, :2].tolist(), float(found.log_sum[0]), int(found.place[0])
+        ([0.0009765625, -0.9990234375], 6.931471824645996, 0)
     """
     rows, size = logits.shape
     found = call_kernel(
@@ -165,10 +164,9 @@ def softmax_gradient(logits: jax.Array, targets: jax.Array, factors: jax.Array, 
         logits,
         targets.astype(jnp.int32),
         factors.astype(jnp.float32),
+        pcast_varying(jnp.arange(_LANES, dtype=jnp.int32), sorted(varying_axes(logits))),
         grid=(rows,),
         outs=[((rows, size), logits.dtype), ((rows,), jnp.float32), ((rows,), jnp.float32), ((rows,), jnp.int32)],
-        aliases={0: 0},
-        num_warps=_NUM_WARPS,
         name="softmax_gradient",
     )
     return Softmax(*found)
@@ -179,45 +177,54 @@ register_cost("softmax_gradient", linear_in=range(2, 3))
 
 def _softmax_kernel(*refs: Any, size: int, z_loss: float) -> None:
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
 
-    logits_ref, targets_ref, factors_ref, d_logits_ref, log_sum_ref, of_target_ref, place_ref = refs
-    row, piece = pl.program_id(0), _DEPTH * _LANES
+    logits_ref, targets_ref, factors_ref, lanes_ref, d_logits_ref, log_sum_ref, of_target_ref, place_ref = refs
+    row, step = block_index(0), _DEPTH * _LANES
     target, factor = targets_ref[row], factors_ref[row]
-    offsets = lax.broadcasted_iota(jnp.int32, (_DEPTH, _LANES), 0) * _LANES
-    offsets = offsets + lax.broadcasted_iota(jnp.int32, (_DEPTH, _LANES), 1)
+    lanes = load_row(lanes_ref)
+    num_steps, num_pieces = size // step, size // _LANES
+    pieces = [piece * _LANES for piece in range(num_steps * _DEPTH, num_pieces)]  # after the steps
+    # The last piece ends with the row, and begins within the piece before it.
+    last = size - _LANES if size % _LANES else None
 
-    def load(index: Any) -> tuple[Any, Any, Any]:
-        places = index * piece + offsets
-        mask = places < size if size % piece else None
-        values = triton.load(logits_ref.at[row, places], mask=mask, other=None if mask is None else _LOWEST)
-        return places, mask, values.astype(jnp.float32)
+    def load(start: Any) -> Any:
+        return load_row(logits_ref.at[row, pl.ds(start, _LANES)]).astype(jnp.float32)
 
-    # Read it before the gradient overwrites it.
-    of_target = logits_ref[row, jnp.clip(target, 0, size - 1)].astype(jnp.float32)
+    def join(carry: Any, some: Sequence[Any]) -> Any:
+        largest, total = carry
+        new = functools.reduce(jnp.maximum, some, largest)
+        total = total * jnp.exp2((largest - new) * _LOG2_E)
+        # Subtract before multiplying, so that lanes without a logit give exactly 0.
+        return new, functools.reduce(jnp.add, [jnp.exp2((values - new) * _LOG2_E) for values in some], total)
 
     def read(index: Any, carry: Any) -> Any:
-        largest, total = carry
-        _, _, values = load(index)
-        new = jnp.maximum(largest, jnp.max(values, axis=0))
-        # Subtract before multiplying, so that lanes without a logit give exactly 0.
-        exponentials = jnp.exp2((values - new[None]) * _LOG2_E)
-        return new, total * jnp.exp2((largest - new) * _LOG2_E) + jnp.sum(exponentials, axis=0)
+        return join(carry, [load(index * step + depth * _LANES) for depth in range(_DEPTH)])
 
-    pieces = ceil_div(size, piece)
-    start = jnp.full(_LANES, _LOWEST, jnp.float32), jnp.zeros(_LANES, jnp.float32)
-    by_lane, total = lax.fori_loop(0, pieces, read, start)
+    start = fill_row(_LANES, _LOWEST, jnp.float32), fill_row(_LANES, 0, jnp.float32)
+    carry = lax.fori_loop(0, num_steps, read, start)
+    rest = [load(piece) for piece in pieces]
+    if last is not None:
+        rest.append(jnp.where(lanes + last >= num_pieces * _LANES, load(last), _LOWEST))
+    by_lane, total = join(carry, rest) if rest else carry
     largest = jnp.max(by_lane)
-    log_sum = largest + jnp.log(jnp.sum(total * jnp.exp(by_lane - largest)))
+    log_sum = largest + jnp.log(jnp.sum(total * jnp.exp2((by_lane - largest) * _LOG2_E)))
     of_softmax = factor * (1 + 2 * z_loss * log_sum) if z_loss else factor
 
-    def write(index: Any, first: Any) -> Any:
-        places, mask, values = load(index)
+    def write(start: Any, first: Any) -> Any:
+        values, places = load(start), lanes + start
         d_logits = of_softmax * jnp.exp2((values - log_sum) * _LOG2_E) - jnp.where(places == target, factor, 0.0)
-        triton.store(d_logits_ref.at[row, places], d_logits.astype(d_logits_ref.dtype), mask=mask)
-        return jnp.minimum(first, jnp.min(jnp.where(values == largest, places, size), axis=0))
+        d_logits_ref.at[row, pl.ds(start, _LANES)][...] = d_logits.astype(d_logits_ref.dtype)
+        return jnp.minimum(first, jnp.where(values == largest, places, size))
 
-    first = jnp.min(lax.fori_loop(0, pieces, write, jnp.full(_LANES, size, jnp.int32)))
+    def write_step(index: Any, first: Any) -> Any:
+        for depth in range(_DEPTH):
+            first = write(index * step + depth * _LANES, first)
+        return first
+
+    first = lax.fori_loop(0, num_steps, write_step, fill_row(_LANES, size, jnp.int32))
+    for piece in (*pieces, *(() if last is None else (last,))):
+        first = write(piece, first)
+    of_target = logits_ref[row, jnp.clip(target, 0, size - 1)].astype(jnp.float32)
     log_sum_ref[row] = log_sum
     of_target_ref[row] = jnp.where((target >= 0) & (target < size), of_target, 0.0)
-    place_ref[row] = first
+    place_ref[row] = jnp.min(first)
