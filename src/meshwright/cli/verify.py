@@ -27,6 +27,7 @@ def verify(
     mask: int | None = None,
     freeze: tuple[str, ...] = (),
     train: tuple[str, ...] = (),
+    pad: tuple[str, ...] = (),
     seed: int = 0,
     devices: int | None = None,
     fuzz: int | None = None,
@@ -55,6 +56,7 @@ def verify(
         mask: seed for random masks or weights, in place of those of the batch.
         freeze: regexes of parameters to freeze, as for `train`.
         train: regexes; if given, freeze all parameters without a match.
+        pad: regexes of parameters whose indivisible dims may be padded with zeros.
         seed: seed for the parameters, and for the batch if the job has only shapes; with --fuzz, for the cases.
         devices: number of devices to use; all if omitted.
         fuzz: number of random meshes and options to compare, instead of those above; prints the smallest failing case.
@@ -86,6 +88,7 @@ def verify(
             "--remat": remat != "none",
             "--sync": sync != "auto",
             "--mask": mask is not None,
+            "--pad": pad != (),
             "--json": json,
         }
         without_effect = [option for option, is_set in given.items() if is_set]
@@ -120,6 +123,7 @@ def verify(
             tolerance=TOLERANCES.get(precision, 1e-5) if tolerance is None else tolerance,
             precision=precision,
             seed=seed,
+            pad=pad or False,
             devices=devices,
             inspect=inspect,
             progress=progress,

@@ -146,8 +146,8 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     mesh = create_mesh(choice.mesh)
     # Report a misspelled axis before the layout warns about it; the step checks the axes of the layout itself.
     check_axes(job, {axis: size for axis, size in mesh.shape.items() if axis != config.placement.zero_axis})
-    zero_axis, ema = config.placement.zero_axis, config.adapt.ema
-    layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=precision, ema=ema)
+    zero_axis, pad, ema = config.placement.zero_axis, config.placement.pad or False, config.adapt.ema
+    layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=precision, pad=pad, ema=ema)
     tell(
         f"model: {config.model.job or config.model.model}, {num_params(job):,} parameters; the state takes "
         f"{format_bytes(layout.bytes_per_device)} per device; precision {precision}"
