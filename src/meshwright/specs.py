@@ -108,8 +108,10 @@ def spec_problem(spec: P, shape: Sequence[int], axis_sizes: Mapping[str, int]) -
         if unknown is not None:
             known = ", ".join(axis_sizes)
             message = f"{format_spec(spec)} names axis {unknown!r}; the mesh has axes: {known}."
-            hint = None if unknown in USUAL_AXES else did_you_mean(unknown, axis_sizes)
-            hint = hint or f"if meshes may lack {unknown!r}, pass Rules(..., optional_axes=({unknown!r},))."
+            if unknown in USUAL_AXES:
+                hint = f"if meshes may lack {unknown!r}, pass Rules(..., optional_axes=({unknown!r},))."
+            else:
+                hint = did_you_mean(unknown, axis_sizes) or f"use one of: {known}; or list it in optional_axes."
             return SpecProblem("unknown axis", message, hint, dim)
         ways = math.prod(axis_sizes[axis] for axis in dim_axes(entry))
         if shape[dim] % ways:

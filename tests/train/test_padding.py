@@ -8,6 +8,7 @@ import pytest
 
 import meshwright as mw
 from meshwright import P
+from meshwright.cli import main
 from meshwright.train import init_state, make_eval_step, make_train_step, state_layout
 
 RULES = mw.Rules(
@@ -130,3 +131,42 @@ def test_a_padded_state_is_saved_and_restored_on_another_mesh(tmp_path):
         jax.tree.leaves(other.gather(restored).params), jax.tree.leaves(layout.gather(state).params), strict=True
     ):
         assert leaf.tobytes() == expected.tobytes()
+
+
+# --- On the command line ---
+
+SOURCE = """
+import jax, jax.numpy as jnp, numpy as np
+import meshwright as mw
+from meshwright import P
+from meshwright.cli import main
+
+def loss(params, batch, rng):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2), {}
+
+rows = {"x": np.random.default_rng(0).normal(size=(16, 9)).astype(np.float32)}
+job = mw.Job(
+    init=lambda key: {"w": jax.random.normal(key, (9, 4))}, rules=[("w", P("fsdp"))], loss=loss, batch=rows, data=rows
+)
+"""
+
+
+def test_train_and_verify_pad(tmp_path, capsys):
+    (tmp_path / "odd.py").write_text(SOURCE)
+    job, quiet = f"{tmp_path / 'odd.py'}:job", ["--no-report", "--no-tensorboard", "--hang", "0"]
+
+    def run(*command):
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in command])
+        return ended.value.code or 0, capsys.readouterr()
+
+    assert run("verify", job, "--mesh", "fsdp:4", "--steps", 1, "--no-inspect", "--pad", "w")[0] == 0
+    assert run("verify", job, "--mesh", "fsdp:4", "--steps", 1, "--no-inspect")[0] == 1
+    folder = ["--run", tmp_path / "run", *quiet]
+    assert run("train", "--job", job, "--mesh", "fsdp:8", "--pad", "w", "--steps", 2, *folder)[0] == 0
+    code, said = run("train", *folder, "--resume", "--steps", 3, "--mesh", "dp:2,fsdp:4")
+    assert code == 0
+    assert "repadded for this mesh" in said.err
+    code, said = run("train", "--job", job, "--mesh", "fsdp:8", "--steps", 2, "--run", tmp_path / "other", *quiet)
+    assert code == 1
+    assert "9 % 8 = 1" in said.err

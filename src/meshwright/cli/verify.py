@@ -28,6 +28,7 @@ def verify(
     freeze: tuple[str, ...] = (),
     train: tuple[str, ...] = (),
     lora: str | None = None,
+    pad: tuple[str, ...] = (),
     seed: int = 0,
     devices: int | None = None,
     fuzz: int | None = None,
@@ -57,6 +58,7 @@ def verify(
         freeze: regexes of parameters to freeze, as for `train`.
         train: regexes; if given, freeze all parameters without a match.
         lora: low-rank adapters to train, as for `train`: rank=16,alpha=32,targets=REGEX,base=int8.
+        pad: regexes of parameters whose indivisible dims may be padded with zeros.
         seed: seed for the parameters, and for the batch if the job has only shapes; with --fuzz, for the cases.
         devices: number of devices to use; all if omitted.
         fuzz: number of random meshes and options to compare, instead of those above; prints the smallest failing case.
@@ -88,6 +90,7 @@ def verify(
             "--remat": remat != "none",
             "--sync": sync != "auto",
             "--mask": mask is not None,
+            "--pad": pad != (),
             "--json": json,
         }
         without_effect = [option for option, is_set in given.items() if is_set]
@@ -122,6 +125,7 @@ def verify(
             tolerance=TOLERANCES.get(precision, 1e-5) if tolerance is None else tolerance,
             precision=precision,
             seed=seed,
+            pad=pad or False,
             devices=devices,
             inspect=inspect,
             progress=progress,

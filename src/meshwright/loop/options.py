@@ -110,6 +110,8 @@ class PlacementOptions:
     """How often devices exchange gradients during accumulation."""
     zero_axis: str | None = None
     """Mesh axis that also shards the optimizer state (ZeRO-1)."""
+    pad: tuple[str, ...] = ()
+    """Regexes of parameters whose dims may be padded with zeros if the mesh does not divide them."""
     overlap: bool = True
     """Set compiler options that overlap collectives with matmuls."""
 

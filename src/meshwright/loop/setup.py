@@ -154,8 +154,8 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     mesh = create_mesh(choice.mesh)
     # Report a misspelled axis before the layout warns about it; the step checks the axes of the layout itself.
     check_axes(job, {axis: size for axis, size in mesh.shape.items() if axis != config.placement.zero_axis})
-    zero_axis, ema = config.placement.zero_axis, config.adapt.ema
-    layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=precision, ema=ema)
+    zero_axis, pad, ema = config.placement.zero_axis, config.placement.pad or False, config.adapt.ema
+    layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=precision, pad=pad, ema=ema)
     if origin is not None and origin.weights is not None:
         together("comparing --init-from with the model", lambda: compare_weights(origin, layout, config.init))
     named = config.model.job or (config.model.model if origin is None else origin.name(config.model.model))

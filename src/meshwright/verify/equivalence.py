@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from meshwright.distributed.same_batch import require_same_batch
 from meshwright.errors import JobError, LayoutError, MeshError, MeshwrightError
+from meshwright.layout.report import PadPolicy
 from meshwright.mesh.build import create_mesh
 from meshwright.models.execution import Remat
 from meshwright.train.job import check_axes
@@ -48,6 +49,7 @@ def verify(
     sync: Sync | None = None,
     remat: Remat = "none",
     data_axes: tuple[str, ...] | None = None,
+    pad: PadPolicy = False,
     devices: Sequence[Any] | int | None = None,
     inspect: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -75,6 +77,7 @@ def verify(
         seed: seed of the parameters and of a generated batch.
         precision: precision of the step. With "float32", matmuls use `jax.default_matmul_precision("highest")`.
         sync, remat, data_axes: as for `make_train_step`.
+        pad: the leaves that may be padded on a mesh, as for `state_layout`; they are compared without padding.
         devices: devices to use, or their number (default: all).
         inspect: whether to read XLA's warnings and the compiled program in the global view, for notes about arrays that
             it replicates or gathers.
@@ -125,6 +128,7 @@ def verify(
         sync,
         remat,
         data_axes,
+        pad,
     )
     each = ("global", "local") if views is None else (views,) if isinstance(views, str) else views
     wanted = list(itertools.product(each, counts))

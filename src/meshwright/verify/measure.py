@@ -22,10 +22,12 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightWarning
 from meshwright.layout import Layout
+from meshwright.layout.report import PadPolicy
 from meshwright.mesh.axes import varying_axes
 from meshwright.models.execution import DATA_AXES, Remat
 from meshwright.parallel.rows import count_rows
 from meshwright.train.gradients import PIPELINE_AXES, make_gradients
+from meshwright.train.padding import cut, fill, part_leaves
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, only_trainable, state_layout, trainable_leaves
 from meshwright.train.step import Step, make_train_step
@@ -53,6 +55,7 @@ class SharedInputs:
     sync: Sync | None
     remat: Remat
     data_axes: tuple[str, ...] | None
+    pad: PadPolicy = False
 
     @property
     def keeps_state(self) -> bool:
@@ -73,7 +76,7 @@ class SharedInputs:
         with warnings.catch_warnings():
             if quiet:  # the reference already printed warnings about the rules
                 warnings.simplefilter("ignore", MeshwrightWarning)
-            layout = state_layout(self.job, self.recording, mesh, precision=self.precision)
+            layout = state_layout(self.job, self.recording, mesh, precision=self.precision, pad=self.pad)
             key = jax.random.key(self.seed)
             return Placed(self, layout, init_state(self.job, self.recording, layout, key, precision=self.precision))
 
@@ -115,12 +118,17 @@ class Placed:
 
     @property
     def initial(self) -> dict[str, Any]:
-        return named(self.state.params)
+        return named(self._cut(self.state).params)
+
+    def _cut(self, state: RunState) -> RunState:
+        """Returns a state without padding, to compare it with that of one device."""
+        cut_state: RunState = cut(state, self.layout.leaves)
+        return cut_state
 
     def starting_from(self, params: PyTree) -> Placed:
         """Returns a copy that starts from other parameters."""
         shardings = self.layout.shardings
-        placed = jax.device_put(params, shardings.params)
+        placed = jax.device_put(fill(params, part_leaves(self.layout, "params")), shardings.params)
         learned = only_trainable(placed, trainable_leaves(self.inputs.job, placed))
         opt_state = jax.device_put(self.inputs.recording.init(learned), shardings.opt_state)
         return dataclasses.replace(self, state=dataclasses.replace(self.state, params=placed, opt_state=opt_state))
@@ -134,15 +142,18 @@ class Placed:
         """Takes `num_steps` steps, with the shared batch by default."""
         batch = self.inputs.batch if batch is None else batch
         state, metrics = step(self.state, batch)
-        grads, first = named(state.opt_state[0].trace), named(state.params)
+        seen = self._cut(state)
+        grads, first = named(seen.opt_state[0].trace), named(seen.params)
         own = {name: value for name, value in metrics.items() if name not in _OWN_METRICS}
         for _ in range(self.inputs.num_steps - 1):
             state, _ = step(state, batch)
+        state = self._cut(state)
         return Measured(metrics["loss"], grads, named(own), first, named(state.params), named(state.model_state))
 
     def gradients(self, view: View, num_minibatches: int) -> Callable[[PyTree, Any], tuple[Any, dict[str, Any]]]:
         """Returns `gradients(batch, rng) -> (loss, gradients by name)` at the initial parameters, on the host."""
         gradients = make_gradients(self.inputs.job, self.layout, **self._options(view, num_minibatches))
+        params = part_leaves(self.layout, "params")
 
         @jax.jit
         def compute(params: PyTree, batch: PyTree, rng: Any) -> tuple[Any, PyTree]:
@@ -154,6 +165,7 @@ class Placed:
             rows = P(self.row_axes)
             here = jax.tree.map(lambda leaf: NamedSharding(self.mesh, rows if np.ndim(leaf) else P()), batch)
             loss, grads = compute(self.state.params, jax.device_put(batch, here), rng)
+            grads = cut(grads, [leaf for leaf, keep in zip(params, gradients.trainable, strict=True) if keep])
             return np.asarray(loss), fetch(named(grads))
 
         return call
