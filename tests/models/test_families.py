@@ -7,7 +7,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.models import Decoder
-from meshwright.models.rope import format_scaling, parse_scaling
+from meshwright.models.rope import format_scaling, parse_scaling, scaled_rates
 from meshwright.train import language_job, make_gradients, state_layout
 
 from .families import FAMILIES, SIZES
@@ -55,6 +55,11 @@ def test_a_family_is_the_same_on_a_mesh(name):
 def test_scalings_survive_their_text():
     values = {"short_factor": (1.0, 1.25), "long_factor": (2.0, 3.0), "original": 8.0, "attention_factor": 1.1}
     assert parse_scaling(format_scaling("longrope", values)) == ("longrope", values)
+
+
+def test_a_single_pair_of_features_has_no_rate_to_scale():
+    rates, factor = scaled_rates("dynamic:factor=2,original=8", dim=2, theta=100.0, num_tokens=32)
+    assert (rates.tolist(), factor) == ([1.0], 1.0)
 
 
 @pytest.mark.parametrize(("changes", "text"), [

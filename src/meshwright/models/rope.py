@@ -117,6 +117,8 @@ def _linear(values: Values, dim: int, theta: float, num_tokens: int) -> tuple[Fl
 
 
 def _dynamic(values: Values, dim: int, theta: float, num_tokens: int) -> tuple[Floats, float]:
+    if dim == 2:  # a single pair turns at rate 1 for every theta
+        return _plain(dim, theta), 1.0
     factor, length = values["factor"], max(num_tokens, values["original"])
     grown = theta * (factor * length / values["original"] - (factor - 1)) ** (dim / (dim - 2))
     return _plain(dim, grown), 1.0
