@@ -129,6 +129,29 @@ def test_generation_blocks_mark_the_assistant():
     assert bytes(ids[mask]).decode() == "Ho!!"
 
 
+def test_a_template_needs_the_tokens_that_it_prints(tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    with pytest.raises(
+        DataError, match=r"uses bos_token, eos_token, which no tokenizer_config.json defines.\nhint: put"
+    ):
+        load_chat_template(str(file))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": "</s>"}')
+    template = load_chat_template(str(file), tokenizer=str(tmp_path / "tokenizer.json"))
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    assert template.render(messages) == ("Hi</s>Ho</s>", [(6, 12)])
+
+
+def test_marks_are_rejected_anywhere_in_a_message():
+    template = ChatTemplate("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}")
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a\uf8f0b"}]},
+        {"role": "assistant", "content": "Ho"},
+    ]
+    with pytest.raises(DataError, match="message 0 has the private-use character"):
+        template.render(messages)
+
+
 def test_a_tokenizer_with_special_tokens(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -105,6 +105,8 @@ def test_a_run_is_a_start_on_another_mesh(folder, start, tmp_path):
     result, _ = start(tmp_path / "first/checkpoints/1", name="third", mesh="fsdp:8", init_part="all", steps=2)
     assert int(result.state.step) == 2
     assert all(np.array_equal(value, wanted[name]) for name, value in flat(result.state.params).items())
+    with pytest.raises(ConfigError, match=r"at step 1, so --steps 1 leaves nothing to train.\nhint: raise --steps"):
+        start(tmp_path / "first", name="fourth", init_part="all", mesh="fsdp:8")
     with pytest.raises(CheckpointError, match=r"no step 9 in .*\nhint: finished steps: 1"):
         start(tmp_path / "first", name="fourth", init_step=9)
     largest = max((tmp_path / "first/checkpoints/1/state").rglob("*"), key=lambda path: path.stat().st_size)
@@ -135,9 +137,13 @@ def test_adapters_start_from_a_folder_and_are_merged_when_the_run_is_used(folder
         np.testing.assert_allclose(flat(whole)[name], value, atol=1e-6)
 
     # Starting again from that run keeps its adapters.
-    again, _ = start(tmp_path / "run", name="again", mesh="fsdp:8", **(lora | {"learning_rate": 0.0}))
+    again, _ = start(tmp_path / "run", name="again", mesh="fsdp:4,tp:2", **(lora | {"learning_rate": 0.0}))
     for name, value in flat(again.state.params).items():
         np.testing.assert_array_equal(value, params[name])
+    with pytest.raises(ConfigError, match=r"holds adapters with rank=2,alpha=32; --lora has rank=2,alpha=8"):
+        start(tmp_path / "run", name="other", lora=f"rank=2,alpha=8,targets=attn|mlp/up{base}")
+    with pytest.raises(ConfigError, match=r"holds adapters, but this run has none.\nhint: merge them with"):
+        start(tmp_path / "run", name="other")
 
 
 def test_differences_are_a_table_and_need_an_option(folder, start, tmp_path):
@@ -170,6 +176,12 @@ def test_the_tokenizer_of_the_folder_is_used(folder, start, tmp_path):
     shutil.rmtree(source)
     _, said = start(source, mesh="fsdp:8", resume=True, steps=2)
     assert f"tokenizer: {tmp_path / 'run/init/tokenizer.json'}" in said
+    # A run that starts from this one uses its tokenizer, also after its folder moved.
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert open_run(tmp_path / "moved").tokenizer.vocab_size == 6
+    _, said = start(tmp_path / "moved", name="second", mesh="fsdp:8")
+    assert f"tokenizer: {tmp_path / 'moved/init/tokenizer.json'}" in said
+    (tmp_path / "moved").rename(tmp_path / "run")
     told = []
     export_pretrained(tmp_path / "run/checkpoints", tmp_path / "out", like=tmp_path / "run/init", tell=told.append)
     assert (tmp_path / "out/tokenizer.json").is_file()

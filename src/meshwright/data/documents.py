@@ -93,7 +93,7 @@ class Documents(Sequence[str | bytes]):
 
     def fields(self) -> list[str]:
         """Returns the fields of the first record; none if the files have no fields."""
-        return self._parts[0].fields() if self._parts else []
+        return next((fields for part in self._parts if (fields := part.fields())), [])
 
     def stamps(self) -> list[list[Any]]:
         """Returns the name, size and modification time of each file, to detect changes without reading it."""
@@ -149,7 +149,7 @@ def _find(path: str) -> list[Path]:
     if glob.has_magic(path):
         # Sorted, since the order of glob differs between machines.
         found = sorted((Path(name) for name in glob.glob(str(expanded), recursive=True)), key=lambda file: file.parts)
-        found = [file for file in found if file.is_file()]
+        found = [file for file in found if file.is_file() and not file.name.endswith(SIDECAR_SUFFIX)]
         if found:
             return found
     raise DataError(f"no file matches {path!r}.", hint=_nearest(path, expanded))

@@ -88,13 +88,7 @@ class ByteTokenizer(Tokenizer):
     in_pieces = True
 
     def check(self, text: str | bytes) -> bytes:
-        try:
-            data = text.encode() if isinstance(text, str) else text
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"character {error.start} is half of a surrogate pair, which UTF-8 cannot encode.",
-                hint="repair the text.",
-            ) from None
+        data = _as_utf8(text) if isinstance(text, str) else text
         place = data.find(0)
         if place >= 0:
             raise DataError(
@@ -145,6 +139,7 @@ class FileTokenizer(Tokenizer):
 
     def check(self, text: str | bytes) -> str:
         if isinstance(text, str):
+            _as_utf8(text)
             return text
         try:
             return text.decode()
@@ -158,7 +153,7 @@ class FileTokenizer(Tokenizer):
         return self.encode_all([text])[0]
 
     def encode_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        found = self._tokenizer.encode(text, add_special_tokens=False)
+        found = self._tokenizer.encode(self.check(text), add_special_tokens=False)
         starts = np.array([start for start, _ in found.offsets], np.int64)
         return np.asarray(found.ids, np.uint32), starts
 
@@ -170,6 +165,16 @@ class FileTokenizer(Tokenizer):
         kept = [token for token in np.asarray(ids).tolist() if token != self.end]
         text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
         return text
+
+
+def _as_utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"character {error.start} is half of a surrogate pair, which UTF-8 cannot encode.",
+            hint="repair the text.",
+        ) from None
 
 
 def _end_name(path: Path, vocabulary: dict[str, int], end: str | None) -> str:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from meshwright.dtypes import is_float
+from meshwright.errors import ConfigError
 from meshwright.layout.leaf import LeafLayout
 from meshwright.parallel.lora.low_rank import BASE, LORA_A, LORA_B, SCALES
 from meshwright.train.lora import stored_base
@@ -38,6 +39,11 @@ def plain_leaves(leaves: Mapping[str, LeafLayout], stored: Collection[str]) -> d
         if f"{path}/{LORA_A}" not in leaves or f"{path}/{LORA_A}" in stored:
             found[name] = leaf
         elif part == BASE:
+            if any(leaves[f"{path}/{part}"].is_padded for part in (BASE, LORA_A, LORA_B)):
+                raise ConfigError(
+                    f"`{path}` is padded on this mesh, and adapters cannot start from padded weights.",
+                    hint="use a mesh that divides its dims, or leave it out of the targets of --lora.",
+                )
             shape = (*leaves[f"{path}/{LORA_A}"].shape[:-1], leaves[f"{path}/{LORA_B}"].shape[-1])
             dtype = leaf.dtype if is_float(leaf.dtype) else jnp.dtype(jnp.float32)
             found[path] = leaf._replace(name=path, shape=shape, stored_shape=shape, dtype=dtype)

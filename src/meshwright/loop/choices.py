@@ -13,6 +13,7 @@ import jax
 
 from meshwright.errors import ConfigError, LayoutError, MeshError, did_you_mean
 from meshwright.layout import format_bytes
+from meshwright.layout.report import PadPolicy
 from meshwright.loop.logging.memory_use import read_memory
 from meshwright.mesh.build import create_abstract_mesh
 from meshwright.models import XLSTM, Decoder
@@ -143,6 +144,8 @@ def choose_mesh(
     batch_size: int,
     memory: int | None,
     precision: Any = "float32",
+    ema: float | None = None,
+    pad: PadPolicy = False,
     heads: int | None = None,
     kv_heads: int | None = None,
     minibatches: int = 1,
@@ -154,6 +157,7 @@ def choose_mesh(
 
     Args:
         memory: bytes of memory per device; None if unknown, which rules out pure data parallelism.
+        ema, pad: as for `state_layout`.
         heads: number of attention heads, which must be divisible by the tensor axis.
         kv_heads: number of key/value heads, if fewer; the tensor axis must divide it or be a multiple of it.
         minibatches: number of minibatches; each must have rows for all devices.
@@ -174,7 +178,7 @@ def choose_mesh(
     rows = batch_size // minibatches if batch_size % minibatches == 0 else 0
     for mesh, how in _candidates(num_devices, rows, heads or 0, kv_heads or 0):
         try:
-            layout = state_layout(job, optimizer, create_abstract_mesh(mesh), precision=precision)
+            layout = state_layout(job, optimizer, create_abstract_mesh(mesh), precision=precision, ema=ema, pad=pad)
         except LayoutError:
             tried.append(f"{mesh} does not fit the model's rules")
             continue

@@ -97,6 +97,8 @@ class TrainConfig:
             raise ConfigError("model_options apply to built-in models, not to a job.", hint="leave one of them out.")
         if self.adapt.lora is not None:
             LoraSettings.parse(self.adapt.lora)
+            if self.placement.precision == "fp8":
+                raise ConfigError("adapters do not run in fp8.", hint="use --precision mixed with --lora.")
         if self.init.init_from is None and self.init != InitOptions():
             raise ConfigError("the options --init-... have no effect without --init-from.", hint="add --init-from.")
         if self.adapt.eval_ema and self.adapt.ema is None:

@@ -35,6 +35,8 @@ Shape = tuple[int, ...]
 class FolderWeights:
     """The weights of a Hugging Face model folder."""
 
+    lora: Mapping[str, Any] | None = None
+
     def __init__(self, folder: Path, *, ignore: Collection[str] = ()) -> None:
         self.source = PretrainedFolder(folder, ignore=ignore)
         self.shapes, self.dtypes = self.source.shapes, self.source.dtypes
@@ -73,6 +75,11 @@ class StepWeights:
     @property
     def model(self) -> Any:
         return self.manifest.facts.get("model")
+
+    @property
+    def lora(self) -> Mapping[str, Any] | None:
+        """The settings of the adapters in the checkpoint, if it has any."""
+        return self.manifest.facts.get("lora")
 
     def restore(self, layout: Layout, *, cast: bool) -> Restored:
         """Returns the whole state of the step."""

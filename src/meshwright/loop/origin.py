@@ -19,17 +19,18 @@ from meshwright.checkpoint.manifest import model_fact
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError
 from meshwright.files import write_atomically
 from meshwright.layout import Layout
-from meshwright.loop.choices import DEFAULT_MODEL, change_model
-from meshwright.loop.config import TrainConfig
+from meshwright.loop.choices import DEFAULT_MODEL, FAMILIES, change_model
+from meshwright.loop.config import TrainConfig, read_config
 from meshwright.loop.init_options import InitOptions
-from meshwright.loop.initial_weights import Weights, choose_leaves, open_weights
+from meshwright.loop.initial_weights import StepWeights, Weights, choose_leaves, open_weights
+from meshwright.loop.run_dir import CONFIG as RUN
 from meshwright.mesh.build import create_mesh
-from meshwright.models import XLSTM, Decoder
 from meshwright.models.language import LanguageModel
 from meshwright.specs import round_up
+from meshwright.train import LoraSettings
 
 COPY, MODEL, TOKENIZER = "init", "model.json", "tokenizer.json"
-_CLASSES: dict[str, type[LanguageModel]] = {"Decoder": Decoder, "XLSTM": XLSTM}
+_CLASSES = {kind.__name__: kind for kind in FAMILIES.values()}
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,14 @@ class Origin:
         model: the model, or None if a checkpoint does not name a built-in one.
         pretrained: the fact about the original model folder, for exports.
         weights: the weights, or None in a run that is resumed.
+        tokenizer: path of the tokenizer file, or None for bytes.
     """
 
     folder: Path
     model: LanguageModel | None
     pretrained: Mapping[str, Any] | None
     weights: Weights | None
-
-    @property
-    def tokenizer(self) -> str | None:
-        """Path of the tokenizer, or None."""
-        path = self.folder / TOKENIZER
-        return str(path) if path.is_file() else None
+    tokenizer: str | None
 
     def name(self, model: str) -> str:
         """Returns a short name of the model: the option `--model`, or the family."""
@@ -90,13 +87,15 @@ class Origin:
 
     def copy_to(self, run: Path) -> None:
         """Writes the copy that a resumed run uses."""
-        target = run / COPY
-        if self.folder == target:
+        if self.weights is None:  # this is the copy
             return
+        target = run / COPY
         target.mkdir(parents=True, exist_ok=True)
         if self.pretrained is not None:
             copy_tokenizer(self.folder, target)
             write_atomically(target / CONFIG, json.dumps(self.pretrained["config"], indent=1) + "\n")
+        if self.tokenizer is not None:  # a run's own tokenizer may be another than its origin's
+            write_atomically(target / TOKENIZER, Path(self.tokenizer).read_text(encoding="utf-8"))
         fact = None if self.model is None else model_fact(self.model)
         write_atomically(target / MODEL, json.dumps({"model": fact, "pretrained": self.pretrained}, indent=1) + "\n")
 
@@ -136,19 +135,62 @@ def find_origin(config: TrainConfig) -> Origin | None:
     copy = None if config.run.run is None else Path(config.run.run) / COPY
     if config.run.resume and copy is not None and (copy / MODEL).is_file():
         held = read_json(copy / MODEL)
-        return Origin(copy, model_of_fact(held.get("model")), held.get("pretrained"), None)
+        return Origin(copy, model_of_fact(held.get("model")), held.get("pretrained"), None, _tokenizer_in(copy))
     weights = open_weights(config.init)
-    folder, fact = Path(config.init.init_from), weights.pretrained
-    if not (folder / TOKENIZER).is_file():  # a run that has a tokenizer holds it in its own copy
-        folder = next((place for place in (folder / COPY, folder.parent / COPY) if place.is_dir()), folder)
+    folder = Path(config.init.init_from)
     model = weights.model if isinstance(weights.model, LanguageModel) else model_of_fact(weights.model)
-    return Origin(folder, model, fact, weights)
+    tokenizer = _tokenizer_in(folder)
+    if isinstance(weights, StepWeights):
+        run = next((place for place in (folder, *folder.absolute().parents[:2]) if (place / RUN).is_file()), None)
+        if run is not None:
+            folder, tokenizer = run / COPY, _tokenizer_of(run)
+    return Origin(folder, model, weights.pretrained, weights, tokenizer)
 
 
-def compare_weights(origin: Origin, layout: Layout, options: InitOptions) -> None:
-    """Raises if the weights do not fit the run's parameters; a whole state is compared when it is restored."""
+def _tokenizer_in(folder: Path) -> str | None:
+    return str(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else None
+
+
+def _tokenizer_of(run: Path) -> str | None:
+    """Returns the path of a run's tokenizer, or None for bytes."""
+    named = with_own_tokenizer(read_config(run / RUN), run).data.tokenizer
+    if named in ("auto", "bytes"):
+        return None
+    if not Path(named).is_file():
+        raise ConfigError(
+            f"--init-from: the tokenizer of {run}, {named}, does not exist.", hint="pass it with --tokenizer."
+        )
+    return named
+
+
+def with_own_tokenizer(config: TrainConfig, run: Path) -> TrainConfig:
+    """Returns the options of a run whose folder may have moved: its copy of the tokenizer is in the folder itself."""
+    named, own = Path(config.data.tokenizer), copy_of_tokenizer(run)
+    if named.parts[-2:] == own.parts[-2:] and not named.is_file() and own.is_file():
+        return config.changed({"tokenizer": str(own)})
+    return config
+
+
+def compare_weights(origin: Origin, layout: Layout, options: InitOptions, lora: LoraSettings | None) -> None:
+    """Raises if the weights do not fit the run's parameters; a whole state is compared when it is restored.
+
+    Args:
+        lora: the settings of the run's adapters, if it has any.
+    """
+    assert origin.weights is not None
+    held = origin.weights.lora
+    if held is not None and lora is None:
+        raise ConfigError(
+            "--init-from holds adapters, but this run has none.",
+            hint="merge them with `meshwright checkpoint convert RUN FOLDER` and start from FOLDER, or add --lora.",
+        )
+    if held is not None and lora is not None and (held["rank"], held["alpha"]) != (lora.rank, lora.alpha):
+        raise ConfigError(
+            f"--init-from holds adapters with rank={held['rank']},alpha={held['alpha']:g}; --lora has "
+            f"rank={lora.rank},alpha={lora.alpha:g}.",
+            hint="use the same rank and alpha, or merge the adapters with `meshwright checkpoint convert`.",
+        )
     if options.init_part == "params":
-        assert origin.weights is not None
         choose_leaves(origin.weights, layout, options)
 
 
@@ -156,6 +198,7 @@ def model_of_fact(fact: Any) -> LanguageModel | None:
     """Returns the built-in model with this fact, or None for others.
 
     Example:
+        >>> from meshwright.models import Decoder
         >>> model_of_fact(model_fact(Decoder.named("tiny"))) == Decoder.named("tiny")
         True
     """

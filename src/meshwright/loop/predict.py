@@ -20,6 +20,7 @@ from meshwright.loop.before_after import BeforeAfter
 from meshwright.loop.text_source import StreamStart
 from meshwright.pages import encode_png
 from meshwright.train.job_loading import job_errors
+from meshwright.train.padding import cut, part_leaves
 from meshwright.train.precision import Precision
 from meshwright.tree import flatten_tree
 
@@ -71,8 +72,10 @@ class Predictions(BeforeAfter):
         job, mesh = setup.job, setup.layout.mesh
         precision = Precision.named(setup.precision)
         has_state = getattr(job, "model_state", None) is not None
+        leaves, state_leaves = (part_leaves(setup.layout, part) for part in ("params", "model_state"))
 
         def predict(params: Any, model_state: Any, batch: Any) -> Any:
+            params, model_state = cut(params, leaves), cut(model_state, state_leaves)
             params = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, precision.compute_dtypes(params))
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 found = job.predict(params, model_state, batch) if has_state else job.predict(params, batch)

@@ -116,6 +116,11 @@ def _start_from(run: RunSetup, event: str, said: list[str]) -> Start:
     if options.init_part == "all":
         assert isinstance(weights, StepWeights)
         restored = weights.restore(run.layout, cast=run.config.run.cast)
+        if restored.step >= run.config.run.steps:
+            raise ConfigError(
+                f"--init-from is at step {restored.step}, so --steps {run.config.run.steps} leaves nothing to train.",
+                hint=f"raise --steps above {restored.step}: with --init-part all, it counts the steps of --init-from.",
+            )
         said = [*said, *restored.notes, f"{text}, step {restored.step}, with its optimizer state"]
         return Start(restored.state, f"{event} from {options.init_from}", said, {"init_from": options.init_from})
 

@@ -10,6 +10,7 @@ from meshwright.generate.draw import Sampling
 from meshwright.generate.generator import make_generator
 from meshwright.generate.text import encode_prompts, generate_text
 from meshwright.loop.before_after import BeforeAfter
+from meshwright.train.padding import cut, part_leaves
 
 if TYPE_CHECKING:
     from meshwright.loop.setup import RunSetup
@@ -28,8 +29,15 @@ class TrainingSamples(BeforeAfter):
         assert setup.model is not None
         self.options, self.tell, self.tokenizer = setup.config.run, setup.tell, setup.source.tokenizer
         (prompt,) = encode_prompts([self.options.prompt], self.tokenizer)
-        lora = getattr(setup.job, "lora", None)
-        self.whole = (lambda params: params) if lora is None else jax.jit(lora.adapters.merged)
+        lora, leaves = getattr(setup.job, "lora", None), part_leaves(setup.layout, "params")
+
+        def whole(params: Any) -> Any:
+            """Returns parameters without padding and adapters."""
+            params = cut(params, leaves)
+            return params if lora is None else lora.adapters.merged(params)
+
+        is_plain = lora is None and not any(leaf.is_padded for leaf in leaves)
+        self.whole = (lambda params: params) if is_plain else jax.jit(whole)
         self.generator = make_generator(
             setup.model,
             length=len(prompt) + self.options.sample_tokens,

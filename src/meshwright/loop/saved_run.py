@@ -16,8 +16,9 @@ from meshwright.checkpoint import Checkpoints, read_manifest
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.layout import Layout
-from meshwright.loop.choices import FAMILIES, make_model
+from meshwright.loop.choices import make_model
 from meshwright.loop.config import TrainConfig, read_config
+from meshwright.loop.origin import model_of_fact, with_own_tokenizer
 from meshwright.loop.run_dir import CONFIG
 from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
@@ -36,6 +37,7 @@ class SavedRun:
     Args:
         stored: precision in which the run stored its parameters.
         step: the step to read (default: the last good one).
+        lora: settings of the run's adapters, if it has any.
     """
 
     folder: Path
@@ -44,14 +46,15 @@ class SavedRun:
     tokenizer: Tokenizer
     stored: str
     step: int | None
+    lora: LoraSettings | None = None
 
     def restore(self, mesh: Mesh) -> tuple[PyTree, int, Sequence[str]]:
         """Returns the parameters on a mesh, their step and everything unusual; verifies every byte first.
 
         Adapters of a run with `--lora` are merged into their matrices.
         """
-        adapters = self.config.adapt.lora
-        job = adapt_job(self._job(), adapters=adapters)
+        options, adapters = self.config.adapt, self.lora
+        job = adapt_job(self._job(), freeze=options.freeze, train=options.train, adapters=adapters)
         stored = state_layout(job, _no_optimizer(), mesh, precision=self.stored)
         restored = Checkpoints(self.folder / "checkpoints").restore(stored, step=self.step, cast=True, part="params")
         params = restored.state
@@ -59,11 +62,14 @@ class SavedRun:
             whole = params_layout(self.layout(mesh))
 
             def merge(params: PyTree) -> PyTree:
-                plain = merged(params, LoraSettings.parse(adapters))
+                plain = merged(params, adapters)
                 return jax.tree.map(lambda leaf, known: leaf.astype(known.dtype), plain, whole.abstract)
 
             params = jax.jit(merge, out_shardings=whole.shardings)(params)
-        return params, restored.step, restored.notes
+        notes = [*restored.notes]
+        if options.ema is not None:
+            notes.append("the run keeps a moving average of its parameters; this uses the parameters themselves")
+        return params, restored.step, notes
 
     def state(self, params: PyTree) -> RunState:
         """Returns a state that fits `layout` and holds the parameters."""
@@ -99,7 +105,7 @@ def open_run(folder: str | os.PathLike[str], *, step: int | None = None) -> Save
     place = Path(folder)
     if not str(folder).strip() or not os.path.isfile(place / CONFIG):
         raise ConfigError(f"{str(folder)!r} holds no run.", hint="pass the folder that holds config.yaml.")
-    config = read_config(place / CONFIG)
+    config = with_own_tokenizer(read_config(place / CONFIG), place)
     steps = Checkpoints(place / "checkpoints").steps()
     if not steps:
         raise CheckpointError(f"{place} has no finished checkpoint.", hint="train longer, or lower --checkpoint-every.")
@@ -112,7 +118,8 @@ def open_run(folder: str | os.PathLike[str], *, step: int | None = None) -> Save
     model = _model(config, facts.get("model"), tokenizer)
     precision = facts.get("precision")
     stored = "bfloat16" if precision == "bfloat16" else "float32"
-    return SavedRun(place, config, model, tokenizer, stored, step)
+    held = facts.get("lora")
+    return SavedRun(place, config, model, tokenizer, stored, step, None if held is None else LoraSettings(**held))
 
 
 def _facts(folder: Path, steps: Sequence[int]) -> Mapping[str, Any]:
@@ -127,9 +134,9 @@ def _facts(folder: Path, steps: Sequence[int]) -> Mapping[str, Any]:
 
 
 def _model(config: TrainConfig, fact: Any, tokenizer: Tokenizer) -> LanguageModel:
-    kinds = {kind.__name__: kind for kind in FAMILIES.values()}
-    if isinstance(fact, Mapping) and fact.get("class") in kinds:
-        return kinds[fact["class"]](**fact["fields"])
+    known = model_of_fact(fact)
+    if known is not None:
+        return known
     if config.model.job is None:
         return make_model(config.model.model, config.model.model_options, vocab_size=tokenizer.vocab_size)
     model = getattr(load_job(config.model.job), "model", None)
@@ -167,7 +174,7 @@ def mesh_to_use(model: LanguageModel, mesh: str | None, *, devices: int | None =
 
 
 def precision_to_use(name: str) -> str:
-    """Returns a compute precision: "auto" is float32 on CPUs and bfloat16 elsewhere.
+    """Returns a compute precision: "auto" is float32 on CPUs and mixed elsewhere.
 
     Example:
         >>> precision_to_use("auto")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,7 +40,14 @@ from meshwright.loop.logging.run_stats import (
     tokens_per_step,
 )
 from meshwright.loop.optimizers import OptimizerChoice, choose_optimizer
-from meshwright.loop.origin import Origin, compare_weights, copy_of_tokenizer, find_origin, without_auto
+from meshwright.loop.origin import (
+    Origin,
+    compare_weights,
+    copy_of_tokenizer,
+    find_origin,
+    with_own_tokenizer,
+    without_auto,
+)
 from meshwright.loop.predict import Predictions
 from meshwright.loop.resume import Start, find_start, step_in_log
 from meshwright.loop.run_dir import PER_PROCESS, RunFolder
@@ -132,6 +140,8 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
 
 def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     """Makes all decisions, the same on all processes; writes only the empty run folder."""
+    if config.run.run is not None:
+        config = with_own_tokenizer(config, Path(config.run.run))
     origin = together("reading --init-from", lambda: find_origin(config))
     config, tokenizer = without_auto(config, origin)
     if tokenizer is not None:
@@ -157,7 +167,8 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     zero_axis, pad, ema = config.placement.zero_axis, config.placement.pad or False, config.adapt.ema
     layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=precision, pad=pad, ema=ema)
     if origin is not None and origin.weights is not None:
-        together("comparing --init-from with the model", lambda: compare_weights(origin, layout, config.init))
+        lora = getattr(job, "lora", None)
+        together("comparing --init-from with the model", lambda: compare_weights(origin, layout, config.init, lora))
     named = config.model.job or (config.model.model if origin is None else origin.name(config.model.model))
     tell(
         f"model: {named}, {num_params(job):,} parameters; the state takes "
@@ -232,6 +243,8 @@ def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, prec
         minibatches=config.placement.minibatches,
         memory=device_memory(),
         precision=precision,
+        ema=config.adapt.ema,
+        pad=config.placement.pad or False,
         heads=getattr(model, "num_heads", None),
         kv_heads=getattr(model, "num_kv_heads", None),
     )
@@ -301,9 +314,9 @@ def _open_log(setup: RunSetup, flops: float | None, stack: ExitStack) -> RunLog:
 
     def write() -> None:
         with folder.writing():
-            folder.write_config(setup.config)
             if setup.origin is not None and jax.process_index() == 0:
-                setup.origin.copy_to(folder.path)
+                setup.origin.copy_to(folder.path)  # the configuration names the copy
+            folder.write_config(setup.config)
             folder.write_facts(run_facts(setup, flops))
 
     setup.tell.log = log = stack.enter_context(together("opening its logs", open_log))

@@ -188,7 +188,8 @@ def _require_default(options: DataOptions, names: tuple[str, ...], why: str, *, 
     plain = DataOptions()
     for name in names:
         value = getattr(options, name)
-        if value not in (getattr(plain, name), but):
+        # The default of --tokenizer was `bytes`, which the configurations of older runs hold.
+        if value not in (getattr(plain, name), but) and (name, value) != ("tokenizer", "bytes"):
             raise ConfigError(f"{name} is {value}, which would have no effect: {why}.", hint=f"leave {name} out.")
 
 

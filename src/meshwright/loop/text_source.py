@@ -240,6 +240,11 @@ class StreamSource(TextSource):
         if packed or (self.options.messages_field in fields and self.options.text_field not in fields):
             kind = "packed tokens" if packed else "conversations"
             raise DataError(f"--tokenize stream reads text, not {kind}.", hint="leave --tokenize out.")
+        if any(file.suffix == ".parquet" for file in documents.files):
+            raise DataError(
+                "--tokenize stream reads documents in a random order, and each would decode a row group of Parquet.",
+                hint="leave --tokenize out, or convert the files to .jsonl or .array_record.",
+            )
         return documents
 
     def _rows(self, documents: Documents, name: str, **split: Any) -> IteratedRows:

@@ -123,6 +123,8 @@ class Decoder(LanguageModel):
                 raise ConfigError(
                     f"{field} of Decoder is {getattr(self, field)!r}.", hint=f"use one of: {', '.join(known)}."
                 )
+        if self.query_scalar is not None and not self.query_scalar > 0:
+            raise ConfigError(f"query_scalar of Decoder is {self.query_scalar}.", hint="use a number above 0.")
         if self.whole_qk_norm and not self.qk_norm:
             raise ConfigError("whole_qk_norm of Decoder has no effect without qk_norm.", hint="set qk_norm as well.")
         if self.rope_scaling is not None:

@@ -79,7 +79,15 @@ def parse_scaling(text: str) -> tuple[str, Values]:
         raise ConfigError(
             f"rope_scaling {text!r} lacks {', '.join(missing)}.", hint="write kind:name=value,name=value."
         )
-    return kind, {name: found.get(name, default) for name, default in known.items()}
+    values: dict[str, Any] = {key: found.get(key, default) for key, default in known.items()}
+    for name, numbers in values.items():
+        numbers = numbers if name in _LISTS else (numbers,)
+        least = min(numbers, default=0.0)
+        if not all(map(math.isfinite, numbers)) or least < 0 or (name in ("factor", "original") and least == 0):
+            raise ConfigError(f"rope_scaling {text!r}: {name} is out of range.", hint="use positive finite numbers.")
+    if kind == "llama3" and not values["high_freq_factor"] > values["low_freq_factor"]:
+        raise ConfigError(f"rope_scaling {text!r}: high_freq_factor must be above low_freq_factor.")
+    return kind, values
 
 
 def scaled_rates(text: str, dim: int, theta: float, num_tokens: int) -> tuple[Floats, float]:

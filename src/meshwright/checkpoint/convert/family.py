@@ -108,6 +108,12 @@ class Family:
     tied: bool = False
 
     @property
+    def is_fused(self) -> bool:
+        """Whether some tensors hold several leaves."""
+        tensors = [place.name for place in self.names.values()]
+        return len(set(tensors)) < len(tensors)
+
+    @property
     def _gate(self) -> tuple[str, str]:
         activation = self.switches.get("activation", "silu")
         return ("hidden_act" if activation == "silu" else "hidden_activation"), GATES[activation]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.checkpoint.arrays import nest, read_anything
 from meshwright.checkpoint.convert.config_json import CONFIG
-from meshwright.checkpoint.convert.families import decoder_of_config
+from meshwright.checkpoint.convert.families import decoder_of_config, family_named
 from meshwright.checkpoint.convert.family import canonical
 from meshwright.checkpoint.convert.fingerprint import model_logits, probe_tokens, write_fingerprint
 from meshwright.checkpoint.convert.peft_adapters import merged_params, settings_of, write_peft
@@ -110,6 +110,18 @@ def export_adapters(
     """
     tell = tell or (lambda note: warnings.warn(note, MeshwrightWarning, stacklevel=3))
     params, manifest = _read_params(folder, step, tell)
+    origin, trained = manifest.facts.get("pretrained"), manifest.facts.get("config", {}).get("train")
+    kind = origin["config"].get("model_type") if isinstance(origin, Mapping) else None
+    if kind is not None and family_named(kind).is_fused:
+        raise CheckpointError(
+            f"{kind} stores several matrices in one tensor, which PEFT would adapt as one.",
+            hint="export the merged model instead.",
+        )
+    if trained:
+        raise CheckpointError(
+            f"the run also trained {', '.join(trained)}, and these files hold adapters only.",
+            hint="export the merged model instead.",
+        )
     return write_peft(target, params, settings_of(manifest.facts), base_model=base_model)
 
 

@@ -40,7 +40,7 @@ def load_chat_template(path: str | None = None, *, tokenizer: str = "bytes") -> 
         >>> template.render([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])
         ('<user>Hi</><assistant>Ho</>', [(11, 27)])
     """
-    folder = None if tokenizer == "bytes" else Path(tokenizer).expanduser().parent
+    folder = None if tokenizer in ("auto", "bytes") else Path(tokenizer).expanduser().parent
     if path is not None:
         file = Path(path).expanduser()
         text = _read(file)
@@ -82,6 +82,12 @@ class ChatTemplate:
             self._template = environment.from_string(text)
         except Exception as error:
             raise DataError(f"{where} is not a chat template: {error}", hint="pass a Jinja template.") from None
+        unknown = sorted(_named(environment, text) & set(_SPECIAL) - set(self.special))
+        if unknown:
+            raise DataError(
+                f"{where} uses {', '.join(unknown)}, which no tokenizer_config.json defines.",
+                hint="put the tokenizer_config.json of the model beside its tokenizer.json, or write the text itself.",
+            )
         self._marks = any(kind == "block_begin" and "generation" in after for kind, after in _blocks(environment, text))
 
     def render(self, messages: Any, *, where: str = "the conversation") -> tuple[str, list[tuple[int, int]]]:
@@ -132,8 +138,8 @@ def _checked(messages: Any, where: str) -> list[Any]:
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(f"{where}: message {number} has no role.", hint='write {"role": ..., "content": ...}.')
-        text = message.get("content")
-        if isinstance(text, str) and (_OPEN in text or _CLOSE in text):
+        text = json.dumps(message, ensure_ascii=False, default=str)
+        if _OPEN in text or _CLOSE in text:
             raise DataError(f"{where}: message {number} has the private-use character U+F8F0 or U+F8F1.")
     if not any(message["role"] == ASSISTANT for message in messages):
         raise DataError(
@@ -183,9 +189,22 @@ def _environment() -> Any:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = fail
     return environment
+
+
+def _named(environment: Any, text: str) -> set[str]:
+    """Returns the variables that a template prints; others may be absent, as in `{% if bos_token %}`."""
+    import jinja2.nodes
+
+    printed: set[str] = set()
+    for output in environment.parse(text).find_all(jinja2.nodes.Output):
+        for node in output.nodes:
+            if isinstance(node, jinja2.nodes.Name):
+                printed.add(node.name)
+            printed |= {name.name for name in node.find_all(jinja2.nodes.Name)}
+    return printed
 
 
 def _blocks(environment: Any, text: str) -> list[tuple[str, str]]:
@@ -228,6 +247,7 @@ def _special(folder: Path | None) -> dict[str, str]:
     if file is None or not file.is_file():
         return {}
     config = _config(file)
-    values = {name: config.get(name) for name in _SPECIAL}
+    values = {name: config[name] for name in _SPECIAL if name in config}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
-    return {name: value for name, value in texts.items() if isinstance(value, str)}
+    # A token that is null does not exist, and templates print nothing for it.
+    return {name: value or "" for name, value in texts.items() if value is None or isinstance(value, str)}

@@ -151,7 +151,7 @@ def _open(path: Path, dtype: str | None) -> BinFile:
     if rest < kind.itemsize or rest % kind.itemsize:
         raise DataError(
             f"{path} has {size:,} bytes, {header:,} of them a header; the rest is not a number of {stated} tokens.",
-            hint="is it complete, and is the dtype right?",
+            hint="check that the file is complete, and pass the right --token-dtype.",
         )
     return BinFile(path, kind, facts.get("vocab_size"), facts.get("end"), header, rest // kind.itemsize)
 

@@ -46,7 +46,7 @@ class _Columns(Part):
                 self.path.open("rb").close()
             yield pyarrow
         except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"cannot read {self.path}: {error}", hint="is it complete?") from None
+            raise DataError(f"cannot read {self.path}: {error}", hint="check that the file is complete.") from None
 
 
 class ParquetFile(_Columns):
