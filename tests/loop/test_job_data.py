@@ -107,3 +107,9 @@ def test_options_without_effect_and_wrong_data(desk, changes, message):
     with pytest.raises((ConfigError, DataError), match=message):
         desk.run("arrays", **changes)
     assert not desk.folder().exists()
+
+
+def test_the_old_default_of_the_tokenizer_is_accepted(desk):
+    """Configurations of older runs hold `tokenizer: bytes`, also for jobs without text."""
+    desk.run("arrays", steps=1, tokenizer="bytes")
+    assert desk.folder().exists()
