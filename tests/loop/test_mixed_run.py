@@ -32,8 +32,10 @@ def test_spellings_of_a_mixture(tmp_path):
     options = read_config(file).data
     assert options == DataOptions(data=("web=/d/web", "code=/d/code"), mixture_weights=("web=0.7", "code=0.3"))
     assert read_config(file) == TrainConfig().changed(TrainConfig(data=options).flat())
-    file.write_text("data: [/d/web, s3://bucket/a:b/code]\n")
-    assert parse_sources(read_config(file).data.data) == {"web": "/d/web", "code": "s3://bucket/a:b/code"}
+    file.write_text("data: [/d/web, /d/a:b/code]\n")
+    assert parse_sources(read_config(file).data.data) == {"web": "/d/web", "code": "/d/a:b/code"}
+    with pytest.raises(ConfigError, match="data=code=s3://bucket/code is a URL"):
+        TrainConfig().changed({"data": ("web=/d/web", "code=s3://bucket/code")})
     assert parse_sources("/d/a=b") is None
     (tmp_path / "a=b").write_text("text")
     assert parse_sources(str(tmp_path / "a=b")) is None

@@ -78,7 +78,8 @@ def update(
         products = jax.tree.map(lambda slope, change: jnp.vdot(slope.astype(change.dtype), change), slopes, tangents[0])
         return value, sum(jax.tree.leaves(products), jnp.zeros((), value.dtype))
 
-    def searched(params: PyTree) -> Any:
+    def searched(params: PyTree, specs: PyTree = None) -> Any:
+        del specs  # a line search rejects extra arguments that the loss does not take
         if clipped:
             raise MeshwrightError(
                 "this optimizer searches along its update for a lower loss, which needs unclipped gradients.",
