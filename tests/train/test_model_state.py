@@ -129,6 +129,7 @@ def test_devices_combine_their_states_in_the_local_view():
     np.testing.assert_allclose(state["norm"]["mean"], 0.1 * rows.mean((0, 1)), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(state["norm"]["var"], 0.9 + 0.1 * rows.var(1).max(0), rtol=1e-5)
     assert state["seen"] == NUM_ROWS
+    assert run(job, "dp:8", view="local", num_steps=3)[1]["seen"] == 3 * NUM_ROWS  # changes add up, not states
 
 
 def test_a_skipped_step_keeps_the_model_state():

@@ -103,7 +103,7 @@ def accumulate(
         model_state: arrays that the loss updates, replicated; `loss_fn(params, model_state, minibatch, rng)` then
             returns `(loss, metrics, model_state)`. Minibatches update it one after the other.
         model_state_reduce: how devices combine their model states: "mean" (default), "sum", "max" or "min" of floats
-            and the maximum of other dtypes, or `(regex, reduction)` pairs.
+            and the maximum of other dtypes, or `(regex, reduction)` pairs. A sum adds the changes of all devices.
         fp8: amaxes for the fp8 matmuls of the loss, replicated, passed to it as `fp8=`. Those of this batch are
             returned: the largest of all minibatches and devices.
 
@@ -166,7 +166,7 @@ def accumulate(
 
     # Amaxes are marked before the loss is differentiated, so that those of all devices are combined once, by maximum.
     everywhere = _manual_axes()
-    marked = pcast_varying(fp8, everywhere)
+    marked, first_state = pcast_varying(fp8, everywhere), model_state
 
     def step(index: Any, slices: Any, model_state: PyTree) -> Any:
         key = None if rng is None else row_key(rng, first_row + index * between, **blocks)
@@ -227,7 +227,7 @@ def accumulate(
     if everywhere and amaxes is not None:
         amaxes = lax.pmax(amaxes, everywhere)
     if model_state is not None:
-        model_state = reduce_state(model_state, model_state_reduce, plan.axes)
+        model_state = reduce_state(model_state, first_state, model_state_reduce, plan.axes)
     return Accumulated(over(loss.total, loss.count), grads, finish(metrics), model_state, amaxes)
 
 

@@ -62,22 +62,30 @@ def state_reductions(model_state: PyTree, reduce: StateReduce) -> list[Reduction
     return found
 
 
-def reduce_state(model_state: PyTree, reduce: StateReduce, axes: Sequence[str]) -> PyTree:
-    """Combines the copies of a model state along manual axes, in the dtype of each leaf."""
+def reduce_state(model_state: PyTree, before: PyTree, reduce: StateReduce, axes: Sequence[str]) -> PyTree:
+    """Combines the copies of a model state along manual axes, in the dtype of each leaf.
+
+    Args:
+        before: the state that the devices started from. A sum adds their changes to it, so that counters count every
+            row once.
+    """
     if not axes:
         return model_state
     num_devices = int(np.prod([axis_size(axis) for axis in axes]))
 
-    def combine(how: Reduction, leaf: Any) -> Any:
-        value = pcast_varying(leaf, axes)
+    def combine(how: Reduction, leaf: Any, old: Any) -> Any:
+        value, wide = pcast_varying(leaf, axes), summing_dtype(leaf.dtype)
         if how in ("max", "min"):
             return (lax.pmax if how == "max" else lax.pmin)(value, tuple(axes))
-        total = lax.psum(value.astype(summing_dtype(value.dtype)), tuple(axes))
-        return (total / num_devices if how == "mean" else total).astype(leaf.dtype)
+        if how == "sum":
+            changes = lax.psum(value.astype(wide) - pcast_varying(old, axes).astype(wide), tuple(axes))
+            return (old.astype(wide) + changes).astype(leaf.dtype)
+        return (lax.psum(value.astype(wide), tuple(axes)) / num_devices).astype(leaf.dtype)
 
     structure: Any = jax.tree.structure(model_state)
-    leaves, reductions = jax.tree.leaves(model_state), state_reductions(model_state, reduce)
-    return structure.unflatten([combine(how, leaf) for how, leaf in zip(reductions, leaves, strict=True)])
+    leaves, starts = jax.tree.leaves(model_state), map(jnp.asarray, jax.tree.leaves(before))
+    reductions = state_reductions(model_state, reduce)
+    return structure.unflatten([combine(*found) for found in zip(reductions, leaves, starts, strict=True)])
 
 
 def check_same_state(new: PyTree, old: PyTree, *, axes: Sequence[str]) -> None:
