@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.generate.spread import Spread
-from meshwright.models.language import Context
+from meshwright.models.layer_context import Context
 from meshwright.models.mlstm import mlstm_recurrent
 from meshwright.models.mlstm_chunks import mlstm_chunkwise
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from meshwright.generate.cache import PromptContext, TokenContext
 from meshwright.generate.spread import Spread
 from meshwright.models.execution import Execution
-from meshwright.models.language import Context, LanguageModel
+from meshwright.models.language import LanguageModel
+from meshwright.models.layer_context import Context
 from meshwright.parallel.tensor import sequence_norm
 from meshwright.types import PyTree
 

@@ -3,7 +3,8 @@
 from meshwright.models.attention import attention
 from meshwright.models.decoder import Decoder
 from meshwright.models.execution import Execution, remat_policy
-from meshwright.models.language import Context, LanguageModel
+from meshwright.models.language import LanguageModel
+from meshwright.models.layer_context import Context
 from meshwright.models.mlstm import MLSTMState, init_mlstm_state, mlstm_parallel, mlstm_recurrent
 from meshwright.models.mlstm_chunks import mlstm_chunkwise
 from meshwright.models.xlstm import XLSTM

@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import ConfigError
 from meshwright.models.execution import PROJECTION
-from meshwright.models.language import Context, LanguageModel, init_mlp, scaled_normal
+from meshwright.models.language import LanguageModel
+from meshwright.models.layer_context import Context, init_mlp, scaled_normal
 from meshwright.models.ops import geglu, rotary_tables, rotate, swiglu
 from meshwright.models.rope import parse_scaling
 from meshwright.parallel.heads import split_heads

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import ConfigError
 from meshwright.models.execution import PROJECTION
-from meshwright.models.language import Context, LanguageModel, init_mlp, scaled_normal
+from meshwright.models.language import LanguageModel
+from meshwright.models.layer_context import Context, init_mlp, scaled_normal
 from meshwright.parallel.heads import local_heads
 from meshwright.types import PRNGKeyArray, PyTree
 
