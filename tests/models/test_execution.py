@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.models import XLSTM, Decoder, Execution, language
+from meshwright.models import XLSTM, Decoder, Execution, layer_context
 from meshwright.parallel.kernels import copy_kernels, gradient_kernels
 from meshwright.parallel.kernels import dispatch as kernels
 from meshwright.train import language_job
@@ -105,9 +105,9 @@ def test_overlapped_matmuls_get_the_kernels_option(wanted, monkeypatch):
     """Each layer has two gathering matmuls, for attention and the MLP, and two scattering ones."""
     passed = []
     for name in ("fused_column_dense", "row_dense"):
-        call = getattr(language, name)
+        call = getattr(layer_context, name)
         monkeypatch.setattr(
-            language, name, lambda *args, call=call, **options: passed.append(options) or call(*args, **options)
+            layer_context, name, lambda *args, call=call, **options: passed.append(options) or call(*args, **options)
         )
     model, tokens = MODELS["decoder"], jnp.zeros((2, 16), jnp.int32)
     with jax.set_mesh(mw.create_mesh("tp:2", devices=2)):

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.models import XLSTM, Decoder, Execution, language, stack
+from meshwright.models import XLSTM, Decoder, Execution, layer_context, stack
 from meshwright.parallel import column_dense, row_dense
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.train import (
@@ -189,7 +189,7 @@ def test_twenty_steps_stay_equal(lab, model):
 @pytest.mark.parametrize("mesh", ["dp:2,fsdp:2,tp:2", "dp:4,tp:2"])
 def test_gpu_specific_code_does_not_change_the_function(lab, mesh, monkeypatch):
     # Runs the barriers and unrolled layers for GPUs on CPU devices; overlapped matmuls keep their form.
-    for module in (language, stack, importlib.import_module("meshwright.train.accumulate")):
+    for module in (layer_context, stack, importlib.import_module("meshwright.train.accumulate")):
         monkeypatch.setattr(module, "chip_family", lambda mesh: "gpu")
     lab.assert_same_change(lab.train(lab.decoder_job(), mesh, num_minibatches=2), lab.reference())
 
