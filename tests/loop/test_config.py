@@ -106,3 +106,8 @@ def test_empty_strings_are_rejected(name):
 def test_urls_are_rejected_instead_of_creating_a_folder_of_that_name(name):
     with pytest.raises(ConfigError, match=f"{name}=gs://bucket/x is a URL.*\nhint: mount the storage"):
         TrainConfig().changed({name: "gs://bucket/x"})
+
+
+def test_adapters_do_not_run_in_fp8():
+    with pytest.raises(ConfigError, match=r"adapters do not run in fp8.\nhint: use --precision mixed"):
+        TrainConfig().changed({"lora": "rank=4", "precision": "fp8"})

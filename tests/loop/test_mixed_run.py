@@ -3,6 +3,8 @@
 import json
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from meshwright.data import ChatRows, check_ledger
@@ -187,6 +189,9 @@ def test_wrong_streams(texts, tmp_path, make_config):
     (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
     with pytest.raises(DataError, match="--tokenize stream reads text, not conversations"):
         open_source(data=str(tmp_path / "chat.jsonl"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 9}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="each would decode a row group of Parquet"):
+        open_source(data=str(tmp_path / "a.parquet"))
     (tmp_path / "a.bin").write_bytes(b"ab")
     with pytest.raises(DataError, match="--tokenize stream reads text, not packed tokens"):
         open_source(data=str(tmp_path / "a.bin"))

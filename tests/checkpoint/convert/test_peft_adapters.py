@@ -87,6 +87,14 @@ def test_wrong_adapters_are_explained(tmp_path):
     save_params(tmp_path / "nameless", params, step=0, facts={"model": model_fact(MODEL)})
     with pytest.raises(CheckpointError, match="does not record the settings of its adapters"):
         export_pretrained(tmp_path / "nameless", tmp_path / "out")
+    facts = {"model": model_fact(MODEL), "lora": dataclasses.asdict(job.lora)}
+    for name, more, words in (
+        ("fused", {"pretrained": {"config": {"model_type": "phi3"}}}, "phi3 stores several matrices in one tensor"),
+        ("also", {"config": {"train": ["norm"]}}, "the run also trained norm, and these files hold adapters only"),
+    ):
+        save_params(tmp_path / name, params, step=0, facts=facts | more)
+        with pytest.raises(CheckpointError, match=words):
+            export_adapters(tmp_path / name, tmp_path / "out")
     write_peft(tmp_path / "peft", params, job.lora)
     with pytest.raises(CheckpointError, match=r"has shape \(4, 32\); the model needs \(2, 32\)"):
         read_peft(tmp_path / "peft", lora(PLAIN, rank=2, targets="attn/q$").init(jax.random.key(0)))
