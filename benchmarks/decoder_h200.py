@@ -24,6 +24,7 @@ from measure import machine, table, verdict, versions
 SIZES = {"vocab_size": 32768, "num_layers": 16, "d_model": 2048, "num_heads": 16, "d_ff": 5632}
 TINY = {"vocab_size": 512, "num_layers": 2, "d_model": 64, "num_heads": 2, "d_ff": 128}
 SHAPES = [(2048, 16), (8192, 4)]
+PROGRAMS = ("torch", "by hand", "meshwright", "plain JAX")
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False}
 
 
@@ -32,10 +33,12 @@ def main() -> None:
     if args.one:
         print(json.dumps(RUNS[args.one](args)), flush=True)
         return
-    if not args.only_curve:
+    if not args.only_curve and not args.kernel_curve:
         compare(args)
     if args.curve or args.only_curve:
         compare_losses(args)
+    if args.kernel_curve:
+        compare_kernels(args)
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -79,17 +82,35 @@ def compare_losses(args: argparse.Namespace) -> None:
     print(verdict(f"largest relative difference of bfloat16 {worst:.1e} (1e-2 allowed)", worst < 1e-2))
 
 
+def compare_kernels(args: argparse.Namespace) -> None:
+    """Compares losses of steps with kernels and by XLA alone; the same steps again with kernels are the noise level."""
+    length, rows = (32, 2) if args.tiny else (2048, 4)
+    losses = {name: child([*own(args, length, rows), "--one", name], {}) for name in KERNEL_CURVES}
+    print(f"{machine()}; {versions('jax', 'optax')}")
+    if failed := {name: found["failed"] for name, found in losses.items() if "failed" in found}:
+        print(failed)
+        return
+    plain = losses["curve_without_kernels"]["losses"]
+    print(f"losses by XLA alone: {[round(x, 3) for x in plain]}")
+    for name in ("curve", "curve_again"):
+        apart = [abs(a - b) / b for a, b in zip(losses[name]["losses"], plain, strict=True)]
+        print(f"{name}: at most {max(apart):.1e} from XLA alone, {apart[-4]:.1e} at step {len(plain) - 3}")
+    pairs = zip(losses["curve"]["losses"], losses["curve_again"]["losses"], strict=True)
+    print(f"with kernels, twice: at most {max(abs(a - b) / b for a, b in pairs):.1e} apart")
+
+
 def programs(args: argparse.Namespace, length: int, batch: int) -> list[tuple[str, list[str], dict[str, str]]]:
     ours = own(args, length, batch)
     found = [("by hand", [*ours, "--one", "by_hand"], {}), ("meshwright", [*ours, "--one", "meshwright"], {})]
     if not args.peers:
-        return found
+        return [one for one in found if one[0] in args.programs]
     shape = ["--seq", str(length), "--batch", str(batch)]
     plain = [sys.executable, str(Path(args.peers) / "peer_plain_jax_decoder.py"), *shape]
     plain += ["--scan", "0", "--bf16_grad", "1"]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"
     torch = [sys.executable, str(Path(args.peers) / "peer_torch_decoder.py"), *shape]
-    return [("torch", torch, {}), *found, ("plain JAX", plain, {"XLA_FLAGS": flags})]
+    found = [("torch", torch, {}), *found, ("plain JAX", plain, {"XLA_FLAGS": flags})]
+    return [one for one in found if one[0] in args.programs]
 
 
 def own(args: argparse.Namespace, length: int, batch: int) -> list[str]:
@@ -157,13 +178,15 @@ def run_by_hand(args: argparse.Namespace) -> dict[str, Any]:
     return timed(lambda state: compiled(state, tokens), state, args, jax) | {"compile_s": seconds}
 
 
-def run_curve(args: argparse.Namespace, precision: str, *, turned: bool = False) -> dict[str, Any]:
+def run_curve(
+    args: argparse.Namespace, precision: str, *, turned: bool = False, kernels: bool | None = None
+) -> dict[str, Any]:
     import jax
     import numpy as np
 
     if precision == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")
-    state, step, tokens = make_meshwright(args, precision)
+    state, step, tokens = make_meshwright(args, precision, kernels)
     if args.random:  # three repeated batches, which the model memorizes; unstable
         batches = [np.roll(np.asarray(tokens), number % 3, axis=1) for number in range(10)]
     else:
@@ -187,15 +210,16 @@ def text_batches(args: argparse.Namespace, count: int) -> list[Any]:
     return [text[i * size : (i + 1) * size].reshape(args.batch, -1) for i in range(count)]
 
 
-def make_meshwright(args: argparse.Namespace, precision: str) -> tuple[Any, Any, Any]:
+def make_meshwright(args: argparse.Namespace, precision: str, kernels: bool | None = None) -> tuple[Any, Any, Any]:
     import jax
     import optax
 
     import meshwright as mw
-    from meshwright.models import Decoder
+    from meshwright.models import Decoder, Execution
     from meshwright.train import init_state, language_job, make_train_step, state_layout
 
-    job = language_job(Decoder(**sizes_of(args)), batch_size=args.batch, num_tokens=args.seq)
+    run = Execution(kernels=kernels)
+    job = language_job(Decoder(**sizes_of(args)), batch_size=args.batch, num_tokens=args.seq, run=run)
     rate = optax.linear_schedule(0.0, 3e-4, args.warmup) if args.warmup else 3e-4
     optimizer = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
     layout = state_layout(job, optimizer, mw.create_mesh("dp:1", devices=1))
@@ -241,10 +265,13 @@ def timed(once: Any, state: Any, args: argparse.Namespace, jax: Any) -> dict[str
 
 
 CURVES = ("curve", "curve_float32", "curve_float32_turned")
+KERNEL_CURVES = ("curve", "curve_again", "curve_without_kernels")
 RUNS = {
     "meshwright": run_meshwright,
     "by_hand": run_by_hand,
     "curve": lambda args: run_curve(args, "mixed"),
+    "curve_again": lambda args: run_curve(args, "mixed"),
+    "curve_without_kernels": lambda args: run_curve(args, "mixed", kernels=False),
     "curve_float32": lambda args: run_curve(args, "float32"),
     "curve_float32_turned": lambda args: run_curve(args, "float32", turned=True),
 }
@@ -253,11 +280,13 @@ RUNS = {
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", help="folder with the peers' programs (default: leave the peers out)")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS, help="programs (default: all)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens per row")
     parser.add_argument("--curve", action="store_true", help="also compare losses with float32")
     parser.add_argument("--warmup", type=int, default=0, help="steps of learning rate warmup to 3e-4 (default: 0)")
     parser.add_argument("--only-curve", action="store_true", help="only compare losses")
+    parser.add_argument("--kernel-curve", action="store_true", help="only compare losses with those of XLA alone")
     parser.add_argument("--random", action="store_true", help="compare losses on three repeated random batches")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--one", choices=RUNS, help=argparse.SUPPRESS)

@@ -13,7 +13,8 @@ Parts:
   in turns, `--rounds` rounds in a drawn order, each of one step to warm up and `--steps` timed steps.
 - curves (only if named): trains the 956M decoder for `--curve-steps` steps on Python sources, one byte per token, with
   warmup, cosine decay and clipping, for each of `--seeds` (initial parameters and order of rows) once in bfloat16 and
-  once in fp8. Prints losses of every tenth step.
+  once in fp8. Prints losses of every tenth step. `--shared N` takes N steps in bfloat16 first, from which all variants
+  continue: in the first steps, bfloat16 runs from parameters 2^-9 apart (`bf16_again`) come up to 8% apart.
 
 How each matmul really runs is read from the compiled program (`meshwright.plan.compiled.fp8_matmuls`). `--seconds`
 limits the whole run: what no longer fits is skipped, and said.
@@ -58,6 +59,7 @@ TINY = {
 PRECISIONS = {
     "bf16": Precision.named("mixed"),
     "fp8": Precision.named("fp8"),
+    "bf16_again": Precision.named("mixed"),  # from slightly other parameters, for the spread of equal runs
     "fp8_current": Precision(compute="bfloat16", fp8=Fp8(scaling="current")),
 }
 VARIANTS = {"956m": ("bf16", "fp8", "fp8_current"), "4096": ("bf16", "fp8")}
@@ -220,9 +222,19 @@ class Variant:
         for line in self.check.warnings():
             print(f"warning: {line}", flush=True)
 
-    def begin(self, seed: int = 0) -> Any:
+    def begin(self, seed: int = 0, start: Any = None) -> Any:
+        """Returns the initial state, or that of `start` with a scaling state that knows nothing."""
         key = jax.random.key(seed)
-        return init_state(self.job, self.optimizer, self.layout, key, precision=self.precision)
+        state = init_state(self.job, self.optimizer, self.layout, key, precision=self.precision)
+        if start is not None:
+            scaling = state.fp8
+            del state
+            state = dataclasses.replace(jax.tree.map(copied, start), fp8=scaling)
+        if self.name != "bf16_again":
+            return state
+        # Changes of the size of bfloat16's rounding.
+        turn = jax.jit(lambda leaf: leaf * (1 + 2**-9 * jax.random.normal(jax.random.key(1), leaf.shape)))
+        return dataclasses.replace(state, params=jax.tree.map(turn, state.params))
 
     def run(self, state: Any, batches: list[Any]) -> tuple[Any, list[float], list[float]]:
         times, losses = [], []
@@ -237,8 +249,16 @@ class Variant:
         return 1e3 * statistics.median(self.times)
 
 
+def copied(leaf: Any) -> Any:
+    """Returns a copy, so that the original survives when a step donates it."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.copy(jax.random.key_data(leaf)))
+    return jnp.copy(leaf)
+
+
 def schedule(args: argparse.Namespace) -> Any:
-    return optax.warmup_cosine_decay_schedule(0.0, 3e-4, args.warmup, max(args.curve_steps, args.warmup + 1), 3e-5)
+    steps = max(args.shared + args.curve_steps, args.warmup + 1)
+    return optax.warmup_cosine_decay_schedule(0.0, args.rate, args.warmup, steps, args.rate / 10)
 
 
 def sizes_of(args: argparse.Namespace, part: str) -> dict[str, int]:
@@ -337,14 +357,23 @@ def run_curves(args: argparse.Namespace, part: str) -> list[dict[str, Any]]:
     variants = {name: Variant(args, name, sizes) for name in args.variants or ("bf16", "fp8")}
     results: list[dict[str, Any]] = []
     for seed in args.seeds:
-        batches = curve_batches(args, sizes["vocab_size"], count, seed)
+        batches = curve_batches(args, sizes["vocab_size"], args.shared + count, seed)
+        start = None
+        if args.shared:
+            first = variants["bf16"]
+            state, _, losses = first.run(first.begin(seed), [first.step.place(one) for one in batches[: args.shared]])
+            start = dataclasses.replace(state, fp8=None)
+            del state
+            print(f"{args.shared} shared steps, seed {seed}: loss {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
         for variant in variants.values():
+            if variant.name == "bf16_again" and seed not in (args.control or args.seeds):
+                continue
             pace = statistics.median(variant.times) if variant.times else 0.2
             if not args.tiny and time.time() + count * pace > args.deadline:
                 print(f"{variant.name}, seed {seed}: skipped, {args.deadline - time.time():.0f} s left", flush=True)
                 continue
-            state, losses = variant.begin(seed), []
-            for batch in batches:
+            state, losses = variant.begin(seed, start), []
+            for batch in batches[args.shared :]:
                 begun = time.perf_counter()
                 state, metrics = variant.compiled(state, variant.step.place(batch))
                 losses.append(float(metrics["loss"]))
@@ -379,6 +408,14 @@ def judge_curves(results: list[dict[str, Any]], count: int) -> None:
         rows.append([step, *cells, f"{mean:+.2%}", f"{spread:.2%}"])
     headings = ["step", *(f"seed {seed}: bf16 / fp8" for seed in pairs), "means", "spread of bf16 seeds"]
     print(table(headings, rows))
+    for name in ("bf16_again", "fp8_current"):
+        for seed in [seed for seed in seeds if (name, seed) in curves]:
+            parts = [curves[name, seed][step - 1] / curves["bf16", seed][step - 1] - 1 for step in tenths(count)]
+            late = parts[len(parts) // 2 :]
+            print(
+                f"{name}, seed {seed}: at most {max(map(abs, parts)):.2%} from bf16 at tenth steps; in the last half "
+                f"{max(map(abs, late)):.2%}, on average {statistics.fmean(late):+.2%}"
+            )
     for what, chosen in (("all", apart_of_means), ("the last half", apart_of_means[len(apart_of_means) // 2 :])):
         largest = max(abs(mean) for _, mean, _, _ in chosen)
         each = max((abs(part) for *_, parts in chosen for part in parts), default=math.nan)
@@ -424,6 +461,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="rounds of all variants (default: 3)")
     parser.add_argument("--losses", type=int, default=10, help="steps whose losses are compared (default: 10)")
     parser.add_argument("--curve-steps", type=int, default=300, help="steps of each loss curve (default: 300)")
+    parser.add_argument("--shared", type=int, default=0, help="steps in bfloat16 before curves part (default: 0)")
+    parser.add_argument("--control", type=int, nargs="+", help="seeds of bf16_again (default: those of --seeds)")
+    parser.add_argument("--rate", type=float, default=3e-4, help="peak learning rate (default: 3e-4)")
     parser.add_argument("--warmup", type=int, default=100, help="steps of warmup (default: 100)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of curves (default: 0 1 2)")
     parser.add_argument("--layers", type=int, help="number of layers, in place of the model's own")

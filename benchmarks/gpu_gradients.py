@@ -1,6 +1,6 @@
 """Gradients of one train step on the GPU against float32 on the CPU, over a table of options.
 
-    PYTHONPATH=src python3 benchmarks/gpu_gradients.py                  # a GPU; about five minutes
+    PYTHONPATH=src python3 benchmarks/gpu_gradients.py                  # a GPU; about four minutes
     PYTHONPATH=src python3 benchmarks/gpu_gradients.py --only xlstm     # cases whose names match a regex
     PYTHONPATH=src python3 benchmarks/gpu_gradients.py --tiny           # small sizes; without a GPU, CPU against CPU
 
@@ -34,7 +34,7 @@ from measure import machine, table, versions
 
 import meshwright as mw
 from meshwright.models import XLSTM, Decoder, Execution
-from meshwright.train import init_state, language_job, make_train_step, state_layout
+from meshwright.train import Fp8, Precision, init_state, language_job, make_train_step, state_layout
 
 SIZES = {"vocab_size": 1024, "num_layers": 2, "d_model": 256, "num_heads": 4, "d_ff": 512}
 TINY = {"vocab_size": 128, "num_layers": 2, "d_model": 64, "num_heads": 4, "d_ff": 96}
@@ -49,9 +49,19 @@ TOLERANCES = {
     ("tf32", "decoder"): (1e-2, "TF32 matmuls, XLA's default for float32, round to 10 bits"),
     ("mixed", "decoder"): (5e-2, "bfloat16 rounds to 8 bits in both passes of all layers; 2.8e-2 on a CPU"),
     ("mixed", "xlstm"): (8e-2, "bfloat16 rounds to 8 bits; exponential gates amplify it; 4.4e-2 on a CPU"),
+    # Two draws of rounding errors: the emulation on the CPU is up to 2.6e-1 and 7e-1 from float32 at small sizes.
+    ("fp8", "decoder"): (1.5, "times the difference of the same step, emulated on the CPU, from float32"),
+    ("fp8", "xlstm"): (1.5, "times the difference of the same step, emulated on the CPU, from float32"),
 }
 HEADINGS = ("case", "precision", "difference", "allowed", "worst leaf", "loss", "attention", "norm", "loss path")
-HEADINGS += ("stack", "matmuls", "result")
+HEADINGS += ("stack", "cell", "matmuls", "result")
+# All projections in fp8 here, although these are narrower than those that gain from it.
+FP8 = Precision(compute="bfloat16", fp8=Fp8(scaling="current", least_dim=16))
+IN_FP8 = (
+    "decoder, heads of 64", "grouped heads", "packed, by lengths", "odd length", "odd vocabulary", "soft caps",
+    "remat dots", "remat full", "minibatches", "global view", "without kernels", "six layers, stacked by a kernel",
+    "many at once", "xlstm, keys of 32", "xlstm, keys of 64", "xlstm, packed", "xlstm, minibatches",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +100,7 @@ def main() -> None:
     results = compare(chosen, device, tiny=args.tiny, threads=args.threads)
     print(table(HEADINGS, [row(result) for result in results]))
     for kind, (allowed, reason) in TOLERANCES.items():
-        print(f"allowed for {' '.join(kind)}: {allowed:.0e} ({reason})")
+        print(f"allowed for {' '.join(kind)}: {allowed:.1g} ({reason})")
     failed = [result for result in results if result["result"] != "ok"]
     print(f"{len(results) - len(failed)} of {len(results)} cases agree, in {time.perf_counter() - start:.0f} s")
     for result in failed:
@@ -152,7 +162,8 @@ def cases() -> list[Case]:
         xlstm("xlstm, without kernels", kernels=False),
     ]
     both = [dataclasses.replace(case, precision=precision) for case in found for precision in ("float32", "mixed")]
-    return [*both, Case("decoder, heads of 64", precision="tf32")]
+    narrow = [dataclasses.replace(case, precision="fp8") for case in found if case.name in IN_FP8]
+    return [*both, *narrow, Case("decoder, heads of 64", precision="tf32")]
 
 
 # --- Compiling and running ---
@@ -167,6 +178,10 @@ def compare(chosen: list[Case], device: Any, *, tiny: bool, threads: int) -> lis
             if case.data not in references:
                 plain = Case("reference", *case.data, lengths=False, kernels=False, layers="scan", precision="float32")
                 references[case.data] = prepare(plain, cpu, pool, tiny=tiny)
+        for case in [case for case in chosen if case.precision == "fp8"]:
+            if (key := ("fp8", *case.data)) not in references:
+                plain = Case("emulation", *case.data, lengths=False, kernels=False, layers="scan", precision="fp8")
+                references[key] = prepare(plain, cpu, pool, tiny=tiny)
         prepared = [attempt(prepare, case, device, pool, tiny=tiny) for case in chosen]
         true: dict[Any, Any] = {}
         results = []
@@ -174,7 +189,12 @@ def compare(chosen: list[Case], device: Any, *, tiny: bool, threads: int) -> lis
             if case.data not in true:
                 true[case.data] = references[case.data].run()
             found = program if isinstance(program, Exception) else attempt(program.run)
-            results.append(judge(case, found, true[case.data]))
+            emulated = None
+            if case.precision == "fp8":
+                if (key := ("fp8", *case.data)) not in true:
+                    true[key] = references[key].run()
+                emulated = true[key]
+            results.append(judge(case, found, true[case.data], emulated))
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     return results
 
@@ -200,14 +220,15 @@ class Program:
 def prepare(case: Case, device: Any, pool: concurrent.futures.Executor, *, tiny: bool) -> Program:
     job, batch = make_job(case, tiny=tiny)
     optimizer, mesh = keep_gradients(), mw.create_mesh("dp:1", devices=[device])
-    layout = state_layout(job, optimizer, mesh)
+    precision = {"mixed": "mixed", "fp8": FP8}.get(case.precision, "float32")
+    layout = state_layout(job, optimizer, mesh, precision=precision)
     step = make_train_step(
         job,
         optimizer,
         layout,
         view=case.view,
         num_minibatches=case.num_minibatches,
-        precision="mixed" if case.precision == "mixed" else "float32",
+        precision=precision,
         remat=case.remat,
         donate=False,
     )
@@ -273,8 +294,12 @@ def attempt(function: Any, *args: Any, **options: Any) -> Any:
 # --- Judging ---
 
 
-def judge(case: Case, found: Any, true: dict[str, Any]) -> dict[str, Any]:
+def judge(case: Case, found: Any, true: dict[str, Any], emulated: dict[str, Any] | None = None) -> dict[str, Any]:
     allowed = TOLERANCES[case.precision, case.model][0] * (dict(case.sizes).get("num_layers", 2) / 2) ** 0.5
+    if emulated is not None:
+        allowed = TOLERANCES[case.precision, case.model][0] * max(
+            differences(emulated["grads"], true["grads"]).values()
+        )
     result: dict[str, Any] = {"case": case.name, "precision": case.precision, "allowed": allowed}
     if isinstance(found, Exception):
         return result | {"result": "FAILED", "error": f"{type(found).__name__}: {str(found).splitlines()[0]}"}
@@ -324,6 +349,7 @@ def paths(text: str) -> dict[str, str]:
         "norm": kernel("residual_norm_gradient"),
         "loss": kernel("softmax_gradient"),
         "stack": kernel("stack"),
+        "cell": kernel("mlstm_outputs"),
         "matmuls": matmul_path(text, [target for target, _ in calls]),
     }
 
@@ -350,7 +376,7 @@ def matmul_path(text: str, targets: list[str]) -> str:
 def row(result: dict[str, Any]) -> list[str]:
     first = [result["case"], result["precision"]]
     if "error" in result:
-        return [*first, "", f"{result['allowed']:.0e}", "", "", result["error"][:60], "", "", "", "", result["result"]]
+        return [*first, "", f"{result['allowed']:.0e}", "", "", result["error"][:60], *[""] * 5, result["result"]]
     used = result["paths"]
     return [
         *first,
@@ -358,7 +384,7 @@ def row(result: dict[str, Any]) -> list[str]:
         f"{result['allowed']:.0e}",
         result["worst"],
         f"{result['loss']:.1e}",
-        *(used[part] for part in ("attention", "norm", "loss", "stack", "matmuls")),
+        *(used[part] for part in ("attention", "norm", "loss", "stack", "cell", "matmuls")),
         result["result"],
     ]
 

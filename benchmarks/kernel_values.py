@@ -3,10 +3,10 @@
     PYTHONPATH=src python3 benchmarks/kernel_values.py           # a Hopper GPU
     PYTHONPATH=src python3 benchmarks/kernel_values.py --tiny    # the smallest shapes, interpreted on a CPU
 
-Products of gathered rows use integers, which are exact in float32, so every element must match to the bit; so must the
-columns of a cut weight, stacked arrays and casts to fp8. Gradients of norms and of the loss are compared with XLA in
-float32, relative to the largest element. Each shape runs five times, because a missing barrier may not show in a single
-run.
+Products of gathered rows and symmetric products use integers, which are exact in float32, so every element must match
+to the bit; so must the columns of a cut weight, stacked arrays and casts to fp8. Gradients of norms and of the loss are
+compared with XLA in float32, relative to the largest element. Each shape runs five times, because a missing barrier may
+not show in a single run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from meshwright.parallel.fp8.casting import quantize
 from meshwright.parallel.kernels.copy_kernels import cut_columns, stack
 from meshwright.parallel.kernels.gradient_kernels import residual_norm, softmax_gradient
 from meshwright.parallel.kernels.matmul_kernel import can_write, write_product
+from meshwright.parallel.kernels.symmetric_kernel import symmetric_product
 from meshwright.parallel.tensor import sequence_norm
 
 # Devices, blocks of rows, row boundaries of the parts, features of rows and of products, dtype.
@@ -33,6 +34,13 @@ PRODUCTS: list[tuple[int, int, tuple[int, ...], int, int, str]] = [
     (8, 1, (0, 144, 432, 1024, 2048), 4096, 3584, "bfloat16"),
     (8, 4, (0, 32, 104, 248, 512), 1024, 1792, "bfloat16"),
     (8, 1, (0, 704, 4096), 512, 1728, "bfloat16"),
+]
+# Number of matrices, their rows and features, dtype.
+MIRRORS: list[tuple[int, int, int, str]] = [
+    (1, 256, 64, "bfloat16"),
+    (2, 512, 128, "float16"),
+    (16, 2048, 2048, "float16"),
+    (4, 2048, 5632, "float16"),
 ]
 # Rows of a weight, column boundaries of its parts, dtype.
 CUTS: list[tuple[int, tuple[int, ...], str]] = [
@@ -75,6 +83,7 @@ def main() -> None:
     times, few = (1, 2) if tiny else (5, None)
     with jax.set_mesh(jax.make_mesh((1,), ("one",), axis_types=(jax.sharding.AxisType.Auto,))):
         found = {f"products {shape}": wrong_products(*shape, times=times) for shape in PRODUCTS[:few]}
+        found |= {f"symmetric products {shape}": wrong_mirrors(*shape, times=times) for shape in MIRRORS[:few]}
         found |= {f"cuts {shape}": wrong_cuts(*shape, times=times) for shape in CUTS[:few]}
         found |= {f"stacks {shape}": wrong_stacks(*shape, times=times) for shape in STACKS[: few and 1]}
         found |= {f"casts {shape}": wrong_casts(*shape, times=times) for shape in CASTS[:few]}
@@ -111,6 +120,15 @@ def wrong_products(
     in_order = jnp.moveaxis(x, 0, 1).reshape(-1, depth)
     true = jnp.dot(in_order, w, preferred_element_type=jnp.float32).astype(dtype)
     return sum(int((run(x, w) != true).sum()) for _ in range(times))
+
+
+def wrong_mirrors(count: int, rows: int, features: int, dtype: str, *, times: int = 1) -> int:
+    """Returns the number of wrong elements in symmetric products."""
+    x = whole_numbers(0, (count, rows, features), dtype)
+    wide = np.asarray(x, np.float32)
+    expected = np.asarray(jnp.asarray(0.5 * wide @ wide.transpose(0, 2, 1) + 3 * np.eye(rows), dtype))
+    found = [np.asarray(symmetric_product(x, x, scale=0.5, diagonal=3.0)) for _ in range(times)]
+    return sum(int((one != expected).sum()) for one in found)
 
 
 def wrong_cuts(rows: int, edges: tuple[int, ...], dtype: str, *, times: int = 1) -> int:

@@ -139,7 +139,13 @@ def leaves(run: Path) -> dict[str, bytes]:
     from orbax.checkpoint import v1 as ocp
 
     folder = run / "checkpoints" / str(max(steps(run)))
-    tree = ocp.load(folder.absolute() / "state")
+    place = folder.absolute() / "state"
+    # On one device, whatever the devices and processes of the run.
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    known = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), ocp.metadata(place).metadata
+    )
+    tree = ocp.load(place, known)
     found = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in jax.tree.leaves_with_path(tree)}
     manifest = json.loads((folder / "manifest.json").read_text())
     facts = {name: manifest["facts"].get(name) for name in ("data", "evaluations")}

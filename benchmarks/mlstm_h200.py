@@ -9,6 +9,8 @@ chip. A call's time is the mean of `--inner` calls; the table has medians over r
 the default chunk size of the XLA form, which `mlstm_chunkwise` chooses by chip. The row *kernels* is what
 `mlstm_chunkwise` uses by default, which is the XLA form on other chips than Hopper GPUs.
 
+`--heads` compares h and the gradients of every head of the chosen shapes with float32, for the kernels and for the XLA
+form, names the token with the largest share of the difference, and compares the float32 mode with the recurrence.
 `--values` compares h and the five gradients of the kernels, without and with documents, with float32: the first row's
 first head and the last row's last head with `mlstm_chunkwise` in float32 with exact matmuls, and for the first shape
 with `mlstm_recurrent` too. All rows and heads are compared with the XLA form in bfloat16. `--steps` adds train steps of
@@ -64,6 +66,13 @@ def main() -> None:
     device = jax.devices()[0]
     print(f"{device.device_kind}; {machine()}; {versions('jax', 'jaxlib')}", flush=True)
     results: list[dict[str, Any]] = []
+    if args.heads:
+        for shape in shapes:
+            results += check_heads(shape)
+            if args.write:
+                Path(args.write).write_text(json.dumps(results, indent=1) + "\n")
+        check_float32(shapes[0])
+        return
     for number, shape in enumerate(shapes):
         programs = compile_shape(shape, sizes, args)
         values = check_values(shape, programs, exactly=number == 0) if args.values else []
@@ -234,6 +243,54 @@ def check_values(shape: tuple[int, ...], programs: dict[Any, Any], *, exactly: b
     return results
 
 
+def check_heads(shape: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Compares each head of the kernels and of the XLA form, both in bfloat16, with float32."""
+    inputs = make_inputs(shape)
+    found = {name: make_program(size, "both")(*inputs) for name, size in (("kernels", "kernels"), ("XLA", None))}
+    with jax.default_matmul_precision("highest"):
+        exact = make_program(64, "both")
+    results = []
+    for head in range(shape[2]):
+        few = [x[:, :, head : head + 1].astype(jnp.float32) for x in inputs]
+        with jax.default_matmul_precision("highest"):
+            true = exact(*few)
+        for name, outs in found.items():
+            mine = [x[:, :, head : head + 1] for x in outs]
+            apart_by = [apart(x, y) for x, y in zip(mine, true, strict=True)]
+            wrong = jnp.sum(jnp.square(mine[1].astype(jnp.float32) - true[1]), axis=(2, 3))
+            row, token = np.unravel_index(int(jnp.argmax(wrong)), wrong.shape)
+            share = float(wrong[row, token] / jnp.sum(wrong))
+            near = size_over_floor([np.asarray(x[row, :, 0], np.float64) for x in few[:5]], int(token))
+            result = {"shape": list(shape), "head": head, "form": name, "apart": apart_by}
+            results.append(result | {"token": int(token), "share": share, "size_over_floor": near})
+            differences = " ".join(f"{of} {value:.1e}" for of, value in zip(NAMES, apart_by, strict=True))
+            text = f"token {token} has {share:.0%} of q's squared difference, its |size| / floor is {near:.4f}"
+            print(f"{shape}, head {head}, {name}: {differences}; {text}", flush=True)
+    return results
+
+
+def size_over_floor(inputs: Any, token: int) -> float:
+    """Returns |n q| / exp(-m) of one token in float64; the gradient of the denominator jumps where it is 1."""
+    q, k, _, i, f = inputs
+    log = np.cumsum(-np.logaddexp(0.0, -f[: token + 1]))
+    weights = log[-1] - log + i[: token + 1]
+    m = max(float(weights.max()), 0.0)
+    size = np.sum(np.exp(weights - m) * (k[: token + 1] @ q[token])) / np.sqrt(q.shape[1])
+    return float(abs(size) / np.exp(-m))
+
+
+def check_float32(shape: tuple[int, ...]) -> None:
+    """Compares the float32 mode, which is the XLA form, with the recurrence, over the first tokens of some heads."""
+    few = [ends(x)[:, :4096].astype(jnp.float32) for x in make_inputs(shape)]
+    ids = jnp.ones(few[3].shape[:2], jnp.int32)
+    with jax.default_matmul_precision("highest"):
+        found = make_program("kernels", "both")(*few)
+        true = jax.jit(with_gradients(functools.partial(recurrence, segment_ids=ids)))(*few)
+    values = [apart(x, y) for x, y in zip(found, true, strict=True)]
+    differences = " ".join(f"{of} {value:.1e}" for of, value in zip(NAMES, values, strict=True))
+    print(f"float32 mode, {few[0].shape} and the recurrence: {differences} ({1e-5:.0e} allowed)", flush=True)
+
+
 def ends(x: Any) -> Any:
     """Returns the first row's first head and the last row's last head, `[2, S, 1, ...]`."""
     return jnp.stack([x[0, :, :1], x[-1, :, -1:]])
@@ -349,6 +406,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--inner", type=int, default=5, help="calls per synchronization (default: 5)")
     parser.add_argument("--values", action="store_true", help="also compare values with float32")
+    parser.add_argument("--heads", action="store_true", help="only compare values of every head with float32")
     parser.add_argument("--steps", type=int, default=0, help="train steps of a whole model to time (default: 0, none)")
     parser.add_argument("--threads", type=int, default=8, help="number of compile threads (default: 8)")
     parser.add_argument("--write", help="JSON file for the results, written after every shape")

@@ -1,6 +1,7 @@
 """Eight simulated CPU devices, also when this folder is run without the conftest.py above it, and what tests share."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -87,6 +88,12 @@ def run_python():
         )
 
     return run
+
+
+@pytest.fixture
+def run_compiler(run_python):
+    """Like `run_python`, with XLA's defaults: for programs that compile for other hardware, and read the result."""
+    return functools.partial(run_python, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
 
 
 # --- A tiny run on generated text, which all tests of the loop start from ---

@@ -22,16 +22,17 @@ def test_pipelines_stay_out_of_the_compilation_cache(order):
     assert not jax.config.jax_enable_compilation_cache
 
 
-def test_explicitly_compiled_programs_are_optimized(monkeypatch):
+@pytest.mark.parametrize(("platform", "level"), [("cpu", None), ("tpu", 3)])
+def test_programs_for_other_hardware_are_optimized(platform, level, monkeypatch):
     found = []
 
     def note(lowered, options, **_):
         found.append(options)
 
     monkeypatch.setitem(jax.stages.Lowered.compile.__globals__, "_compile", note)
-    lowered = jax.jit(jnp.sin).lower(1.0)
+    lowered = jax.jit(jnp.sin).trace(1.0).lower(lowering_platforms=(platform,))
     lowered.compile()
     lowered.compile({"xla_dump_to": "x", "xla_backend_optimization_level": 1})
-    assert [options["xla_backend_optimization_level"] for options in found] == [3, 1]
+    assert [options.get("xla_backend_optimization_level") for options in found] == [level, 1]
     assert found[1]["xla_dump_to"] == "x"
     assert jax.config.read("jax_disable_most_optimizations")  # for all other programs

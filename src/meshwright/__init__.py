@@ -1,72 +1,70 @@
 """Write a JAX model once, place it on any mesh, check that it computes the same function, and train it there.
 
 The names below follow the flow: mesh -> rules -> layout -> job -> step -> verify -> plan -> train. Importing this
-package starts no backend and loads neither flax nor optax; later names are imported on first use.
+package imports nothing else, not even JAX: each name is imported on first use. That keeps the first moments of a
+command short, before it can handle Ctrl-C.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from jax.sharding import PartitionSpec as P
-
-from meshwright import errors
-from meshwright.constraints import with_sharding_constraint
-from meshwright.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    JobError,
-    LayoutError,
-    MeshError,
-    MeshwrightError,
-    MeshwrightWarning,
-    PlacementError,
-    RngError,
-    RuleError,
-    TrainingError,
-    TreeError,
-)
-from meshwright.layout import Layout, LayoutReport, explain_layout, make_layout, match_partition_rules
-from meshwright.lazy import lazy_names
-from meshwright.mesh.build import (
-    create_abstract_mesh,
-    create_mesh,
-    current_mesh,
-    get_jax_mesh,
-    initialize_mesh,
-    names_in_current_mesh,
-    simulate_cpu_devices,
-)
-from meshwright.metrics import get_metrics
-from meshwright.placement import make_shard_and_gather_fns
-from meshwright.rng import fold_rng_over_axis, wrap_function_with_rng
-from meshwright.rules import (
-    Rules,
-    get_names_from_partition_spec,
-    get_weight_decay_mask,
-    logical_rules,
-    match_rules,
-)
-from meshwright.tree import flatten_tree, named_tree_map, tree_apply, tree_path_to_string
-from meshwright.types import Metrics, PRNGKeyArray, PyTree
-
+TYPE_CHECKING = False  # the module `typing` takes longer to import than this package
 if TYPE_CHECKING:
-    from meshwright import models
+    from typing import Any
+
+    from jax.sharding import PartitionSpec as P
+
+    from meshwright import errors, models
     from meshwright.checkpoint.store import Checkpoints
+    from meshwright.constraints import with_sharding_constraint
+    from meshwright.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        JobError,
+        LayoutError,
+        MeshError,
+        MeshwrightError,
+        MeshwrightWarning,
+        PlacementError,
+        RngError,
+        RuleError,
+        StoreError,
+        TrainingError,
+        TreeError,
+    )
+    from meshwright.layout import Layout, LayoutReport, explain_layout, make_layout, match_partition_rules
     from meshwright.loop.config import TrainConfig, read_config
     from meshwright.loop.run import train
+    from meshwright.mesh.build import (
+        create_abstract_mesh,
+        create_mesh,
+        current_mesh,
+        get_jax_mesh,
+        initialize_mesh,
+        names_in_current_mesh,
+        simulate_cpu_devices,
+    )
+    from meshwright.metrics import get_metrics
+    from meshwright.placement import make_shard_and_gather_fns
     from meshwright.plan.check import assert_plan
     from meshwright.plan.plan import make_plan
     from meshwright.plan.step_setup import Setup
+    from meshwright.rng import fold_rng_over_axis, wrap_function_with_rng
+    from meshwright.rules import (
+        Rules,
+        get_names_from_partition_spec,
+        get_weight_decay_mask,
+        logical_rules,
+        match_rules,
+    )
     from meshwright.train.adapters import equinox_job, linen_job, nnx_job
     from meshwright.train.job import Job, abstract_init
     from meshwright.train.job_loading import load_job
     from meshwright.train.language_job import language_job
     from meshwright.train.state import RunState, init_state, state_layout
     from meshwright.train.step import make_eval_step, make_train_step
-    from meshwright.types import Batch, Parameter, TrainState
+    from meshwright.tree import flatten_tree, named_tree_map, tree_apply, tree_path_to_string
+    from meshwright.types import Batch, Metrics, Parameter, PRNGKeyArray, PyTree, TrainState
     from meshwright.verify.equivalence import verify
 
 __version__ = "0.1.0"
@@ -147,55 +145,55 @@ __all__ = [
     "JobError",
     "ConfigError",
     "DataError",
+    "StoreError",
     "CheckpointError",
     "TrainingError",
     "MeshwrightWarning",
 ]
 
-# Packages that are imported when they are first used as attributes, e.g. `mw.parallel.local_map`. `mw.verify(job)` and
-# `mw.train(config)` call the packages of these names.
-_LATER = (
-    "parallel",
-    "linen",
-    "models",
-    "train",
-    "data",
-    "checkpoint",
-    "generate",
-    "loop",
-    "distributed",
-    "verify",
-    "plan",
-)
-_PACKAGES = frozenset((*_LATER, "hardware", "compat", "testing"))
+# Modules and packages that are imported when they are first used as attributes, e.g. `mw.parallel.local_map`.
+# `mw.verify(job)` and `mw.train(config)` call the packages of these names.
+_MODULES = {
+    "foundation": "remote errors specs tree types dtypes hardware distributed launch",
+    "placing": "mesh rules layout constraints placement rng metrics",
+    "training": "parallel linen models train data checkpoint generate loop",
+    "around": "verify plan testing compat",
+}
 
-_load = lazy_names(
-    __name__,
-    {
-        "Job": "meshwright.train.job",
-        "abstract_init": "meshwright.train.job",
-        "load_job": "meshwright.train.job_loading",
-        "language_job": "meshwright.train.language_job",
-        "linen_job": "meshwright.train.adapters",
-        "nnx_job": "meshwright.train.adapters",
-        "equinox_job": "meshwright.train.adapters",
-        "state_layout": "meshwright.train.state",
-        "init_state": "meshwright.train.state",
-        "RunState": "meshwright.train.state",
-        "make_train_step": "meshwright.train.step",
-        "make_eval_step": "meshwright.train.step",
-        "make_plan": "meshwright.plan.plan",
-        "assert_plan": "meshwright.plan.check",
-        "Setup": "meshwright.plan.step_setup",
-        "TrainConfig": "meshwright.loop.config",
-        "read_config": "meshwright.loop.config",
-        "Checkpoints": "meshwright.checkpoint.store",
-        "Parameter": "meshwright.types",
-        "Batch": "meshwright.types",
-        "TrainState": "meshwright.types",
-    },
-)
+_NAMES = {
+    "errors": "MeshwrightError MeshError TreeError RuleError LayoutError PlacementError RngError JobError ConfigError "
+    "DataError CheckpointError StoreError TrainingError MeshwrightWarning",
+    "specs": "P",
+    "tree": "tree_path_to_string flatten_tree named_tree_map tree_apply",
+    "types": "PyTree PRNGKeyArray Metrics Parameter Batch TrainState",
+    "mesh.build": "create_mesh create_abstract_mesh get_jax_mesh initialize_mesh current_mesh names_in_current_mesh "
+    "simulate_cpu_devices",
+    "rules": "Rules logical_rules match_rules get_names_from_partition_spec get_weight_decay_mask",
+    "layout": "make_layout explain_layout match_partition_rules Layout LayoutReport",
+    "placement": "make_shard_and_gather_fns",
+    "constraints": "with_sharding_constraint",
+    "rng": "fold_rng_over_axis wrap_function_with_rng",
+    "metrics": "get_metrics",
+    "train.job": "Job abstract_init",
+    "train.job_loading": "load_job",
+    "train.language_job": "language_job",
+    "train.adapters": "linen_job nnx_job equinox_job",
+    "train.state": "state_layout init_state RunState",
+    "train.step": "make_train_step make_eval_step",
+    "plan.plan": "make_plan",
+    "plan.check": "assert_plan",
+    "plan.step_setup": "Setup",
+    "loop.config": "TrainConfig read_config",
+    "checkpoint.store": "Checkpoints",
+}
 
 
 def __getattr__(name: str) -> Any:
-    return importlib.import_module(f"meshwright.{name}") if name in _PACKAGES else _load(name)
+    from importlib import import_module
+
+    from meshwright.lazy import lazy_names
+
+    if any(name in names.split() for names in _MODULES.values()):
+        return import_module(f"meshwright.{name}")
+    homes = {name: f"meshwright.{module}" for module, names in _NAMES.items() for name in names.split()}
+    return lazy_names(__name__, homes)(name)

@@ -61,8 +61,20 @@ class CheckpointError(MeshwrightError):
     """A checkpoint cannot be saved or restored, or is corrupt."""
 
 
+class StoreError(MeshwrightError):
+    """An object store cannot be reached or used, or another process writes there."""
+
+
 class DataError(MeshwrightError):
     """Data cannot be found or read, has changed, or does not fit the request."""
+
+
+class LaunchError(MeshwrightError):
+    """The processes could not form one run."""
+
+
+class FileFormatError(MeshwrightError):
+    """A file is too large or nested too deeply, is not a regular file, or lacks the expected form."""
 
 
 class MeshwrightWarning(UserWarning):

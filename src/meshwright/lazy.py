@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable, Mapping
+from importlib import import_module
 from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False  # importing `typing` would take longer than importing this package
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
@@ -21,7 +24,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
     def load(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(modules[name]), name)
+        value = getattr(import_module(modules[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
@@ -33,7 +36,7 @@ class CallablePackage(ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, _, name = self.__dict__["__entry__"].partition(":")
-        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+        return getattr(import_module(module), name)(*args, **kwargs)
 
 
 def make_callable(package: str, entry: str) -> None:

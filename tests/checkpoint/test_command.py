@@ -138,7 +138,7 @@ def test_unreadable_steps_are_reported_and_never_skipped(cli, run_folder, lab, t
 
         return call
 
-    for module, name in ((os, "listdir"), (os, "scandir"), (io, "open"), (files, "open")):
+    for module, name in ((os, "listdir"), (os, "scandir"), (os, "open"), (io, "open"), (files, "open")):
         monkeypatch.setattr(module, name, refusing(getattr(module, name, open)), raising=False)
 
     forbidden[:] = [steps / "10" / "manifest.json"]

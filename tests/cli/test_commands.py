@@ -1,4 +1,3 @@
-import io
 import json
 import os
 import subprocess
@@ -229,15 +228,6 @@ def test_verify_errors_go_to_stderr(verify_cli, arguments, text):
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2), (["nonsense"], 2), (["rules"], 2)])
 def test_usage(cli, arguments, code):
     assert cli(*arguments)[0] == code
-
-
-def test_a_closed_pipe_is_not_an_error(cli, monkeypatch):
-    def leave(*args, **kwargs):
-        raise BrokenPipeError
-
-    monkeypatch.setattr("meshwright.cli.rules.show", leave)
-    monkeypatch.setattr(sys, "stderr", io.StringIO())  # it gets closed
-    assert cli("rules", "cli_job:good")[0] == 0
 
 
 def test_python_dash_m(tmp_path):

@@ -123,7 +123,7 @@ def test_malformed_plan_files(cli, tmp_path):
     assert read_plan(path) == data
     hint = r"\nhint: write one with: meshwright plan ... --json > FILE"
     for made, says in (
-        ("{", "cannot read .* as a plan: Expecting"),
+        ("{", "cannot read .* as a plan: .* is not JSON: Expecting"),
         ("\udcff", "cannot read .* as a plan: "),
         ("[]", "does not hold a plan."),
         ('{"plans": []}', "holds a search that found no plan."),

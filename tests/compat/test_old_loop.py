@@ -114,6 +114,7 @@ def train(config, mesh, batches, *, use_scan, check):
 
     place = functools.partial(jax.shard_map, mesh=mesh)
     row = batches[0].inputs[:1]  # one row, which the tensor axis cannot split
+    # Unchecked, because the specs are not known before; only shapes are computed.
     shapes = jax.eval_shape(place(init, in_specs=(P(), P()), out_specs=P(), check_vma=False), jax.random.key(0), row)
     specs = nn.get_partition_spec(shapes)
     state = first = jax.jit(place(init, in_specs=(P(), P()), out_specs=specs, check_vma=check))(jax.random.key(0), row)

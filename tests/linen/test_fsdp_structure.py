@@ -51,6 +51,7 @@ def step_on(mesh, enter, check, model=None, params=None):
     def init(key, x):
         return model.init(key, x)["params"]
 
+    # Unchecked, because the specs are not known before; only shapes are computed.
     shapes = jax.eval_shape(
         enter(init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), jax.random.key(0), X[:1]
     )
@@ -127,6 +128,7 @@ def test_a_checkpoint_of_one_mesh_restores_on_another():
 
 def shard(size, leaf, min_weight_size):
     mesh = mw.create_abstract_mesh(f"fsdp:{size}")
+    # Unchecked, because the specs depend on what is tested; only shapes are computed.
     run = local_map(
         lambda leaf: shard_params(leaf, "fsdp", min_weight_size),
         mesh=mesh,

@@ -4,38 +4,22 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
-from meshwright.loop.callbacks import Callback
 from meshwright.loop.run import train
+
+from .tiny_run import StopAt, bits
 
 JOB = Path(__file__).parent / "tiny_job.py"
 
 
-class StopAt(Callback):
-    """Asks a run to stop at given steps, as SIGTERM does."""
+@pytest.fixture
+def stop_at(monkeypatch):
+    def stop(*steps):
+        monkeypatch.setattr("meshwright.loop.setup.Preemption", lambda: StopAt(*steps))
 
-    def __init__(self, *steps):
-        self.steps = steps
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def wants_stop(self, loop):
-        return loop.ticks in self.steps
-
-
-def bits(state):
-    state = jax.tree.map(
-        lambda leaf: jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf,
-        state,
-    )
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+    return stop
 
 
 @pytest.fixture

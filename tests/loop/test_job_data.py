@@ -28,7 +28,7 @@ def logged(folder):
         {
             name: value
             for name, value in line.items()
-            if name not in ("time", "seconds", "memory_bytes", "rows_per_second")
+            if name not in ("time", "seconds", "memory_bytes", "rows_per_second", "goodput", "crc")
         }
         for line in lines
     ]

@@ -43,7 +43,8 @@ def test_a_mixture_killed_five_times_with_weights_changed_twice(tmp_path):
     common = [sys.executable, "-m", "meshwright", "train", "--run", str(run)]
     data = ["--data", *(f"{name}={tmp_path}/{name}.jsonl" for name in ("web", "code", "math"))]
     first = [*common, *OPTIONS, *data, "--data-cache", str(tmp_path / "cache")]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | cache
     for life, weights in enumerate(WEIGHTS):
         command = [*common, "--resume"] if life else first
         command = [*command, "--mixture-weights", *weights] if weights else list(command)

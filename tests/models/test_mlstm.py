@@ -17,109 +17,31 @@ from meshwright.models import (
     init_mlstm_state,
     mlstm_chunks,
     mlstm_chunkwise,
-    mlstm_parallel,
-    mlstm_recurrent,
 )
 from meshwright.parallel import local_map
 
-B, S, H, K, V = 2, 13, 4, 4, 6
-NAMES = ("q", "k", "v", "i", "f")
-
-FORMS = {
-    "parallel": mlstm_parallel,
-    "recurrent": lambda *args, **kwargs: mlstm_recurrent(*args, **kwargs)[0],
-    "ragged chunks of 5": functools.partial(mlstm_chunkwise, chunk_size=5),
-    "chunk longer than the sequence": mlstm_chunkwise,
-}
-WITH_STATE = {
-    "recurrent": mlstm_recurrent,
-    "chunkwise": functools.partial(mlstm_chunkwise, chunk_size=5, return_state=True),
-}
-
-
-def tokens(seed=0, *, length=S):
-    rng = np.random.default_rng(seed)
-    q, k, v = (rng.standard_normal((B, length, H, dim)).astype(np.float32) for dim in (K, K, V))
-    i, f = (rng.standard_normal((B, length, H)).astype(np.float32) for _ in range(2))
-    return q, k, v, 2 * i, 2 * f + 1
-
-
-def some_state(seed=9):
-    rng = np.random.default_rng(seed)
-    memory, normaliser = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, H, K, V), (B, H, K)))
-    # Also below 0, although our stabiliser is never negative.
-    stabiliser = np.linspace(-1.5, 1.5, B * H, dtype=np.float32).reshape(B, H)
-    return MLSTMState(memory, normaliser, stabiliser, np.full(B, -1, np.int32))
-
-
-def by_equations(q, k, v, i, f, *, state=None, segment_ids=None, return_state=False):
-    """The paper's recurrence in float64, its stabiliser free to be negative; the state without its stabiliser."""
-    q, k, v, i, f = (np.asarray(x, np.float64) for x in (q, k, v, i, f))
-    rows, length, heads, key_dim = q.shape
-    memory, normaliser = np.zeros((rows, heads, key_dim, v.shape[3])), np.zeros((rows, heads, key_dim))
-    m = np.full((rows, heads), -np.inf)
-    if state is not None:
-        memory, normaliser, m = (np.asarray(x, np.float64) for x in state[:3])
-    h, last = np.zeros(v.shape), np.zeros(rows)
-    for t in range(length):
-        log_f, write = -np.logaddexp(0, -f[:, t]), i[:, t]
-        if segment_ids is not None:
-            padding, new = segment_ids[:, t] == 0, segment_ids[:, t] != last
-            log_f = np.where(padding[:, None], 0.0, np.where(new[:, None], -np.inf, log_f))
-            write = np.where(padding[:, None], -np.inf, write)
-            last = np.where(padding, last, segment_ids[:, t])
-        before, m = m, np.maximum(log_f + m, write)
-        finite = np.where(np.isfinite(m), m, 0.0)
-        keep, add = np.exp(log_f + before - finite)[..., None], np.exp(write - finite)[..., None]
-        memory = keep[..., None] * memory + add[..., None] * k[:, t][..., None] * v[:, t][..., None, :]
-        normaliser = keep * normaliser + add * k[:, t]
-        asked = q[:, t] / np.sqrt(key_dim)
-        size = np.maximum(np.abs(np.sum(normaliser * asked, -1)), np.exp(-finite))
-        h[:, t] = np.einsum("bhk,bhkv->bhv", asked, memory) / size[..., None]
-        if segment_ids is not None:
-            h[:, t][padding] = 0.0
-    undo = np.exp(m)[..., None]
-    return (h, memory * undo[..., None], normaliser * undo) if return_state else h
-
-
-def weights(shape, seed=7):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-@functools.cache
-def value_and_gradients(form):
-    """Outputs, and gradients of a sum of outputs with random weights; one program per form."""
-
-    def loss(q, k, v, i, f, segment_ids, w):
-        h = FORMS[form](q, k, v, i, f, segment_ids=segment_ids)
-        return jnp.sum(h.astype(jnp.float32) * w), h
-
-    gradient = jax.jit(jax.grad(loss, argnums=range(5), has_aux=True))
-    return lambda *args: gradient(*args, *(() if len(args) == 7 else (weights(args[2].shape),)))
-
-
-def assert_close(ours, expected, *, names=NAMES, tolerance=2e-5, floor=1e-2):
-    """Compares relative to the largest value, because one output in a hundred divides by a sum near zero."""
-    for name, mine, theirs in zip(names, ours, expected, strict=False):
-        mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
-        largest = np.abs(theirs).max() + floor
-        np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance * largest, err_msg=name)
-
-
-def slope(args, which, *, step=1e-6, **kwargs):
-    """The directional derivative of the weighted sum of outputs in one input, by finite differences in float64."""
-    towards = weights(args[which].shape, seed=which)
-
-    def moved(by):
-        changed = [np.asarray(x, np.float64) + (by * towards if n == which else 0.0) for n, x in enumerate(args)]
-        h = by_equations(*changed, **kwargs)
-        return np.sum(h * weights(h.shape))
-
-    return towards, (moved(step) - moved(-step)) / (2 * step)
-
-
-PACKED = np.array([[1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 3, 0, 0], [4, 4, 4, 0, 0, 1, 7, 7, 7, 7, 7, 7, 7]], np.int32)
-SEGMENTS = {"one document": np.ones((B, S), np.int32), "packed": PACKED}
+from .mlstm_forms import (
+    FORMS,
+    NAMES,
+    PACKED,
+    SEGMENTS,
+    STATE_NAMES,
+    WITH_STATE,
+    B,
+    H,
+    K,
+    S,
+    V,
+    assert_close,
+    by_equations,
+    in_units_of_one,
+    slope,
+    some_state,
+    state_gradients,
+    tokens,
+    value_and_gradients,
+    weights,
+)
 
 
 @pytest.mark.parametrize("segments", SEGMENTS)
@@ -185,113 +107,6 @@ def test_any_documents_in_any_order(ids, seed):
         gradients, h = value_and_gradients(form)(*args, segment_ids)
         assert_close([h], [expected], tolerance=1e-3)
         assert all(np.all(np.isfinite(x)) for x in gradients)
-
-
-# --- States ---
-
-
-def in_units_of_one(state):
-    """Returns memory and normaliser multiplied by exp(stabiliser)."""
-    return state.memory * jnp.exp(state.stabiliser)[..., None, None], state.normaliser * jnp.exp(state.stabiliser)[
-        ..., None
-    ]
-
-
-STATE_NAMES = ("memory", "normaliser", "stabiliser", *NAMES)
-
-
-@functools.cache
-def state_gradients(form):
-    """Gradients with respect to the state before, by name, and to the tokens, of outputs and the state after."""
-
-    def loss(memory, normaliser, stabiliser, *args):
-        state = MLSTMState(memory, normaliser, stabiliser, jnp.full(B, -1))
-        h, after = WITH_STATE[form](*args, state=state)
-        return sum(jnp.sum(jnp.sin(x)) for x in (h, *in_units_of_one(after)))
-
-    return jax.jit(jax.value_and_grad(loss, argnums=range(8)))
-
-
-@pytest.mark.parametrize("form", WITH_STATE)
-def test_gradients_of_a_given_state(form):
-    inputs = (*some_state()[:3], *tokens(4))
-    value, gradients = state_gradients(form)(*inputs)
-
-    def truth(*inputs):
-        return sum(np.sum(np.sin(x)) for x in by_equations(*inputs[3:], state=inputs[:3], return_state=True))
-
-    np.testing.assert_allclose(value, truth(*inputs), rtol=1e-5)
-    for which, (name, gradient) in enumerate(zip(STATE_NAMES, gradients, strict=True)):
-        towards = weights(inputs[which].shape, seed=which)
-        up, down = (
-            truth(*(np.asarray(x, np.float64) + (by * towards if n == which else 0.0) for n, x in enumerate(inputs)))
-            for by in (1e-6, -1e-6)
-        )
-        np.testing.assert_allclose(np.sum(gradient * towards), (up - down) / 2e-6, rtol=1e-4, err_msg=name)
-    assert_close(gradients, state_gradients("recurrent")(*inputs)[1], names=STATE_NAMES)
-
-
-@pytest.mark.parametrize("segments", SEGMENTS)
-@pytest.mark.parametrize("first", WITH_STATE)
-def test_two_calls_with_the_carried_state_equal_one(first, segments):
-    # The cut lies within a document, and in the packed rows, between two and within padding.
-    segment_ids, args, cut = SEGMENTS[segments], tokens(5), 4
-    second = next(name for name in WITH_STATE if name != first)
-
-    def run(form, piece, state=None):
-        return jitted(form)(*(x[:, piece] for x in args), state, segment_ids[:, piece])
-
-    whole, after_whole = run(first, slice(None))
-    start, state = run(first, slice(None, cut))
-    for form in (first, second):
-        rest, after = run(form, slice(cut, None), state)
-        assert_close([np.concatenate([start, rest], axis=1)], [whole])
-        assert_close(in_units_of_one(after), in_units_of_one(after_whole))
-        np.testing.assert_array_equal(after.segment, after_whole.segment)
-
-
-@functools.cache
-def jitted(form):
-    return jax.jit(lambda q, k, v, i, f, state, ids: WITH_STATE[form](q, k, v, i, f, state=state, segment_ids=ids))
-
-
-def test_gradients_pass_through_a_carried_state():
-    args = tokens(6)
-
-    def loss(*args):
-        first, state = mlstm_chunkwise(*(x[:, :7] for x in args), chunk_size=4, return_state=True)
-        rest, _ = mlstm_recurrent(*(x[:, 7:] for x in args), state=state)
-        return jnp.sum(jnp.concatenate([first, rest], axis=1) * weights(args[2].shape))
-
-    ours = jax.jit(jax.grad(loss, argnums=range(5)))(*args)
-    assert_close(ours, value_and_gradients("parallel")(*args, SEGMENTS["one document"])[0])
-
-
-def test_the_first_document_continues_a_state_without_documents():
-    args = tokens(16)
-
-    @jax.jit
-    def both(*args):
-        whole = mlstm_chunkwise(*args, chunk_size=5)
-        first, state = mlstm_chunkwise(*(x[:, :6] for x in args), chunk_size=5, return_state=True)
-        ids = jnp.where(jnp.arange(S - 6) < 4, 3, 4) * jnp.ones((B, 1), int)
-        rest = mlstm_chunkwise(*(x[:, 6:] for x in args), chunk_size=5, state=state, segment_ids=ids)
-        return whole, jnp.concatenate([first, rest], axis=1)
-
-    whole, in_two = both(*args)
-    assert_close([in_two[:, :10]], [whole[:, :10]])
-    assert np.abs(in_two[:, 10:] - whole[:, 10:]).max() > 0.1
-
-
-def test_padding_does_not_change_the_state():
-    args = tokens(7)
-    padded = np.where(np.arange(S) < 4, np.ones((B, S), np.int32), 0)
-    for form in WITH_STATE:
-        _, after = jitted(form)(*args, None, padded)
-        _, expected = jitted(form)(*(x[:, :4] for x in args), None, padded[:, :4])
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), after, expected)
-        _, after = jitted(form)(*args, None, 0 * padded)
-        jax.tree.map(np.testing.assert_array_equal, after, init_mlstm_state(B, H, key_dim=K, value_dim=V))
 
 
 # --- Numbers ---

@@ -170,6 +170,7 @@ def tokens(seed=0):
         pytest.param("dp:2,fsdp:2,tp:2", "global", "nf4", marks=pytest.mark.slow),
         pytest.param("fsdp:8", "local", None, marks=pytest.mark.slow),
         pytest.param("fsdp:4,pp:2", "local", None, marks=pytest.mark.slow),
+        pytest.param("fsdp:2,tp:2,pp:2", "local", "int8", marks=pytest.mark.slow),
         pytest.param("dp:8", "global", None, marks=pytest.mark.slow),
     ],
 )

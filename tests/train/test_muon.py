@@ -149,11 +149,11 @@ print(*sorted(f"{c.kind}:{round(c.bytes_moved / 2**20)}" for c in schedule.colle
 
 @pytest.mark.slow  # compiles for 64 chips
 @pytest.mark.skipif(sys.platform != "linux", reason="libtpu exists for Linux only")
-def test_a_7b_update_on_64_chips_is_one_exchange_each_way(run_python):
+def test_a_7b_update_on_64_chips_is_one_exchange_each_way(run_compiler):
     """128 matrices of 4096 x 4096 and 96, filled up to 128, of 4096 x 11008, in bfloat16, over 64 chips."""
     if not can_compile_for("v5p:4x4x4"):
         pytest.skip("the compiler for v5p is not installed")
-    done = run_python(COMPILED_7B, timeout=300)
+    done = run_compiler(COMPILED_7B, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     square, wide = (128 * 4096 * n * 2 // 64 // 2**20 for n in (4096, 11008))
     assert done.stdout.split() == sorted([f"all-to-all:{square}", f"all-to-all:{wide}"] * 2)

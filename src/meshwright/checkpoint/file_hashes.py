@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from meshwright.errors import CheckpointError
+from meshwright.bounded_reader import open_regular
+from meshwright.errors import CheckpointError, FileFormatError
 
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ def hash_file(path: Path, *, sync: bool = False) -> FileHash:
         >>> hash_file(path).num_bytes, hash_file(path).sha256[:8]
         (3, 'ba7816bf')
     """
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if sync:
             os.fsync(file.fileno())
@@ -101,11 +102,15 @@ def compare_files(
             info = (folder / name).lstat()
             if stat.S_ISLNK(info.st_mode):
                 return f"{name}: is a link, not a file"
+            if not stat.S_ISREG(info.st_mode):
+                return f"{name}: is not a regular file"
             if info.st_size != written.num_bytes:
                 return f"{name}: {info.st_size} bytes instead of {written.num_bytes}"
             found = hash_file(folder / name).sha256 if name in hashed else written.sha256
         except OSError as error:
             return unreadable(name, error)
+        except FileFormatError as error:  # replaced in the meantime
+            return f"{name}: {error}"
         if found == written.sha256:
             return None
         return f"{name}: contents changed (sha256 {found[:12]} instead of {written.sha256[:12]})"

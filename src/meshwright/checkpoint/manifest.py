@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from meshwright.bounded_reader import MOST_DEPTH, parse_json, read_bytes, require_fields
 from meshwright.checkpoint.file_hashes import FileHash, compare_files, unreadable
-from meshwright.errors import CheckpointError
+from meshwright.checkpoint.manifest_form import require_form
+from meshwright.errors import CheckpointError, FileFormatError
 from meshwright.files import write_atomically
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout
@@ -30,6 +32,8 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state"
 _PLAIN = ("mesh", "layout", "rng", "facts", "versions")  # fields that are already JSON
+_MOST_BYTES = 2**28
+_DEPTH = 2 * MOST_DEPTH  # twice what `plain_facts` accepts
 
 
 class StoredLeaf(NamedTuple):
@@ -86,19 +90,22 @@ class Manifest:
     def from_json(cls, data: bytes, *, where: str) -> Manifest:
         """Reads a manifest; raises `CheckpointError` if a single byte of it has changed."""
         try:
-            text = data.decode()
-            body = json.loads(text)
-            found = body.pop("sha256")
-            written = body["format"]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{where} is not a manifest: {type(error).__name__}: {error}.") from None
+            body = parse_json(data, where=where, depth=_DEPTH)
+            require_fields(body, {"sha256": str, "format": int}, where=where)
+        except FileFormatError as error:
+            raise CheckpointError(f"{where} is not a manifest: {error}") from None
+        found, written = body.pop("sha256"), body["format"]
         # Comparing the text as well detects changes that leave all values equal, such as a space.
-        if found != _hash(body) or _dump(body | {"sha256": found}) != text:
+        if found != _hash(body) or _dump(body | {"sha256": found}).encode() != data:
             raise CheckpointError(f"{where} was changed after it was written: its sha256 does not match.")
         if written != FORMAT:
             raise CheckpointError(
                 f"{where} has format {written}; this release reads format {FORMAT}.", hint="update meshwright."
             )
+        try:
+            require_form(body, where=where)
+        except FileFormatError as error:
+            raise CheckpointError(f"{where} is not a manifest that Meshwright wrote: {error}") from None
         return cls(
             step=body["step"],
             files={name: FileHash(item["bytes"], item["sha256"]) for name, item in body["files"].items()},
@@ -114,8 +121,8 @@ class Manifest:
     @property
     def mesh_text(self) -> str:
         """The mesh as text, such as `fsdp=4 x tp=2`."""
-        axes = " x ".join(f"{name}={size}" for name, size in self.mesh["axes"].items()) or "no axes"
-        processes = self.mesh["num_processes"]
+        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.get("axes", {}).items()) or "no axes"
+        processes = self.mesh.get("num_processes", 1)
         return axes + (f" in {processes} processes" if processes > 1 else "")
 
 
@@ -132,7 +139,7 @@ def read_manifest(folder: Path | str) -> Manifest:
     """
     path = Path(folder) / MANIFEST
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, most=_MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{folder} has no {MANIFEST}: it is an unfinished step, or not a Meshwright checkpoint.",
@@ -140,6 +147,8 @@ def read_manifest(folder: Path | str) -> Manifest:
         ) from None
     except OSError as error:
         raise CheckpointError(unreadable(str(path), error), hint="check its permissions.") from error
+    except FileFormatError as error:
+        raise CheckpointError(str(error)) from None
     return Manifest.from_json(data, where=str(path))
 
 
@@ -233,8 +242,8 @@ def current_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of the facts as JSON stores them; raises if they are not JSON."""
     try:
-        kept: dict[str, Any] = json.loads(json.dumps(facts))
-    except (TypeError, ValueError) as error:
+        kept: dict[str, Any] = parse_json(json.dumps(facts), where="the value")
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the facts of a checkpoint must be JSON: {error}.",
             hint="use numbers, strings, lists and dicts, not arrays.",

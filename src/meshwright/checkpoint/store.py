@@ -17,6 +17,7 @@ from typing import Any, Self
 import jax
 from jax.sharding import Mesh
 
+from meshwright.bounded_reader import read_json
 from meshwright.checkpoint import arrays
 from meshwright.checkpoint.file_hashes import FileHash, hash_files, is_unreadable, list_files
 from meshwright.checkpoint.manifest import (
@@ -26,6 +27,7 @@ from meshwright.checkpoint.manifest import (
     current_versions,
     describe_layout,
     plain_facts,
+    read_manifest,
     write_manifest,
 )
 from meshwright.checkpoint.restoring import Restored, part_of, problems_of, read_step
@@ -196,13 +198,22 @@ class Checkpoints:
             return
         self._known.add(step)
         self._bad.discard(step)
+        if is_first():
+            seconds = time.monotonic() - began
+            self._say("checkpoint", step, f"saved step {step}: {format_bytes(layout.bytes_total)} in {seconds:.1f} s")
+        self._after_save(step)
+
+    def _after_save(self, step: int) -> None:
+        """Called in the background on every process, after a save."""
+        self._remove_old(step, self.keep)
+
+    def _remove_old(self, step: int, keep: Keep) -> None:
+        """Removes the steps before this one that need not be kept."""
         if not is_first():
             return
-        seconds = time.monotonic() - began
-        self._say("checkpoint", step, f"saved step {step}: {format_bytes(layout.bytes_total)} in {seconds:.1f} s")
         # Later steps belong to a discarded course of the run, and are neither counted nor removed.
-        steps = [other for other in self.steps() if other <= step and other not in self._bad]
-        for old in self.keep.removable(steps):
+        steps = [other for other in finished_steps(self.folder) if other <= step and other not in self._bad]
+        for old in keep.removable(steps):
             try:
                 remove_step(self.folder, old)
             except OSError as error:
@@ -237,6 +248,17 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Returns the finished steps in order; reads only file names."""
         return finished_steps(self.folder)
+
+    def durable_steps(self) -> list[int]:
+        """Returns the finished steps that survive the loss of this machine, if they are known; else all of them."""
+        return self.steps()
+
+    def make_durable(self, step: int) -> None:
+        """Waits until a saved step is in the durable place too; without one, it does nothing."""
+
+    def manifest(self, step: int) -> Manifest:
+        """Returns the manifest of a finished step."""
+        return read_manifest(self.folder / str(step))
 
     def latest(self) -> int | None:
         """Returns the last finished step, or None."""
@@ -274,7 +296,7 @@ class Checkpoints:
         if step is None:
             step, notes = self._last_to_restore()
         else:
-            self._require_good(step)
+            self.require_good(step)
         restored = read_step(self.folder / str(step), layout, cast=cast, part=part is not None)
         self._known = {step} if part is None else set()
         return dataclasses.replace(restored, notes=[*notes, *restored.notes])
@@ -312,8 +334,9 @@ class Checkpoints:
             notes.append(f"skipped checkpoint {step}, which {what}: {_in_words(problems)}")
         return None, notes
 
-    def _require_good(self, step: int) -> None:
-        problems = problems_of(self.folder / str(step))
+    def require_good(self, step: int) -> None:
+        """Raises if a step is damaged or cannot be read; the error names the last good one."""
+        problems = self.verify(step)
         if problems:
             self._bad.add(step)
             good = next((other for other, wrong in self._candidates(but=step) if not wrong), None)
@@ -331,9 +354,13 @@ class Checkpoints:
 
         def verified(place: int) -> tuple[int, list[str]]:
             step = from_first(steps[place] if steps else -1)
-            return step, problems_of(self.folder / str(step))
+            return step, self.verify(step)
 
         return map(verified, range(count))
+
+    def verify(self, step: int) -> list[str]:
+        """Reads every byte of a finished step and returns its problems, on all processes; empty if it is intact."""
+        return problems_of(self.folder / str(step))
 
 
 def _hash_together(place: Path) -> dict[str, FileHash]:
@@ -365,7 +392,7 @@ def _hashes_of(place: Path, peer: int) -> dict[str, FileHash]:
         if time.monotonic() > deadline:
             raise CheckpointError(f"process {peer} of this run sent no hashes within {PEER_SECONDS:.0f} s")
         time.sleep(0.05)
-    return {name: FileHash(*item) for name, item in json.loads(note.read_text()).items()}
+    return {str(name): FileHash(int(item[0]), str(item[1])) for name, item in read_json(note).items()}
 
 
 def _note(place: Path, rank: int) -> Path:

@@ -18,8 +18,10 @@ from meshwright.checkpoint.file_hashes import is_unreadable
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.retention import all_steps, finished_steps, step_status
 from meshwright.cli import simulate_devices
+from meshwright.cli.remote_steps import copy_manifests, verify_url
 from meshwright.errors import CheckpointError
 from meshwright.layout.leaf import format_bytes, text_table
+from meshwright.remote import is_url
 from meshwright.specs import format_spec, spec_from_json
 
 _FORM = re.compile(r"(?P<path>[^=]+)=(?P<mode>none|gather|scatter):(?P<size>\d+)(?P<more>(:pieces|:split)*)")
@@ -29,13 +31,13 @@ def ls(folder: Annotated[str, tyro.conf.Positional], /, json: bool = False) -> i
     """List the checkpoints of a run with their status, size and mesh. Only manifests are read.
 
     Args:
-        folder: run folder, or its checkpoints folder.
+        folder: run folder or its checkpoints folder; a URL if it is in an object store.
         json: print JSON.
     """
-    place = _steps_folder(folder)
+    place = _steps_folder(copy_manifests(folder) if is_url(folder) else folder)
     found = [_entry(place / str(step)) for step in all_steps(place)]
     if not found:
-        raise _no_step(place)
+        raise _no_step(folder)
     if json:
         print(json_lib.dumps(found, indent=1))
     else:
@@ -51,11 +53,11 @@ def show(folder: Annotated[str, tyro.conf.Positional], /, step: int | None = Non
     """Show the contents of a checkpoint: tree, mesh, layout, versions and facts.
 
     Args:
-        folder: run folder, checkpoints folder, or the folder of one step.
+        folder: run folder, checkpoints folder, or the folder of one step; a URL if it is in an object store.
         step: step to show; the last finished one if omitted.
         json: print the manifest as JSON.
     """
-    place = _step_folder(folder, step)
+    place = _step_folder(copy_manifests(folder) if is_url(folder) else folder, step)
     manifest = read_manifest(place)
     if json:
         print(manifest.to_json(), end="")
@@ -65,7 +67,8 @@ def show(folder: Annotated[str, tyro.conf.Positional], /, step: int | None = Non
         spec = format_spec(spec_from_json(manifest.layout[leaf.name]))
         rows.append((leaf.name, "x".join(map(str, leaf.shape)) or "scalar", leaf.dtype, spec))
     print(f"step {manifest.step}: {len(manifest.files)} files, {format_bytes(manifest.num_bytes)}")
-    print(f"mesh: {manifest.mesh_text}, {manifest.mesh['num_devices']} devices ({manifest.mesh['device_kind']})")
+    devices, kind = manifest.mesh.get("num_devices", 0), manifest.mesh.get("device_kind", "unknown")
+    print(f"mesh: {manifest.mesh_text}, {devices} devices ({kind})")
     print(f"versions: {', '.join(f'{name} {version}' for name, version in manifest.versions.items())}")
     print(f"facts: {json_lib.dumps(manifest.facts, indent=1)}")
     print(text_table(("leaf", "shape", "dtype", "spec"), rows))
@@ -76,9 +79,11 @@ def verify(folder: Annotated[str, tyro.conf.Positional], /, step: int | None = N
     """Compare every byte of every finished checkpoint with its manifest; exit with 1 if any differs.
 
     Args:
-        folder: run folder, checkpoints folder, or the folder of one step.
+        folder: run folder, checkpoints folder, or the folder of one step; a URL if it is in an object store.
         step: step to verify; all if omitted.
     """
+    if is_url(folder):
+        return verify_url(folder, step)
     if step is not None or _is_step(folder):
         places = [_step_folder(folder, step)]
     else:
@@ -127,7 +132,7 @@ def convert(
     layers with --linen.
 
     Args:
-        source: run folder, checkpoints folder, Hugging Face folder, or Orbax folder.
+        source: run folder, checkpoints folder, Hugging Face folder, or Orbax folder; or the URL of a run.
         target: new folder.
         step: checkpoint to read (the last finished one if omitted), or step number to write (0 if omitted).
         dtype: cast all weights to this dtype, e.g. bfloat16; no cast if omitted.
@@ -135,7 +140,8 @@ def convert(
         model_options: model fields to override, e.g. num_layers=4.
         shard_bytes: maximum size of a safetensors file in bytes.
         family: model_type to write, e.g. qwen3; that of the original folder, or one that fits, if omitted.
-        like: model folder whose configuration and tokenizer to copy; the original folder if omitted.
+        like: model folder whose configuration and tokenizer to copy, e.g. if the original one has moved; the original
+            folder, or the run's copy of its small files, if omitted.
         fingerprint: also write some logits, which `meshwright checkpoint check` compares.
         ignore_fields: fields of config.json that are not supported but do not change the logits.
         linen: tensor-parallel layers as PATH=MODE:AXIS_SIZE, e.g. block/up=gather:4; add :pieces for TPAsyncDense.
@@ -144,6 +150,10 @@ def convert(
     """
     from meshwright.checkpoint.convert import import_export as conversions
 
+    if is_url(source):
+        from meshwright.loop.remote_run import fetch_step
+
+        source, step = fetch_step(source, step)
     place, options = Path(source), dict[str, Any]()
     tell = functools.partial(print, file=sys.stderr, flush=True)
     if os.path.exists(place / "config.json") and not _is_step(source) and not all_steps(_steps_folder(source)):
@@ -260,7 +270,7 @@ def _is_step(folder: str) -> bool:
     return os.path.exists(Path(folder, MANIFEST))
 
 
-def _no_step(place: Path) -> CheckpointError:
+def _no_step(place: Path | str) -> CheckpointError:
     return CheckpointError(
         f"there is no finished step in {place}.", hint="pass a run folder or its checkpoints folder."
     )

@@ -6,7 +6,7 @@ import json as json_lib
 import sys
 from typing import Literal
 
-from meshwright.cli import simulate_devices
+from meshwright.cli import require_one_process, simulate_devices
 from meshwright.errors import ConfigError
 
 
@@ -19,20 +19,23 @@ def evaluate(
     batch_size: int | None = None,
     num_tokens: int | None = None,
     max_batches: int | None = None,
+    weights: Literal["auto", "ema", "last"] = "auto",
     precision: Literal["auto", "float32", "mixed", "bfloat16"] = "auto",
     json: bool = False,
 ) -> int:
     """Evaluate the model of a run on text: loss, perplexity and bits per byte of each file, and of all together.
 
     Args:
-        run: run folder.
-        data: files, folders or globs of text, .jsonl or .array_record; every file is a source.
+        run: run folder, or its URL in an object store.
+        data: files, folders or globs of text, .jsonl or .array_record; every file is a source; URLs too.
         step: step of the checkpoint (default: the last good one).
         mesh: mesh such as dp:2,tp:4 (default: all accelerators that can split the heads; one CPU device).
         devices: number of devices to use; without accelerators, to simulate (default: 8 with --mesh, else 1).
         batch_size: rows per batch (default: that of the run).
         num_tokens: tokens per row (default: that of the run).
         max_batches: maximum number of batches per file (default: all rows).
+        weights: ema, the moving average that a run with --ema keeps; last, the parameters themselves; auto, the average
+            if there is one.
         precision: compute precision; auto is float32 on CPUs and mixed elsewhere.
         json: print the results as JSON.
     """
@@ -42,6 +45,7 @@ def evaluate(
             raise ConfigError(f"{name} must be at least 1; got {value}.", hint="pass a positive number.")
     if not data:
         raise ConfigError("--data is missing.", hint="pass files or folders of text.")
+    require_one_process("eval")
     simulate_devices(devices or (1 if mesh is None else 8))
     from meshwright.layout.leaf import text_table
     from meshwright.loop.saved_run import mesh_to_use, open_run, precision_to_use
@@ -52,7 +56,7 @@ def evaluate(
 
     saved = open_run(run, step=step)
     placed = mesh_to_use(saved.model, mesh, devices=devices)
-    params, found, notes = saved.restore(placed)
+    params, found, notes = saved.restore(placed, weights=weights)
     for note in notes:
         tell(note)
     tell(f"step {found} of {run}, on {', '.join(f'{axis}:{size}' for axis, size in placed.shape.items())}")

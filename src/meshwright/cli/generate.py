@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json as json_lib
 import sys
-from pathlib import Path
 from typing import Literal
 
-from meshwright.cli import simulate_devices
-from meshwright.errors import ConfigError, DataError
+from meshwright.bounded_reader import read_text
+from meshwright.cli import require_one_process, simulate_devices
+from meshwright.errors import ConfigError, DataError, FileFormatError
 
 
 def generate(
@@ -26,6 +26,7 @@ def generate(
     step: int | None = None,
     mesh: str | None = None,
     devices: int | None = None,
+    weights: Literal["auto", "ema", "last"] = "auto",
     precision: Literal["auto", "float32", "mixed", "bfloat16"] = "auto",
     stream: bool = True,
     json: bool = False,
@@ -36,7 +37,7 @@ def generate(
     give the same text up to rounding.
 
     Args:
-        run: run folder.
+        run: run folder, or its URL in an object store.
         prompt: one or more texts to continue; an empty one starts a document (default: one empty prompt).
         prompt_file: file of prompts, one per line; - for stdin.
         max_tokens: maximum number of new tokens per prompt.
@@ -49,6 +50,8 @@ def generate(
         step: step of the checkpoint (default: the last good one).
         mesh: mesh such as tp:4 (default: all accelerators that can split the heads; one CPU device).
         devices: number of devices to use; without accelerators, to simulate (default: 8 with --mesh, else 1).
+        weights: ema, the moving average that a run with --ema keeps; last, the parameters themselves; auto, the average
+            if there is one.
         precision: compute precision; auto is float32 on CPUs and mixed elsewhere.
         stream: show the text of a single prompt while it is generated.
         json: print a JSON list with a prompt, its text, tokens and reason for ending per item.
@@ -57,6 +60,7 @@ def generate(
         raise ConfigError(f"--max-tokens must be at least 1; got {max_tokens}.", hint="pass e.g. --max-tokens 128.")
     if devices is not None and devices < 1:
         raise ConfigError(f"--devices must be at least 1; got {devices}.", hint="pass e.g. --devices 8.")
+    require_one_process("generate")
     simulate_devices(devices or (1 if mesh is None else 8))
     from meshwright.generate.draw import Sampling
     from meshwright.generate.generator import make_generator
@@ -80,11 +84,11 @@ def generate(
     check_room(saved.model, len(encoded), length, generator.precision, Spread.of(placed, len(encoded)))
     if length > saved.config.data.num_tokens:
         _tell(f"texts may get {length} tokens long; the model was trained on rows of {saved.config.data.num_tokens}")
-    params, found, notes = saved.restore(placed)
+    params, found, notes = saved.restore(placed, weights=weights)
     for note in notes:
         _tell(note)
     _tell(f"step {found} of {run}, on {', '.join(f'{axis}:{size}' for axis, size in placed.shape.items())}")
-    weights = generator.load(params, num_rows=len(encoded))
+    loaded = generator.load(params, num_rows=len(encoded))
     del params
     shows = stream and not json and len(prompts) == 1
 
@@ -95,7 +99,7 @@ def generate(
         show(0, prompts[0])
     results = generate_text(
         generator,
-        weights,
+        loaded,
         saved.tokenizer,
         prompts,
         max_tokens,
@@ -123,9 +127,11 @@ def _prompts(given: tuple[str, ...], file: str | None) -> list[str]:
     if file is None:
         return list(given) or [""]
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the prompts in {file}: {error}.", hint="pass a text file, or -.") from None
+        text = sys.stdin.read() if file == "-" else read_text(file)
+    except (OSError, UnicodeDecodeError, FileFormatError) as error:
+        raise DataError(
+            f"cannot read the prompts in {file}: {str(error).rstrip('.')}.", hint="pass a text file, or -."
+        ) from None
     lines = text.splitlines()
     if not lines:
         raise DataError(f"{file} holds no prompts.", hint="write one prompt per line.")

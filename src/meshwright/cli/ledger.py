@@ -11,6 +11,7 @@ import tyro
 
 from meshwright.cli import show
 from meshwright.errors import CheckpointError
+from meshwright.remote import is_url
 
 
 def ledger(run: Annotated[str, tyro.conf.Positional], /, upto_step: int | None = None) -> int:
@@ -21,14 +22,20 @@ def ledger(run: Annotated[str, tyro.conf.Positional], /, upto_step: int | None =
     checkpoints but not in the ledger is reported as a problem.
 
     Args:
-        run: run folder.
+        run: run folder, or the URL of a run.
         upto_step: last step to check; all steps if omitted.
     """
     from meshwright.data import check_ledger
 
+    saved = set[int]()
+    if is_url(run):
+        from meshwright.loop.remote_run import read_remote
+
+        copy, checkpoints = read_remote(run)
+        run, saved = str(copy), {*checkpoints.steps()}
     folder = Path(run, "ledger")
     if os.path.isdir(folder):
-        report = check_ledger(folder, upto_step=upto_step, done=_steps_done(Path(run)))
+        report = check_ledger(folder, upto_step=upto_step, done=_steps_done(Path(run)) | saved - {0})
     else:
         report = check_ledger(run, upto_step=upto_step)
     show(report)

@@ -107,9 +107,10 @@ _Step = Annotated[StepOptions, tyro.conf.OmitArgPrefixes]
 def plan(
     job: _Job = "",
     /,
-    mesh: str = "",
+    mesh: str | None = None,
     view: Literal["auto", "local", "global"] = "auto",
     zero_axis: str | None = None,
+    pad: tuple[str, ...] = (),
     step: _Step = StepOptions(),  # noqa: B008
 ) -> int:
     """Plan a training step for hardware you don't have: memory, communication and time.
@@ -122,10 +123,14 @@ def plan(
         mesh: Mesh, e.g. "fsdp:32,tp:4"; if unset, the job's mesh.
         view: "local": Meshwright layers insert the collectives; "global": XLA does; "auto": as `train` chooses.
         zero_axis: Mesh axis to also shard the optimizer state over (ZeRO-1).
+        pad: Regexes of parameters whose dims may be padded with zeros if the mesh does not divide them.
     """
     step.check()
+    if mesh is not None and not mesh.strip():
+        raise JobError("--mesh is empty.", hint='pass a mesh such as "fsdp:8,tp:4"; is a shell variable unset?')
     planner = _Planner(job, step)
-    setup = planner.setup(mesh=mesh or getattr(planner.job, "mesh", None) or "", view=view, zero_axis=zero_axis)
+    placed = mesh or getattr(planner.job, "mesh", None) or ""
+    setup = planner.setup(mesh=placed, view=view, zero_axis=zero_axis, pad=pad)
     if not setup.mesh:
         hint = 'pass --mesh "fsdp:8,tp:4", or rank all meshes with `meshwright plan search`.'
         raise JobError("no mesh given, and the job has no default mesh.", hint=hint)
@@ -183,6 +188,7 @@ def plan_diff(
     job: str = "",
     view: Literal["auto", "local", "global"] = "auto",
     zero_axis: str | None = None,
+    pad: tuple[str, ...] = (),
     step: _Step = StepOptions(),  # noqa: B008
 ) -> int:
     """Explain the difference between two plans, cause by cause.
@@ -193,6 +199,7 @@ def plan_diff(
         job: Job to plan: module:attribute or file.py:attribute; or use --model.
         view: "local": Meshwright layers insert the collectives; "global": XLA does; "auto": as `train` chooses.
         zero_axis: Mesh axis to also shard the optimizer state over (ZeRO-1).
+        pad: Regexes of parameters whose dims may be padded with zeros if the mesh does not divide them.
     """
     step.check()
     for one in (before, after):
@@ -201,7 +208,7 @@ def plan_diff(
         sides = [read_plan(before), read_plan(after)]
     else:
         planner = _Planner(job, step)
-        base = planner.setup(view=view, zero_axis=zero_axis)
+        base = planner.setup(view=view, zero_axis=zero_axis, pad=pad)
         given = [read_plan(one) if _is_file(one) else parse_setup(one, base) for one in (before, after)]
         if planner.compiles:  # fail before minutes of compiling
             for side in given:

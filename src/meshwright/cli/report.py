@@ -6,7 +6,9 @@ from typing import Annotated
 
 import tyro
 
+from meshwright.loop.remote_run import read_remote
 from meshwright.loop.report import build_report
+from meshwright.remote import is_url
 
 
 def report(run: Annotated[str, tyro.conf.Positional], /, out: str | None = None) -> int:
@@ -16,8 +18,10 @@ def report(run: Annotated[str, tyro.conf.Positional], /, out: str | None = None)
     configuration, and the command to resume.
 
     Args:
-        run: run folder, e.g. runs/NAME.
-        out: file to write; report.html in the run folder if omitted.
+        run: run folder, e.g. runs/NAME, or the URL of a run.
+        out: file to write; report.html in the run folder, or in the local copy of a URL, if omitted.
     """
+    if is_url(run):
+        run = str(read_remote(run)[0])
     print(build_report(run, out=out))
     return 0

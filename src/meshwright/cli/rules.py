@@ -19,7 +19,7 @@ from meshwright.train.job_loading import job_errors, load_job
 def rules(
     job: Annotated[str, tyro.conf.Positional],
     /,
-    mesh: str = "",
+    mesh: str | None = None,
     num_devices: int | None = None,
     pad: tuple[str, ...] = (),
     all: bool = False,
@@ -43,9 +43,11 @@ def rules(
     """
     if svg is not None and not picture:
         raise JobError("--svg needs --picture.", hint="add --picture LEAF.")
+    if mesh is not None and not mesh.strip():
+        raise JobError("--mesh is empty.", hint='pass a mesh such as "fsdp:8,tp:4"; is a shell variable unset?')
     loaded = load_job(job)
-    mesh = mesh or getattr(loaded, "mesh", None) or ""
-    if not mesh:
+    mesh = getattr(loaded, "mesh", None) if mesh is None else mesh
+    if mesh is None:
         raise JobError("neither --mesh nor the job sets a mesh.", hint='add --mesh "fsdp:8,tp:4".')
     target = create_abstract_mesh(mesh, num_devices=num_devices)
     with job_errors(loaded, job):

@@ -9,6 +9,8 @@ import itertools
 import os
 import shlex
 import sys
+import threading
+import time
 import traceback
 import typing
 from pathlib import Path
@@ -18,8 +20,9 @@ import jax
 import tyro
 
 from meshwright.cli import simulate_devices
+from meshwright.cli.stdout import print_checked
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.loop.config import TrainConfig, read_options
+from meshwright.loop.config import TrainConfig, parse_options, read_options
 from meshwright.loop.presets import preset_options
 
 
@@ -74,7 +77,7 @@ def train(
     given = {name: value for group in options.values() for name, value in group.items()}
     chosen = TrainConfig().changed({**_base(given, preset, config), **given})
     if print_config:
-        print(chosen.to_yaml(), end="")
+        print_checked(chosen.to_yaml())
         return 0
     return run(chosen)
 
@@ -85,11 +88,14 @@ def _base(given: dict[str, Any], preset: str | None, file: str | None) -> dict[s
     if folder is not None and not folder.strip():
         raise ConfigError("--run is empty.", hint="pass a run folder; is a shell variable unset?")
     if given.get("resume") and folder is not None:
-        path = Path(folder) / "config.yaml"
-        if os.path.isfile(path):  # unlike `Path.is_file`, False for invalid names
-            options = read_options(path)
+        found = _options_of_run(folder)
+        if found is not None:
+            options = found
             if given.get("or_start"):  # the command is repeated, so the run's saved options replace preset and file
-                return options
+                from meshwright.loop.run_dir import NOT_OF_THE_RUN
+
+                own = {} if file is None else read_options(file)
+                return {**options, **{name: own[name] for name in NOT_OF_THE_RUN if name in own}}
         elif not given.get("or_start"):
             raise ConfigError(f"{folder} holds no run to resume.", hint="name the folder that holds config.yaml.")
     if preset is not None:
@@ -97,15 +103,31 @@ def _base(given: dict[str, Any], preset: str | None, file: str | None) -> dict[s
     return options if file is None else {**options, **read_options(file)}
 
 
+def _options_of_run(run: str) -> dict[str, Any] | None:
+    """Returns the options that a run was started with, or None if there is no run."""
+    from meshwright.remote import is_url, open_store
+
+    if is_url(run):
+        data = open_store(run, writes=True).read("config.yaml")
+        return None if data is None else parse_options(data, f"{run}/config.yaml")
+    path = Path(run) / "config.yaml"
+    # Unlike `Path.is_file`, False for invalid names.
+    return read_options(path) if os.path.isfile(path) else None
+
+
 def run(config: TrainConfig) -> int:
     """Joins the other processes, if any, trains, and returns the exit code."""
     from meshwright.distributed import join
-    from meshwright.distributed.schedulers import find_place
+    from meshwright.distributed.schedulers import check_device_count, find_place
+    from meshwright.launch.events import EXIT_LOST_PEER
+    from meshwright.launch.lost_peer import lost_peer
+    from meshwright.loop.launch_facts import launch_facts
 
     together, place = config.processes, find_place()
     count = together.num_processes or (place.num_processes if place is not None else 1)
     simulate_devices(config.placement.devices or max(1, 8 // count))  # before importing the job, which may use JAX
-    joined = join(together.coordinator, together.num_processes, together.process_id)
+    facts = launch_facts(config) if count > 1 else None
+    joined = join(together.coordinator, together.num_processes, together.process_id, bind=together.bind, facts=facts)
     from meshwright.loop.run import train
     from meshwright.loop.safety.preemption import EXIT_INTERRUPTED, EXIT_PREEMPTED, check_early
     from meshwright.plan.compiled.fp8_matmuls import inspect_fp8
@@ -114,6 +136,7 @@ def run(config: TrainConfig) -> int:
     if joined is not None and jax.process_index() == 0:
         print(joined, file=sys.stderr)
     try:
+        check_device_count(jax.device_count())
         result = train(config, inspect_fp8=inspect_fp8)
     except (Exception, KeyboardInterrupt) as error:
         if joined is None:
@@ -124,9 +147,25 @@ def run(config: TrainConfig) -> int:
         elif isinstance(error, KeyboardInterrupt):
             print("interrupted", file=sys.stderr, flush=True)
             os._exit(EXIT_INTERRUPTED)
+        elif (why := lost_peer(error)) is not None:
+            print(f"rank {jax.process_index()} stopped: it lost another rank ({why})", file=sys.stderr, flush=True)
+            os._exit(EXIT_LOST_PEER)
         else:
             traceback.print_exc()
         os._exit(1)
+    code = EXIT_PREEMPTED if result.why == "preempted" else 0
     if not result.saved or result.mostly_skipped:
-        return 1
-    return EXIT_PREEMPTED if result.why == "preempted" else 0
+        code = 1
+    if joined is not None:
+        _end_soon(code)
+    return code
+
+
+def _end_soon(code: int, seconds: float = 300.0) -> None:
+    """Ends this process if its exit takes too long, at a barrier that a dead or failed process never reaches."""
+
+    def end() -> None:
+        time.sleep(seconds if code != 1 else 2.0)  # after a failure, nobody may be waiting at the other side
+        os._exit(code)
+
+    threading.Thread(target=end, name="meshwright-exit", daemon=True).start()

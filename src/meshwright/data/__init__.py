@@ -11,6 +11,7 @@ from meshwright.data.chat.chat_rows import ChatRows
 from meshwright.data.chat.chat_template import ChatTemplate, load_chat_template
 from meshwright.data.chat.conversations import prepare_conversations
 from meshwright.data.documents import Documents, open_documents
+from meshwright.data.fetched_data import fetch_data
 from meshwright.data.formats.bin_tokens import open_bin_tokens
 from meshwright.data.formats.part import Document
 from meshwright.data.forms import open_rows
@@ -41,6 +42,7 @@ __all__ = [
     "prepare_conversations",
     "ChatRows",
     "open_rows",
+    "fetch_data",
     "ArrayRows",
     "read_arrays",
     "IteratedRows",

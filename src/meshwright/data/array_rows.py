@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshwright.bounded_reader import open_regular
 from meshwright.data.row_check import check_row, describe
 from meshwright.errors import DataError, did_you_mean
 from meshwright.tree import named_leaves
@@ -112,7 +115,8 @@ def read_arrays(path: str | os.PathLike[str], *, name: str = "data") -> dict[str
 
 def _load(file: Path, name: str) -> Any:
     try:
+        open_regular(file).close()
         loaded = np.load(file, mmap_mode="r" if file.suffix == ".npy" else None, allow_pickle=False)
         return dict(loaded) if isinstance(loaded, Mapping) else loaded
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{name}: cannot read {file}: {error}") from None

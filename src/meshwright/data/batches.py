@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from meshwright.data.stream import BatchStream, PlacedBatch, Shardings, Writer, start_of
+from meshwright.data.stream import BatchStream, PlacedBatch, Shardings, Writer, checked_seed, start_of
 from meshwright.errors import DataError
 from meshwright.specs import ceil_div
 from meshwright.types import PyTree
@@ -30,6 +29,18 @@ class RowSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: Any) -> Any: ...
+
+
+def read_row(rows: RowSource, number: int, epoch: int) -> PyTree:
+    """Returns a row in an epoch; most sources have the same rows in all epochs.
+
+    Example:
+        >>> from meshwright.data import Rows, Tokens
+        >>> read_row(Rows(Tokens.of([[1, 2, 3, 0]]), 3), 0, epoch=5)["inputs"].tolist()
+        [1, 2, 3]
+    """
+    read = getattr(rows, "read", None)
+    return rows[number] if read is None else read(number, epoch)
 
 
 class Batches(BatchStream):
@@ -77,8 +88,7 @@ class Batches(BatchStream):
         first_step: int = 1,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise DataError(f"batch_size must be at least 1; got {batch_size}.", hint="pass the rows per step.")
+        seed = checked_seed(seed, batch_size=batch_size, epochs=epochs)
         if not len(rows):
             raise DataError("the data is empty: it has no rows.", hint="add text, or use shorter rows.")
         if len(rows) < batch_size:
@@ -86,11 +96,6 @@ class Batches(BatchStream):
                 f"the data has {len(rows)} rows, fewer than one batch of {batch_size}.",
                 hint=f"use batch_size={len(rows)} or less, shorter rows, or more text.",
             )
-        seed = operator.index(seed)
-        if not 0 <= seed < 1 << 32:
-            raise DataError(f"seed must be from 0 to 2**32 - 1; got {seed}.")
-        if epochs is not None and epochs < 1:
-            raise DataError(f"epochs must be at least 1; got {epochs}.", hint="pass None to repeat forever.")
         if state is not None:
             start_row = start_of(state, seed=seed, fingerprint=rows.fingerprint)
         if start_row < 0:
@@ -99,15 +104,12 @@ class Batches(BatchStream):
 
         order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat(epochs)
         placer = RowPlacer(rows, batch_size, shardings)
-        read = getattr(rows, "read", None)
 
         def load(first: int) -> PlacedBatch:
             positions = first + placer.numbers
             numbers = [int(order[int(position)]) for position in positions]
-            if read is None:
-                return placer.batch(first, positions, numbers)
             epochs = [int(position) // len(rows) for position in positions]
-            values = [read(number, epoch) for number, epoch in zip(numbers, epochs, strict=True)]
+            values = [read_row(rows, number, epoch) for number, epoch in zip(numbers, epochs, strict=True)]
             return placer.batch(first, positions, numbers, values)
 
         super().__init__(
@@ -234,11 +236,15 @@ def job_batches(
 
 
 class RowPlacer:
-    """Builds global arrays from the rows that this process's devices hold."""
+    """Builds global arrays from the rows that this process's devices hold.
 
-    def __init__(self, rows: RowSource, batch_size: int, shardings: Shardings) -> None:
+    Args:
+        example: a row (default: the first).
+    """
+
+    def __init__(self, rows: RowSource, batch_size: int, shardings: Shardings, *, example: PyTree = None) -> None:
         self.rows = rows
-        self.example = jax.tree.map(np.asarray, rows[0])
+        self.example = jax.tree.map(np.asarray, rows[0] if example is None else example)
         self.batch_size = batch_size
         self.shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((batch_size, *np.shape(leaf)), leaf.dtype), self.example

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.bounded_reader import open_regular, read_json
 from meshwright.errors import DataError
 from meshwright.files import write_atomically
 
@@ -84,7 +85,7 @@ def known_content(folder: Path, stamps: list[list[Any]], key: Any, compute: Call
     name = hashlib.sha256(json.dumps([FORMAT, stamps, key]).encode()).hexdigest()[:32]
     note = folder / f"{name}.known"
     try:
-        known = json.loads(note.read_text())
+        known = read_json(note)
         content = str(known["content"])
         trusted = max(stamp[2] for stamp in stamps) < int(known["looked"]) - _RACY_NS
     except (OSError, ValueError, KeyError, TypeError):
@@ -102,16 +103,22 @@ def _checked(target: Path, fingerprint: str, *, tell: Tell | None) -> dict[str, 
     if not target.is_dir():
         return None
     try:
-        meta: dict[str, Any] = json.loads((target / "meta.json").read_text())
+        meta: dict[str, Any] = read_json(target / "meta.json")
         if meta["fingerprint"] != fingerprint or meta["format"] != FORMAT:
             raise ValueError("meta.json describes other data")
+        if meta.pop("check", None) != _digest(meta):
+            raise ValueError("meta.json has changed, or is of an older release")
         for name, facts in meta["files"].items():
             _check_file(target / name, facts)
         return meta
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if tell is not None:
             tell(f"the token cache in {target} is damaged ({error}); rebuilding it")
         return None
+
+
+def _digest(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 def _check_file(path: Path, facts: dict[str, Any]) -> None:
@@ -119,7 +126,7 @@ def _check_file(path: Path, facts: dict[str, Any]) -> None:
     if size != facts["bytes"]:
         raise ValueError(f"{path.name} has {size:,} bytes instead of {facts['bytes']:,}")
     if size <= HASHED_BYTES:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != facts["sha256"]:
             raise ValueError(f"the contents of {path.name} have changed")
@@ -136,7 +143,7 @@ def _build(write: Callable[[Path], dict[str, Any]], target: Path, fingerprint: s
     try:
         facts = write(making)
         meta = {"format": FORMAT, "fingerprint": fingerprint, **facts}
-        write_atomically(making / "meta.json", json.dumps(meta, indent=1))
+        write_atomically(making / "meta.json", json.dumps({**meta, "check": _digest(meta)}, indent=1))
         try:
             making.rename(target)
         except OSError:

@@ -95,6 +95,14 @@ class Documents(Sequence[str | bytes]):
         """Returns the fields of the first record; none if the files have no fields."""
         return next((fields for part in self._parts if (fields := part.fields())), [])
 
+    def group_ends(self) -> list[int] | None:
+        """Returns where groups of documents that are decoded together end; None if all can be read one by one."""
+        sizes = [part.group_sizes() for part in self._parts]
+        if not any(sizes):
+            return None
+        counted = zip(self._parts, sizes, strict=True)
+        return list(itertools.accumulate(size for part, own in counted for size in own or [1] * len(part)))
+
     def stamps(self) -> list[list[Any]]:
         """Returns the name, size and modification time of each file, to detect changes without reading it."""
         found = []

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.data.batches import local_rows, place_rows
 from meshwright.data.row_check import content_hash, describe, mismatch
-from meshwright.data.stream import BatchStream, EndOfData, PlacedBatch, Shardings, Writer, start_of
+from meshwright.data.stream import BatchStream, EndOfData, PlacedBatch, Shardings, Writer, checked_seed, start_of
 from meshwright.errors import DataError
 from meshwright.types import PyTree
 
@@ -90,6 +90,7 @@ def iterated_batches(
         ...     next(batches).arrays["x"].tolist(), batches.state["iterator"]
         ([0, 1, 2, 3, 4, 5, 6, 7], {'epoch': 0, 'position': {'next_index': 8}})
     """
+    seed = checked_seed(seed, batch_size=batch_size, epochs=epochs)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((batch_size, *leaf.shape[1:]), leaf.dtype), rows.batch)
     size = jax.tree.leaves(rows.batch)[0].shape[0]
     if not rows.by_row and batch_size != size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -203,6 +204,23 @@ class _Read:
     """A batch, or the end of the data; Grain would skip a bare None."""
 
     batch: PlacedBatch | None
+
+
+def checked_seed(seed: Any, *, batch_size: int, epochs: int | None) -> int:
+    """Returns the seed of a stream as an int; raises if it, the batch size or the number of epochs is out of range.
+
+    Example:
+        >>> checked_seed(np.int64(3), batch_size=8, epochs=None)
+        3
+    """
+    if batch_size < 1:
+        raise DataError(f"batch_size must be at least 1; got {batch_size}.", hint="pass the rows per step.")
+    if epochs is not None and epochs < 1:
+        raise DataError(f"epochs must be at least 1; got {epochs}.", hint="pass None to repeat forever.")
+    seed = operator.index(seed)
+    if not 0 <= seed < 1 << 32:
+        raise DataError(f"seed must be from 0 to 2**32 - 1; got {seed}.")
+    return int(seed)
 
 
 def start_of(state: Mapping[str, Any], *, seed: int, fingerprint: str) -> int:

@@ -1,7 +1,8 @@
 """Rows tokenized while they are read, for corpora too large for the token cache, with an exact position.
 
-Documents come in an order that depends on the seed; their tokens are packed like those of `Rows`. The position is a
-document and the number of its tokens that earlier rows used, so a resumed run tokenizes that document again and
+Documents come in an order that depends on the seed; their tokens are packed like those of `Rows`. The documents of a
+Parquet row group stay together, in an order of their own, so that each group is decoded once per epoch. The position is
+a document and the number of its tokens that earlier rows used, so a resumed run tokenizes that document again and
 continues with the same row. Nothing is written to disk.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -69,6 +71,8 @@ def stream_rows(
     )
     sizes = [stamp[1] for stamp in documents.stamps()]
     parts = f"{rows.fingerprint} {tokenizer.fingerprint} {sizes} {len(documents)} {validation} {held_out}"
+    if (ends := documents.group_ends()) is not None:  # groups are shuffled as wholes
+        parts += f" {list(ends)}"
     rows.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
     return rows
 
@@ -84,10 +88,8 @@ class StreamedRows(Iterator[dict[str, np.ndarray]]):
     def __init__(
         self, documents: Documents, tokenizer: Tokenizer, num_tokens: int, *, numbers: np.ndarray, seed: int
     ) -> None:
-        import grain
-
         self.documents, self.tokenizer, self.num_tokens, self.numbers = documents, tokenizer, num_tokens, numbers
-        self._order = grain.MapDataset.range(len(numbers)).seed(seed).shuffle()
+        self._order = _order(numbers, documents.group_ends(), seed)
         self._begin(0, 0)
 
     def _begin(self, document: int, used: int) -> None:
@@ -139,3 +141,15 @@ class StreamedRows(Iterator[dict[str, np.ndarray]]):
             text = str(error).partition(chr(10))[0]
             raise DataError(f"document {number}: {text}", hint=error.hint) from None
         return np.append(ids, np.uint32(self.tokenizer.end)) if len(ids) else ids
+
+
+def _order(numbers: np.ndarray, group_ends: list[int] | None, seed: int) -> Any:
+    """Returns the order of documents: places in `numbers`, shuffled; groups are shuffled, and documents inside each."""
+    import grain
+
+    if group_ends is None:
+        return grain.MapDataset.range(len(numbers)).seed(seed).shuffle()
+    groups = np.searchsorted(group_ends, numbers, side="right")
+    # Hashes, because the shuffles of NumPy may change with its version, and a saved position with them.
+    start = scatter(np.array([seed], np.uint64))
+    return np.lexsort((scatter(start + scatter(numbers)), scatter(start ^ scatter(groups))))

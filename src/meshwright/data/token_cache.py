@@ -1,16 +1,17 @@
 """The token cache: documents are tokenized once, and found again by a hash of texts and tokenizer.
 
-The folder of a hash holds `tokens.bin` and `bounds.bin`.
+The folder of a hash holds `tokens.bin`, `bounds.bin` and, for conversations, `mask.bin`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -55,9 +56,17 @@ def prepare_tokens(
         def write(target: Path) -> dict[str, Any]:
             return write_tokens(documents, tokenizer, target, tell=tell)
 
-        target, meta = open_or_build(place, fingerprint, write, tell=tell)
-        values, bounds = mapped(target / "tokens.bin", np.dtype(meta["dtype"])), mapped(target / "bounds.bin", BOUNDS)
-    return Tokens(values, bounds[:-1], bounds, meta["largest"], meta["vocab_size"], fingerprint)
+        return open_tokens(place, fingerprint, write, tell=tell)
+
+
+def open_tokens(
+    folder: Path, fingerprint: str, write: Callable[[Path], dict[str, Any]], *, tell: Tell, masked: bool = False
+) -> Tokens:
+    """Returns the tokens of a fingerprint, which `write` writes into a folder if the cache does not have them."""
+    target, meta = open_or_build(folder, fingerprint, write, tell=tell)
+    values, bounds = mapped(target / "tokens.bin", np.dtype(meta["dtype"])), mapped(target / "bounds.bin", BOUNDS)
+    mask = mapped(target / "mask.bin", np.dtype("u1")) if masked else None
+    return Tokens(values, bounds[:-1], bounds, meta["largest"], meta["vocab_size"], fingerprint, mask)
 
 
 def write_tokens(documents: Documents, tokenizer: Tokenizer, folder: Path, *, tell: Tell) -> dict[str, Any]:
@@ -65,45 +74,83 @@ def write_tokens(documents: Documents, tokenizer: Tokenizer, folder: Path, *, te
 
     The memory it needs does not grow with the data.
     """
-    dtype = smallest_dtype(tokenizer.vocab_size)
-    num_tokens = num_documents = num_empty = 0
-    largest = tokenizer.end
-    end = np.array([tokenizer.end], dtype)
-    started = told = time.monotonic()
-    with HashedFile(folder / "tokens.bin") as values, HashedFile(folder / "bounds.bin") as bounds:
-        bounds.write(np.zeros(1, "<i8"))
+    num_empty, started = 0, time.monotonic()
+    with TokenWriter(folder, tokenizer, "documents", tell=tell) as writer:
         for pieces in _encoded(documents, tokenizer):
-            size = 0
-            for ids in pieces:
-                if len(ids):
-                    largest = max(largest, int(ids.max()))
-                    values.write(ids.astype(dtype))
-                    size += len(ids)
-            if not size:
-                num_empty += 1
-                continue
-            values.write(end)
-            num_tokens += size + 1
-            num_documents += 1
-            bounds.write(np.array([num_tokens], "<i8"))
-            if time.monotonic() - told > _TELL_SECONDS:
-                told = time.monotonic()
-                tell(f"tokenizing: {num_documents:,} documents, {num_tokens:,} tokens so far")
-    if not num_tokens:
+            num_empty += not writer.add(pieces, end=tokenizer.end)
+    if not writer.num_tokens:
         raise DataError(
             f"the data is empty: {num_empty} documents in {len(documents.files)} files have no text.", hint="add text."
         )
     skipped = f"; skipped {num_empty:,} empty documents" if num_empty else ""
-    tell(f"tokenized {num_documents:,} documents: {num_tokens:,} tokens in {time.monotonic() - started:.1f} s{skipped}")
-    return {
-        "dtype": dtype.str,
-        "num_tokens": num_tokens,
-        "num_documents": num_documents,
-        "num_empty": num_empty,
-        "largest": largest,
-        "vocab_size": tokenizer.vocab_size,
-        "files": {file.name: file.facts() for file in (values, bounds)},
-    }
+    tell(f"tokenized {writer.so_far} in {time.monotonic() - started:.1f} s{skipped}")
+    return {**writer.facts(), "num_empty": num_empty}
+
+
+class TokenWriter:
+    """Writes the tokens of documents into a folder, one document at a time; a context manager.
+
+    Args:
+        kind: what the documents are called in messages.
+        masked: whether each document comes with a mask.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, kind: str, *, tell: Tell, masked: bool = False) -> None:
+        self.vocab_size, self.kind, self.tell = tokenizer.vocab_size, kind, tell
+        self.dtype = smallest_dtype(tokenizer.vocab_size)
+        self.num_tokens = self.num_documents = self.largest = 0
+        self._values, self._bounds = HashedFile(folder / "tokens.bin"), HashedFile(folder / "bounds.bin")
+        self._masks = HashedFile(folder / "mask.bin") if masked else None
+        self._files = [self._values, *([self._masks] if self._masks else []), self._bounds]
+        self._stack, self._told = contextlib.ExitStack(), time.monotonic()
+
+    def __enter__(self) -> Self:
+        for file in self._files:
+            self._stack.enter_context(file)
+        self._bounds.write(np.zeros(1, BOUNDS))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def add(self, pieces: Iterable[np.ndarray], *, mask: np.ndarray | None = None, end: int | None = None) -> bool:
+        """Writes a document, followed by the token `end`; returns False for an empty one, which is left out."""
+        size = 0
+        for ids in pieces:
+            if len(ids):
+                self.largest = max(self.largest, int(ids.max()))
+                self._values.write(ids.astype(self.dtype))
+                size += len(ids)
+        if not size:
+            return False
+        if end is not None:
+            self._values.write(np.array([end], self.dtype))
+            self.largest, size = max(self.largest, end), size + 1
+        if self._masks is not None:
+            assert mask is not None
+            self._masks.write(mask.astype(np.uint8))
+        self.num_tokens += size
+        self.num_documents += 1
+        self._bounds.write(np.array([self.num_tokens], BOUNDS))
+        if time.monotonic() - self._told > _TELL_SECONDS:
+            self._told = time.monotonic()
+            self.tell(f"tokenizing: {self.num_documents:,} {self.kind}, {self.num_tokens:,} tokens so far")
+        return True
+
+    @property
+    def so_far(self) -> str:
+        return f"{self.num_documents:,} {self.kind}: {self.num_tokens:,} tokens"
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the description of the files for `meta.json`."""
+        return {
+            "dtype": self.dtype.str,
+            "num_tokens": self.num_tokens,
+            "num_documents": self.num_documents,
+            "largest": self.largest,
+            "vocab_size": self.vocab_size,
+            "files": {file.name: file.facts() for file in self._files},
+        }
 
 
 def _encoded(documents: Documents, tokenizer: Tokenizer) -> Iterator[Iterable[np.ndarray]]:

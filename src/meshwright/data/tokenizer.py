@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from meshwright.bounded_reader import read_bytes
 from meshwright.errors import DataError, did_you_mean
 
 # Common names of the end-of-document token, in the order to try.
+_MOST_BYTES, _MOST_TOKENS = 2**29, 2**26
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
 
@@ -124,16 +127,24 @@ class FileTokenizer(Tokenizer):
             import tokenizers
         except ModuleNotFoundError:
             raise DataError(f"{path} needs the tokenizers library.", hint="run `pip install tokenizers`.") from None
-        content = path.read_bytes()
+        self._path = path
         try:
+            content = read_bytes(path, most=_MOST_BYTES)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises plain Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             raise DataError(f"{path} is not a tokenizer: {error}", hint="pass a tokenizer.json.") from None
         # Files may turn on truncation and padding, which would change documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab()
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if not 0 < self.vocab_size <= _MOST_TOKENS:
+            raise DataError(
+                f"{path} has token ids up to {self.vocab_size - 1}; it needs 1 to {_MOST_TOKENS} tokens.",
+                hint="pass the tokenizer.json of a trained tokenizer.",
+            )
         self.end = vocabulary[_end_name(path, vocabulary, end)]
         self.fingerprint = hashlib.sha256(content + b"\0" + str(self.end).encode()).hexdigest()
 
@@ -153,18 +164,33 @@ class FileTokenizer(Tokenizer):
         return self.encode_all([text])[0]
 
     def encode_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        found = self._tokenizer.encode(self.check(text), add_special_tokens=False)
+        text = self.check(text)
+        with self._errors():
+            found = self._tokenizer.encode(text, add_special_tokens=False)
         starts = np.array([start for start, _ in found.offsets], np.int64)
         return np.asarray(found.ids, np.uint32), starts
 
     def encode_all(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        found = self._tokenizer.encode_batch([self.check(text) for text in texts], add_special_tokens=False)
+        checked = [self.check(text) for text in texts]
+        with self._errors():
+            found = self._tokenizer.encode_batch(checked, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.uint32) for encoding in found]
 
     def decode(self, ids: Any) -> str:
         kept = [token for token in np.asarray(ids).tolist() if token != self.end]
-        text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
+        with self._errors():
+            text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
         return text
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turns the library's errors, which are plain exceptions and panics, into a `DataError`."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise DataError(f"the tokenizer {self._path} is not usable: {error}", hint="fetch it again.") from None
 
 
 def _as_utf8(text: str) -> bytes:

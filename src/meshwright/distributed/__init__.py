@@ -2,6 +2,7 @@
 
 from meshwright.distributed.agreement import agree, fingerprint, require_agreement
 from meshwright.distributed.join import join
-from meshwright.distributed.roll_call import LaunchError
+from meshwright.distributed.token import create_token
+from meshwright.errors import LaunchError
 
-__all__ = ["join", "agree", "require_agreement", "fingerprint", "LaunchError"]
+__all__ = ["join", "create_token", "agree", "require_agreement", "fingerprint", "LaunchError"]

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 
-from meshwright.distributed.roll_call import Address, LaunchError, call_roll
+from meshwright.distributed.address import Address, is_loopback
+from meshwright.distributed.roll_call import call_roll
 from meshwright.distributed.schedulers import ProcessSlot, coordinator_of, find_place, local_devices
+from meshwright.distributed.token import TOKEN, find_token
+from meshwright.errors import LaunchError, MeshwrightWarning
 
 
 def join(
@@ -14,17 +23,27 @@ def join(
     process_id: int | None = None,
     *,
     timeout: float = 300.0,
+    bind: str | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Joins this process to a multi-process run; returns a one-line summary, or None if it runs alone.
 
     Under mpirun or srun no arguments are needed; otherwise pass all three. Call it before anything uses a device, and
     after choosing the platform and the number of simulated devices.
 
+    With a token in the environment (`MESHWRIGHT_TOKEN` or `MESHWRIGHT_TOKEN_FILE`), only processes that know it can
+    join. A launcher sets one; without it, anybody who reaches the port can, and a warning says so unless the address is
+    a loopback address.
+
     Args:
-        coordinator: `host:port` of rank 0. With a loopback address (127.0.0.1), rank 0 listens on that address only.
+        coordinator: `host:port` of rank 0, which listens on that address and no other.
         num_processes: number of processes.
         process_id: rank of this process.
         timeout: seconds to wait for the other processes before raising an error that names the missing ranks.
+        bind: host for rank 0 to listen on, if its machine does not have the coordinator's address, as behind NAT;
+            "0.0.0.0" listens on all interfaces.
+        facts: values that must be equal on all ranks, such as the configuration. If they are not, all ranks raise an
+            error that names the ranks which differ.
 
     Example:
         >>> join() is None  # no arguments, and not started by mpirun or srun
@@ -54,7 +73,19 @@ def join(
     else:
         assert place is not None
         address = coordinator_of(place)
-    bound = call_roll(address, number, rank, timeout=timeout)
+    token = find_token()
+    has_mtls()  # raises before the others wait
+    bound = call_roll(
+        address,
+        number,
+        rank,
+        timeout=timeout,
+        token=token,
+        bind=bind,
+        facts=facts,
+        tell=_tell,
+        opened=lambda bound: _warn_if_open(address, bound, number, token),
+    )
     _start(address, bound, number, rank, place, timeout)
     by = f", started by {place.started_by}" if place is not None else ""
     return f"rank {rank} of {number}, {jax.local_device_count()} of {jax.device_count()} devices, at {address}{by}"
@@ -82,6 +113,60 @@ def _start(
             "them, so each would train alone.",
             hint="set JAX_PLATFORMS to a backend for several processes: cpu, cuda or tpu.",
         )
+
+
+MTLS = ("JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE")
+"""Environment variables with which newer versions of JAX secure their coordination service."""
+
+
+def _warn_if_open(address: Address, bound: str, number: int, token: str | None) -> None:
+    """Warns on rank 0 about ports that strangers can use, and about an address that other machines cannot reach."""
+    host = Address.parse(bound).host
+    if is_loopback(host):
+        if not address.is_local:
+            text = f"{address.host} is {host} on the machine of rank 0, so only processes on that machine can join"
+            warnings.warn(
+                f"{text}.\nhint: pass its IP address to reach it from others.", MeshwrightWarning, stacklevel=2
+            )
+        return
+    if token is None:
+        text = f"the roll call of {number} processes at {bound} has no token: anybody who reaches the port could join"
+        warnings.warn(
+            f"{text}.\nhint: set {TOKEN} to the same secret for every process.", MeshwrightWarning, stacklevel=2
+        )
+    if not has_mtls():
+        warnings.warn(
+            f"JAX's coordination service at {bound} is neither authenticated nor encrypted: anybody who reaches the "
+            f"port can read and change its data.\nhint: use a private network or a firewall{_mtls_hint()}.",
+            MeshwrightWarning,
+            stacklevel=2,
+        )
+
+
+def has_mtls() -> bool:
+    """Returns whether JAX's coordination service uses mutual TLS; raises if it is asked for, but JAX has none.
+
+    Example:
+        >>> has_mtls()
+        False
+    """
+    if not hasattr(jax.config, "jax_mtls_cert_file"):
+        asked = [name for name in MTLS if os.environ.get(name)]
+        if asked:
+            raise LaunchError(
+                f"{asked[0]} is set, but jax {jax.__version__} has no mTLS, so its service would not be secured.",
+                hint="update jax to a version with mTLS, such as 0.12, or unset it.",
+            )
+        return False
+    return bool(jax.config.jax_mtls_cert_file)
+
+
+def _mtls_hint() -> str:
+    return f", or set {', '.join(MTLS)}" if hasattr(jax.config, "jax_mtls_cert_file") else ""
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _already_joined(num_processes: int | None) -> str:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from meshwright.distributed.roll_call import Address, LaunchError
+from meshwright.distributed.address import Address
+from meshwright.errors import LaunchError
+
+PER_PROCESS = "MESHWRIGHT_DEVICES_PER_PROCESS"
+"""Variable with the number of GPUs of each process, if several share a machine."""
+ALL_DEVICES = "MESHWRIGHT_DEVICES"
+"""Variable with the number of devices of the whole run, which is checked."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,21 @@ def find_place() -> ProcessSlot | None:
     # A batch script runs in a job but not in a step; srun starts steps.
     elif "SLURM_STEP_NODELIST" in env and "SLURM_PROCID" in env:
         number, nodes = int(env["SLURM_NTASKS"]), int(env.get("SLURM_STEP_NUM_NODES", "0"))
-        place = ProcessSlot(
-            "srun", int(env["SLURM_PROCID"]), number, int(env["SLURM_LOCALID"]), number if nodes == 1 else None
-        )
+        num_local = number if nodes == 1 else _tasks_on_each(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        place = ProcessSlot("srun", int(env["SLURM_PROCID"]), number, int(env["SLURM_LOCALID"]), num_local)
     else:
         return None
     return place if place.num_processes > 1 else None
+
+
+def _tasks_on_each(text: str) -> int | None:
+    """Returns the number of tasks on each node from Slurm's `2(x3)`, or None if nodes differ.
+
+    >>> _tasks_on_each("1(x2)"), _tasks_on_each("8"), _tasks_on_each("2(x3),1"), _tasks_on_each("")
+    (1, 8, None, None)
+    """
+    count = text.partition("(")[0]
+    return int(count) if count.isdigit() and "," not in text else None
 
 
 def on_slurm() -> bool:
@@ -75,12 +90,30 @@ def coordinator_of(place: ProcessSlot) -> Address:
 def local_devices(place: ProcessSlot) -> list[int] | None:
     """Returns the ids of the GPUs of this machine that this process uses, or None for all visible ones.
 
-    Processes that share a machine take one GPU each, unless the scheduler or the user has already assigned them.
+    Processes that share a machine take one GPU each, or `MESHWRIGHT_DEVICES_PER_PROCESS`, unless the scheduler or the
+    user has already assigned them.
     """
     if "JAX_LOCAL_DEVICE_IDS" in os.environ:
         return None  # JAX reads it
+    if "SLURM_GPUS_PER_TASK" in os.environ:
+        return None  # Slurm shows each task its own
     alone = place.num_local == 1
     assigned = any(
         name in os.environ and "," not in os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     )
-    return None if alone or assigned else [place.local_rank]
+    each = int(os.environ.get(PER_PROCESS, "1"))
+    return None if alone or assigned else list(range(place.local_rank * each, (place.local_rank + 1) * each))
+
+
+def check_device_count(found: int) -> None:
+    """Raises if the run does not have the number of devices that its launcher asked for in `MESHWRIGHT_DEVICES`.
+
+    Example:
+        >>> check_device_count(8)  # nothing was asked for
+    """
+    wanted = os.environ.get(ALL_DEVICES, "")
+    if wanted.isdigit() and int(wanted) != found:
+        raise LaunchError(
+            f"the launcher asked for {wanted} devices, but the processes see {found}.",
+            hint="check the GPUs of each host (`meshwright doctor`) and of each process (CUDA_VISIBLE_DEVICES).",
+        )

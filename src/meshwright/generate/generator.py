@@ -1,12 +1,16 @@
 """Generation of tokens: one program reads the prompts, another generates a chunk of tokens per call.
 
-Both programs are compiled once per shape: the number of rows, the padded length of prompts and the length of the cache.
-The cache is donated from call to call. Shapes: B rows, S tokens, V tokens in the vocabulary.
+Both programs are compiled once per shape: the number of rows, the padded length of prompts and the size of the cache.
+The cache is donated from call to call. An accelerator never waits for the host: a chunk has a fixed number of tokens,
+and the next chunk is dispatched before the host reads the tokens of the last one.
+
+Shapes: B rows, S tokens, V tokens in the vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +21,8 @@ import numpy as np
 
 from meshwright.errors import MeshwrightError
 from meshwright.generate.draw import Mode, Sampling, draw
-from meshwright.generate.limits import check_prompts, check_room
+from meshwright.generate.growth import grown, room_for, rooms_of
+from meshwright.generate.limits import cache_shapes, check_prompts, check_room
 from meshwright.generate.passes import Cache, logits_of, read_prompts, read_tokens
 from meshwright.generate.spread import Spread
 from meshwright.generate.weights import Weights, load_weights
@@ -40,6 +45,7 @@ def make_generator(
     precision: Precision | str = "float32",
     vocab_size: int | None = None,
     chunk: int = 16,
+    run_ahead: bool | None = None,
 ) -> Generator:
     """Returns a generator of tokens for a model.
 
@@ -48,6 +54,8 @@ def make_generator(
         precision: compute precision, as for a train step.
         vocab_size: generate only token ids below this (default: the model's vocabulary).
         chunk: number of tokens per call of the program, after which `stream` yields them.
+        run_ahead: whether the device generates whole chunks, and one chunk ahead of the host (default: except on CPUs).
+            It never waits, but after the end of a batch it may generate up to two chunks that nobody reads.
 
     Example:
         >>> from meshwright.models import Decoder
@@ -64,7 +72,9 @@ def make_generator(
     named = Precision.named(precision)
     if named.fp8 is not None:
         named = Precision.named("mixed")  # the projections of a few tokens are limited by memory, not by matmuls
-    return Generator(_Sizes(model, length, vocab_size or model.vocab_size, chunk), named)
+    if run_ahead is None:
+        run_ahead = jax.default_backend() != "cpu"
+    return Generator(_Sizes(model, length, vocab_size or model.vocab_size, chunk, run_ahead), named)
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,7 @@ class _Sizes:
     length: int
     vocab_size: int
     chunk: int
+    run_ahead: bool
 
 
 class _Rows(NamedTuple):
@@ -135,7 +146,7 @@ class Generator:
         check_prompts(rows, num_tokens, self.sizes.length, self.sizes.model.vocab_size)
         check_room(self.sizes.model, len(rows), self.sizes.length, self.precision, weights.spread)
         stops = np.asarray(stop_tokens, np.int32)
-        return Stream(self.sizes, weights, rows, num_tokens, sampling or Sampling(), stops)
+        return Stream(self.sizes, self.precision, weights, rows, num_tokens, sampling or Sampling(), stops)
 
     def score(self, weights: Weights, rows: Sequence[Sequence[int] | np.ndarray]) -> list[Scores]:
         """Returns the log probability of each token of each row after the first.
@@ -171,6 +182,7 @@ class Stream:
     def __init__(
         self,
         sizes: _Sizes,
+        precision: Precision,
         weights: Weights,
         prompts: list[np.ndarray],
         num_tokens: int,
@@ -178,9 +190,11 @@ class Stream:
         stop_tokens: np.ndarray,
     ) -> None:
         self.num_rows = len(prompts)
-        self._weights, self._num_tokens, self._stop_tokens = weights, num_tokens, stop_tokens
+        self._sizes, self._precision, self._weights = sizes, precision, weights
+        self._num_tokens, self._stop_tokens = num_tokens, stop_tokens
         tokens, self._lengths = _padded(prompts, sizes.length, weights.spread.row_ways)
         self._tokens = tokens
+        self._rooms = rooms_of(sizes.model, len(tokens), sizes.length, precision, weights)
         self._values = sampling.values(sizes.vocab_size)
         self._static: Any = {"sizes": sizes, "mode": sampling.mode, "spread": weights.spread}
         # Rows that only fill up the batch end at once.
@@ -191,20 +205,37 @@ class Stream:
         self._ended[row] = True
 
     def __iter__(self) -> Iterator[list[np.ndarray]]:
-        chunk = self._static["sizes"].chunk
-        shared = (self._values, self._stop_tokens)
-        rows, drawn = _start(self._weights.tree, self._tokens, self._lengths, self._ended, *shared, **self._static)
-        yield self._host(drawn)
-        for done in range(1, self._num_tokens, chunk):
-            if self._ended.all():
-                return
-            steps = np.int32(min(chunk, self._num_tokens - done))
-            rows, drawn = _continue(self._weights.tree, rows, steps, self._ended, *shared, **self._static)
-            yield self._host(drawn)
+        waiting = deque[tuple[Any, int]]()
+        for chunk in self._chunks():
+            waiting.append(chunk)
+            if len(waiting) > self._sizes.run_ahead:
+                yield self._host(*waiting.popleft())
+                if self._ended.all():
+                    return
+        for chunk in waiting:
+            yield self._host(*chunk)
 
-    def _host(self, drawn: Any) -> list[np.ndarray]:
-        found = np.asarray(drawn.addressable_data(0))[: self.num_rows]
-        kept = [row[row != _NONE] for row in found]
+    def _chunks(self) -> Iterator[tuple[Any, int]]:
+        """Dispatches a chunk per item: an array of tokens `[B, chunk]`, and how many of its columns are wanted."""
+        sizes, tree, shared = self._sizes, self._weights.tree, (self._values, self._stop_tokens)
+        longest, padded = int(self._lengths.max()), self._tokens.shape[1]
+        # The first chunk follows at once, so that a cache with room for the prompt alone would grow at once as well.
+        room = room_for(self._rooms, max(padded, longest + min(sizes.chunk, self._num_tokens)))
+        rows, drawn = _start(tree, self._tokens, self._lengths, self._ended, *shared, room=room, **self._static)
+        yield drawn, 1
+        for done in range(1, self._num_tokens, sizes.chunk):
+            steps = min(sizes.chunk, self._num_tokens - done)
+            wanted = room_for(self._rooms, longest + done + steps - 1)
+            if wanted > room:
+                room, layers, rows = wanted, list(rows.cache), rows._replace(cache=())
+                targets = cache_shapes(sizes.model, len(self._tokens), room, self._precision)
+                rows = rows._replace(cache=grown(layers, targets, spread=self._weights.spread))
+            rows, drawn = _continue(tree, rows, np.int32(steps), self._ended.copy(), *shared, **self._static)
+            yield drawn, steps
+
+    def _host(self, drawn: Any, count: int) -> list[np.ndarray]:
+        found = np.asarray(drawn.addressable_data(0))[: self.num_rows, :count]
+        kept = [row[(row != _NONE) & ~ended] for row, ended in zip(found, self._ended[: self.num_rows], strict=True)]
         for number, row in enumerate(kept):
             self._ended[number] |= bool(np.isin(row[-1:], self._stop_tokens).any())
         return kept
@@ -238,7 +269,7 @@ def _under_mesh(function: Any) -> Any:
     return run
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "mode", "spread"))
+@functools.partial(jax.jit, static_argnames=("room", "sizes", "mode", "spread"))
 @_under_mesh
 def _start(
     weights: PyTree,
@@ -248,13 +279,14 @@ def _start(
     values: Any,
     stop_tokens: Any,
     *,
+    room: int | None = None,
     sizes: _Sizes,
     mode: Mode,
     spread: Spread,
 ) -> tuple[_Rows, Any]:
     """Reads the prompts and draws the first token of each row."""
     model = sizes.model
-    h, cache = read_prompts(model, weights, tokens, lengths, length=sizes.length, spread=spread)
+    h, cache = read_prompts(model, weights, tokens, lengths, length=sizes.length, spread=spread, room=room)
     last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)
     logits = spread.everywhere(logits_of(model, weights, last, spread=spread)[:, 0, : sizes.vocab_size])
     token = draw(logits, lengths, mode, values)
@@ -279,7 +311,7 @@ def _continue(
     mode: Mode,
     spread: Spread,
 ) -> tuple[_Rows, Any]:
-    """Generates up to `steps` tokens per row, fewer if all rows end."""
+    """Generates a chunk of tokens per row; unless it runs ahead, only `steps`, and fewer if all rows end."""
     model = sizes.model
     shared = model.prepare(jnp.arange(sizes.length)[None])
 
@@ -291,7 +323,7 @@ def _continue(
         step, rows, drawn = carry
         h, cache = read_tokens(model, weights, rows.token, rows.place, rows.cache, shared, spread=spread)
         logits = spread.everywhere(logits_of(model, weights, h, spread=spread)[:, 0, : sizes.vocab_size])
-        # A row that ended writes its last place again and again, which no row reads.
+        # A row that ended continues to write tokens, up to the last place; nothing reads them.
         place = jnp.minimum(rows.place + 1, sizes.length - 1)
         token = draw(logits, place, mode, values)
         drawn = jax.lax.dynamic_update_index_in_dim(drawn, jnp.where(rows.done, _NONE, token), step, axis=1)
@@ -299,8 +331,12 @@ def _continue(
         return step + 1, _Rows(cache, *map(spread.everywhere, (token, place, done))), spread.everywhere(drawn)
 
     drawn = jnp.full((rows.token.shape[0], sizes.chunk), _NONE, jnp.int32)
-    rows = rows._replace(done=rows.done | ended)
-    _, rows, drawn = jax.lax.while_loop(is_running, one_token, (jnp.int32(0), rows, spread.everywhere(drawn)))
+    carry = jnp.int32(0), rows._replace(done=rows.done | ended), spread.everywhere(drawn)
+    if sizes.run_ahead:
+        # XLA knows the number of steps; otherwise a GPU stops after each of them, for the host to read the condition.
+        _, rows, drawn = jax.lax.fori_loop(0, sizes.chunk, lambda _, carry: one_token(carry), carry)
+    else:
+        _, rows, drawn = jax.lax.while_loop(is_running, one_token, carry)
     return rows, drawn
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import MeshwrightError
-from meshwright.generate.passes import read_prompts
+from meshwright.generate.passes import Cache, read_prompts
 from meshwright.generate.spread import Spread
 from meshwright.generate.weights import unstacked
 from meshwright.layout import format_bytes
@@ -61,6 +61,18 @@ def check_room(model: LanguageModel, num_rows: int, length: int, precision: Prec
 
 
 @functools.lru_cache(maxsize=64)
+def cache_shapes(model: LanguageModel, num_rows: int, length: int, precision: Precision) -> Cache:
+    """Returns the shapes and dtypes of the caches of a batch with room for `length` tokens per row."""
+
+    def caches() -> Any:
+        weights = unstacked(model.init(jax.random.key(0)), precision=precision)
+        tokens, lengths = jnp.zeros((num_rows, 1), jnp.int32), jnp.ones(num_rows, jnp.int32)
+        return read_prompts(model, weights, tokens, lengths, length=length, spread=Spread())[1]
+
+    found: Cache = jax.eval_shape(caches)
+    return found
+
+
 def cache_bytes(model: LanguageModel, num_rows: int, length: int, precision: Precision) -> int:
     """Returns the bytes of the caches of a batch.
 
@@ -69,13 +81,7 @@ def cache_bytes(model: LanguageModel, num_rows: int, length: int, precision: Pre
         >>> cache_bytes(Decoder.named("tiny"), 2, 100, Precision.named("mixed")) == 2 * 2 * 2 * 100 * 64 * 2
         True
     """
-
-    def caches() -> Any:
-        weights = unstacked(model.init(jax.random.key(0)), precision=precision)
-        tokens, lengths = jnp.zeros((num_rows, 1), jnp.int32), jnp.ones(num_rows, jnp.int32)
-        return read_prompts(model, weights, tokens, lengths, length=length, spread=Spread())[1]
-
-    leaves = jax.tree.leaves(jax.eval_shape(caches))
+    leaves = jax.tree.leaves(cache_shapes(model, num_rows, length, precision))
     return sum(int(leaf.size) * leaf.dtype.itemsize for leaf in leaves)
 
 

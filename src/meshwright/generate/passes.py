@@ -26,22 +26,35 @@ Cache = tuple[tuple[Any, ...], ...]
 
 
 def read_prompts(
-    model: LanguageModel, weights: PyTree, tokens: Any, lengths: Any, *, length: int, spread: Spread
+    model: LanguageModel,
+    weights: PyTree,
+    tokens: Any,
+    lengths: Any,
+    *,
+    length: int,
+    spread: Spread,
+    room: int | None = None,
 ) -> tuple[Any, Cache]:
-    """Returns the last hidden states `[B, S, D]` of prompts, and a cache with room for `length` tokens.
+    """Returns the last hidden states `[B, S, D]` of prompts, and a cache.
 
     Args:
         tokens: `[B, S]`, with padding after each prompt.
         lengths: `[B]`, the number of tokens of each prompt.
+        length: maximum number of tokens of a row, on which some rotary scalings depend.
+        room: number of tokens that fit the cache (default: `length`).
     """
     num_tokens = tokens.shape[1]
     real = jnp.arange(num_tokens) < lengths[:, None]
-    # The tables of all places: some rotary scalings depend on the length of a row, here of the cache.
     shared = jax.tree.map(lambda table: table[:, :num_tokens], model.prepare(jnp.arange(length)[None]))
     h, cache = _embed(model, weights, tokens, spread), list[tuple[Any, ...]]()
     for number, layer in enumerate(weights["layers"]):
         context = PromptContext(
-            **_context(model, number, shared, spread), length=length, spread=spread, real=real, kept=[]
+            **_context(model, number, shared, spread),
+            length=room or length,
+            spread=spread,
+            real=real,
+            lengths=lengths,
+            kept=[],
         )
         h = spread.split_features(model.layer(layer, h, context))
         cache.append(tuple(context.kept))

@@ -41,6 +41,23 @@ class Links:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Shares of the peak FLOP/s that training steps reach.
+
+    Args:
+        matmul: share that plain matmuls reach.
+        attention: share that fused attention reaches.
+        error: relative error of predicted step times: the largest among published runs.
+        source: the runs or measurements.
+    """
+
+    matmul: float
+    attention: float
+    error: float
+    source: str
+
+
+@dataclass(frozen=True)
 class Chip:
     """One kind of device; `sources` maps the name of each figure to its source.
 
@@ -52,7 +69,7 @@ class Chip:
         network: bytes per second that a device can send out of its host (GPUs) or slice (TPUs); None if not published.
         devices_per_host: JAX devices in the usual machine.
         devices_per_chip: JAX devices per chip.
-        matmul_flops: FLOP/s sustained by large bfloat16 matmuls; None if not measured.
+        rates: shares of the peak that training reaches.
     """
 
     name: str
@@ -66,7 +83,7 @@ class Chip:
     network: float | None
     devices_per_host: int
     devices_per_chip: int = 1
-    matmul_flops: float | None = None
+    rates: Rates = field(kw_only=True)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def peak(self, dtype: str = "bfloat16") -> float | None:
@@ -112,7 +129,7 @@ def _read(name: str, row: Mapping[str, Any]) -> Chip:
             "devices_per_host": host,
             **row.get("measured", {}),
         }
-    network = row.get("network")
+    network, rates = row.get("network"), Rates(**row["rates"])
     return Chip(
         name,
         row["title"],
@@ -125,12 +142,13 @@ def _read(name: str, row: Mapping[str, Any]) -> Chip:
         None if network is None else network / per_chip,
         per_host * per_chip,
         per_chip,
-        row.get("matmul_flops"),
         {
             **{f"peaks.{dtype}": f"{document}: {about[0]}{share}" for dtype in peaks},
             "peaks.float32": about[1],
             **sources,
+            "rates": rates.source,
         },
+        rates=rates,
     )
 
 

@@ -42,6 +42,7 @@ class Flops:
         by_dtype: matmuls by the dtype of their wider operand.
         attention: matmuls in attention kernels, which run slower than plain matmuls.
         moved: bytes of all operands and results of matmuls, each read or written once.
+        masked: matmuls of plain causal attention whose results its mask drops; kernels skip them.
         notes: operations that were not counted, or not exactly.
     """
 
@@ -51,12 +52,13 @@ class Flops:
     by_dtype: Mapping[str, int] = field(default_factory=dict)
     attention: int = 0
     moved: int = 0
+    masked: int = 0
     notes: tuple[str, ...] = ()
 
     @property
     def model(self) -> int:
-        """Matmul FLOPs without recomputation: the numerator of MFU."""
-        return self.matmul - self.recomputed
+        """Matmul FLOPs that the model needs, without recomputation and masked products: the numerator of MFU."""
+        return self.matmul - self.recomputed - self.masked
 
 
 def count_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Flops:
@@ -84,9 +86,20 @@ def count_jaxpr(jaxpr: Any) -> Flops:
     notes = tuple(f"{text} ({times} times)" if times > 1 else text for text, times in sorted(tally.notes.items()))
     by_dtype = dict(sorted(tally.by_dtype.items()))
     matmul = sum(by_dtype.values())
-    return Flops(tally.other + matmul, matmul, tally.recomputed, by_dtype, tally.attention, tally.moved, notes)
+    return Flops(
+        total=tally.other + matmul,
+        matmul=matmul,
+        recomputed=tally.recomputed,
+        by_dtype=by_dtype,
+        attention=tally.attention,
+        moved=tally.moved,
+        masked=tally.masked,
+        notes=notes,
+    )
 
 
+CAUSAL_SCOPE = "causal_products"
+"""Name of the `jax.named_scope` around matmuls of which a causal mask drops half."""
 _NOT_SEPARATED = "recomputation of a `jax.checkpoint` could not be separated from its gradients"
 
 
@@ -98,6 +111,7 @@ class Tally:
     recomputed: int = 0
     attention: int = 0
     moved: int = 0
+    masked: int = 0
     by_dtype: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
 
@@ -111,6 +125,7 @@ class Tally:
         self.recomputed += times * more.recomputed
         self.attention += times * more.attention
         self.moved += times * more.moved
+        self.masked += times * more.masked
         for dtype, count in more.by_dtype.items():
             self.by_dtype[dtype] += times * count
         self.notes.update(more.notes)
@@ -138,7 +153,7 @@ def register_cost(kernel: str, cost: Callable[[Any], Tally] | None = None, *, li
     Args:
         kernel: name of the kernel (`pallas_call(..., name=...)`).
         cost: maps the kernel's equation in a jaxpr to its FLOPs (default: one per element of its results).
-        linear_in: indices of the operands in which its results are jointly linear.
+        linear_in: indices of the operands in which its results are jointly linear; negative ones count from the end.
     """
     _KERNELS[kernel], LINEAR_KERNELS[kernel] = cost or _per_result, linear_in
 
@@ -172,10 +187,12 @@ class _Counter:
             tally = _COSTS[name](equation)
         else:
             tally = _CALLS.get(name, _inner)(self, equation, None if again else gradients)
+        if not tally.masked and CAUSAL_SCOPE in str(equation.source_info.name_stack):
+            tally = replace(tally, masked=(tally.matmul - tally.recomputed) // 2)
         if again:
             # All of it is recomputed, so a note about an inner block no longer applies.
             notes = Counter({text: times for text, times in tally.notes.items() if text != _NOT_SEPARATED})
-            tally = replace(tally, recomputed=tally.matmul, notes=notes)
+            tally = replace(tally, recomputed=tally.matmul, masked=0, notes=notes)
         return tally
 
 

@@ -70,7 +70,8 @@ def _is_linear(equation: Any, here: list[bool]) -> bool:
     name = equation.primitive.name
     if is_opaque(name):
         linear_in = LINEAR_KERNELS.get(kernel_name(equation), ())
-        return not any(mark for place, mark in enumerate(here) if place not in linear_in)
+        places = {place % len(here) for place in linear_in}  # negative ones count from the end
+        return not any(mark for place, mark in enumerate(here) if place not in places)
     if name in _BILINEAR:
         return sum(here) == 1
     if name in _LINEAR_IN_FIRST:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping
@@ -13,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from meshwright.errors import StoreError
+
 if TYPE_CHECKING:
     from meshwright.checkpoint import Checkpoints
     from meshwright.loop.fit import Loop, Why
+    from meshwright.loop.logging.goodput import RunningGoodput
     from meshwright.loop.setup import RunSetup
     from meshwright.loop.sources import HeldOut
     from meshwright.train import NonFiniteGuard, RunState
@@ -94,7 +98,7 @@ class Callback:
 
 @dataclass
 class StepLog(Callback):
-    """Logs the metrics of every step, with learning rate, tokens per second, MFU and memory.
+    """Logs the metrics of every step, with learning rate, tokens per second, MFU, memory and goodput.
 
     Args:
         learning_rates: learning rate of each step.
@@ -102,6 +106,7 @@ class StepLog(Callback):
         flops_per_step: FLOPs of the model per step, over all devices; MFU needs it and `peak_flops`.
         peak_flops: peak FLOP/s of all devices together.
         rows_per_step: rows of a batch.
+        goodput: goodput of the run so far.
     """
 
     learning_rates: Any = None
@@ -109,6 +114,7 @@ class StepLog(Callback):
     flops_per_step: float | None = None
     peak_flops: float | None = None
     rows_per_step: int | None = None
+    goodput: RunningGoodput | None = None
 
     def on_metrics(self, loop: Loop, record: StepRecord) -> None:
         from meshwright.loop.logging.memory_use import read_memory
@@ -118,7 +124,10 @@ class StepLog(Callback):
             # The schedule does not advance on skipped steps.
             taken = max(0, record.number - 1 - int(metrics.get("skipped", 0)))
             line["learning_rate"] = float(self.learning_rates[taken])
-        training = record.seconds - record.spent.get("eval", 0.0)
+        training = record.seconds - record.spent.get("eval", 0.0) - record.spent.get("compile", 0.0)
+        training = max(training, 1e-9)
+        if self.goodput is not None:
+            line["goodput"] = self.goodput.add(line["seconds"], line["time"])
         if "tokens" in metrics and self.counts_tokens:
             line["tokens_per_second"] = metrics["tokens"] / training
         elif self.rows_per_step is not None:
@@ -254,11 +263,19 @@ class Checkpointing(Callback):
         return False
 
     def on_end(self, loop: Loop, why: str) -> None:
-        from meshwright.distributed.agreement import from_first
+        from meshwright.distributed.agreement import from_first, is_first
 
         self.save(loop)
-        self.checkpoints.wait()
-        found = from_first(max((step for step in self.checkpoints.steps() if step <= loop.number), default=-1))
+        found = -1
+        loop.phase("saving")  # the last upload to a store may take long
+        with loop.timed("checkpoint"):
+            self.checkpoints.wait()
+            self.checkpoints.make_durable(loop.number)
+            with contextlib.suppress(StoreError):  # an unreachable store has no step; the run says so
+                if is_first():
+                    steps = (step for step in self.checkpoints.durable_steps() if step <= loop.number)
+                    found = max(steps, default=-1)
+        found = from_first(found)
         loop.last_saved = None if found < 0 else found
 
     def save(self, loop: Loop) -> None:

@@ -10,7 +10,9 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -18,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.errors import ConfigError, did_you_mean
+from meshwright.bounded_reader import read_bytes
+from meshwright.bounded_yaml import MOST_BYTES, parse_yaml
+from meshwright.errors import ConfigError, FileFormatError, did_you_mean
 from meshwright.loop.adapt_options import AdaptOptions
 from meshwright.loop.init_options import InitOptions
 from meshwright.loop.mixture_options import parse_sources, parse_weights
@@ -33,6 +37,9 @@ from meshwright.loop.options import (
     RunOptions,
     SafetyOptions,
 )
+from meshwright.loop.store_options import StoreOptions
+from meshwright.mesh.build import MOST_CPU_DEVICES
+from meshwright.remote.object_store import check_scheme, is_url
 from meshwright.train.lora_settings import LoraSettings
 
 
@@ -47,6 +54,7 @@ class TrainConfig:
     adapt: AdaptOptions = field(default_factory=AdaptOptions)
     placement: PlacementOptions = field(default_factory=PlacementOptions)
     run: RunOptions = field(default_factory=RunOptions)
+    store: StoreOptions = field(default_factory=StoreOptions)
     safety: SafetyOptions = field(default_factory=SafetyOptions)
     processes: ProcessOptions = field(default_factory=ProcessOptions)
 
@@ -66,16 +74,21 @@ class TrainConfig:
         for name, value in options.items():
             if isinstance(value, int) and name != "seed" and abs(value) >= 1 << 31:
                 raise ConfigError(f"{name}={value} is out of range.", hint="use a whole number below 2**31.")
-        for name in ("job", "data", "tokenizer", "data_cache", "run", "wandb", "trackio", "init_from"):
+        for name in _TEXTS.split():
             values = options[name] if isinstance(options[name], list) else [options[name]]
             if any(value is not None and not value.strip() for value in values):
                 raise ConfigError(f"{name} is empty.", hint=f"set {name} or leave it out; is a shell variable unset?")
             for value in values:
-                if re.search(r"(^|=)[A-Za-z][\w+.-]*://", value or ""):
+                url = re.sub(r"^\w+=", "", value or "")  # NAME=URL is a source of a mixture
+                if not is_url(url):
+                    continue
+                if name not in ("run", "data"):
                     raise ConfigError(
-                        f"{name}={value} is a URL, but Meshwright reads and writes local paths only.",
-                        hint="mount the storage as a file system and pass the path of the mount.",
+                        f"{name}={value} is a URL; only --run and --data may be one.",
+                        hint="copy it to a local path first.",
                     )
+                check_scheme(url, writes=name == "run")
+        _check_name(run.run or "")
         for names, is_fine, hint in _LIMITS:
             for name in names.split():
                 if options[name] is not None and not is_fine(options[name]):
@@ -153,9 +166,12 @@ class TrainConfig:
 
 
 _COUNTS = (
-    "batch_size num_tokens epochs devices minibatches steps keep_last keep_every eval_batches patience max_skipped"
+    "batch_size num_tokens epochs devices minibatches steps keep_last keep_every keep_local upload_every eval_batches "
+    "patience max_skipped"
 )
 _RATES = "learning_rate final_learning_rate weight_decay beta1 beta2"
+# Options that must not be empty texts.
+_TEXTS = "job data tokenizer data_cache run local_run wandb trackio init_from init_adapters compile_cache"
 # Options, a condition on their values unless None, and the hint.
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (f"{_COUNTS} num_processes", lambda value: value >= 1, "use a whole number of at least 1."),
@@ -164,6 +180,8 @@ _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: value >= 0,
         "use a whole number of at least 0.",
     ),
+    ("devices", lambda value: value <= MOST_CPU_DEVICES, f"use at most {MOST_CPU_DEVICES:,} simulated devices."),
+    ("sample_tokens predict_rows", lambda value: value <= 1 << 16, "use at most 65,536; it is only a glimpse."),
     ("seed process_id", lambda value: value >= 0, "use a whole number of at least 0."),
     ("seed", lambda value: value < 1 << 32, "use a whole number below 2**32."),
     (_RATES, lambda value: 0 <= value < math.inf, "use a finite number of at least 0."),
@@ -174,9 +192,23 @@ _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("mixture_temperature", lambda value: 0 < value < math.inf, "use a number above 0; 1 follows the sizes."),
     ("validation", lambda value: 0 <= value < 1, "use a fraction of the documents, at least 0 and below 1."),
     ("log_seconds", lambda value: 0 <= value < math.inf, "use a number of seconds."),
+    ("upload_seconds", lambda value: 0 < value < math.inf, "use a number of seconds above 0."),
     ("rollback", lambda value: 0 < value < math.inf, "use a number above 0, e.g. 8, or null."),
     ("hang", lambda value: 0 <= value < math.inf, "use a number of seconds, or 0 for no watchdog."),
 )
+
+
+def _check_name(folder: str) -> None:
+    """Raises if a run folder's name is not one for this file system, or cannot be written into the run's files."""
+    try:
+        fits = b"\0" not in os.fsencode(folder) + folder.encode()
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise ConfigError(
+            f"run={folder!r} cannot be a file name here ({sys.getfilesystemencoding()}).",
+            hint="use letters that the file system can encode.",
+        )
 
 
 def read_config(path: str | Path, *, base: TrainConfig | None = None) -> TrainConfig:
@@ -194,19 +226,27 @@ def read_config(path: str | Path, *, base: TrainConfig | None = None) -> TrainCo
 
 def read_options(path: str | Path) -> dict[str, Any]:
     """Returns the options that a YAML file sets."""
-    import yaml
-
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        options = yaml.load(text, Loader=_loader(yaml, Path(path))) or {}
+        data = read_bytes(path, most=MOST_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
+    except FileFormatError as error:
+        raise ConfigError(str(error).partition("\nhint:")[0], hint=error.hint) from None
+    return parse_options(data, str(path))
+
+
+def parse_options(data: bytes, path: str) -> dict[str, Any]:
+    """Returns the options in the contents of a YAML file; errors name its path."""
+    try:
+        options = parse_yaml(data.decode(), where=path) or {}
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from None
+    except FileFormatError as error:
+        raise ConfigError(str(error).partition("\nhint:")[0], hint=error.hint) from None
     if not isinstance(options, Mapping):
         kind = type(options).__name__
         raise ConfigError(f"{path} holds a {kind}, not options.", hint="write lines such as `steps: 100`.")
-    return typed_options(options, where=str(path))
+    return typed_options(options, where=path)
 
 
 def typed_options(options: Mapping[str, Any], *, where: str) -> dict[str, Any]:
@@ -214,8 +254,8 @@ def typed_options(options: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     homes = _homes()
     for name in options:
         if name not in homes:
-            hint = did_you_mean(str(name), homes) or "list all options with `meshwright train --print-config`."
-            raise ConfigError(f"{where}: there is no option `{name}`.", hint=hint)
+            hint = did_you_mean(str(name)[:80], homes) or "list all options with `meshwright train --print-config`."
+            raise ConfigError(f"{where}: there is no option `{str(name)[:80]}`.", hint=hint)
     return {name: _typed(name, value, homes[name][1], where) for name, value in options.items()}
 
 
@@ -223,7 +263,7 @@ def parse_steps(steps: str | None) -> tuple[int, int]:
     """Parses a half-open range of steps: "10:15" gives (10, 15), None gives (0, 0)."""
     if steps is None:
         return 0, 0
-    found = re.fullmatch(r"(\d+):(\d+)", steps.strip())
+    found = re.fullmatch(r"(\d{1,12}):(\d{1,12})", steps.strip())
     if found is None or int(found[1]) >= int(found[2]):
         raise ConfigError(f"profile {steps!r} is not a range of steps.", hint='use "10:15" for steps 10 to 14.')
     return int(found[1]), int(found[2])
@@ -274,7 +314,8 @@ def _typed(name: str, value: Any, kind: Any, where: str) -> Any:
             elif type(value) is each:
                 return value
             wanted.append(_TYPE_NAMES[each])
-    raise ConfigError(f"{where}: {name} is {value!r}.", hint=f"use {' or '.join(wanted)}.")
+    shown = repr(value) if len(repr(value)) < 200 else f"{repr(value)[:200]}..."
+    raise ConfigError(f"{where}: {name} is {shown}.", hint=f"use {' or '.join(wanted)}.")
 
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
@@ -282,21 +323,3 @@ _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: 
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _loader(yaml: Any, path: Path) -> Any:
-    """Returns a YAML loader that rejects duplicate keys."""
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen: dict[Any, int] = {}
-            for key, _ in node.value:
-                line = key.start_mark.line + 1
-                if isinstance(key.value, str) and seen.setdefault(key.value, line) != line:
-                    raise ConfigError(
-                        f"{path} gives `{key.value}` twice, in lines {seen[key.value]} and {line}.",
-                        hint="leave one of them out.",
-                    )
-            return super().construct_mapping(node, deep=deep)
-
-    return Loader

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 
 from meshwright.loop.callbacks import Callback, StepRecord
+from meshwright.loop.logging.compiles import StepCompiles, compile_clock
 from meshwright.loop.logging.profiler import StepProfiler
 from meshwright.loop.logging.run_log import RunLog
 from meshwright.loop.logging.trackers import plain
@@ -138,12 +139,13 @@ class Loop:
         self.best: tuple[int, float] | None = None
         self._pending: deque[tuple[int, Any, int, Any]] = deque()
         self._spent: dict[str, float] = {}
+        self._compiles, self._compiled = StepCompiles(self.tell), 0.0
 
     def run(self, state: RunState, batches: Any) -> Result:
         """Trains from `state.step` to `num_steps`; see `fit`."""
         self.state, self.batches = state, batches
         self.number = self.ticks = int(state.step)
-        self._last_seen = time.perf_counter()
+        self._last_seen, self._compiled = time.perf_counter(), compile_clock().totals().seconds
         why: Why = "finished"
         try:
             while why == "finished" and self.number < self.num_steps:
@@ -161,7 +163,7 @@ class Loop:
             for callback in self.callbacks:
                 callback.on_end(self, why)
         except BaseException as error:
-            self.log.event("error", self.number, f"{type(error).__name__}: {error}")
+            self.log.event("error", self.number, f"{type(error).__name__}: {error}", seconds=self.tail())
             raise
         finally:
             for callback in self.callbacks:
@@ -185,10 +187,16 @@ class Loop:
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Attributes the time inside to `what` instead of the step."""
-        began = time.perf_counter()
+        """Attributes the time inside to `what` instead of the step; compilation counts separately."""
+        began, compiled = time.perf_counter(), compile_clock().totals().seconds
         yield
-        self._spent[what] = self._spent.get(what, 0.0) + time.perf_counter() - began
+        compiled = compile_clock().totals().seconds - compiled
+        self._spent[what] = self._spent.get(what, 0.0) + max(0.0, time.perf_counter() - began - compiled)
+
+    def tail(self) -> dict[str, float]:
+        """Returns the seconds since the last step by cause, for the last event of a run."""
+        _, spent = self._take_time()
+        return {name: round(part, 6) for name, part in spent.items()}
 
     def phase(self, text: str) -> None:
         """Notifies all callbacks that a long phase begins."""
@@ -215,7 +223,7 @@ class Loop:
         if batch is None:
             return "out of data"
         with StepProfiler.annotate(self.number + 1):
-            self.state, metrics = self.step(self.state, batch.arrays)
+            self.state, metrics = self._compiles.call(self.step, self.state, batch.arrays, self.number + 1)
         self.number += 1
         self.ticks += 1
         self._pending.append((self.number, metrics, batch.first_row, getattr(batch, "tokens", None)))
@@ -237,14 +245,32 @@ class Loop:
     def _fetch(self) -> None:
         number, arrays, first_row, tokens = self._pending.popleft()
         metrics = {name: plain(value) for name, value in flatten_tree(jax.device_get(arrays), sep="/").items()}
-        now = time.perf_counter()
-        seconds, self._last_seen = now - self._last_seen, now
-        spent, self._spent = self._spent, {}
+        seconds, spent = self._take_time()
         line = {name: value for name, value in metrics.items() if name not in ("bad_leaf", "skipped_in_a_row")}
         parts = {**spent, "step": max(0.0, seconds - sum(spent.values()))}
         line |= {"time": time.time(), "seconds": {name: round(part, 6) for name, part in parts.items()}}
-        line |= {f"tokens/{source}": count for source, count in (tokens or {}).items()}  # of a mixture
+        line |= _by_source(line.pop("by_source", None), tokens)
         record = StepRecord(number, metrics, first_row, seconds, spent, line)
         self.last_metrics = line  # callbacks add to it
         for callback in self.callbacks:
             callback.on_metrics(self, record)
+
+    def _take_time(self) -> tuple[float, dict[str, float]]:
+        """Returns the seconds since the last call, and those of them that are not part of a step, by cause."""
+        now, compiled = time.perf_counter(), compile_clock().totals().seconds
+        seconds, self._last_seen = now - self._last_seen, now
+        spent, self._spent = self._spent, {}
+        if compiled > self._compiled:
+            spent["compile"] = compiled - self._compiled
+        self._compiled = compiled
+        return seconds, spent
+
+
+def _by_source(sums: Any, tokens: Mapping[str, int] | None) -> dict[str, float]:
+    """Returns the tokens of each source of a mixture, and its loss if the batch holds any."""
+    found: dict[str, float] = {f"tokens/{source}": count for source, count in (tokens or {}).items()}
+    if sums is not None:
+        for source, loss, count in zip(tokens or (), *sums, strict=False):
+            if count:
+                found[f"loss/{source}"] = loss / count
+    return found

@@ -13,6 +13,8 @@ class InitOptions:
     init_from: str | None = None
     """Start from these weights: a Hugging Face model folder, or a run, its checkpoints folder, or the folder of one
     step (default: random weights)."""
+    init_adapters: str | None = None
+    """Also start from these LoRA adapters of --init-from: a PEFT folder; it sets --lora (default: no adapters)."""
     init_step: int | None = None
     """Step of the run in --init-from (default: the last good one)."""
     init_part: Literal["params", "all"] = "params"

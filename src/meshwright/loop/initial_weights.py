@@ -14,6 +14,7 @@ from meshwright.checkpoint import Checkpoints, Manifest, Restored, read_manifest
 from meshwright.checkpoint.arrays import nest, read
 from meshwright.checkpoint.convert.config_json import CONFIG
 from meshwright.checkpoint.convert.import_export import pretrained_fact
+from meshwright.checkpoint.convert.peft_adapters import CONFIG as ADAPTER_CONFIG
 from meshwright.checkpoint.convert.pretrained import PretrainedFolder
 from meshwright.checkpoint.manifest import MANIFEST, STATE
 from meshwright.checkpoint.restoring import part_of
@@ -131,6 +132,11 @@ def open_weights(options: InitOptions) -> Weights:
         return StepWeights(folder)
     if all_steps(steps):
         return StepWeights(_choose_step(steps, options.init_step))
+    if os.path.exists(folder / ADAPTER_CONFIG) and not os.path.exists(folder / CONFIG):
+        raise ConfigError(
+            f"--init-from {folder} holds only adapters.",
+            hint=f"pass their base model with --init-from, and --init-adapters {folder}.",
+        )
     if not os.path.exists(folder / CONFIG):
         raise ConfigError(
             f"--init-from {folder} holds neither {CONFIG} nor checkpoints.",

@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.generate.draw import Sampling
 from meshwright.generate.generator import Generator, make_generator
 from meshwright.generate.text import encode_prompts, generate_text
-from meshwright.loop.saved_run import SavedRun, mesh_to_use, open_run, precision_to_use
+from meshwright.loop.saved_run import SavedRun, WhichWeights, mesh_to_use, open_run, precision_to_use
 
 
 class RunAnswers:
@@ -23,10 +23,18 @@ class RunAnswers:
     Args:
         length: maximum number of tokens of a row; longer texts lose their beginning.
         batch_size: number of requests per batch.
+        weights: which parameters of the run; see `SavedRun.restore`.
     """
 
     def __init__(
-        self, saved: SavedRun, mesh: Mesh, *, length: int | None = None, batch_size: int = 8, precision: str = "auto"
+        self,
+        saved: SavedRun,
+        mesh: Mesh,
+        *,
+        length: int | None = None,
+        batch_size: int = 8,
+        precision: str = "auto",
+        weights: WhichWeights = "auto",
     ) -> None:
         self.saved, self.batch_size = saved, batch_size
         self.length = length or saved.config.data.num_tokens
@@ -36,7 +44,7 @@ class RunAnswers:
             precision=precision_to_use(precision),
             vocab_size=saved.tokenizer.vocab_size,
         )
-        params, self.step, _ = saved.restore(mesh)
+        params, self.step, _ = saved.restore(mesh, weights=weights)
         self.weights = self.generator.load(params, num_rows=batch_size)
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
@@ -114,6 +122,7 @@ def harness_model(
     length: int | None = None,
     batch_size: int = 8,
     precision: str = "auto",
+    weights: WhichWeights = "auto",
 ) -> Any:
     """Returns a run as an `lm_eval.api.model.LM`.
 
@@ -122,6 +131,7 @@ def harness_model(
         step: step of the checkpoint (default: the last good one).
         mesh: mesh such as tp:4 (default: all accelerators that can split the heads; one CPU device).
         length: maximum number of tokens of a context and its continuation (default: that of the run's rows).
+        weights: "ema" (the moving average of a run with `--ema`), "last", or "auto": the average if there is one.
 
     Example:
         >>> harness_model("nowhere")
@@ -135,7 +145,8 @@ def harness_model(
     except ModuleNotFoundError:
         raise ConfigError("lm-eval-harness is not installed.", hint="run `pip install lm-eval`.") from None
     placed = mesh_to_use(saved.model, mesh)
-    answers = RunAnswers(saved, placed, length=length, batch_size=batch_size, precision=precision)
+    options: Any = {"length": length, "batch_size": batch_size, "precision": precision, "weights": weights}
+    answers = RunAnswers(saved, placed, **options)
 
     class RunModel(LM):  # type: ignore[misc]  # the package has no types
         """A run of Meshwright."""

@@ -36,15 +36,35 @@ class OptimizerChoice:
     is_builtin: bool
     text: str = ""
 
-    def rates(self, num_steps: int) -> np.ndarray | None:
+    def rates(self, num_steps: int) -> np.ndarray | _InBlocks | None:
         """Returns the learning rate of every step, or None if it is not known."""
         if self.schedule is None:
             return None
-        try:
-            # Compute all at once, since each single call would dispatch a small program.
-            return np.asarray(jax.vmap(self.schedule)(jax.numpy.arange(num_steps)))
-        except TypeError:  # a schedule for the log only may be plain Python, which JAX cannot trace
-            return np.asarray([float(self.schedule(step)) for step in range(num_steps)])
+        return _InBlocks(self.schedule) if num_steps > _MOST_AT_ONCE else _rates_of(self.schedule, 0, num_steps)
+
+
+_MOST_AT_ONCE = 1 << 20
+
+
+def _rates_of(schedule: Callable[[Any], Any], start: int, stop: int) -> np.ndarray:
+    try:
+        # Compute all at once, since each single call would dispatch a small program.
+        return np.asarray(jax.vmap(schedule)(jax.numpy.arange(start, stop)))
+    except TypeError:  # a schedule for the log only may be plain Python, which JAX cannot trace
+        return np.asarray([float(schedule(step)) for step in range(start, stop)])
+
+
+class _InBlocks:
+    """The learning rates of a very long run, of which only one block is in memory."""
+
+    def __init__(self, schedule: Callable[[Any], Any]) -> None:
+        self._schedule, self._start, self._block = schedule, 0, np.empty(0)
+
+    def __getitem__(self, step: int) -> Any:
+        if not 0 <= step - self._start < len(self._block):
+            self._start = step - step % 4096
+            self._block = _rates_of(self._schedule, self._start, self._start + 4096)
+        return self._block[step - self._start]
 
 
 def choose_optimizer(options: OptimizerOptions, num_steps: int, job: Any = None) -> OptimizerChoice:

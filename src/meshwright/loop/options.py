@@ -30,7 +30,7 @@ class DataOptions:
     data: str | tuple[str, ...] | None = None
     """File, folder or glob of text, .jsonl, .parquet, .arrow, .array_record or token .bin; or a mixture of several, as
     NAME=PATH NAME=PATH ...; for a job without text, a file or folder of .npy or .npz (default: the job's data, or the
-    source of Python's standard library)."""
+    source of Python's standard library). URLs such as s3://BUCKET/*.jsonl are fetched into the cache."""
     mixture_weights: tuple[str, ...] = ()
     """Weights of a mixture, as NAME=WEIGHT for each source; they may change on resume (default: by size)."""
     mixture_temperature: float | None = None
@@ -123,7 +123,7 @@ class RunOptions:
     steps: int = 300
     """Total number of training steps."""
     run: str | None = None
-    """Run folder (default: the next free runs/MODEL-NUMBER)."""
+    """Run folder, or a URL in an object store such as s3://BUCKET/NAME (default: the next free runs/MODEL-NUMBER)."""
     resume: bool = False
     """Resume the run in --run from its last good checkpoint."""
     or_start: bool = False
@@ -162,6 +162,9 @@ class RunOptions:
     """Weights & Biases project to log to."""
     trackio: str | None = None
     """trackio project to log to."""
+    compile_cache: str = "auto"
+    """Folder in which JAX keeps compiled programs; auto: meshwright/compiled in the user's cache, but none for custom
+    jobs on CPUs, and JAX's own setting if there is one; off: none."""
     profile: str | None = None
     """Steps to profile as FIRST:STOP, e.g. 10:15 for steps 10 to 14."""
 
@@ -189,3 +192,6 @@ class ProcessOptions:
     """Number of processes."""
     process_id: int | None = None
     """Rank of this process, starting at 0."""
+    bind: str | None = None
+    """Host for process 0 to listen on, if its machine does not have the coordinator's address; 0.0.0.0 is all
+    (default: that address only)."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.convert.config_json import CONFIG, read_json
+from meshwright.checkpoint.convert.import_export import COPY
 from meshwright.checkpoint.convert.pretrained import copy_tokenizer
 from meshwright.checkpoint.manifest import model_fact
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError
@@ -29,7 +30,7 @@ from meshwright.models.language import LanguageModel
 from meshwright.specs import round_up
 from meshwright.train import LoraSettings
 
-COPY, MODEL, TOKENIZER = "init", "model.json", "tokenizer.json"
+MODEL, TOKENIZER = "model.json", "tokenizer.json"
 _CLASSES = {kind.__name__: kind for kind in FAMILIES.values()}
 
 
@@ -179,6 +180,11 @@ def compare_weights(origin: Origin, layout: Layout, options: InitOptions, lora: 
     """
     assert origin.weights is not None
     held = origin.weights.lora
+    if options.init_adapters is not None and (held is not None or options.init_part == "all"):
+        raise ConfigError(
+            "--init-adapters needs a base model without adapters in --init-from.",
+            hint="pass the base model, or merge with `meshwright checkpoint convert`, or leave out --init-adapters.",
+        )
     if held is not None and lora is None:
         raise ConfigError(
             "--init-from holds adapters, but this run has none.",

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from meshwright.bounded_reader import read_json
 from meshwright.errors import JobError
 from meshwright.files import write_atomically
 from meshwright.loop.before_after import BeforeAfter
@@ -220,7 +221,7 @@ def to_pngs(images: Any) -> list[bytes]:
 def read_table(path: Path) -> tuple[Table, str] | None:
     """Returns the predictions in a file and the batch that they are of, or None if it is damaged."""
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
         columns = {part: [Column(**column) for column in found[part]] for part in ("inputs", "outputs")}
         return Table(**columns, predicted=found["predicted"], true=found["true"]), str(found["which"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from meshwright.bounded_reader import require_fields
 from meshwright.checkpoint import Checkpoints
 from meshwright.checkpoint.manifest import model_text
 from meshwright.distributed.agreement import from_first, together
-from meshwright.errors import ConfigError
+from meshwright.errors import CheckpointError, ConfigError, FileFormatError
 from meshwright.layout.leaf import count_leaves
 from meshwright.loop.adapted_weights import as_bases
 from meshwright.loop.config import TrainConfig
+from meshwright.loop.initial_adapters import read_adapters
 from meshwright.loop.initial_weights import StepWeights, choose_leaves, open_weights, params_leaves
 from meshwright.loop.logging.run_log import EVENTS, RunLog, read_lines
 from meshwright.loop.logging.run_stats import checkpoint_facts
@@ -59,11 +61,13 @@ class Start:
         """Number of steps taken before."""
         return int(self.state.step)
 
-    def announce(self, run: RunSetup, log: RunLog) -> None:
-        """Prints and logs the start."""
+    def announce(self, run: RunSetup, log: RunLog, *, began: float) -> None:
+        """Prints and logs the start; `began` is the time at which this attempt began."""
+        facts = {**self.facts, "began": began}
         if run.folder.resumed:
+            facts["lost"] = log.lost_after(self.step)
             log.rewind(self.step)
-        log.event("resume" if run.folder.resumed else "start", self.step, self.event, **self.facts)
+        log.event("resume" if run.folder.resumed else "start", self.step, self.event, **facts)
         for text in self.said:
             run.tell(text)
 
@@ -77,14 +81,15 @@ def find_start(run: RunSetup, checkpoints: Checkpoints) -> Start:
             event = "started again: there was no checkpoint"
             said = ["starting again from step 0: the run ended before its first checkpoint"]
         elif config.run.or_start:
-            said = [f"starting a new run: {run.folder.path} holds none to resume"]
+            said = [f"starting a new run: {run.folder.shown} holds none to resume"]
         if run.origin is None:
             return Start(_new_state(run, None), event, said)
         return _start_from(run, event, said)
     restored = checkpoints.restore(run.layout, cast=config.run.cast)
+    _require_known_facts(restored.facts, restored.step)
     if restored.step > config.run.steps:
         raise ConfigError(
-            f"{run.folder.path} is already at step {restored.step}, beyond --steps {config.run.steps}.",
+            f"{run.folder.shown} is already at step {restored.step}, beyond --steps {config.run.steps}.",
             hint="raise --steps.",
         )
     _require_same_model(run, restored.facts)
@@ -100,6 +105,19 @@ def find_start(run: RunSetup, checkpoints: Checkpoints) -> Start:
         restored.facts.get("spikes"),
         restored.facts.get("evaluations"),
     )
+
+
+def _require_known_facts(facts: Mapping[str, Any], step: int) -> None:
+    """Raises if the facts of a checkpoint do not have the form in which a run writes them."""
+    kinds: dict[str, Any] = dict.fromkeys(("config", "data", "spikes", "evaluations"), (dict, type(None)))
+    kinds |= {"model": (dict, str, type(None)), "precision": (str, type(None))}
+    where = f"the facts of checkpoint {step}"
+    try:
+        require_fields({**dict.fromkeys(kinds), **facts}, kinds, where=where)
+        if isinstance(facts.get("model"), dict):
+            require_fields(facts["model"], {"class": str, "fields": dict}, where=f"`model` in {where}")
+    except FileFormatError as error:
+        raise CheckpointError(str(error), hint="restore a backup, or move this checkpoint elsewhere.") from None
 
 
 def _new_state(run: RunSetup, given: Mapping[str, Any] | None) -> RunState:
@@ -129,6 +147,9 @@ def _start_from(run: RunSetup, event: str, said: list[str]) -> Start:
         arrays, lora = weights.read(leaves, run.layout.mesh), getattr(run.job, "lora", None)
         if lora is not None:
             arrays = as_bases(arrays, params_leaves(run.layout), lora, run.layout.mesh)
+        if options.init_adapters is not None:
+            arrays |= read_adapters(options.init_adapters, params_leaves(run.layout), run.layout.mesh)
+            notes = [*notes, f"adapters from {options.init_adapters}"]
         return arrays, notes
 
     given, notes = together("reading --init-from", read)
@@ -143,7 +164,7 @@ def _require_same_model(run: RunSetup, facts: Mapping[str, Any]) -> None:
     if saved is None or now is None or what_must_match(saved, run.model) == what_must_match(now, run.model):
         return
     raise ConfigError(
-        f"{run.folder.path} holds a different model.\n  saved: {model_text(saved)}\n  now:   {model_text(now)}",
+        f"{run.folder.shown} holds a different model.\n  saved: {model_text(saved)}\n  now:   {model_text(now)}",
         hint="keep --model and --model-options unchanged, or start a new run.",
     )
 
@@ -170,7 +191,7 @@ def what_must_match(fact: Any, model: Any) -> Any:
 
 def _changes(run: RunSetup, facts: Mapping[str, Any], step: int) -> list[str]:
     """Describes the options that changed since the checkpoint."""
-    before, now = facts.get("config", {}), run.config.flat()
+    before, now = facts.get("config") or {}, run.config.flat()
     changed = [
         f"{name} from {before[name]} to {value}"
         for name, value in now.items()

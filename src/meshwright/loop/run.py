@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
 import jax
 
+from meshwright import interrupts
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.loop.config import TrainConfig
 from meshwright.loop.fit import Result, fit
 from meshwright.loop.logging.fp8_report import InspectFp8, report_fp8
+from meshwright.loop.logging.goodput import read_goodput
 from meshwright.loop.logging.progress import Voice
 from meshwright.loop.setup import ReadyRun, set_up
 
@@ -51,12 +54,14 @@ def train(
             hint="make one with TrainConfig(...), preset(name) or read_config(file).",
         )
     with ExitStack() as stack:
-        ready = set_up(config, Voice(say), stack)
+        began = time.time() if interrupts.watch is None else interrupts.watch.began
+        ready = set_up(config, Voice(say), stack, began=began)
         report_fp8(ready.setup, ready.loop.log, ready.state, inspect_fp8)
         result = fit(ready.loop, ready.state, ready.batches)
         ready.setup.tell.end_progress()
         if ready.samples is not None and result.why != "preempted":
-            ready.samples.end(result.state)
+            with ready.loop.timed("eval"):
+                ready.samples.end(result.state)
         if jax.process_index() == 0:
             _finish(ready, result)
         return result
@@ -82,8 +87,13 @@ def _finish(ready: ReadyRun, result: Result) -> None:
         text += f"; best {name} {result.best[1]:.4g} at step {result.best[0]}"
     go_on = f"{ready.setup.folder.resume_command}{more if result.saved else ''}"
     kind = "error" if problems else "preempted" if result.why == "preempted" else "finish"
-    log.event(kind, result.step, "; ".join([text, *problems]), go_on=go_on, why=result.why)
+    log.flush()
+    seconds = ready.loop.tail()
+    goodput = read_goodput(ready.setup.folder.path, ending={"time": time.time(), "seconds": seconds})
+    log.event("goodput", result.step, str(goodput), categories=goodput.seconds)
+    log.event(kind, result.step, "; ".join([text, *problems]), go_on=go_on, why=result.why, seconds=seconds)
     tell(text)
+    tell(str(goodput))
     if config.run.report:
         log.flush()
         tell(_report(ready))

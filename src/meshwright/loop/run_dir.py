@@ -39,31 +39,37 @@ _HINTS = {
 # Files that a new run's folder may already hold: leftovers of a failed start, files of a scheduler or a file system.
 _FILES = "run.json metrics.jsonl events.jsonl trackers.json report.html hang-*.txt *.log *.out *.err .* lost+found"
 _NO_STRANGERS = f"{_FILES} checkpoints tensorboard ledger profile predictions wandb init".split()
-PER_PROCESS = ("coordinator", "num_processes", "process_id")
+PER_PROCESS = ("coordinator", "num_processes", "process_id", "bind")
 """Options that differ between the processes of a run."""
-NOT_OF_THE_RUN = ("resume", "or_start", "run", *PER_PROCESS)
+NOT_OF_THE_RUN = ("resume", "or_start", "run", "local_run", "compile_cache", *PER_PROCESS)
 """Options that describe how a process takes part, not the run."""
 
 
 class RunFolder:
     """The folder of one run; `RunFolder.open` finds or creates it, the same on all processes."""
 
-    def __init__(self, path: Path, *, resumed: bool) -> None:
+    def __init__(self, path: Path, *, resumed: bool, url: str | None = None) -> None:
         self.path = path
         self.resumed = resumed
+        self.url = url
+        self.local_run: str | None = None
         self._lock: IO[str] | None = None
 
     @classmethod
-    def open(cls, config: TrainConfig, *, name: str) -> RunFolder:
+    def open(cls, config: TrainConfig, *, name: str, url: str | None = None) -> RunFolder:
         """Finds the folder that a configuration names, or creates the next free one under `runs/`.
 
         Process 0 decides and broadcasts the folder or the error, so that all processes continue or fail together.
+
+        Args:
+            url: where the run is, if the folder is the local copy of a run in an object store.
         """
-        folder = cls(Path(), resumed=False)
+        folder = cls(Path(), resumed=False, url=url)
+        folder.local_run = config.store.local_run if url is not None else None
         problem: ConfigError | None = None
         if jax.process_index() == 0:
             try:
-                folder.path = _choose(config, name)
+                folder.path = _choose(config, name, url)
                 folder.resumed = (folder.path / CONFIG).is_file()
                 if jax.process_count() > 1:  # other processes may have another working directory
                     folder.path = folder.path.absolute()
@@ -91,9 +97,15 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def shown(self) -> str:
+        """The folder or the URL of the run, as users give it."""
+        return str(self.path) if self.url is None else self.url
+
+    @property
     def resume_command(self) -> str:
         """The command that resumes the run."""
-        return f"meshwright train --run {shlex.quote(str(self.path))} --resume"
+        local = "" if self.local_run is None else f" --local-run {shlex.quote(self.local_run)}"
+        return f"meshwright train --run {shlex.quote(self.shown)}{local} --resume"
 
     def write_config(self, config: TrainConfig) -> None:
         """Writes the configuration, without the options in `NOT_OF_THE_RUN`."""
@@ -103,7 +115,7 @@ class RunFolder:
 
     def write_facts(self, facts: dict[str, Any]) -> None:
         """Writes facts about the run: mesh, layout, devices, versions."""
-        facts = {"name": self.path.name, "resume_command": self.resume_command, "started": time.time(), **facts}
+        facts = {"name": Path(self.shown).name, "resume_command": self.resume_command, "started": time.time(), **facts}
         self._write(FACTS, json.dumps(facts, indent=1))
 
     @contextlib.contextmanager
@@ -153,24 +165,25 @@ class RunFolder:
             self._lock = None
 
 
-def _choose(config: TrainConfig, name: str) -> Path:
+def _choose(config: TrainConfig, name: str, url: str | None) -> Path:
     options = config.run
     if options.resume and options.run is None:
         raise ConfigError("--resume needs a run folder.", hint="pass --run runs/NAME --resume.")
     path = Path(options.run) if options.run is not None else _next_free(Path("runs"), name)
+    shown = url or str(path)
     if (path / CONFIG).is_file():
         if not options.resume:
-            raise ConfigError(f"{path} already holds a run.", hint="resume it with --resume, or use another --run.")
+            raise ConfigError(f"{shown} already holds a run.", hint="resume it with --resume, or use another --run.")
         return path
     if options.resume and not options.or_start:
-        raise ConfigError(f"{path} holds no run to resume.", hint="name the folder that holds config.yaml.")
+        raise ConfigError(f"{shown} holds no run to resume.", hint="name the folder that holds config.yaml.")
     names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     strangers = [name for name in names if not any(fnmatch.fnmatch(name, known) for known in _NO_STRANGERS)]
     if strangers:
-        shown = ", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else "")
+        some = ", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else "")
         raise ConfigError(
-            f"{path} holds other files but no run: {shown}.",
-            hint=f"use a folder for the run alone, e.g. --run {shlex.quote(str(path / 'run'))}.",
+            f"{shown} holds other files but no run: {some}.",
+            hint=f"use a folder for the run alone, e.g. --run {shlex.quote(f'{shown}/run')}.",
         )
     return path
 

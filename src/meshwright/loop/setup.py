@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +22,17 @@ from meshwright.checkpoint.arrays import load_ahead
 from meshwright.data import Ledger
 from meshwright.distributed.agreement import agree, as_first, together
 from meshwright.errors import ConfigError
+from meshwright.launch.pulse import current_pulse
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.loop.before_after import BeforeAfter
 from meshwright.loop.callbacks import Callback, Checkpointing, Evaluation, SkippedSteps, StepLog, make_evaluation
 from meshwright.loop.choices import MeshChoice, choose_mesh, device_memory, make_model
+from meshwright.loop.compile_cache import use_compile_cache
 from meshwright.loop.config import TrainConfig
 from meshwright.loop.fit import Loop
+from meshwright.loop.initial_adapters import with_adapters
+from meshwright.loop.logging.goodput import RunningGoodput, read_goodput
 from meshwright.loop.logging.profiler import StepProfiler
 from meshwright.loop.logging.progress import Progress, Voice
 from meshwright.loop.logging.run_log import EVENTS, METRICS, RunLog
@@ -49,9 +54,12 @@ from meshwright.loop.origin import (
     without_auto,
 )
 from meshwright.loop.predict import Predictions
+from meshwright.loop.remote_run import HeldLease, RemoteRun, open_remote
 from meshwright.loop.resume import Start, find_start, step_in_log
 from meshwright.loop.run_dir import PER_PROCESS, RunFolder
 from meshwright.loop.safety.early_stop import EarlyStop
+from meshwright.loop.safety.folder_check import FolderCheck
+from meshwright.loop.safety.heartbeat import Heartbeat, report_run
 from meshwright.loop.safety.preemption import Preemption
 from meshwright.loop.safety.spike import Rollback, SpikeGuard
 from meshwright.loop.safety.watchdog import Watchdog
@@ -64,7 +72,7 @@ from meshwright.loop.sources import (
     rows_of,
     with_rows,
 )
-from meshwright.loop.text_source import StreamStart, TextSource
+from meshwright.loop.text_source import MixedSource, StreamStart, TextSource, default_cache
 from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
 from meshwright.specs import round_up
@@ -91,6 +99,7 @@ class RunSetup:
     step: Step
     folder: RunFolder
     origin: Origin | None = None
+    remote: RemoteRun | None = None
 
     @property
     def optimizer(self) -> Any:
@@ -108,14 +117,21 @@ class ReadyRun:
     samples: BeforeAfter | None
 
 
-def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
-    """Prepares a run for its first step; `stack` closes its resources."""
-    setup = _decide(config, tell)
+def set_up(config: TrainConfig, tell: Voice, stack: ExitStack, *, began: float | None = None) -> ReadyRun:
+    """Prepares a run for its first step; `stack` closes its resources, `began` is when the process began (now)."""
+    began = time.time() if began is None else began
+    config, remote = open_remote(config, tell, stack)
+    setup = _decide(config, tell, remote)
     stack.callback(setup.folder.close)
+    report_run(setup)
+    stack.callback(_use_compile_cache(setup))
     preemption = stack.enter_context(Preemption())
     samples = _make_samples(setup)
     keep = Keep(last=config.run.keep_last, every=config.run.keep_every)
-    checkpoints = Checkpoints(setup.folder.checkpoints, keep=keep, tell=tell.event)
+    if remote is not None:
+        checkpoints = remote.checkpoints(keep, config.store, tell.event)
+    else:
+        checkpoints = Checkpoints(setup.folder.checkpoints, keep=keep, tell=tell.event)
     load_ahead()
     start = find_start(setup, checkpoints)
     data = _Data(setup, stack)
@@ -125,25 +141,35 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack) -> ReadyRun:
     log = _open_log(setup, flops, stack)
     stack.callback(checkpoints.close)
     with setup.folder.writing():
-        start.announce(setup, log)
+        start.announce(setup, log, began=began)
     if samples is not None:
         events = setup.folder.path / EVENTS
         samples.begin(start.state, step_in_log(events, start.step, lambda line: line.get("when") == "after"))
     callbacks = [*_make_callbacks(setup, start, checkpoints, data, flops, stack), preemption]
-    tell(f"training from step {start.step} to {config.run.steps} in {setup.folder.path}; the first step compiles")
+    _count_time(callbacks, setup, began)
+    tell(f"training from step {start.step} to {config.run.steps} in {setup.folder.shown}; the first step compiles")
     loop = Loop(setup.step, config.run.steps, log, callbacks, say=tell)
     return ReadyRun(setup, loop, start.state, batches, samples)
+
+
+def _use_compile_cache(setup: RunSetup) -> Callable[[], None]:
+    wanted, mesh = setup.config.run.compile_cache, setup.layout.mesh
+    on_cpus = mesh.devices.flat[0].platform == "cpu"
+    knows = setup.model is not None or wanted != "auto"  # a custom job may use pipelines on any axis
+    is_safe = not on_cpus or (knows and mesh.shape.get("pp", 1) == 1)
+    return use_compile_cache(wanted, folder=default_cache(), is_safe=is_safe, tell=setup.tell)
 
 
 # --- Decisions ---
 
 
-def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
+def _decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSetup:
     """Makes all decisions, the same on all processes; writes only the empty run folder."""
     if config.run.run is not None:
         config = with_own_tokenizer(config, Path(config.run.run))
     origin = together("reading --init-from", lambda: find_origin(config))
     config, tokenizer = without_auto(config, origin)
+    config = together("reading --init-adapters", lambda: with_adapters(config))
     if tokenizer is not None:
         tell(f"tokenizer: {tokenizer}")
     model, job, source, held_out = _load(config, origin, tell)
@@ -189,11 +215,12 @@ def _decide(config: TrainConfig, tell: Voice) -> RunSetup:
     )
     tell(f"view: {step.view}")
     _require_rows(step, job, config.placement.minibatches)
-    folder = RunFolder.open(config, name=named if config.model.job is None else "job")
+    url = None if remote is None else remote.url
+    folder = RunFolder.open(config, name=named if config.model.job is None else "job", url=url)
     if tokenizer is not None:  # the original may disappear, the copy stays
         config = config.changed({"tokenizer": str(copy_of_tokenizer(folder.path))})
     return RunSetup(
-        config, tell, model, job, source, held_out, updates, choice, layout, precision, step, folder, origin
+        config, tell, model, job, source, held_out, updates, choice, layout, precision, step, folder, origin, remote
     )
 
 
@@ -227,7 +254,13 @@ def _load(
         model = taken.changed_model(sizes, vocab_size=source.vocab_size, mesh=config.placement.mesh, tell=tell)
     else:
         model = make_model(named, sizes, vocab_size=source.vocab_size)
-    job = language_job(model, batch_size=source.batch_size, num_tokens=config.data.num_tokens, packed=True)
+    job = language_job(
+        model,
+        batch_size=source.batch_size,
+        num_tokens=config.data.num_tokens,
+        packed=True,
+        num_sources=len(source.sources) if isinstance(source, MixedSource) else None,
+    )
     return model, job, source, held_out
 
 
@@ -318,6 +351,8 @@ def _open_log(setup: RunSetup, flops: float | None, stack: ExitStack) -> RunLog:
                 setup.origin.copy_to(folder.path)  # the configuration names the copy
             folder.write_config(setup.config)
             folder.write_facts(run_facts(setup, flops))
+        if setup.remote is not None and jax.process_index() == 0:
+            setup.remote.sync()  # from now on there is a run to resume
 
     setup.tell.log = log = stack.enter_context(together("opening its logs", open_log))
     together("writing its configuration", write)
@@ -338,15 +373,19 @@ def _make_callbacks(
     )
     stack.callback(progress.close)
     tell.progress = progress
-    callbacks: list[Callback] = []
+    callbacks: list[Callback] = [FolderCheck(folder.path)]  # first: nothing is saved into a new folder of this name
+    if setup.remote is not None:
+        callbacks.append(HeldLease(setup.remote))
     if config.safety.hang:
         watchdog = Watchdog(
             config.safety.hang,
             tell=lambda text: tell.event("hang", progress.step, text),
             folder=folder.path,
             rank=jax.process_index(),
+            ends_process=current_pulse() is not None,
         )
         callbacks.append(stack.enter_context(watchdog))
+    callbacks.append(Heartbeat())
     rates, counts_tokens = setup.updates.rates(options.steps), setup.source.counts_tokens
     callbacks.append(StepLog(rates, counts_tokens, flops, peak_flops(setup), setup.source.batch_size))
     callbacks.append(SkippedSteps(NonFiniteGuard.for_layout(setup.layout, limit=config.safety.max_skipped)))
@@ -380,6 +419,14 @@ def _make_callbacks(
     if early is not None:
         saving.also = early.wants_save
     return [*callbacks, saving]
+
+
+def _count_time(callbacks: list[Callback], setup: RunSetup, began: float) -> None:
+    """Lets the log of steps show the goodput, over all attempts."""
+    if jax.process_index() == 0:
+        for callback in callbacks:
+            if isinstance(callback, StepLog):
+                callback.goodput = RunningGoodput(read_goodput(setup.folder.path), began)
 
 
 def _make_samples(setup: RunSetup) -> BeforeAfter | None:

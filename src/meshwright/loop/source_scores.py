@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from meshwright.data import Documents, Rows, eval_batches, open_documents, prepare_tokens
 from meshwright.errors import ConfigError, DataError
 from meshwright.loop.saved_run import SavedRun
-from meshwright.loop.text_source import default_cache
+from meshwright.loop.text_source import default_cache, fetched
 from meshwright.metrics import compute, merge
 from meshwright.specs import round_up
 from meshwright.train import language_job, make_eval_step
@@ -127,14 +127,15 @@ class _Source:
 def _sources(saved: SavedRun, path: str, num_tokens: int, tell: Callable[[str], None]) -> Iterator[_Source]:
     options = saved.config.data
     folder = Path(options.data_cache) if options.data_cache else default_cache() / "tokens"
-    for file in open_documents(path, text_field=options.text_field).files:
+    local = fetched(path, options, tell)
+    for file in open_documents(local.path, text_field=options.text_field).files:
         documents = Documents([file], text_field=options.text_field)
         tokens = prepare_tokens(documents, saved.tokenizer, folder=folder, tell=tell)
         if tokens.num_tokens < 2:
             raise DataError(f"{file} has {tokens.num_tokens} tokens, too few to evaluate.", hint="leave it out.")
         rows = Rows(tokens, num_tokens, vocab_size=saved.model.vocab_size)
         targets = tokens.num_tokens - tokens.num_documents
-        yield _Source(str(file), rows, targets, sum(map(_num_bytes, documents.stream())))
+        yield _Source(local.shown(file), rows, targets, sum(map(_num_bytes, documents.stream())))
 
 
 def _num_bytes(document: Any) -> int:

@@ -30,7 +30,7 @@ from meshwright.errors import ConfigError, DataError, JobError
 from meshwright.loop.config import TrainConfig
 from meshwright.loop.mixture_options import parse_sources, single_path
 from meshwright.loop.options import NUM_ROWS, DataOptions
-from meshwright.loop.text_source import StreamStart, Tell, TextSource, make_text_source
+from meshwright.loop.text_source import MixedSource, StreamStart, Tell, TextSource, fetched, make_text_source
 from meshwright.parallel.rows import count_rows
 from meshwright.specs import ceil_div
 from meshwright.train.adapting import with_fields
@@ -201,6 +201,8 @@ def make_source(config: TrainConfig, job: Any, *, tell: Tell) -> Source:
     mixture = parse_sources(options.data)
     data = single_path(options.data) if options.data is not None else getattr(job, "data", None)
     is_path = isinstance(data, (str, os.PathLike))
+    if isinstance(data, str):
+        data = fetched(data, options, tell).path
     wants_text = is_path or (data is None and getattr(job, "make_batch", None) is None)
     if mixture is not None and (not is_text(job) or any(holds_arrays(path) for path in mixture.values())):
         raise ConfigError("only text can be mixed, for a job of `inputs` and `targets`.", hint="name one source.")
@@ -219,7 +221,10 @@ def make_source(config: TrainConfig, job: Any, *, tell: Tell) -> Source:
         if mixture is None:
             options = dataclasses.replace(options, data=None if data is None else str(data))
         size = options.batch_size or rows
-        return make_text_source(options, tell=tell, batch_size=size, vocab_size=vocab_size, eval_data=eval_data)
+        source = make_text_source(options, tell=tell, batch_size=size, vocab_size=vocab_size, eval_data=eval_data)
+        if isinstance(source, MixedSource):
+            source.labels_rows = "sources" in job.batch
+        return source
     if data is not None:
         return RowsSource(job, data, options, seed=config.run.seed, tell=tell)
     return JobSource(job, options)
@@ -236,6 +241,7 @@ def make_held_out(config: TrainConfig, job: Any, source: Source, *, tell: Tell) 
         parts = {name: HeldOut(rows, source.batch_size, **options) for name, rows in source.eval_sources.items()}
         return MixedHeldOut(parts)
     if rows is None and (data := getattr(job, "eval_data", None)) is not None:
+        data = fetched(data, config.data, tell).path if isinstance(data, str) else data
         rows = open_rows(data, job.batch, seed=config.run.seed, name="the job's eval_data")
     if rows is None or (not isinstance(rows, IteratedRows) and not len(rows)):
         return None

@@ -31,12 +31,15 @@ from meshwright.data import (
     stream_rows,
 )
 from meshwright.data.batches import RowSource
+from meshwright.data.cache_folder import cache_errors
 from meshwright.data.documents import find_files
+from meshwright.data.fetched_data import LocalData, fetch_data
 from meshwright.data.formats.bin_tokens import BIN_SUFFIX
 from meshwright.data.mixture.weights import shares
 from meshwright.errors import DataError
 from meshwright.loop.mixture_options import parse_sources, parse_weights, single_path
 from meshwright.loop.options import DataOptions
+from meshwright.remote import is_url
 from meshwright.train.step import Step
 
 Tell = Callable[[str], None]
@@ -130,6 +133,7 @@ class TextSource:
         return made(tokens, self.options.num_tokens, vocab_size=self.job_vocab_size)
 
     def _tokens(self, path: Any, tell: Tell) -> Tokens:
+        path = path if path is None else fetched(str(path), self.options, tell).path
         folder = Path(self.options.data_cache) if self.options.data_cache else default_cache() / "tokens"
         files = find_files(path)
         packed = [file for file in files if file.suffix == BIN_SUFFIX]
@@ -165,7 +169,13 @@ class TextSource:
 
 
 class MixedSource(TextSource):
-    """A weighted mixture of several sources of text, each with its own epochs and evaluation rows."""
+    """A weighted mixture of several sources of text, each with its own epochs and evaluation rows.
+
+    Attributes:
+        labels_rows: whether batches say which source each row comes from, for the training loss of each source.
+    """
+
+    labels_rows = True
 
     def __init__(
         self, options: DataOptions, *, tell: Tell, batch_size: int, vocab_size: int | None = None, eval_data: Any = None
@@ -206,7 +216,7 @@ class MixedSource(TextSource):
     def open(self, step: Step, place: StreamStart, *, seed: int) -> BatchStream:
         shared: dict[str, Any] = {"shardings": step.batch_shardings, "seed": seed, **vars(place)}
         shared |= {"batch_size": self.batch_size, "epochs": self.options.epochs}
-        return MixedBatches(self.sources, self.weights, **shared)
+        return MixedBatches(self.sources, self.weights, label="sources" if self.labels_rows else None, **shared)
 
 
 class StreamSource(TextSource):
@@ -222,29 +232,25 @@ class StreamSource(TextSource):
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens; the model's vocabulary has {vocab_size}.",
                 hint="use the tokenizer that the model was made for.",
             )
-        documents = self._documents(single_path(options.data))
+        documents = self._documents(single_path(options.data), tell)
         self.stream = self._rows(documents, "the data", validation=options.validation)
         self.eval_sources, self.eval_stream = {}, None
         if eval_data is not None:
-            self.eval_stream = self._rows(self._documents(eval_data), "the evaluation data")
+            self.eval_stream = self._rows(self._documents(eval_data, tell), "the evaluation data")
         elif options.validation:
             held_out: dict[str, Any] = {"validation": options.validation, "held_out": True}
             self.eval_stream = self._rows(documents, "the evaluation data", **held_out)
         self.eval_rows = self.eval_stream  # type: ignore[assignment]
         tell(f"data: {len(documents):,} documents, tokenized while reading; rows of {options.num_tokens}")
 
-    def _documents(self, path: str | None) -> Documents:
+    def _documents(self, path: str | None, tell: Tell) -> Documents:
+        path = path if path is None else fetched(str(path), self.options, tell).path
         documents = Documents(find_files(path), text_field=self.options.text_field)
         fields = documents.fields()
         packed = any(file.suffix == BIN_SUFFIX for file in documents.files)
         if packed or (self.options.messages_field in fields and self.options.text_field not in fields):
             kind = "packed tokens" if packed else "conversations"
             raise DataError(f"--tokenize stream reads text, not {kind}.", hint="leave --tokenize out.")
-        if any(file.suffix == ".parquet" for file in documents.files):
-            raise DataError(
-                "--tokenize stream reads documents in a random order, and each would decode a row group of Parquet.",
-                hint="leave --tokenize out, or convert the files to .jsonl or .array_record.",
-            )
         return documents
 
     def _rows(self, documents: Documents, name: str, **split: Any) -> IteratedRows:
@@ -273,6 +279,15 @@ def make_text_source(options: DataOptions, **arguments: Any) -> TextSource:
             raise DataError("a mixture needs the token cache.", hint="leave --tokenize stream out, or name one source.")
         return MixedSource(options, **arguments)
     return (StreamSource if options.tokenize == "stream" else TextSource)(options, **arguments)
+
+
+def fetched(data: str, options: DataOptions, tell: Tell) -> LocalData:
+    """Returns a local copy of the data at a URL; a path stays as it is."""
+    if not is_url(data):
+        return LocalData(data)
+    folder = Path(options.data_cache) if options.data_cache else default_cache()
+    with cache_errors(folder):
+        return fetch_data(data, folder / "fetched", tell=tell)
 
 
 def default_cache() -> Path:

@@ -142,6 +142,19 @@ def initialize_mesh(parallel_config: Any, device_array: Any = None, init_distrib
     return create_mesh(spec, devices=devices)
 
 
+MOST_CPU_DEVICES = 1024
+"""Number of devices that one process can simulate; thousands take minutes and gigabytes to start."""
+
+
+def check_simulated(count: int) -> None:
+    """Raises if a process cannot simulate this many devices."""
+    if not 1 <= count <= MOST_CPU_DEVICES:
+        raise MeshError(
+            f"cannot simulate {count} devices.",
+            hint=f"pass a count of 1 to {MOST_CPU_DEVICES:,}; rules and plan need no devices for larger meshes.",
+        )
+
+
 def simulate_cpu_devices(count: int = 8) -> None:
     """Makes JAX simulate `count` devices on the CPU. Call it before anything else uses JAX.
 
@@ -152,8 +165,7 @@ def simulate_cpu_devices(count: int = 8) -> None:
         >>> jax.device_count(), jax.default_backend()
         (8, 'cpu')
     """
-    if count < 1:
-        raise MeshError(f"cannot simulate {count} devices.", hint="pass a count of at least 1.")
+    check_simulated(count)
     flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if flag and int(flag[1]) != count:
         raise MeshError(

@@ -1,4 +1,4 @@
-"""Causal attention over packed or unpacked rows, with cuDNN or XLA.
+"""Causal attention over packed or unpacked rows: cuDNN on GPUs, splash kernels on TPUs, or XLA.
 
 Shapes: B rows, S positions, H query heads, G key and value heads (H a multiple of G), K features per head. A row's
 *pieces* are its runs of equal segment ids: documents, and the padding between or after them.
@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import MeshwrightWarning, PlacementError
+from meshwright.hardware.flops import CAUSAL_SCOPE
 from meshwright.mesh.axes import pcast_alike
 from meshwright.models.execution import on_gpu
+from meshwright.models.splash import splash_attention, suits_splash
 
-Implementation = Literal["xla", "cudnn"]
+Implementation = Literal["xla", "cudnn", "splash"]
 
 
 def attention(
@@ -48,7 +50,8 @@ def attention(
         max_segments: the largest number of pieces (documents or padding) in a row; rows with more become NaN. With it,
             cuDNN skips other documents instead of reading a mask: 2.7 times as fast at 2048 tokens and four documents,
             4.1 times at 8192. The backward pass keeps `B * max_segments * H * S` float32 numbers.
-        implementation: "cudnn" or "xla" (default: cuDNN if installed, on GPUs, for 16-bit floats without a soft cap;
+        implementation: "cudnn", "splash" or "xla" (default: cuDNN if installed, on GPUs, for 16-bit floats without a
+            soft cap; JAX's splash kernels on TPUs, for multiples of 128 positions, in the local view or on one device;
             else XLA). For cuDNN, an odd number of positions is padded to an even one, with one warning.
 
     Example:
@@ -58,8 +61,15 @@ def attention(
     """
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     _check(q, k, v, segment_ids, window, max_segments)
-    if implementation not in (None, "xla", "cudnn"):
-        raise PlacementError(f"attention has no implementation {implementation!r}.", hint="use xla, cudnn or None.")
+    if implementation not in (None, *get_args(Implementation)):
+        raise PlacementError(
+            f"attention has no implementation {implementation!r}.", hint="use xla, cudnn, splash or None."
+        )
+    if implementation == "splash" and not suits_splash(q):
+        raise PlacementError(
+            f"splash attention cannot run here on {q.dtype} queries of shape {q.shape}.",
+            hint="it needs TPUs, the local view or one device, and a multiple of 128 positions; or leave it out.",
+        )
     if implementation == "cudnn" and soft_cap is not None:
         raise PlacementError("cuDNN attention has no soft cap.", hint='use implementation="xla", or leave it out.')
     pieces = _pieces(segment_ids) if segment_ids is not None else None
@@ -69,15 +79,19 @@ def attention(
         q = q + jnp.where(too_many, jnp.nan, 0.0).astype(q.dtype)[:, None, None, None]
     q, k, v = pcast_alike(q, k, v)
     if implementation is None:
-        implementation = "cudnn" if soft_cap is None and _suits_cudnn(q) else "xla"
+        by_cudnn = soft_cap is None and _suits_cudnn(q)
+        implementation = "cudnn" if by_cudnn else "splash" if suits_splash(q) else "xla"
     if window is not None and window >= q.shape[1]:
         window = None  # no position has so many before it
-    if implementation == "cudnn":
-        by_cudnn = functools.partial(_by_cudnn, pieces=pieces, max_segments=max_segments, scale=scale)
+    if implementation != "xla":
+        if implementation == "cudnn":
+            fused = functools.partial(_by_cudnn, pieces=pieces, max_segments=max_segments, scale=scale)
+        else:
+            fused = functools.partial(splash_attention, pieces=pieces, scale=scale, soft_cap=soft_cap)
         if window is None or is_windowed is None:
-            return by_cudnn(q, k, v, window=window)
-        # cuDNN takes the window when compiling; neither branch communicates, so devices may take different ones.
-        branches = (functools.partial(by_cudnn, window=window), functools.partial(by_cudnn, window=None))
+            return fused(q, k, v, window=window)
+        # Kernels take the window when compiling; neither branch communicates, so devices may take different ones.
+        branches = (functools.partial(fused, window=window), functools.partial(fused, window=None))
         attended: jax.Array = jax.lax.cond(is_windowed, *branches, q, k, v)
         return attended
     mask = _mask(pieces)
@@ -86,9 +100,10 @@ def attention(
         near = (places[:, None] - places < window)[None, None]
         near = near if is_windowed is None else near | ~is_windowed
         mask = near if mask is None else mask & near
-    if soft_cap is not None:
-        return _capped(q, k, v, mask, soft_cap, scale)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=True, implementation="xla")
+    with jax.named_scope(CAUSAL_SCOPE):
+        if soft_cap is not None:
+            return _capped(q, k, v, mask, soft_cap, scale)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=True, implementation="xla")
 
 
 def _pieces(segment_ids: Any) -> Any:

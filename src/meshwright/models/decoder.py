@@ -241,7 +241,7 @@ class Decoder(LanguageModel):
         if self.qk_norm and not self.whole_qk_norm:
             q = sequence_norm(q, self.norm_scale(params["q_norm"]), axis=axis, eps=self.norm_eps)
             k = sequence_norm(k, self.norm_scale(params["k_norm"]), axis=axis, eps=self.norm_eps)
-        tables, is_windowed = self._kind_of_layer(context)
+        tables, window, is_windowed = self._kind_of_layer(context)
         if tables is not None:
             q, k = rotate(q, *tables), rotate(k, *tables)
         y = context.attend(
@@ -250,20 +250,21 @@ class Decoder(LanguageModel):
             v,
             soft_cap=self.attention_soft_cap,
             scale=None if self.query_scalar is None else self.query_scalar**-0.5,
-            window=self.sliding_window,
+            window=window,
             is_windowed=is_windowed,
         )
         return context.rows(checkpoint_name(y.reshape(*y.shape[:2], -1), PROJECTION), params["o"])
 
-    def _kind_of_layer(self, context: Context) -> tuple[Any, Any]:
-        """Returns a layer's rotary tables, or None, and whether it is windowed, or None if all layers are alike."""
+    def _kind_of_layer(self, context: Context) -> tuple[Any, int | None, Any]:
+        """Returns a layer's rotary tables or None, its window or None, and whether the window applies if unknown."""
         (whole, local), kinds = context.shared, self.layer_kinds
-        if len(set(kinds)) == 1:
-            return {"g": whole, "l": local, "n": None}[kinds[0]], None
+        if len(set(kinds)) == 1 or isinstance(context.number, int):
+            kind = kinds[context.number if isinstance(context.number, int) else 0]
+            return {"g": whole, "l": local, "n": None}[kind], self.sliding_window if kind == "l" else None, None
         is_local, is_bare = (jnp.asarray([kind == letter for kind in kinds])[context.number] for letter in "ln")
         tables = whole
         if self.local_rope_theta is not None:
             tables = [jnp.where(is_local, mine, other) for mine, other in zip(local, whole, strict=True)]
         if "n" in kinds:
             tables = [jnp.where(is_bare, still, table) for still, table in zip((1.0, 0.0), tables, strict=True)]
-        return tables, is_local
+        return tables, self.sliding_window, is_local

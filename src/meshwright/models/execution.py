@@ -43,7 +43,8 @@ class Execution:
         layers: "scan" compiles one layer, "unroll" compiles all of them, a number that many per loop step. "auto" picks
             the fastest form measured on the backend (benchmarks/results/decoder_h200.md).
         num_microbatches: number of microbatches in a pipeline (default: twice the number of stages).
-        attention: implementation of attention, "xla" or "cudnn" (default: chosen by `meshwright.models.attention`).
+        attention: implementation of attention, "xla", "cudnn" or "splash" (default: chosen by
+            `meshwright.models.attention`).
         max_segments: the largest number of documents in a row; allows the fast path for packed rows on GPUs.
         kernels: whether to use Pallas kernels to save passes over memory: gradients of norms, stacked layers and the
             loss's softmax, slices of weights whose products are scattered in parts, matmuls of gathered rows, and the
@@ -60,7 +61,7 @@ class Execution:
     prefetch: bool = True
     layers: Layers = "auto"
     num_microbatches: int | None = None
-    attention: Literal["xla", "cudnn"] | None = None
+    attention: Literal["xla", "cudnn", "splash"] | None = None
     max_segments: int | None = None
     kernels: bool | None = None
 

@@ -190,7 +190,8 @@ def _outputs(t: CellInputs, chunks: _Chunks, states: Any) -> Any:
         score_NBHLM = t.dot("NBHLK,NBHMK->NBHLM", q, k) * t.scale * jnp.exp(log_NBHLM - m_NBHL[..., None])
         sum_NBHLV = t.dot("NBHLM,NBHMV->NBHLV", score_NBHLM, v)
         sum_NBHLV += earlier_NBHL[..., None] * t.dot("NBHLK,NBHKV->NBHLV", q, c_NBHKV)
-        size_NBHL = jnp.sum(score_NBHLM, axis=-1) + earlier_NBHL * t.dot("NBHLK,NBHK->NBHL", q, n_NBHK)
+        # In float32, because the gradient jumps where the size equals its floor, and rounding would pick a side.
+        size_NBHL = jnp.sum(score_NBHLM, axis=-1) + earlier_NBHL * jnp.sum(q * n_NBHK[..., None, :], axis=-1)
         return normalise(sum_NBHLV, size_NBHL, m_NBHL).astype(v.dtype)
 
     return outputs(chunks, states)

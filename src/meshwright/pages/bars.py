@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.pages.blocks import table
-from meshwright.pages.figure import NUM_TONES, Frame, figure, legend, nothing, plot, swatch
+from meshwright.pages.figure import NUM_FILLS, NUM_TONES, Frame, figure, legend, nothing, plot, swatch
 from meshwright.pages.markup import Markup, join, tag
 from meshwright.pages.numbers import Show, number, percent
 
@@ -79,7 +79,7 @@ def _bar(bar: Bar, parts: Sequence[str], scale: float, capacity: float | None, l
         what = f"{part}: {show(value)}"
         words.append(what)
         box = {"x": f"{scale * start:.3f}%", "y": top, "width": f"{width:.3f}%", "height": BAR_PIXELS}
-        fill = f"url(#tone-{index % NUM_TONES})"
+        fill = f"url(#tone-{index % NUM_FILLS})"
         drawn.append(tag("rect", tag("title", what), **box, fill=fill, class_="part"))
         if width > 1.1 * len(part) + 2:  # roughly the width of the text on a wide page; CSS hides it on narrow ones
             middle = f"{scale * (start + value / 2):.3f}%"
@@ -138,7 +138,7 @@ def stacked_columns(
             if roof > floor:
                 box = {"x": f"{x + 0.06 * width:.3f}%", "y": round(frame.y(roof), 2)}
                 size = {"width": f"{0.88 * width:.3f}%", "height": round(frame.y(floor) - frame.y(roof), 2)}
-                drawn.append(tag("rect", **box, **size, fill=f"url(#tone-{index % NUM_TONES})"))
+                drawn.append(tag("rect", **box, **size, fill=f"url(#tone-{index % NUM_FILLS})"))
             floor = roof
         if sum(values) > top:
             cut.append(sum(values))

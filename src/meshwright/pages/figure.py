@@ -15,6 +15,7 @@ Values = tuple[str, Sequence[float], Sequence[float]]
 
 # Number of colors, each with its own dash or fill pattern (page.css, `patterns`).
 NUM_TONES = 6
+NUM_FILLS = 12  # colors with patterns, for bars and their legends
 X_NAME = "step"
 
 
@@ -28,7 +29,7 @@ def figure(
 
 def swatch(tone: int) -> Markup:
     """Returns a small square in the color and pattern of a part."""
-    square = tag("rect", width=14, height=14, rx=3, fill=f"url(#tone-{tone % NUM_TONES})")
+    square = tag("rect", width=14, height=14, rx=3, fill=f"url(#tone-{tone % NUM_FILLS})")
     return tag("svg", square, class_="swatch", width=14, height=14, aria_hidden="true")
 
 
@@ -174,8 +175,10 @@ def patterns() -> Markup:
         "M2 2h1.6M6 6h1.6",
     ]
     made = []
-    for tone, line in enumerate(lines):
-        fill = tag("rect", width=8, height=8, class_=f"tone-{tone}")
+    for tone in range(NUM_FILLS):
+        # The second round of colors gets the patterns of other tones.
+        line = lines[(tone + 3 * (tone // NUM_TONES)) % NUM_TONES]
+        fill = tag("rect", width=8, height=8, class_=f"tone-{tone % NUM_TONES}")
         hatch = tag("path", d=line, class_="hatch") if line else None
         made.append(tag("pattern", fill, hatch, id=f"tone-{tone}", width=8, height=8, patternUnits="userSpaceOnUse"))
     return tag("svg", tag("defs", join(made)), class_="patterns", width=0, height=0, aria_hidden="true")

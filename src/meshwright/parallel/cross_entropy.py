@@ -46,7 +46,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)  # Not -inf, because -inf - -inf is N
 
 
 class LossSums(NamedTuple):
-    """Weighted sums over the tokens of a batch, as float32 scalars. Only `total` has a gradient."""
+    """Weighted sums over the tokens of a batch, in float32. Only `total` has a gradient."""
 
     total: Any
     """Cross-entropy with label smoothing, plus z-loss."""
@@ -58,6 +58,18 @@ class LossSums(NamedTuple):
     """The weights."""
     correct: Any
     """Tokens whose target has the largest logit; ties go to the lowest token id."""
+
+
+class GroupedLossSums(NamedTuple):
+    """`LossSums` and, in addition, the sums of groups of tokens."""
+
+    total: Any
+    cross_entropy: Any
+    z_loss: Any
+    count: Any
+    correct: Any
+    by_group: Any
+    """`total` and `count` of each group, `[2, num_groups]`."""
 
 
 class LossOptions(TypedDict, total=False):
@@ -73,6 +85,8 @@ class LossOptions(TypedDict, total=False):
     chunk_rows: int | None
     logits_dtype: Any
     kernels: bool | None
+    groups: Any
+    num_groups: int
 
 
 @jax.named_scope("loss")
@@ -92,6 +106,8 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     logits_dtype: Any = None,
     kernels: bool | None = None,
+    groups: jax.Array | None = None,
+    num_groups: int = 0,
 ) -> LossSums:
     """Returns the summed cross-entropy of `x @ head`, holding only one chunk of logits at a time.
 
@@ -117,6 +133,9 @@ def linear_cross_entropy(
             `x`). float32 moves twice the bytes of bfloat16.
         kernels: use a Pallas kernel for the softmax gradient (default: on GPUs). It needs an unsplit head and no
             `label_smoothing` or `soft_cap`.
+        groups: `[..., rows]`, the group of each token, from 0 to `num_groups - 1`, such as the source of its text.
+        num_groups: number of groups; the result has one more field, `by_group`: `total` and `count` of each group,
+            `[2, num_groups]`.
 
     Example:
         >>> x, head, targets = jnp.zeros((2, 8, 4)), jnp.ones((4, 16)), jnp.zeros((2, 8), int)
@@ -129,7 +148,8 @@ def linear_cross_entropy(
     view = AxisView.of(axis, who="linear_cross_entropy")
     view.check_matmul(x, (head,))
     view.check_split(head=head)
-    check_targets(view, x, sequence_parallel, targets=targets, weights=weights)
+    groups = None if groups is None else whole_numbers(groups)
+    check_targets(view, x, sequence_parallel, targets=targets, weights=weights, groups=groups)
     _check_options(view, targets, label_smoothing, soft_cap, chunk_rows)
     data_axes = _automatic(view, batch_axes, x)
     if view.kind == "global":
@@ -148,16 +168,18 @@ def linear_cross_entropy(
         chunk_rows=chunk_rows,
         logits_dtype=logits_dtype,
         kernels=kernels,
+        num_groups=0 if groups is None else num_groups,
     )
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
-    operands = x, head, targets, lax.stop_gradient(weights)
+    operands = x, head, targets, lax.stop_gradient(weights), groups
     # The gradients of a custom_vjp must vary like its inputs, so gradients are summed over data axes at this pcast.
-    everywhere: frozenset[str] = frozenset().union(*map(varying_axes, operands))
-    x, head, targets, weights = pcast_varying(operands, sorted(name for name in everywhere if name != axis))
+    everywhere: frozenset[str] = frozenset().union(*map(varying_axes, jax.tree.leaves(operands)))
+    x, head, targets, weights, groups = pcast_varying(operands, sorted(name for name in everywhere if name != axis))
     if view.kind == "local" and sequence_parallel:
         x = pcast_varying(x, axis)
-    sums = _loss_sums(plan, x, head, targets, weights)
-    return LossSums(sums.total, *map(lax.stop_gradient, sums[1:]))
+    sums = _loss_sums(plan, x, head, targets, weights, groups)
+    found: LossSums = type(sums)(sums.total, *map(lax.stop_gradient, sums[1:]))
+    return found
 
 
 @dataclass(frozen=True)
@@ -173,25 +195,26 @@ class _Options:
     chunk_rows: int | None
     logits_dtype: Any
     kernels: bool | None
+    num_groups: int
 
 
 # --- The sums and their gradients ---
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss_sums(plan: _Options, x: Any, head: Any, targets: Any, weights: Any) -> LossSums:
-    return _run(plan, False, x, head, targets, weights)[0]
+def _loss_sums(plan: _Options, x: Any, head: Any, targets: Any, weights: Any, groups: Any) -> LossSums:
+    return _run(plan, False, x, head, targets, weights, groups)[0]
 
 
 def _loss_sums_bwd(plan: _Options, grads: Any, d_sums: LossSums) -> tuple[Any, ...]:
     dx, dhead = ((grad.astype(jnp.float32) * d_sums.total).astype(grad.dtype) for grad in grads)
-    return dx, dhead, None, None
+    return dx, dhead, None, None, None
 
 
 _loss_sums.defvjp(lambda plan, *args: _run(plan, True, *args), _loss_sums_bwd)
 
 
-def _run(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+def _run(plan: _Options, with_grads: bool, x: Any, head: Any, *tokens: Any) -> tuple[LossSums, Any]:
     call: Callable[..., Any] = functools.partial(_on_device, plan, with_grads)
     if plan.island:
         # The island is inside the custom_vjp, so JAX never differentiates through it.
@@ -200,10 +223,10 @@ def _run(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any, weig
         call = local_map(
             call,
             axes=plan.island,
-            in_specs=(of_x, of_head, of_tokens, of_tokens),
+            in_specs=(of_x, of_head, *(None if part is None else of_tokens for part in tokens)),
             out_specs=(P(), (of_x, of_head) if with_grads else None),
         )
-    result: tuple[LossSums, Any] = call(x, head, targets, weights)
+    result: tuple[LossSums, Any] = call(x, head, *tokens)
     return result
 
 
@@ -214,7 +237,9 @@ def _specs(batch_axes: tuple[str, ...], axis: str | None, rows_split: bool, ndim
     return P(batch_axes, *[None] * (ndim - 3), of_rows), P(None, axis), P(batch_axes)
 
 
-def _on_device(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+def _on_device(
+    plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any, weights: Any, groups: Any
+) -> tuple[LossSums, Any]:
     whole = lax.all_gather(x, plan.axis, axis=x.ndim - 2, tiled=True) if plan.gathers else x
     kind = jnp.result_type(x.dtype, head.dtype)
     wire = jnp.dtype(plan.logits_dtype or kind)
@@ -223,14 +248,15 @@ def _on_device(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any
     by_kernel = with_grads and is_plain and fits_softmax(head.shape[1]) and uses_kernels(plan.kernels)
 
     def step(dhead: Any, chunk: Any) -> tuple[Any, Any]:
-        x_chunk, its_targets, its_weights = chunk
+        x_chunk, its_targets, its_weights, its_groups = chunk
         # Rows of weight zero may be NaN, and 0 * NaN is NaN.
         x_chunk = jnp.where((its_weights != 0)[..., None], x_chunk, jnp.zeros_like(x_chunk))
         products = dot(x_chunk, columns, wire)
         if by_kernel:
-            sums, dlogits = _chunk_by_kernel(plan, products, its_targets, its_weights)
+            sums, dlogits = _chunk_by_kernel(plan, products, its_targets, its_weights, its_groups)
         else:
-            sums, make_dlogits = _chunk_loss(plan, products.astype(jnp.float32), its_targets, its_weights)
+            its = its_targets, its_weights, its_groups
+            sums, make_dlogits = _chunk_loss(plan, products.astype(jnp.float32), *its)
             if not with_grads:
                 return dhead, (sums, None)
             dlogits = make_dlogits()
@@ -242,10 +268,11 @@ def _on_device(plan: _Options, with_grads: bool, x: Any, head: Any, targets: Any
     if with_grads:
         axes = frozenset().union(*map(varying_axes, (whole, head, targets, weights)))
         start = pcast_varying(own_zeros(*head.shape), sorted(axes))
-    chunks = rows.cut(whole.astype(kind), features=True), rows.cut(targets), rows.cut(weights)
+    per_token = jax.tree.map(rows.cut, (targets, weights, groups))
+    chunks = (rows.cut(whole.astype(kind), features=True), *per_token)
     # Unrolled, XLA would add the products in pairs and hold several gradients of the head at once.
     dhead, (sums, dx) = lax.scan(step, start, chunks)
-    sums = LossSums(*(part.sum(axis=0) for part in sums))
+    sums = jax.tree.map(lambda part: part.sum(axis=0), sums)
     sums = lax.psum(sums, plan.batch_axes) if plan.batch_axes else sums
     if not with_grads:
         return sums, None
@@ -265,7 +292,7 @@ def _summed_as(value: Any, grad: Any) -> Any:
 # --- One chunk ---
 
 
-def _chunk_loss(plan: _Options, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+def _chunk_loss(plan: _Options, products: Any, targets: Any, weights: Any, groups: Any) -> tuple[LossSums, Any]:
     """Returns the sums of a chunk, and a function that returns the gradient of `total` for `products`."""
     num_columns, last = products.shape[-1], products.ndim - 1
     places, first = lax.broadcasted_iota(jnp.int32, products.shape, last), axis_index(plan.axis) * num_columns
@@ -295,7 +322,7 @@ def _chunk_loss(plan: _Options, products: Any, targets: Any, weights: Any) -> tu
     factor, smoothing = _factors(plan, targets, weights), plan.label_smoothing
     cross_entropy = log_sum - found.of_target
     smoothed = cross_entropy + smoothing * (found.of_target - found.logits / plan.vocab_size)
-    sums = _sums(plan, smoothed, cross_entropy, log_sum, found.place == targets, factor, weights)
+    sums = _sums(plan, smoothed, cross_entropy, log_sum, found.place == targets, factor, weights, groups)
 
     def make_dlogits() -> Any:
         of_softmax = factor * (1 + 2 * plan.z_loss * log_sum) if plan.z_loss else factor
@@ -315,28 +342,46 @@ def _factors(plan: _Options, targets: Any, weights: Any) -> Any:
 
 
 def _sums(
-    plan: _Options, smoothed: Any, cross_entropy: Any, log_sum: Any, correct: Any, factor: Any, weights: Any
+    plan: _Options,
+    smoothed: Any,
+    cross_entropy: Any,
+    log_sum: Any,
+    correct: Any,
+    factor: Any,
+    weights: Any,
+    groups: Any,
 ) -> LossSums:
+    def counted(terms: Any, factor: Any) -> Any:
+        return jnp.where(weights != 0, terms * factor, 0.0)
+
     def add_up(terms: Any, factor: Any = factor) -> Any:
-        return jnp.where(weights != 0, terms * factor, 0.0).sum()
+        return counted(terms, factor).sum()
 
     z_loss = plan.z_loss * log_sum**2
-    return LossSums(
+    sums = LossSums(
         total=add_up(smoothed + z_loss),
         cross_entropy=add_up(cross_entropy),
         z_loss=add_up(z_loss),
         count=add_up(1.0, weights),
         correct=add_up(correct, weights),
     )
+    if groups is None:
+        return sums
+    # A comparison with every group fuses with the sum, unlike a scatter; there are few groups.
+    terms = jnp.stack([counted(smoothed + z_loss, factor), counted(1.0, weights)])
+    is_in = groups[..., None] == jnp.arange(plan.num_groups)
+    by_group = jnp.where(is_in, terms[..., None], 0.0).sum(axis=tuple(range(1, terms.ndim)))
+    grouped: Any = GroupedLossSums(*sums, by_group)
+    return grouped  # type: ignore[no-any-return]  # has the fields of `LossSums`
 
 
-def _chunk_by_kernel(plan: _Options, products: Any, targets: Any, weights: Any) -> tuple[LossSums, Any]:
+def _chunk_by_kernel(plan: _Options, products: Any, targets: Any, weights: Any, groups: Any) -> tuple[LossSums, Any]:
     factor = _factors(plan, targets, weights)
     flat = products.reshape(-1, products.shape[-1]), targets.ravel(), factor.ravel()
     found = softmax_gradient(*pcast_alike(*flat), z_loss=plan.z_loss)
     log_sum, of_target, place = (part.reshape(targets.shape) for part in found[1:])
     cross_entropy = log_sum - of_target
-    sums = _sums(plan, cross_entropy, cross_entropy, log_sum, place == targets, factor, weights)
+    sums = _sums(plan, cross_entropy, cross_entropy, log_sum, place == targets, factor, weights, groups)
     return sums, found.d_logits.reshape(products.shape)
 
 

@@ -75,10 +75,29 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization: model FLOP/s as a share of the peak of all devices."""
+        """Model FLOPs utilization: FLOP/s that the model needs, as a share of the peak of all devices.
+
+        Recomputation does not count, and causal attention counts as the half that its mask leaves.
+        """
+        return self._utilization(self.flops.model)
+
+    @property
+    def hfu(self) -> float | None:
+        """Hardware FLOPs utilization: all matmul FLOP/s that run, as a share of the peak of all devices."""
+        return self._utilization(self.flops.matmul)
+
+    def _utilization(self, flops: int) -> float | None:
         if self.time is None or self.peak_flops is None:
             return None
-        return self.flops.model / (self.time.step.value * self.target.num_devices * self.peak_flops)
+        return flops / (self.time.step.value * self.target.num_devices * self.peak_flops)
+
+    @property
+    def tokens_per_second_band(self) -> tuple[float, float] | None:
+        """Tokens per second at the ends of `TimePlan.band`, the lower first."""
+        if self.time is None:
+            return None
+        shortest, longest = self.time.band
+        return self.tokens_per_step / longest, self.tokens_per_step / shortest
 
     @property
     def dollars_per_billion_tokens(self) -> float | None:
@@ -106,7 +125,9 @@ class Plan:
             "sent": [asdict(item) for item in self.sent],
             "time": None if self.time is None else asdict(self.time),
             "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_band": self.tokens_per_second_band,
             "mfu": self.mfu,
+            "hfu": self.hfu,
             "price": self.price,
             "dollars_per_billion_tokens": self.dollars_per_billion_tokens,
             "pipeline": asdict(self.stages),
@@ -118,7 +139,8 @@ class Plan:
         lines = [f"{self.target.title}, {self.setup}: {self.memory.verdict}"]
         if self.time is not None and self.mfu is not None and self.tokens_per_second is not None:
             lines.append(
-                f"{self.time.step.value:.3g} s per step ({self.time.step.basis}), {self.tokens_per_second:,.0f} "
+                f"{self.time.step.value:.3g} s per step ({self.time.step.basis}, within {self.time.error:.0%}), "
+                f"{self.tokens_per_second:,.0f} "
                 f"tokens/s, MFU {self.mfu:.1%}, {self.time.exposed.value / self.time.step.value:.1%} exposed "
                 "communication"
             )
@@ -210,11 +232,11 @@ def lay_out(job: Any, profile: JobCosts, spec: MeshSpec, setup: Setup) -> tuple[
     mesh = create_abstract_mesh(spec)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MeshwrightWarning)
-        if setup.zero_axis is None:
+        if setup.zero_axis is None and not setup.pad:
             layout = make_layout(job.rules, profile.state, mesh)
         else:
-            optimizer = make_optimizer(setup.optimizer)
-            layout = state_layout(job, optimizer, mesh, zero_axis=setup.zero_axis, precision=profile.precision)
+            options: Any = {"zero_axis": setup.zero_axis, "precision": profile.precision, "pad": setup.pad or False}
+            layout = state_layout(job, make_optimizer(setup.optimizer), mesh, **options)
     return layout, tuple(str(warning.message) for warning in caught if warning.category is MeshwrightWarning)
 
 
@@ -234,7 +256,11 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
     flops = each_count(lambda count: count * rows, needs.flops)
     if stages.count > 1:  # every backward tick recomputes its forward pass
         forward = each_count(lambda count: count * rows, profile.forward)
-        flops = replace(each_count(int.__add__, flops, forward), recomputed=flops.recomputed + forward.matmul)
+        flops = replace(
+            each_count(int.__add__, flops, forward),
+            recomputed=flops.recomputed + forward.matmul,
+            masked=flops.masked,
+        )
     links = axis_links(target, spec)
     dtype = profile.precision.compute.name
     ran = compiled if compiled is not None and compiled.does_not_fit is None else None
@@ -249,6 +275,11 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         if view.view == "global":
             sent = tuple(replace(item, basis="assumed") for item in sent)
             notes += ("XLA decides the communication in the global view; the plan assumes that of the local view",)
+            if target.platform == "tpu" and flops.attention and layout.mesh.size > 1:
+                notes += (
+                    "in the global view, XLA's attention stores its logits; the plan assumes the fused kernel of the "
+                    "local view, which needs less memory and time",
+                )
     if view.view == "global" and setup.view is None:
         notes = (f"the step runs in the global view: {view.reason}", *notes)
     if needs.hosted_per_row and target.chip is not None:

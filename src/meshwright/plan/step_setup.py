@@ -35,6 +35,7 @@ class Setup:
         precision: "float32", "mixed", "bfloat16", "fp8", or the `Precision` fields that differ from the defaults.
         optimizer: name of an optax optimizer.
         zero_axis: argument of `state_layout`.
+        pad: regexes of parameters whose dims may be padded if the mesh does not divide them.
         overlap: sets the compiler options that overlap collectives with compute on the target (`overlap_options`).
         compiler_options: further XLA options.
 
@@ -52,6 +53,7 @@ class Setup:
     precision: str | Mapping[str, str] = "mixed"
     optimizer: str = "adamw"
     zero_axis: str | None = None
+    pad: tuple[str, ...] = ()
     clip: float | None = 1.0
     overlap: bool = True
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
@@ -63,10 +65,14 @@ class Setup:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the mesh and the fields that differ from their defaults."""
-        plain = Setup(mesh="")
+        empty = Setup(mesh="")
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        changed = {name: value for name, value in values.items() if name == "mesh" or value != getattr(plain, name)}
-        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in changed.items()}
+        changed = {name: value for name, value in values.items() if name == "mesh" or value != getattr(empty, name)}
+        kinds: list[tuple[Any, Any]] = [(Mapping, dict), (tuple, list)]
+        return {
+            name: next((plain(value) for kind, plain in kinds if isinstance(value, kind)), value)
+            for name, value in changed.items()
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Setup:
@@ -81,7 +87,7 @@ class Setup:
         for name in data:
             if name not in known:
                 raise MeshwrightError(f"a setup has no field {name!r}.", hint=did_you_mean(name, known))
-        return cls(**data)
+        return cls(**{**data, **({"pad": tuple(data["pad"])} if "pad" in data else {})})
 
     def __str__(self) -> str:
         shown = {name: value for name, value in self.to_json().items() if name != "mesh"}
@@ -128,7 +134,9 @@ def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
     """Returns the train step of a setup on a mesh, and the shapes of its batch."""
     require_loss(job, who="plan")
     optimizer = make_optimizer(setup.optimizer)
-    layout = state_layout(job, optimizer, mesh, zero_axis=setup.zero_axis, precision=setup.dtypes)
+    layout = state_layout(
+        job, optimizer, mesh, zero_axis=setup.zero_axis, precision=setup.dtypes, pad=setup.pad or False
+    )
     step = make_train_step(
         job,
         optimizer,

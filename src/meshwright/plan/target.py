@@ -21,9 +21,6 @@ _FORM = re.compile(r"(?P<kind>[A-Za-z][\w.\-]*):(?P<shape>\d+(?:[xX]\d+)*)(?:\*(
 _EXAMPLES = "use e.g. v5e:16x16, v5p:4x4x8, v5p:4x4x8*4 (four slices), h200:8x8 (hosts x GPUs per host), cpu:8."
 # A torus dim wraps around to a ring only if its size is a multiple of this, by the number of dims.
 _WRAP_LENGTH = {2: 16, 3: 4}
-# Share of peak FLOP/s that large matmuls reach: 682 of 989 TFLOP/s on one H200 (benchmarks/results/decoder_h200.md);
-# assumed for all chips.
-MATMUL_SHARE = 0.69
 
 
 @dataclass(frozen=True)
@@ -82,18 +79,16 @@ class Target:
         return None if self.chip is None else self.chip.memory_bytes
 
     def matmul_rate(self, dtype: str) -> float | None:
-        """Returns the FLOP/s of large matmuls, measured or a share of the peak; None if the peak is unknown.
+        """Returns the FLOP/s that matmuls reach; None if the peak is unknown.
 
         Example:
             >>> parse_target("v5p:4x4x8").matmul_rate("bfloat16") / chip_of("v5p").peak()
-            0.69
+            0.84
         """
         if self.chip is None:
             return None
-        if self.chip.matmul_flops is not None and dtype == "bfloat16":
-            return self.chip.matmul_flops
         peak = self.chip.peak(dtype)
-        return None if peak is None else peak * MATMUL_SHARE
+        return None if peak is None else peak * self.chip.rates.matmul
 
     @property
     def wraps(self) -> tuple[bool, ...]:

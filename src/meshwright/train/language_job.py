@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import PlacementError
+from meshwright.metrics import Sum
 from meshwright.models.execution import Execution, Remat
 from meshwright.models.language import LanguageModel
 from meshwright.parallel.cross_entropy import LossOptions, linear_cross_entropy
@@ -28,17 +29,21 @@ def language_job(
     run: Execution | None = None,
     mesh: str | None = None,
     packed: bool = False,
+    num_sources: int | None = None,
     **loss_options: Any,
 ) -> Job:
     """Returns a job that trains a language model to predict the next token.
 
     A batch is a dict of `inputs` and `targets`, integers of shape `[rows, tokens]`, and optionally `weights` (of the
-    targets), `segment_ids` and `positions` (for packed documents).
+    targets), `segment_ids` and `positions` (for packed documents), and `sources`: booleans of shape `[rows, sources]`
+    that say which source of a mixture a row comes from. With them, the metric `by_source` has the sums of loss and
+    count of each source, `[2, sources]`.
 
     Args:
         batch_size, num_tokens: shape of the example batch.
         run: execution options of the model (default: `Execution()`).
         packed: whether the example batch has weights and segment ids.
+        num_sources: number of sources, if the example batch has `sources`.
         loss_options: options of `next_token_loss`: `z_loss`, `label_smoothing`, `chunk_rows`.
 
     Example:
@@ -52,6 +57,8 @@ def language_job(
     if packed:
         batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
         batch["segment_ids"] = jax.ShapeDtypeStruct(shape, jnp.int32)
+    if num_sources is not None:
+        batch["sources"] = jax.ShapeDtypeStruct((batch_size, num_sources), jnp.bool_)
     execution = run or Execution()
     return Job(
         init=model.init,
@@ -74,6 +81,9 @@ def _random_batch(shapes: dict[str, Any], vocab_size: int, seed: int) -> dict[st
     if "segment_ids" in shapes:
         batch["segment_ids"] = 1 + np.cumsum(rng.random(shape) < 4 / shape[1], axis=1).astype(np.int32)
         batch["weights"] = (rng.random(shape) < 0.7).astype(np.float32)
+    if "sources" in shapes:
+        count = shapes["sources"].shape[1]
+        batch["sources"] = rng.integers(0, count, shape[:1])[:, None] == np.arange(count)
     return batch
 
 
@@ -91,7 +101,11 @@ def _loss(
     lora: Adapters | None = None,
 ) -> Any:
     def finish(h: Any, head: Any, targets: PyTree) -> Any:
-        return next_token_loss(
+        sources, grouped = targets["sources"], dict[str, Any]()
+        if sources is not None:
+            ids = jnp.broadcast_to(jnp.argmax(sources, axis=1)[:, None], targets["targets"].shape)
+            grouped = {"groups": ids, "num_groups": sources.shape[1]}
+        loss, metrics = next_token_loss(
             h,
             head,
             targets["targets"],
@@ -101,7 +115,10 @@ def _loss(
             batch_axes=run.rows(),
             soft_cap=model.logit_soft_cap,
             **({"kernels": run.kernels} | options),
+            **grouped,
         )
+        # The sums are those of sources here.
+        return loss, {"by_source" if name == "by_group" else name: value for name, value in metrics.items()}
 
     return model.apply(
         params,
@@ -115,7 +132,7 @@ def _loss(
         fp8=fp8,
         lora=lora,
         finish=finish,
-        targets={"targets": batch["targets"], "weights": batch.get("weights")},
+        targets={"targets": batch["targets"], "weights": batch.get("weights"), "sources": batch.get("sources")},
     )
 
 
@@ -130,14 +147,15 @@ def next_token_loss(
     """Returns the next-token loss as `((sum, count), metrics)`, the form that `accumulate` expects of a `loss_fn`.
 
     The metrics are `(sum, count)` pairs: `"cross_entropy"` (without label smoothing or z-loss), `"accuracy"` (fraction
-    of targets with the largest logit) and, if enabled, `"z_loss"`.
+    of targets with the largest logit) and, if enabled, `"z_loss"`. With `groups`, `"by_group"` is a `Sum` of the loss
+    and the count of each group, `[2, num_groups]`.
 
     Args:
         x: the model's last hidden states, `[..., rows, D]`.
         head: the output projection, `[D, V]`.
         weights: the weight of each target (default: 1).
         options: options of `meshwright.parallel.linear_cross_entropy`: `axis`, `sequence_parallel`, `batch_axes`,
-            `vocab_size`, `z_loss`, `label_smoothing`, `soft_cap`, `chunk_rows`, `logits_dtype`.
+            `vocab_size`, `z_loss`, `label_smoothing`, `soft_cap`, `chunk_rows`, `logits_dtype`, `groups`, `num_groups`.
 
     Example:
         >>> import meshwright as mw
@@ -157,6 +175,8 @@ def next_token_loss(
     }
     if options.get("z_loss"):
         metrics["z_loss"] = (sums.z_loss, sums.count)
+    if options.get("groups") is not None:
+        metrics["by_group"] = Sum(sums.by_group)  # type: ignore[attr-defined]
     return (sums.total, sums.count), metrics
 
 

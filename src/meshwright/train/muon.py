@@ -13,9 +13,10 @@ Shapes: N matrices of a stack, m rows, n columns, m <= n.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,11 +30,10 @@ from meshwright.hardware.chips import chip_family
 from meshwright.mesh.build import current_mesh
 from meshwright.parallel.local_map import local_map
 from meshwright.specs import dim_axes, round_up
+from meshwright.train.newton_schulz import COEFFICIENTS, newton_schulz
 from meshwright.tree import named_leaves, named_tree_map
 from meshwright.types import PyTree
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the iteration `a X + (b A + c A A) X` with `A = X X^T`, as published with Muon: steep at zero."""
 NOT_MATRICES = ("embed", "head", "norm", "bias", "scale", "router")
 """Words in the names of parameters that take AdamW steps, although they may have two dims."""
 
@@ -72,6 +72,7 @@ def muon(
     rms: float | None = 0.2,
     is_matrix: Callable[[str, Any], bool] | None = None,
     dtype: Any = None,
+    coefficients: Sequence[Sequence[float]] = (COEFFICIENTS,),
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the Muon optimizer with the updates of `optax.contrib.muon`; `make_train_step` tells it the layout.
 
@@ -85,7 +86,10 @@ def muon(
             scales by `sqrt(max(1, columns / rows))` instead.
         is_matrix: which parameters are orthogonalized, as a function of name and leaf; leading dims count matrices
             (default: two or more dims, and none of `NOT_MATRICES` in the name).
-        dtype: dtype of the iterations and of the values sent (default: bfloat16 on GPUs and TPUs, float32 on CPUs).
+        dtype: dtype of the iterations and of the values sent (default: bfloat16 on GPUs and TPUs, float32 on CPUs). On
+            GPUs, iterations on bfloat16 values run in float16.
+        coefficients: three numbers for each iteration, see `newton_schulz`; the last are used again if there are more
+            iterations.
 
     Example:
         >>> params = {"up": jnp.eye(2, 4) * jnp.array([[1.0], [5.0]]), "norm": jnp.ones(4)}
@@ -98,13 +102,17 @@ def muon(
         raise MeshwrightError(f"num_iterations must be at least 1; got {num_iterations}.", hint="use 5.")
     if not 0 <= beta < 1:
         raise MeshwrightError(f"beta must be at least 0 and below 1; got {beta}.", hint="use 0.95.")
+    if not coefficients or any(len(one) != 3 or not one[2] for one in coefficients):
+        raise MeshwrightError(
+            f"coefficients are {coefficients!r}.", hint="use triples of numbers whose last is not 0, one or more."
+        )
     matrix = is_matrix or _is_matrix
 
     def labels(params: PyTree) -> PyTree:
         return named_tree_map(lambda name, leaf: "muon" if matrix(name, leaf) else "adam", params, sep="/")
 
     orthogonal = optax.chain(
-        scale_by_muon(beta=beta, num_iterations=num_iterations, rms=rms, dtype=dtype),
+        scale_by_muon(beta=beta, num_iterations=num_iterations, rms=rms, dtype=dtype, coefficients=coefficients),
         optax.add_decayed_weights(weight_decay, mask=weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -124,7 +132,12 @@ def _is_matrix(name: str, leaf: Any) -> bool:
 
 
 def scale_by_muon(
-    *, beta: float = 0.95, num_iterations: int = 5, rms: float | None = None, dtype: Any = None
+    *,
+    beta: float = 0.95,
+    num_iterations: int = 5,
+    rms: float | None = None,
+    dtype: Any = None,
+    coefficients: Sequence[Sequence[float]] = (COEFFICIENTS,),
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the part of `muon` for matrices, without learning rate and weight decay.
 
@@ -146,7 +159,8 @@ def scale_by_muon(
             mu,
             updates,
         )
-        found = orthogonalize(ahead, specs=specs, num_iterations=num_iterations, dtype=dtype)
+        iterate = functools.partial(newton_schulz, num_iterations=num_iterations, coefficients=coefficients)
+        found = _orthogonalize(ahead, specs, iterate, dtype)
         return jax.tree.map(lambda leaf: leaf * _size(leaf, rms), found), MuonState(count, mu)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -170,6 +184,10 @@ def orthogonalize(tree: PyTree, *, specs: PyTree = None, num_iterations: int = 5
         >>> bool((values > 0.6).all() and (values < 1.3).all())
         True
     """
+    return _orthogonalize(tree, specs, functools.partial(newton_schulz, num_iterations=num_iterations), dtype)
+
+
+def _orthogonalize(tree: PyTree, specs: PyTree, iterate: Callable[[Any], Any], dtype: Any) -> PyTree:
     mesh = current_mesh()
     if dtype is None:
         dtype = jnp.float32 if chip_family(mesh) == "cpu" else jnp.bfloat16
@@ -179,16 +197,19 @@ def orthogonalize(tree: PyTree, *, specs: PyTree = None, num_iterations: int = 5
     # Matrices and their transposes have the same iterations, so they share a stack: wide, or split in the same order.
     turns = [_turns(leaf.value, split) for leaf, split in zip(named, splits, strict=True)]
     splits = [split.turned() if turn else split for split, turn in zip(splits, turns, strict=True)]
-    wide = [_turned(leaf.value, turn) for leaf, turn in zip(named, turns, strict=True)]
+    # Behind a barrier, so that XLA transposes the narrow values and not the momentum that they come from.
+    narrow = [lax.optimization_barrier(leaf.value.astype(dtype)) for leaf in named]
+    wide = [_turned(leaf, turn) for leaf, turn in zip(narrow, turns, strict=True)]
     groups: dict[Any, list[int]] = {}
     for place, (leaf, split) in enumerate(zip(wide, splits, strict=True)):
         lead = tuple(axis for axes in split.lead for axis in axes)
-        groups.setdefault((leaf.shape[-2:], leaf.dtype, lead, split.rows, split.columns), []).append(place)
+        groups.setdefault((leaf.shape[-2:], lead, split.rows, split.columns), []).append(place)
     for places in groups.values():
         leaves = [wide[place] for place in places]
-        done = _orthogonalize_stack(leaves, [splits[place] for place in places], mesh, num_iterations, dtype)
+        done = _orthogonalize_stack(leaves, [splits[place] for place in places], mesh, iterate)
         for place, leaf in zip(places, done, strict=True):
-            wide[place] = _turned(leaf, turns[place])
+            back = lax.optimization_barrier(_turned(leaf, True)) if turns[place] else leaf
+            wide[place] = back.astype(named[place].value.dtype)
     return jax.tree.unflatten(structure, wide)
 
 
@@ -219,24 +240,26 @@ def _is_whole(mesh: Any) -> bool:
     return mesh is None or mesh.size == 1 or bool(mesh.manual_axes)
 
 
-def _orthogonalize_stack(
-    leaves: list[Any], splits: list[Split], mesh: Any, num_iterations: int, dtype: Any
-) -> list[Any]:
+def _orthogonalize_stack(leaves: list[Any], splits: list[Split], mesh: Any, iterate: Callable[[Any], Any]) -> list[Any]:
     """Returns leaves with matrices of one shape and split, orthogonalized."""
 
     def local(blocks: list[Any]) -> list[Any]:
-        flat = [block.reshape(-1, *block.shape[-2:]).astype(dtype) for block in blocks]
+        flat = [_flat(block) for block in blocks]
         moved, back = _share(jnp.concatenate(flat), splits[0], mesh)
-        done = back(newton_schulz(moved, num_iterations=num_iterations))
+        done = back(iterate(moved))
         ends = itertools.accumulate(block.shape[0] for block in flat)
         parts = [done[end - block.shape[0] : end] for block, end in zip(flat, ends, strict=True)]
-        return [part.reshape(block.shape).astype(block.dtype) for part, block in zip(parts, blocks, strict=True)]
+        return [part.reshape(block.shape) for part, block in zip(parts, blocks, strict=True)]
 
-    if _is_whole(mesh):
-        return local(leaves)
+    if _is_whole(mesh):  # Nothing is exchanged, so joining them would only copy them.
+        return [iterate(_flat(leaf)).reshape(leaf.shape) for leaf in leaves]
     specs = [split.spec(leaf.ndim) for leaf, split in zip(leaves, splits, strict=True)]
     result: list[Any] = local_map(local, in_specs=(specs,), out_specs=specs)(leaves)
     return result
+
+
+def _flat(leaf: Any) -> Any:
+    return leaf.reshape(-1, *leaf.shape[-2:])
 
 
 def _share(stack: Any, split: Split, mesh: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -265,20 +288,3 @@ def _share(stack: Any, split: Split, mesh: Any) -> tuple[Any, Callable[[Any], An
         return done[:count]
 
     return moved, back
-
-
-def newton_schulz(x: Any, *, num_iterations: int = 5) -> Any:
-    """Returns stacked matrices `[N, m, n]`, m <= n, with singular values near 1.
-
-    Example:
-        >>> newton_schulz(jnp.eye(2)[None], num_iterations=5).shape
-        (1, 2, 2)
-    """
-    a, b, c = COEFFICIENTS
-    # The norm in float32, because squares of small bfloat16 numbers lose too much.
-    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(-2, -1), keepdims=True))
-    x = (x / (norm + 1e-8)).astype(x.dtype)
-    for _ in range(num_iterations):
-        gram = jnp.einsum("Nmk,Nnk->Nmn", x, x)
-        x = a * x + jnp.einsum("Nmn,Nnk->Nmk", b * gram + c * jnp.einsum("Nmk,Nkn->Nmn", gram, gram), x)
-    return x

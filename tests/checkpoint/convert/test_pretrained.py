@@ -13,7 +13,7 @@ from meshwright.checkpoint.convert.families import config_of_decoder
 from meshwright.checkpoint.convert.fingerprint import FINGERPRINT, check_pretrained
 from meshwright.checkpoint.convert.import_export import decoder_of_text
 from meshwright.checkpoint.convert.pretrained import PretrainedFolder, read_pretrained, write_pretrained
-from meshwright.checkpoint.convert.tensor_files import INDEX, TensorFiles
+from meshwright.checkpoint.convert.tensor_writer import INDEX
 from meshwright.errors import CheckpointError
 from meshwright.models import Decoder
 
@@ -75,20 +75,13 @@ def test_from_and_to_a_mesh_in_another_dtype(tmp_path, assert_placed):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(np.float32)), placed, rounded)
 
 
-def test_each_slice_is_read_once_and_nothing_else(tmp_path, monkeypatch):
-    """On dp:2,fsdp:4 each byte is read once, in slices of a quarter: replicas share them."""
+def test_each_byte_is_read_once_and_replicas_share_it(tmp_path):
     write_pretrained(tmp_path, GROUPED, noisy(GROUPED))
-    read, sizes = TensorFiles.read, []
-
-    def counted(self, parts):
-        for value in read(self, parts):
-            sizes.append(value.size)
-            yield value
-
-    monkeypatch.setattr(TensorFiles, "read", counted)
-    read_pretrained(tmp_path, mesh="dp:2,fsdp:4")
-    assert sum(sizes) == GROUPED.num_params
-    assert max(sizes) == max(32 * 64, 50 * 32) // 4
+    folder = PretrainedFolder(tmp_path)
+    layout = mw.make_layout(GROUPED.rules, noisy(GROUPED), mw.create_mesh("dp:2,fsdp:4"))
+    for leaf in layout.leaves:
+        folder.place(leaf.name, leaf, layout.mesh, leaf.dtype)
+    assert folder.files.bytes_read == 4 * GROUPED.num_params
 
 
 def test_a_padded_layout_reads_zeros_beyond_the_vocabulary(tmp_path):

@@ -249,7 +249,7 @@ def test_invalid_ledgers_are_errors(tmp_path, train):
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (b"\x80\xff\x00", "'utf-8' codec can't decode"),
+        (b"\x80\xff\x00", "it is not UTF-8 text"),
         (b"[]", r"not an object\."),
         (b"{}", r"rows or positions are missing\."),
         (b'{"step":2,"first_row":8,"num_rows":8,"positions":[1],"rows":[]}', "positions are not pairs"),

@@ -50,7 +50,7 @@ def test_invalid_lines_are_noted_by_number(tmp_path):
     metrics = lines({"step": 1, "loss": 1.0}) + b"\x00\x00\xff\n" + b"[1]\n" + lines({"step": 2, "loss": 1.0})
     run = read_run(write(tmp_path / "run", metrics))
     assert run.steps.steps == [1, 2]
-    assert run.notes == ["Ignored 2 lines (2, 3) of metrics.jsonl: not JSON objects."]
+    assert run.notes == ["Ignored 2 lines (2, 3) of metrics.jsonl: damaged, or not JSON objects."]
 
 
 def test_odd_values_do_not_break_it(tmp_path):

@@ -41,7 +41,7 @@ def needs_compiler(target):
         pytest.skip(f"the compiler for {target} is not installed")
 
 
-def measured(run_python, target, operations, shape=(16384, 8192, 28672)):
+def measured(run_compiler, target, operations, shape=(16384, 8192, 28672)):
     quoted = " ".join(f'"{name}"' for name in operations)
     sizes = " ".join(map(str, shape))
     code = (
@@ -50,15 +50,15 @@ def measured(run_python, target, operations, shape=(16384, 8192, 28672)):
         f"sys.argv += ['--shape', *{sizes!r}.split()]\n"
         f"runpy.run_path({str(ROOT / 'benchmarks' / 'overlap.py')!r}, run_name='__main__')\n"
     )
-    done = run_python(code, timeout=900)
+    done = run_compiler(code, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     text = done.stdout[done.stdout.index("{") :]
     return {(row["operation"], row["form"]): row for row in json.loads(text)["rows"]}
 
 
-def check(run_python, target, limits, *, less_memory=()):
+def check(run_compiler, target, limits, *, less_memory=()):
     needs_compiler(target)
-    rows = measured(run_python, target, limits)
+    rows = measured(run_compiler, target, limits)
     is_recorded = version("libtpu").startswith(RECORDED_LIBTPU)
     for operation, limit in limits.items():
         ours, unsplit = rows[operation, "ours"], rows[operation, "unsplit"]
@@ -74,24 +74,24 @@ def check(run_python, target, limits, *, less_memory=()):
 @pytest.mark.skipif(sys.platform != "linux", reason="libtpu exists for Linux only")
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TPU_FORWARD)
-def test_forward_hides_every_hop_on_tpus(run_python, target):
-    check(run_python, target, TPU_FORWARD[target], less_memory=("gather", "scatter"))
+def test_forward_hides_every_hop_on_tpus(run_compiler, target):
+    check(run_compiler, target, TPU_FORWARD[target], less_memory=("gather", "scatter"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libtpu exists for Linux only")
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TPU_GRADIENTS)
-def test_gradients_hide_every_hop_on_tpus(run_python, target):
+def test_gradients_hide_every_hop_on_tpus(run_compiler, target):
     """Blocks of a model need less memory than unsplit, because gathered rows are freed before the next ring."""
-    check(run_python, target, TPU_GRADIENTS[target], less_memory=("two blocks", "scan of 4"))
+    check(run_compiler, target, TPU_GRADIENTS[target], less_memory=("two blocks", "scan of 4"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "shape"), GPU, ids=str)
-def test_gpus_hide_every_hop_of_a_ring_and_all_parts_but_one(run_python, target, shape):
+def test_gpus_hide_every_hop_of_a_ring_and_all_parts_but_one(run_compiler, target, shape):
     needs_compiler(target)
     exposed = GPU[target, shape]
-    rows = measured(run_python, target, exposed, shape)
+    rows = measured(run_compiler, target, exposed, shape)
     for operation, most in exposed.items():
         ours, unsplit = rows[operation, "ours"], rows[operation, "unsplit"]
         hidden, total = map(int, ours["hidden"].split("/"))
@@ -122,11 +122,11 @@ for form in (None, FORM):
 
 
 @pytest.mark.slow
-def test_weights_that_share_a_gather_stay_separate_on_gpus(run_python):
+def test_weights_that_share_a_gather_stay_separate_on_gpus(run_compiler):
     """Concatenated, they would be copied for each piece. By width they use parts, so the ring is requested too."""
     needs_compiler("h200:1x8")
     ring = "from meshwright.parallel.overlap.forms import FORMS\nFORM = FORMS['gpu']['gather_matmul']\n"
-    done = run_python(ring + TWO_WEIGHTS, timeout=300)
+    done = run_compiler(ring + TWO_WEIGHTS, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["6", "2", "3", "16", "7", "7"]  # two matmuls for each of 3 parts, of 8 shards
 
@@ -163,12 +163,12 @@ print(len(written), len(copied))
 
 
 @pytest.mark.slow
-def test_products_of_a_gather_are_written_once_and_not_copied_in_loops_on_gpus(run_python):
+def test_products_of_a_gather_are_written_once_and_not_copied_in_loops_on_gpus(run_compiler):
     """Four parts forward, and four when remat recomputes a layer."""
     needs_compiler("h200:1x8")
     if jax.__version_info__ < (0, 11):
         pytest.skip("kernels take Refs since jax 0.11")
-    done = run_python(WRITTEN_IN_A_LOOP, timeout=300)
+    done = run_compiler(WRITTEN_IN_A_LOOP, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["8", "0"]
 
@@ -194,9 +194,9 @@ print(first.count("calls=%wrapped_slice"), entry.count("calls=%wrapped_slice"))
 
 
 @pytest.mark.slow
-def test_rows_are_cut_during_the_first_transfer_on_gpus(run_python):
+def test_rows_are_cut_during_the_first_transfer_on_gpus(run_compiler):
     """It overlaps with no matmul; later, each cut would run between two matmuls. The first part is cut before it."""
     needs_compiler("h200:1x8")
-    done = run_python(CUT_EARLY, timeout=300)
+    done = run_compiler(CUT_EARLY, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["3", "4"]

@@ -49,10 +49,10 @@ def test_shards_without_a_matmul_are_not_merged():
     assert {one.merged for one in read_schedule(text).collectives} == {0}
 
 
-def test_a_compiled_ring_without_a_barrier_is_merged(run_python, tmp_path):
+def test_a_compiled_ring_without_a_barrier_is_merged(run_compiler, tmp_path):
     if not can_compile_for("h200:1x8"):
         pytest.skip("the compiler for h200 is not installed")
-    done = run_python(
+    done = run_compiler(
         """
         import sys, jax, jax.numpy as jnp
         from jax import lax

@@ -52,7 +52,7 @@ def test_gpu_descriptions_match_the_chip_table(chip):
     assert ("unit_description" in text) == (chip.name == "h200")
 
 
-def test_devices_of_tpus(run_python):
+def test_devices_of_tpus(run_compiler):
     if not can_compile_for("v5p:2x2x2"):
         pytest.skip("libtpu is not installed")
     code = """
@@ -64,6 +64,6 @@ slices = mesh_on_target("v5p:2x2x1*2", "dp:2@dcn,fsdp:4").devices
 print([{device.slice_index for device in row} for row in slices])
 print(len(target_devices("v4:2x2x1")), len(target_devices("tpu7x:2x2x1")))
 """
-    done = run_python(code, timeout=120)
+    done = run_compiler(code, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == ["8 TPU v5", "[{0}, {1}]", "4 8"]

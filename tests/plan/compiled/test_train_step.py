@@ -59,10 +59,10 @@ def test_tensor_parallel_blocks_have_two_gathers_and_two_scatters_per_pass():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="libtpu exists only for Linux")
-def test_on_v5p_every_gather_and_scatter_is_asynchronous(run_python):
+def test_on_v5p_every_gather_and_scatter_is_asynchronous(run_compiler):
     if not can_compile_for("v5p:2x2x4"):
         pytest.skip("the compiler for v5p is not installed")
-    done = run_python(
+    done = run_compiler(
         f"""
         import importlib.util, json, sys
         spec = importlib.util.spec_from_file_location("train_step_aot", {str(SCRIPT)!r})

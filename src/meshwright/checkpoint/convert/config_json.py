@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import CheckpointError, did_you_mean
+from meshwright import bounded_reader
+from meshwright.errors import CheckpointError, FileFormatError, did_you_mean
 
 CONFIG = "config.json"
 MOST_LAYERS, MOST_FEATURES, MOST_TOKENS = 4096, 2**24, 2**31 - 1
@@ -87,8 +87,8 @@ class ConfigJson:
     def whole(self, name: str, default: Any = _REQUIRED, *, most: int = MOST_FEATURES) -> int:
         """Returns a whole number from 1 to `most`."""
         value = self.get(name, default)
-        fits = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
-        if not fits or value != int(value) or not 1 <= value <= most:
+        fits = not isinstance(value, bool) and isinstance(value, (int, float)) and 1 <= value <= most
+        if not fits or value != int(value):
             raise self.error(name, value, f"a whole number from 1 to {most}")
         return int(value)
 
@@ -111,6 +111,7 @@ class ConfigJson:
         value = self.get(name)
         if value is None:
             return None
+        known = list(known)  # compares, so that values which cannot be hashed are no matter
         if not isinstance(value, list) or len(value) < count or any(item not in known for item in value):
             raise self.error(name, value, f"a list of {count} values from {', '.join(map(str, known))}")
         return value[:count]
@@ -165,9 +166,7 @@ def read_json(path: Path) -> dict[str, Any]:
         {'vocab_size': 8}
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}.", hint="fetch it again; it may be incomplete.") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds a {type(data).__name__}, not an object of fields.")
+        data: dict[str, Any] = bounded_reader.read_json(path)
+    except (OSError, FileFormatError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}", hint="fetch it again; it may be incomplete.") from None
     return data

@@ -124,7 +124,7 @@ class Family:
     def decoder(self, config: ConfigJson, *, ignore: Collection[str] = ()) -> tuple[Decoder, list[str]]:
         """Returns the decoder that a `config.json` describes, and notes; raises if it would compute something else."""
         known = config.get("architectures") or [self.architecture]
-        if self.architecture not in known:
+        if not isinstance(known, list) or self.architecture not in known:
             raise config.error("architectures", known, f"[{self.architecture!r}], a language model")
         for name, value in self.only.items():
             config.only(name, value)

@@ -158,6 +158,15 @@ def check_pretrained(folder: Path | str, *, mesh: str | None = None, tolerance: 
     return CheckResult(f"logits stored from {stored['source']}", difference_from(stored, ours), tolerance, found.notes)
 
 
+def available_memory() -> int | None:
+    """Returns the host memory that can be used without swapping, in bytes; None if the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
 def has_transformers() -> bool:
     """Returns whether torch and transformers are installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -12,27 +13,28 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
-from meshwright.checkpoint.arrays import nest, read_anything
-from meshwright.checkpoint.convert.config_json import CONFIG
+from meshwright.checkpoint.arrays import read_anything
+from meshwright.checkpoint.convert.config_json import CONFIG, read_json
 from meshwright.checkpoint.convert.families import decoder_of_config, family_named
 from meshwright.checkpoint.convert.family import canonical
-from meshwright.checkpoint.convert.fingerprint import model_logits, probe_tokens, write_fingerprint
-from meshwright.checkpoint.convert.peft_adapters import merged_params, settings_of, write_peft
-from meshwright.checkpoint.convert.pretrained import read_pretrained, write_pretrained
+from meshwright.checkpoint.convert.fingerprint import available_memory, model_logits, probe_tokens, write_fingerprint
+from meshwright.checkpoint.convert.peft_adapters import settings_of, write_peft
+from meshwright.checkpoint.convert.pretrained import PretrainedFolder, read_pretrained, write_pretrained
+from meshwright.checkpoint.convert.stored_params import load_all, merged_lazily, one_device_layout, stored_params
 from meshwright.checkpoint.file_hashes import new_folder
 from meshwright.checkpoint.manifest import Manifest, model_fact, model_text, read_manifest
-from meshwright.checkpoint.restoring import part_of, read_step
 from meshwright.checkpoint.retention import Keep
 from meshwright.checkpoint.store import Checkpoints
 from meshwright.errors import CheckpointError, MeshwrightWarning
-from meshwright.layout import Layout
-from meshwright.layout.leaf import make_leaf
-from meshwright.mesh.build import create_mesh
+from meshwright.layout.leaf import format_bytes
 from meshwright.models import Decoder
+from meshwright.parallel.lora.low_rank import LORA_A, LORA_B
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
+
+COPY = "init"
+"""The folder of a run with the small files of the model that it started from, beside its checkpoints."""
 
 
 def export_pretrained(
@@ -53,7 +55,7 @@ def export_pretrained(
         step: the step to export (default: the last good one).
         model: the decoder (default: the checkpoint's fact `model`).
         like: model folder whose configuration and tokenizer are copied (default: the folder that the checkpoint was
-            made from, as far as it still exists).
+            made from, or the run's own copy of its small files if that folder is gone).
         fingerprint: also write some logits, for `meshwright checkpoint check`.
         tell: called with a line of text about everything unusual, such as damaged later steps (default: a warning).
         options: options of `write_pretrained`.
@@ -66,23 +68,34 @@ def export_pretrained(
         ['model.safetensors', 'config.json']
     """
     tell = tell or (lambda note: warnings.warn(note, MeshwrightWarning, stacklevel=3))
-    params, manifest = _read_params(folder, step, tell)
-    params = merged_params(params, manifest.facts)
+    params, manifest = _open_params(folder, step, tell)
+    params = merged_lazily(params, manifest.facts)
     if model is None:
         text = model_text(manifest.facts.get("model"))
         if text is None:
             hint = "pass it, e.g. --model decoder-1b."
             raise CheckpointError(f"step {manifest.step} does not name its model.", hint=hint)
         model = decoder_of_text(text)
-    base = like if like is not None else _origin(manifest, model, tell)
+    base = _origin(Path(folder), manifest, model, tell) if like is None else _model_folder(Path(like))
     paths = write_pretrained(target, model, params, like=base, **options)
     if fingerprint:
-        dtype = options.get("dtype")
-        cast = params if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        whole, tokens = jax.tree.map(lambda leaf: leaf.astype("float32"), cast), probe_tokens(model.vocab_size)
-        source = f"an export of step {manifest.step}"
-        paths.append(write_fingerprint(Path(target), tokens, model_logits(model, whole, tokens), source=source))
+        paths += _write_fingerprint(Path(target), f"an export of step {manifest.step}", tell)
     return paths
+
+
+def _write_fingerprint(folder: Path, source: str, tell: Callable[[str], None]) -> list[Path]:
+    """Writes some logits of a folder; they need the whole model in float32, so a model that does not fit has none."""
+    needed = 4 * sum(math.prod(shape) for shape in PretrainedFolder(folder).shapes.values())
+    memory = available_memory()
+    if memory is not None and 1.5 * needed > memory:
+        tell(
+            f"no fingerprint: the model takes {format_bytes(needed)} in float32, and {format_bytes(memory)} are free; "
+            "run `meshwright checkpoint check` where there is more memory"
+        )
+        return []
+    found = read_pretrained(folder, dtype="float32")
+    tokens = probe_tokens(found.model.vocab_size)
+    return [write_fingerprint(folder, tokens, model_logits(found.model, found.params, tokens), source=source)]
 
 
 def export_adapters(
@@ -109,7 +122,7 @@ def export_adapters(
         ['adapter_model.safetensors', 'adapter_config.json']
     """
     tell = tell or (lambda note: warnings.warn(note, MeshwrightWarning, stacklevel=3))
-    params, manifest = _read_params(folder, step, tell)
+    params, manifest = _open_params(folder, step, tell)
     origin, trained = manifest.facts.get("pretrained"), manifest.facts.get("config", {}).get("train")
     kind = origin["config"].get("model_type") if isinstance(origin, Mapping) else None
     if kind is not None and family_named(kind).is_fused:
@@ -122,12 +135,13 @@ def export_adapters(
             f"the run also trained {', '.join(trained)}, and these files hold adapters only.",
             hint="export the merged model instead.",
         )
-    return write_peft(target, params, settings_of(manifest.facts), base_model=base_model)
+    adapters = load_all(params, lambda name: name in (LORA_A, LORA_B))
+    return write_peft(target, adapters, settings_of(manifest.facts), base_model=base_model)
 
 
-def _read_params(folder: Path | str, step: int | None, tell: Callable[[str], None]) -> tuple[PyTree, Manifest]:
-    """Returns the verified parameters of a step, by default the last good one, on one device."""
-    checkpoints, verified = Checkpoints(folder), step is None
+def _open_params(folder: Path | str, step: int | None, tell: Callable[[str], None]) -> tuple[PyTree, Manifest]:
+    """Returns the parameters of a verified step, by default the last good one, as leaves to load in turn."""
+    checkpoints = Checkpoints(folder)
     if step is None:
         step, notes = checkpoints.last_good()
         if step is None:
@@ -135,17 +149,26 @@ def _read_params(folder: Path | str, step: int | None, tell: Callable[[str], Non
             raise CheckpointError(f"there is no good step in {folder}.{detail}", hint="restore a backup.")
         for note in [*notes, f"exporting step {step}, the last good one"] if notes else []:
             tell(note)
-    manifest = read_manifest(checkpoints.folder / str(step))
-    layout = host_layout(manifest)
-    if verified:
-        params = read_step(checkpoints.folder / str(step), part_of(layout, "params"), cast=False, part=True).state
     else:
-        params = checkpoints.restore(layout, step=step, part="params").state
-    return params, manifest
+        checkpoints.require_good(step)
+    place = checkpoints.folder / str(step)
+    manifest = read_manifest(place)
+    if any(leaf.name.startswith("ema/") for leaf in manifest.tree):
+        tell("exporting the last parameters, not their moving average, which `eval` and `generate` use by default")
+    return stored_params(place, manifest), manifest
 
 
-def _origin(manifest: Manifest, model: Decoder, tell: Callable[[str], None]) -> Any:
-    """Returns the folder that a checkpoint was made from, or only its configuration, or None."""
+def _model_folder(folder: Path) -> Path:
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(
+            f"--like {folder} has no {CONFIG}, so it is not a model folder.",
+            hint="pass the folder of the original model, or leave out --like to use the one that the checkpoint names.",
+        )
+    return folder
+
+
+def _origin(steps: Path, manifest: Manifest, model: Decoder, tell: Callable[[str], None]) -> Any:
+    """Returns the folder that a checkpoint was made from, the run's copy of it, only its configuration, or None."""
     origin = manifest.facts.get("pretrained")
     if not isinstance(origin, Mapping):
         return None
@@ -156,9 +179,12 @@ def _origin(manifest: Manifest, model: Decoder, tell: Callable[[str], None]) -> 
         return None
     if dataclasses.replace(known, vocab_size=model.vocab_size) != canonical(model):
         return None
-    if (folder / CONFIG).is_file():
-        return folder
-    tell(f"{folder} is gone, so no tokenizer files are copied; name another folder with --like")
+    copy = steps.absolute().parent / COPY
+    for place in (folder, copy):
+        # Another model may lie there by now.
+        if (place / CONFIG).is_file() and read_json(place / CONFIG) == config:
+            return place
+    tell(f"{folder} is gone or holds another model, so no tokenizer files are copied; name its folder with --like")
     return config
 
 
@@ -265,28 +291,13 @@ def save_params(folder: Path | str, params: PyTree, *, step: int, facts: Mapping
         raise CheckpointError(f"{folder} already has a step {step}.", hint="pass another folder or --step.")
     tree = {"params": params}
     leaves = [(leaf.name, np.shape(leaf.value), leaf.value.dtype) for leaf in named_leaves(tree)]
-    layout = _layout(leaves, jax.tree.structure(tree))
+    layout = one_device_layout(leaves, jax.tree.structure(tree))
     with new_folder(Path(folder)):
         checkpoints.save(layout.shard(tree), step=step, layout=layout, facts=facts)
         if step in checkpoints.failures:
             raise CheckpointError(f"could not write step {step} to {folder}: {checkpoints.failures[step]}.")
     if checkpoints.problems:
         raise CheckpointError(checkpoints.problems[-1])
-
-
-def host_layout(manifest: Manifest, part: str = "params") -> Layout:
-    """Returns a layout of a checkpoint's parameters on one local device."""
-    stored = [leaf for leaf in manifest.tree if leaf.name.startswith(f"{part}/")]
-    leaves = sorted((leaf.name, leaf.shape, jax.numpy.dtype(leaf.dtype)) for leaf in stored)
-    tree = nest([name for name, _, _ in leaves], list(range(len(leaves))))
-    # Nested dicts flatten in a different order than sorted full names.
-    order, structure = jax.tree.flatten(tree)
-    return _layout([leaves[place] for place in order], structure)
-
-
-def _layout(leaves: list[Any], structure: Any) -> Layout:
-    described = [make_leaf(name, shape, dtype, P(), {"dp": 1}) for name, shape, dtype in leaves]
-    return Layout(create_mesh("dp:1", devices=1), described, structure, None)
 
 
 def _unboxed(tree: Any) -> Any:

@@ -99,7 +99,7 @@ def bare_layers(config: ConfigJson, count: int) -> str:
     config.get("layer_types")  # all full, without windows
     every = config.whole("no_rope_layer_interval", 4)
     rotated = config.items("no_rope_layers", count, (0, 1))
-    return "".join("ng"[use] for use in rotated or [int((n + 1) % every != 0) for n in range(count)])
+    return "".join("ng"[int(use)] for use in rotated or [int((n + 1) % every != 0) for n in range(count)])
 
 
 def write_bare_layers(model: Decoder) -> dict[str, Any]:

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright.bounded_reader import open_regular, read_json, require_fields
 from meshwright.checkpoint.convert.families.llama import LLAMA
 from meshwright.checkpoint.file_hashes import new_folder
 from meshwright.dtypes import is_float
-from meshwright.errors import CheckpointError, did_you_mean
+from meshwright.errors import CheckpointError, FileFormatError, did_you_mean
 from meshwright.files import write_atomically
 from meshwright.parallel.lora.low_rank import LORA_A, LORA_B, is_adapted
 from meshwright.train.lora import merged
@@ -118,9 +119,16 @@ def peft_settings(folder: Path | str) -> LoraSettings:
     """
     path = Path(folder) / CONFIG
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}.", hint="pass a folder that PEFT wrote.") from None
+        config: dict[str, Any] = read_json(path)
+        require_fields(config, {"r": int, "lora_alpha": float}, where=str(path))
+        require_fields({"lora_dropout": 0.0} | config, {"lora_dropout": (float, type(None))}, where=str(path))
+    except (OSError, FileFormatError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}", hint="pass a folder that PEFT wrote.") from None
+    fits = 0 < config["r"] < 2**20 and 0 < config["lora_alpha"] < 1e12 and 0 <= (config.get("lora_dropout") or 0) < 1
+    if not fits:
+        raise CheckpointError(
+            f"{path} has an r, lora_alpha or lora_dropout out of range.", hint="pass a folder that PEFT wrote."
+        )
     for name, plain in _PLAIN.items():
         if (config.get(name) or plain or None) != (plain or None):
             raise CheckpointError(
@@ -129,6 +137,7 @@ def peft_settings(folder: Path | str) -> LoraSettings:
             )
     modules = config.get("target_modules")
     known = {_module(name): name for name, place in PLACES.items() if place.turned}
+    modules = [str(name) for name in modules] if isinstance(modules, list) else modules
     if not isinstance(modules, list) or not modules or not set(modules) <= set(known):
         unknown = next((name for name in modules if name not in known), "?") if isinstance(modules, list) else modules
         hint = did_you_mean(str(unknown), known) or f"use modules among: {', '.join(known)}."
@@ -166,11 +175,12 @@ def read_peft(folder: Path | str, params: PyTree) -> PyTree:
     """
     path, package = Path(folder) / WEIGHTS, _safetensors()
     try:
-        path.open("rb").close()  # names the reason; safetensors reports every failure as a missing file
+        open_regular(path).close()  # names the reason; safetensors reports every failure as a missing file
         with package.safe_open(path, framework="np") as file:
             stored = {name: np.asarray(file.get_tensor(name)).astype(np.float32) for name in file.keys()}  # noqa: SIM118
-    except (OSError, package.SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}.", hint="fetch it again; it may be incomplete.") from None
+    except (OSError, FileFormatError, package.SafetensorError) as error:
+        why = str(error).rstrip(".")
+        raise CheckpointError(f"cannot read {path}: {why}.", hint="fetch it again; it may be incomplete.") from None
     used: set[str] = set()
 
     def filled(at: Any, node: Any) -> Any:

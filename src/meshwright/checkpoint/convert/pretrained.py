@@ -1,7 +1,7 @@
 """Hugging Face model folders: `read_pretrained` and `write_pretrained`.
 
-Reading places each leaf on its mesh before the next one is read, and each device's slice is read from the files by
-itself. So a process holds what its devices hold, plus one slice.
+Reading places each leaf on its mesh before the next one is read, and reads each byte that this process needs once. So a
+process holds the weights of its devices, plus one leaf on its way to an accelerator.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,20 @@ from meshwright.checkpoint.arrays import nest
 from meshwright.checkpoint.convert.config_json import CONFIG, ConfigJson, read_json
 from meshwright.checkpoint.convert.families import family_named, family_of
 from meshwright.checkpoint.convert.family import Family
-from meshwright.checkpoint.convert.tensor_files import TensorFiles, write_errors, write_tensors
+from meshwright.checkpoint.convert.leaf_pieces import is_shared, pieces_of, tensor_forms
+from meshwright.checkpoint.convert.tensor_files import TensorFiles
 from meshwright.checkpoint.convert.tensor_names import (
     Part,
+    abstract_params,
     leaf_shapes,
     require_same,
     tensor_parts,
     tensor_shapes,
-    tensors_of,
 )
+from meshwright.checkpoint.convert.tensor_regions import Region, zero_array
+from meshwright.checkpoint.convert.tensor_writer import write_errors, write_tensors
 from meshwright.checkpoint.file_hashes import new_folder
+from meshwright.distributed.agreement import is_first, together
 from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import CheckpointError
 from meshwright.files import write_atomically
@@ -116,7 +120,10 @@ class PretrainedFolder:
         step = max(1, _CHUNK // (width * tensors[table].dtype.itemsize))
         pieces = [slice(first, min(rows, first + step)) for first in range(0, rows, step)]
         same = tensors[head].shape == tensors[table].shape and all(
-            _equal(self.files.read([(head, (piece,)), (table, (piece,))])) for piece in pieces
+            np.array_equal(
+                self.files.rows(head, piece.start, piece.stop), self.files.rows(table, piece.start, piece.stop)
+            )
+            for piece in pieces
         )
         if not same:
             raise CheckpointError(
@@ -127,28 +134,30 @@ class PretrainedFolder:
 
     def leaf(self, name: str, index: Index, dtype: Any) -> Array:
         """Reads a slice of a leaf; places beyond the shape in the files are zero, as padding is."""
+        return self._read(name, [index], dtype)[0]
+
+    def _read(self, name: str, slices: Sequence[Index], dtype: Any) -> list[Array]:
+        """Reads several slices of a leaf at once, so that a row that they share is read once."""
         shape, parts = self.shapes[name], self._parts[name]
-        starts = [part.start or 0 for part in index]
-        stops = [size if part.stop is None else part.stop for part, size in zip(index, shape, strict=True)]
-        inside = [
-            slice(start, max(start, min(stop, size))) for start, stop, size in zip(starts, stops, shape, strict=True)
-        ]
-        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-        held = tuple(slice(0, part.stop - part.start) for part in inside)
-        padded = any(part.stop != size for part, size in zip(held, sizes, strict=True))
-        out: Array = (np.zeros if padded else np.empty)(sizes, dtype)
-        if not all(part.stop for part in held):
-            return out
         stacked = parts[0][1].layer is not None
-        chosen = parts[inside[0]] if stacked else parts
-        asked = [(tensor, _in_tensor(part, inside[1:] if stacked else inside)) for tensor, part in chosen]
-        for place, (value, (_, part)) in enumerate(zip(self.files.read(asked), chosen, strict=True)):
-            # numpy copies bfloat16 one by one; the bits of equal dtypes are copied several times as fast.
-            as_bits = value.dtype == out.dtype and out.dtype.itemsize == 2
-            filled, value = (out.view(np.uint16), value.view(np.uint16)) if as_bits else (out, value)
-            target = filled[place][held[1:]] if stacked else filled[held]
-            target[...] = value.T if part.turned else value
-        return out
+        found: list[Array] = []
+        wanted: dict[str, list[Region]] = {}
+        for index in slices:
+            starts = [part.start or 0 for part in index]
+            stops = [size if part.stop is None else part.stop for part, size in zip(index, shape, strict=True)]
+            sizes = tuple(np.subtract(stops, starts).tolist())
+            ends = [max(start, min(stop, size)) for start, stop, size in zip(starts, stops, shape, strict=True)]
+            inside = [slice(start, end) for start, end in zip(starts, ends, strict=True)]
+            held = tuple(slice(0, part.stop - part.start) for part in inside)
+            out = zero_array(sizes, dtype)
+            found.append(out)
+            if not out[held].size:
+                continue
+            for place, (tensor, part) in enumerate(parts[inside[0]] if stacked else parts):
+                target = out[place][held[1:]] if stacked else out[held]
+                wanted.setdefault(tensor, []).append(_region(part, inside[1:] if stacked else inside, target))
+        self.files.fill(wanted, found)
+        return found
 
     def place(self, name: str, leaf: LeafLayout, mesh: Any, dtype: Any) -> jax.Array:
         """Reads a leaf onto a mesh; this process reads only the slices of its own devices, each once."""
@@ -159,10 +168,12 @@ class PretrainedFolder:
             key = tuple((part.start or 0, size if part.stop is None else part.stop)
                         for part, size in zip(index, leaf.stored_shape, strict=True))  # fmt: skip
             slices.setdefault(key, []).append(device)
-        arrays = []
-        for key, devices in slices.items():
-            value = self.leaf(name, tuple(slice(*ends) for ends in key), dtype)
-            arrays += [jax.device_put(value, device) for device in devices]
+        values = self._read(name, [tuple(slice(*ends) for ends in key) for key in slices], dtype)
+        arrays = [
+            jax.device_put(value, device)
+            for value, devices in zip(values, slices.values(), strict=True)
+            for device in devices
+        ]
         return jax.make_array_from_single_device_arrays(leaf.stored_shape, sharding, arrays)
 
     def cast_note(self, names: Collection[str], dtype: Any) -> list[str]:
@@ -176,14 +187,13 @@ class PretrainedFolder:
         return [f"{count_leaves(count)} cast from {old} to {dtype}" for old, count in counts.items()]
 
 
-def _equal(pair: Iterable[Array]) -> bool:
-    first, second = pair
-    return np.array_equal(first, second)
-
-
-def _in_tensor(part: Part, index: Collection[slice]) -> Index:
-    rows, *rest = list(index)[::-1] if part.turned else list(index)
-    return (slice(part.first_row + rows.start, part.first_row + rows.stop), *rest)
+def _region(part: Part, index: Sequence[slice], target: Array) -> Region:
+    """Returns the region of a tensor for a slice of a leaf; a vector is a column."""
+    if len(index) == 1:
+        index, target = [*index, slice(0, 1)], target[:, None]
+    rows, columns = index[::-1] if part.turned else index
+    first = part.first_row + rows.start, part.first_row + rows.stop
+    return Region(first, (columns.start, columns.stop), target.T if part.turned else target)
 
 
 def read_pretrained(
@@ -214,8 +224,8 @@ def read_pretrained(
     source = PretrainedFolder(folder, ignore=ignore)
     target = None if dtype is None else _float_dtype(dtype)
     if mesh is not None and layout is None:
-        abstract = jax.eval_shape(source.model.init, jax.eval_shape(lambda: jax.random.key(0)))
-        layout = make_layout(source.model.rules, abstract, create_mesh(mesh) if isinstance(mesh, str) else mesh)
+        placed = create_mesh(mesh) if isinstance(mesh, str) else mesh
+        layout = make_layout(source.model.rules, abstract_params(source.model), placed)
     flat: dict[str, Any] = {}
     for name, shape in source.shapes.items():
         wanted = target or source.dtypes[name]
@@ -241,7 +251,9 @@ def write_pretrained(
     """Writes a decoder as a Hugging Face folder: `config.json`, and one or more safetensors files with an index.
 
     Args:
-        params: arrays on the host or on any mesh; they are fetched one layer at a time.
+        params: arrays on the host or on any mesh, or leaves that are read in turn. On the CPU, one layer of one leaf is
+            copied at a time; an accelerator sends one leaf at a time. If several processes hold parts of them, all
+            call this with the same arguments; the first one gathers and writes one layer of one leaf at a time.
         like: model folder whose configuration fields and tokenizer files are copied, or only its `config.json` as a
             dict; it also names the family. Sizes and switches come from `model`.
         family: `model_type` of the family (default: that of `like`, or the first that has all features of the model).
@@ -250,7 +262,7 @@ def write_pretrained(
         max_positions: longest text in `config.json`, in tokens.
 
     Returns:
-        The files, `config.json` last.
+        The files, `config.json` last; none on a process that did not write.
 
     Example:
         >>> import tempfile
@@ -269,18 +281,27 @@ def write_pretrained(
     if base and max_positions is None and not (model.rope_scaling or "").startswith("dynamic"):
         max_positions = base.get("max_position_embeddings")
     config = {**_others(base, chosen), **chosen.config(model, dtype=kept, max_positions=max_positions)}
-    item = jnp.dtype(kept).itemsize
-    sizes = {name: int(np.prod(shape)) * item for name, shape in tensor_shapes(model, chosen).items()}
-    tensors = (
-        (name, tensor if target is None else tensor.astype(target))
-        for name, tensor in tensors_of(model, params, chosen)
-    )
-    with write_errors(folder), new_folder(folder, empty=True):
-        paths = write_tensors(folder, tensors, sizes, max_shard_bytes=max_shard_bytes)
-        if isinstance(like, (str, Path)):
-            paths += copy_tokenizer(Path(like), folder)
-        write_atomically(folder / CONFIG, json.dumps(config, indent=1) + "\n")
-    return [*paths, folder / CONFIG]
+    forms = tensor_forms(model, params, chosen, target)
+    shared = is_shared(params)
+    is_writer = is_first() or not shared
+    pieces = pieces_of(model, params, chosen, forms, is_writer=is_writer)
+
+    def write() -> list[Path]:
+        with write_errors(folder), new_folder(folder, empty=True):
+            paths = write_tensors(folder, pieces, forms, max_shard_bytes=max_shard_bytes)
+            if isinstance(like, (str, Path)):
+                paths += copy_tokenizer(Path(like), folder)
+            write_atomically(folder / CONFIG, json.dumps(config, indent=1) + "\n")
+        return [*paths, folder / CONFIG]
+
+    def take_part() -> list[Path]:
+        try:
+            return write() if is_writer else []
+        finally:
+            for _ in pieces:  # other processes wait in the gathers of the pieces, also after a failure to write
+                pass
+
+    return together("writing the model", take_part) if shared else write()
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[Path]:

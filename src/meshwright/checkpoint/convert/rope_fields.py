@@ -62,7 +62,7 @@ def _read_one(config: ConfigJson, rope: ConfigJson, theta: float, fraction: floa
     if config.values.get("model_type") == "phi3" and kind in ("su", "yarn"):  # old names of longrope in Phi-3
         kind = "longrope"
     if kind != "default":
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             raise rope.error("rope_type", kind, f"one of default, {', '.join(KINDS)}")
         found["rope_scaling"] = format_scaling(kind, _values(config, rope, kind))
     else:
@@ -109,6 +109,8 @@ def _attention_factor(config: ConfigJson, rope: ConfigJson, kind: str, values: d
         return factors[0] / factors[1]
     longest = config.whole("max_position_embeddings", most=2**40)
     factor = rope.number("factor", longest / values["original"])
+    if values["original"] <= 1:
+        raise rope.error("original_max_position_embeddings", values["original"], "above 1")
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(values["original"]))
 
 

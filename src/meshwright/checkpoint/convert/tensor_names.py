@@ -5,7 +5,8 @@ A leaf holds all layers, and most matrices transposed; a tensor holds one layer,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,12 @@ class Part(NamedTuple):
     turned: bool
 
 
+@functools.lru_cache(maxsize=8)
+def abstract_params(model: Decoder) -> PyTree:
+    """Returns the shapes and dtypes of a decoder's parameters; they are traced once for each model."""
+    return jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+
+
 def leaf_shapes(model: Decoder) -> dict[str, Shape]:
     """Returns the shapes of a decoder's parameters, by name.
 
@@ -39,8 +46,7 @@ def leaf_shapes(model: Decoder) -> dict[str, Shape]:
         >>> leaf_shapes(Decoder.named("tiny"))["embed/table"]
         (256, 64)
     """
-    abstract = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    return {name: leaf.shape for name, leaf in flatten_tree(abstract, sep="/").items()}
+    return {name: leaf.shape for name, leaf in flatten_tree(abstract_params(model), sep="/").items()}
 
 
 def tensor_parts(model: Decoder, family: Family) -> dict[str, list[Part]]:
@@ -83,18 +89,6 @@ def tensor_shapes(model: Decoder, family: Family) -> dict[str, Shape]:
         name: (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         for name, parts in tensor_parts(model, family).items()
     }
-
-
-def tensors_of(model: Decoder, params: PyTree, family: Family) -> Iterator[tuple[str, Array]]:
-    """Yields a decoder's parameters as the tensors of a family, one at a time, in host memory."""
-    flat = flatten_tree(params, sep="/")
-    require_same("the parameters", {name: np.shape(leaf) for name, leaf in flat.items()}, leaf_shapes(model))
-    for name, parts in tensor_parts(model, family).items():
-        values = []
-        for part in parts:
-            whole = np.asarray(flat[part.leaf] if part.layer is None else flat[part.leaf][part.layer])
-            values.append(whole.T if part.turned else whole)
-        yield name, np.ascontiguousarray(values[0] if len(values) == 1 else np.concatenate(values))
 
 
 def require_same(what: str, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:

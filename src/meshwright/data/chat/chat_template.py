@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.bounded_reader import parse_json, read_text
+from meshwright.data.formats.part import TOOLS
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.errors import DataError
+from meshwright.errors import DataError, FileFormatError
 
 ASSISTANT = "assistant"
 # Mark the generated text while rendering; private-use characters, which messages must not contain.
@@ -91,17 +93,24 @@ class ChatTemplate:
         self._marks = any(kind == "block_begin" and "generation" in after for kind, after in _blocks(environment, text))
 
     def render(self, messages: Any, *, where: str = "the conversation") -> tuple[str, list[tuple[int, int]]]:
-        """Returns the text of a conversation, and the start and end of each span of the assistant in it."""
+        """Returns the text of a conversation, and the start and end of each span of the assistant in it.
+
+        Args:
+            messages: the messages, or a dict of `messages` and `tools`: a list of descriptions, or its JSON text.
+        """
+        tools = None
+        if isinstance(messages, Mapping):
+            messages, tools = messages["messages"], _tools(messages[TOOLS], where)
         messages = _checked(messages, where)
-        text = self._render(messages, where)
+        text = self._render(messages, where, tools=tools)
         if self._marks:
             return _without_marks(text)
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            before = self._render(messages[:number], where, prompt=True)
-            through = self._render(messages[: number + 1], where)
+            before = self._render(messages[:number], where, tools=tools, prompt=True)
+            through = self._render(messages[: number + 1], where, tools=tools)
             if not (through.startswith(before) and text.startswith(through)):
                 raise DataError(
                     f"{where}: {self.where} changes earlier text when message {number} is added, so the assistant's "
@@ -125,9 +134,10 @@ class ChatTemplate:
             mask |= (places >= start) & (places < stop)
         return ids, mask
 
-    def _render(self, messages: Sequence[Any], where: str, *, prompt: bool = False) -> str:
+    def _render(self, messages: Sequence[Any], where: str, *, tools: list[Any] | None, prompt: bool = False) -> str:
         try:
-            return str(self._template.render(messages=messages, add_generation_prompt=prompt, **self.special))
+            given = {"messages": messages, TOOLS: tools, "add_generation_prompt": prompt}
+            return str(self._template.render(**given, **self.special))
         except Exception as error:  # templates raise anything
             raise DataError(f"{where}: {self.where} failed: {type(error).__name__}: {error}") from None
 
@@ -148,6 +158,33 @@ def _checked(messages: Any, where: str) -> list[Any]:
         )
     # Columns have every key in every message; templates test whether a key is there.
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
+
+
+def _tools(tools: Any, where: str) -> list[Any] | None:
+    """Returns the descriptions of tools, None without any; columns hold them as JSON or have every key in every one."""
+    is_text = isinstance(tools, str)
+    if is_text:
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(
+                f"{where}: the tools are not JSON: {error}.", hint="write a list of descriptions."
+            ) from None
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"{where}: the tools are not a list of objects.", hint="write a list of descriptions.")
+    text = json.dumps(tools, ensure_ascii=False, default=str)
+    if _OPEN in text or _CLOSE in text:
+        raise DataError(f"{where}: a tool has the private-use character U+F8F0 or U+F8F1.")
+
+    def known(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: known(part) for name, part in value.items() if part is not None}
+        return [known(part) for part in value] if isinstance(value, list) else value
+
+    found: list[Any] = tools if is_text else known(tools)
+    return found
 
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
@@ -215,17 +252,17 @@ def _blocks(environment: Any, text: str) -> list[tuple[str, str]]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(file)
+    except (OSError, FileFormatError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"cannot read the chat template {file}: {reason}.") from None
 
 
 def _config(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(_read(file))
-    except ValueError as error:
-        raise DataError(f"{file} is not JSON: {error}") from None
+        found = parse_json(_read(file), where=str(file))
+    except FileFormatError as error:
+        raise DataError(str(error)) from None
     return found if isinstance(found, dict) else {}
 
 

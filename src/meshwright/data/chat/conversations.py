@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from meshwright.data.cache_folder import FORMAT, HashedFile, Tell, cache_errors, known_content, mapped, open_or_build
+from meshwright.data.cache_folder import FORMAT, Tell, cache_errors, known_content
 from meshwright.data.chat.chat_template import ChatTemplate
 from meshwright.data.documents import Documents
-from meshwright.data.token_cache import BOUNDS, smallest_dtype
+from meshwright.data.token_cache import TokenWriter, open_tokens
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.tokens import Tokens
 from meshwright.errors import DataError
-
-_TELL_SECONDS = 5.0
 
 
 def prepare_conversations(
@@ -52,51 +47,25 @@ def prepare_conversations(
     with cache_errors(folder):
         key = [documents.text_field, "messages"]
         content = known_content(place, documents.stamps(), key, lambda: documents.fingerprint)
-        parts = f"{FORMAT} messages {content} {tokenizer.fingerprint} {template.fingerprint}"
+        parts = f"{FORMAT} messages tools {content} {tokenizer.fingerprint} {template.fingerprint}"
         fingerprint = hashlib.sha256(parts.encode()).hexdigest()
 
         def write(target: Path) -> dict[str, Any]:
             return _write(documents, tokenizer, template, target, tell)
 
-        target, meta = open_or_build(place, fingerprint, write, tell=tell)
-        values = mapped(target / "tokens.bin", np.dtype(meta["dtype"]))
-        mask, bounds = mapped(target / "mask.bin", np.dtype("u1")), mapped(target / "bounds.bin", BOUNDS)
-    return Tokens(values, bounds[:-1], bounds, meta["largest"], meta["vocab_size"], fingerprint, mask)
+        return open_tokens(place, fingerprint, write, tell=tell, masked=True)
 
 
 def _write(
     documents: Documents, tokenizer: Tokenizer, template: ChatTemplate, folder: Path, tell: Tell
 ) -> dict[str, Any]:
-    dtype = smallest_dtype(tokenizer.vocab_size)
-    num_tokens = num_documents = largest = 0
-    told = time.monotonic()
-    with (
-        HashedFile(folder / "tokens.bin") as values,
-        HashedFile(folder / "mask.bin") as masks,
-        HashedFile(folder / "bounds.bin") as bounds,
-    ):
-        bounds.write(np.zeros(1, BOUNDS))
+    with TokenWriter(folder, tokenizer, "conversations", tell=tell, masked=True) as writer:
         for document in documents.stream():
             ids, mask = template.encode(document.text(), tokenizer, where=document.where)
             if not mask.any():
                 raise DataError(f"{document.where}: the chat template renders no text of the assistant.")
-            largest = max(largest, int(ids.max()))
-            values.write(ids.astype(dtype))
-            masks.write(mask.astype(np.uint8))
-            num_tokens += len(ids)
-            num_documents += 1
-            bounds.write(np.array([num_tokens], BOUNDS))
-            if time.monotonic() - told > _TELL_SECONDS:
-                told = time.monotonic()
-                tell(f"tokenizing: {num_documents:,} conversations, {num_tokens:,} tokens so far")
-    if not num_documents:
+            writer.add([ids], mask=mask)
+    if not writer.num_documents:
         raise DataError(f"the data is empty: {len(documents.files)} files have no conversations.", hint="add some.")
-    tell(f"tokenized {num_documents:,} conversations: {num_tokens:,} tokens")
-    return {
-        "dtype": dtype.str,
-        "num_tokens": num_tokens,
-        "num_documents": num_documents,
-        "largest": largest,
-        "vocab_size": tokenizer.vocab_size,
-        "files": {file.name: file.facts() for file in (values, masks, bounds)},
-    }
+    tell(f"tokenized {writer.so_far}")
+    return writer.facts()

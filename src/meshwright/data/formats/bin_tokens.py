@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.bounded_reader import read_json
 from meshwright.data.cache_folder import FORMAT, HashedFile, Tell, cache_errors, known_content, mapped, open_or_build
 from meshwright.data.formats.part import blocks, read_errors
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.tokens import Tokens
-from meshwright.errors import DataError, did_you_mean
+from meshwright.errors import DataError, FileFormatError, did_you_mean
 
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 BIN_SUFFIX, SIDECAR_SUFFIX = ".bin", ".bin.json"
@@ -126,8 +127,8 @@ def _open(path: Path, dtype: str | None) -> BinFile:
     facts: dict[str, Any] = {}
     if sidecar.is_file():
         try:
-            facts = json.loads(sidecar.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            facts = read_json(sidecar, object)
+        except (OSError, FileFormatError) as error:
             raise DataError(f"cannot read {sidecar}: {error}") from None
         if not isinstance(facts, dict):
             raise DataError(f"{sidecar} is not an object.", hint='write {"dtype": "uint16"}.')
@@ -137,7 +138,7 @@ def _open(path: Path, dtype: str | None) -> BinFile:
     if dtype is not None and facts.get("dtype", dtype) != dtype:
         raise DataError(f"{sidecar} says {facts['dtype']}, but the options say {dtype}.", hint="leave one of them out.")
     stated = facts.get("dtype", dtype)
-    if stated not in DTYPES:
+    if not isinstance(stated, str) or stated not in DTYPES:
         why = "does not state its dtype" if stated is None else f"has the dtype {stated!r}"
         raise DataError(
             f"{path} {why}.",

@@ -6,13 +6,13 @@ import bisect
 import contextlib
 import functools
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.formats.part import Document, Part, checked_value, field_of, read_errors
-from meshwright.errors import DataError
+from meshwright.bounded_reader import open_regular, read_json
+from meshwright.data.formats.part import TOOLS, Document, Part, checked_value, conversation, field_of, read_errors
+from meshwright.errors import DataError, FileFormatError
 
 COLUMN_SUFFIXES = (".parquet", ".arrow")
 _BATCH = 1024  # rows of a Parquet file to decode at once
@@ -28,9 +28,19 @@ class _Columns(Part):
         super().__init__(path)
         self.field, self.messages = field, messages
 
-    def _document(self, index: int, value: Any) -> Document:
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """The columns to read."""
+        return [self.field, TOOLS] if self.messages and TOOLS in self.fields() else [self.field]
+
+    def _document(self, index: int, value: Any, tools: Any = None) -> Document:
         where = f"{self.path}, row {index}"
-        return Document(where, lambda: iter([checked_value(value, self.field, where, messages=self.messages)]))
+
+        def found() -> Any:
+            text = checked_value(value, self.field, where, messages=self.messages)
+            return conversation(text, tools) if self.messages else text
+
+        return Document(where, lambda: iter([found()]))
 
     def _require_field(self) -> None:
         field_of(dict.fromkeys(self.fields()), self.field, str(self.path))
@@ -43,9 +53,9 @@ class _Columns(Part):
             raise DataError(f"{self.path} needs pyarrow.", hint="run `pip install 'meshwright[data]'`.") from None
         try:
             with read_errors(self.path):
-                self.path.open("rb").close()
+                open_regular(self.path).close()
             yield pyarrow
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot read {self.path}: {error}", hint="check that the file is complete.") from None
 
 
@@ -69,7 +79,7 @@ class ParquetFile(_Columns):
     @functools.lru_cache(maxsize=1)  # noqa: B019 - the group in use, so that reading rows in order decodes each once
     def _group(self, number: int) -> Any:
         with self._reading():
-            return self._file.read_row_group(number, columns=[self.field]).column(0)
+            return self._file.read_row_group(number, columns=self._names)
 
     def __len__(self) -> int:
         return int(self._file.metadata.num_rows)
@@ -78,15 +88,21 @@ class ParquetFile(_Columns):
         self._require_field()
         number = bisect.bisect_right(self._ends, index)
         first = self._ends[number - 1] if number else 0
-        return self._document(index, self._group(number)[index - first].as_py())
+        with self._reading():
+            group = self._group(number)
+            values = [group.column(name)[index - first].as_py() for name in self._names]
+        return self._document(index, *values)
+
+    def group_sizes(self) -> list[int]:
+        return [after - before for before, after in itertools.pairwise([0, *self._ends])]
 
     def stream(self) -> Iterator[Document]:
         self._require_field()
         done = 0
         with self._reading():
-            for batch in self._file.iter_batches(batch_size=_BATCH, columns=[self.field]):
-                for value in batch.column(0).to_pylist():
-                    yield self._document(done, value)
+            for batch in self._file.iter_batches(batch_size=_BATCH, columns=self._names):
+                for values in zip(*(batch.column(name).to_pylist() for name in self._names), strict=True):
+                    yield self._document(done, *values)
                     done += 1
 
     def fields(self) -> list[str]:
@@ -111,7 +127,9 @@ class ArrowFile(_Columns):
 
     def document(self, index: int) -> Document:
         self._require_field()
-        return self._document(index, self._table.column(self.field)[index].as_py())
+        with self._reading():
+            values = [self._table.column(name)[index].as_py() for name in self._names]
+        return self._document(index, *values)
 
     def fields(self) -> list[str]:
         return list(self._table.schema.names)
@@ -134,7 +152,11 @@ def dataset_files(folder: Path) -> list[Path] | None:
             f"{folder} is a Hugging Face dataset that selects rows by an index file.",
             hint="save it again after `dataset.flatten_indices()`.",
         )
-    files = [folder / str(entry["filename"]) for entry in state["_data_files"] or ()]
+    listed = state["_data_files"] or []
+    found = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
+    if not isinstance(listed, list) or any(not isinstance(name, str) or Path(name).name != name for name in found):
+        raise DataError(f"{folder / 'state.json'} does not list files of its folder.", hint="save the dataset again.")
+    files = [folder / str(name) for name in found]
     if not files:
         raise DataError(f"the Hugging Face dataset {folder} has no data files.")
     return files
@@ -144,7 +166,7 @@ def _json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = read_json(path, object)
+    except (OSError, FileFormatError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
     return found if isinstance(found, dict) else None

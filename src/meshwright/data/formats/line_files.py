@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.formats.part import Document, Part, blocks, checked_value, field_of, read_errors
+from meshwright.bounded_reader import bounded_lines, open_regular, require_depth
+from meshwright.data.formats.part import (
+    TOOLS,
+    Document,
+    Part,
+    blocks,
+    checked_value,
+    conversation,
+    field_of,
+    read_errors,
+)
 from meshwright.errors import DataError
 
 
@@ -45,9 +55,9 @@ class JsonLines(Part):
         return starts
 
     def _lines(self, start: int = 0) -> Iterator[bytes]:
-        with read_errors(self.path), self.path.open("rb") as file:
+        with read_errors(self.path), open_regular(self.path) as file:
             file.seek(start)
-            yield from file
+            yield from bounded_lines(file, self.path)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -64,8 +74,9 @@ class JsonLines(Part):
         return Document(where, lambda: iter([self._value(line, where)]))
 
     def _value(self, line: bytes, where: str) -> Any:
-        value = field_of(_parse(line, where, self.field), self.field, where)
-        return checked_value(value, self.field, where, messages=self.messages)
+        record = _parse(line, where, self.field)
+        value = checked_value(field_of(record, self.field, where), self.field, where, messages=self.messages)
+        return conversation(value, record.get(TOOLS)) if self.messages else value
 
     def fields(self) -> list[str]:
         for number, line in enumerate(self._lines(), start=1):
@@ -75,14 +86,18 @@ class JsonLines(Part):
 
 
 def _parse(line: bytes, where: str, field: str) -> dict[str, Any]:
+    text = line.rstrip(b"\r\n")
     try:
-        value = json.loads(line.rstrip(b"\r\n"))
+        require_depth(text, where=where)
+        value = json.loads(text)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: byte {error.start} is not UTF-8.", hint="convert the file to UTF-8.") from None
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where} is not JSON: {error.msg} at column {error.colno}.", hint="write one complete object per line."
         ) from None
+    except ValueError as error:  # too deep, or an integer of thousands of digits
+        raise DataError(str(error).split(";")[0], hint="write one plain object per line.") from None
     if not isinstance(value, dict):
         raise DataError(f"{where} is a {type(value).__name__}, not an object.", hint=f'write {{"{field}": "..."}}.')
     return value
@@ -98,6 +113,7 @@ class ArrayRecords(Part):
         import grain
 
         with self._reading():
+            open_regular(self.path).close()
             return grain.sources.ArrayRecordDataSource([str(self.path)])
 
     def __len__(self) -> int:

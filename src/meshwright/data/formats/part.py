@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import DataError, did_you_mean
+from meshwright.bounded_reader import open_regular
+from meshwright.errors import DataError, FileFormatError, did_you_mean
 
 BLOCK = 1 << 22
+TOOLS = "tools"
+"""The field of a conversation with the descriptions of its tools."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Document:
     pieces: Callable[[], Iterator[Any]]
 
     def text(self) -> Any:
-        """Returns the whole text, or the messages of a conversation."""
+        """Returns the whole text, or a conversation: its messages, or a dict of `messages` and `tools`."""
         pieces: list[Any] = list(self.pieces())
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -54,6 +57,10 @@ class Part(abc.ABC):
         """Returns the fields of the first record; none if the file has no fields."""
         return []
 
+    def group_sizes(self) -> list[int] | None:
+        """Returns the number of documents in each group that is decoded as a whole; None for access one by one."""
+        return None
+
 
 def field_of(record: Mapping[str, Any], field: str, where: str) -> Any:
     """Returns the text or the messages in a field of a record."""
@@ -72,9 +79,14 @@ def checked_value(value: Any, field: str, where: str, *, messages: bool) -> Any:
     return value
 
 
+def conversation(messages: Any, tools: Any) -> Any:
+    """Returns the messages of a conversation, with its tools if there are any."""
+    return messages if tools is None or tools in ("", []) else {"messages": messages, TOOLS: tools}
+
+
 def blocks(path: Path) -> Iterator[bytes]:
     """Yields the contents of a file in blocks."""
-    with read_errors(path), path.open("rb") as file:
+    with read_errors(path), open_regular(path) as file:
         while block := file.read(BLOCK):
             yield block
 
@@ -86,3 +98,5 @@ def read_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}.") from None
+    except FileFormatError as error:
+        raise DataError(str(error)) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import json
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.bounded_reader import parse_json, read_bytes
 from meshwright.data.ledger.journal import ledger_files
 from meshwright.data.ledger.mixture_audit import (
     MixedRow,
@@ -223,8 +223,11 @@ def _read(folder: Path) -> tuple[list[_Start], dict[int, str]]:
     return [starts[number] for number in sorted(starts)], dict(sorted(lost.items()))
 
 
+_MOST_BYTES = 2**32
+
+
 def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    texts = path.read_bytes().split(b"\n")
+    texts = read_bytes(path, most=_MOST_BYTES).split(b"\n")
     # Every complete line ends with a newline, so the last text is empty unless a kill cut it off.
     torn = texts.pop() != b""
     return [_line(path, number, text) for number, text in enumerate(texts, 1)], torn
@@ -232,7 +235,7 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 def _line(path: Path, number: int, text: bytes) -> dict[str, Any]:
     try:
-        line = json.loads(text.decode("utf-8"))
+        line = parse_json(text, where="it")
         if not isinstance(line, dict):
             raise ValueError("not an object")
         if number > 1:
@@ -240,7 +243,9 @@ def _line(path: Path, number: int, text: bytes) -> dict[str, Any]:
         elif type(line.get("next_row", 0)) is not int:
             raise ValueError("next_row is not an integer")
     except ValueError as error:  # includes decoding and JSON errors
-        raise DataError(f"line {number} of {path} is damaged: {error}.", hint="do not edit a ledger.") from None
+        raise DataError(
+            f"line {number} of {path} is damaged: {str(error).rstrip('.')}.", hint="do not edit a ledger."
+        ) from None
     return line
 
 

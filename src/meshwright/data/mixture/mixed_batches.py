@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.data.batches import RowPlacer, RowSource
+from meshwright.data.batches import RowPlacer, RowSource, read_row
 from meshwright.data.mixture.schedule import Schedule
 from meshwright.data.mixture.weights import mixture_weights, shares
-from meshwright.data.stream import BatchStream, EndOfData, PlacedBatch, Shardings, Writer, start_of
+from meshwright.data.stream import BatchStream, EndOfData, PlacedBatch, Shardings, Writer, checked_seed, start_of
 from meshwright.errors import DataError
 
 FINGERPRINT = "mixture"
@@ -83,6 +82,8 @@ class MixedBatches(BatchStream):
         weights: weight of each source (default: by `temperature`); see `mixture_weights`.
         temperature: weights by size; see `mixture_weights`.
         epochs: end before a source starts more than this number of epochs (default: repeat forever).
+        label: name of an array to add to the rows, which must be dicts: booleans with one entry per source, in the
+            order of their names, True for the source of the row (default: none).
 
     See `Batches` for the other arguments.
 
@@ -117,18 +118,13 @@ class MixedBatches(BatchStream):
         ledger: Writer | None = None,
         first_step: int = 1,
         state: Mapping[str, Any] | None = None,
+        label: str | None = None,
     ) -> None:
         whole = mixture_weights({name: len(rows) for name, rows in sources.items()}, weights, temperature=temperature)
         for name in sources:
             if not SOURCE_NAME.fullmatch(name):
                 raise DataError(f"a source is called {name!r}.", hint="use letters, digits, `_`, `-` and `.`.")
-        if batch_size < 1:
-            raise DataError(f"batch_size must be at least 1; got {batch_size}.", hint="pass the rows per step.")
-        if epochs is not None and epochs < 1:
-            raise DataError(f"epochs must be at least 1; got {epochs}.", hint="pass None to repeat forever.")
-        seed = operator.index(seed)
-        if not 0 <= seed < 1 << 32:
-            raise DataError(f"seed must be from 0 to 2**32 - 1; got {seed}.")
+        seed = checked_seed(seed, batch_size=batch_size, epochs=epochs)
         if state is not None and "mixture" not in state:
             raise DataError(
                 "the state was saved by a run with one source, not by a mixture.",
@@ -136,10 +132,11 @@ class MixedBatches(BatchStream):
             )
         start = 0 if state is None else start_of(state, seed=seed, fingerprint=FINGERPRINT)
         rows = {name: sources[name] for name in whole}
+        shared: Any = {"batch_size": batch_size, "shardings": shardings, "seed": seed, "epochs": epochs, "label": label}
         self.weights = shares(whole)
         self._mixture = MixtureState.begin(whole, rows, None if state is None else state["mixture"], start)
         super().__init__(
-            _Loader(rows, self._mixture, start, batch_size=batch_size, shardings=shardings, seed=seed, epochs=epochs),
+            _Loader(rows, self._mixture, start, **shared),
             batch_size=batch_size,
             start_row=start,
             seed=seed,
@@ -178,12 +175,14 @@ class _Loader:
         shardings: Shardings,
         seed: int,
         epochs: int | None,
+        label: str | None,
     ) -> None:
         import grain
 
         self.names, self.rows, self.epochs = list(sources), list(sources.values()), epochs
         _require_equal_rows(sources)
-        self.placer = RowPlacer(self.rows[0], batch_size, shardings)
+        self.label = label
+        self.placer = RowPlacer(self.rows[0], batch_size, shardings, example=self._labeled(self.rows[0][0], 0))
         self.orders = [
             grain.MapDataset.range(len(rows)).seed(_source_seed(seed, name)).shuffle().repeat(None)
             for name, rows in sources.items()
@@ -205,7 +204,7 @@ class _Loader:
             raise EndOfData
         numbers = [int(self.orders[source][int(place)]) for source, place in zip(sources, places, strict=True)]
         mine = self.placer.numbers
-        values = [self._read(int(sources[slot]), numbers[slot], int(places[slot])) for slot in mine]
+        values = [self._row(int(sources[slot]), numbers[slot], int(places[slot])) for slot in mine]
         batch = self.placer.batch(first, first + mine, [numbers[slot] for slot in mine], values)
         return dataclasses.replace(
             batch,
@@ -215,11 +214,12 @@ class _Loader:
             tokens=self._tokens(sources, numbers),
         )
 
-    def _read(self, source: int, number: int, place: int) -> Any:
-        rows: Any = self.rows[source]
-        if hasattr(rows, "read"):
-            return rows.read(number, place // len(rows))
-        return rows[number]
+    def _row(self, source: int, number: int, place: int) -> Any:
+        rows = self.rows[source]
+        return self._labeled(read_row(rows, number, place // len(rows)), source)
+
+    def _labeled(self, row: Any, source: int) -> Any:
+        return row if self.label is None else {**row, self.label: np.arange(len(self.names)) == source}
 
     def _tokens(self, sources: np.ndarray, numbers: list[int]) -> dict[str, int] | None:
         counters = [getattr(rows, "num_targets", None) for rows in self.rows]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 import jax
 
+from meshwright.interrupts import check_early
 from meshwright.layout import format_bytes
 from meshwright.loop.callbacks import Callback, StepRecord
-from meshwright.loop.safety.preemption import check_early
 
 if TYPE_CHECKING:
     from meshwright.loop.fit import Loop
@@ -59,7 +59,9 @@ class Steady:
         return getattr(self._stream, name)
 
 
-class _Nowhere(io.TextIOBase):
+class Nowhere(io.TextIOBase):
+    """A stream that discards everything."""
+
     def write(self, text: str) -> int:
         return len(text)
 
@@ -68,7 +70,7 @@ def steady(stream: TextIO | None) -> TextIO:
     """Returns a `Steady` stream; for None, a closed stream, it discards everything."""
     if isinstance(cast(object, stream), Steady):
         return cast(TextIO, stream)
-    return cast(TextIO, Steady(stream or cast(TextIO, _Nowhere())))
+    return cast(TextIO, Steady(stream or cast(TextIO, Nowhere())))
 
 
 @contextlib.contextmanager

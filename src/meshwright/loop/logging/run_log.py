@@ -1,7 +1,8 @@
 """The log of a run: metrics and events as JSON lines, also sent to trackers.
 
 The log survives a kill at any point: each flush is one append, opening a file drops a torn last line, and `rewind`
-replaces the file atomically.
+replaces the file atomically. Each line ends with a checksum of itself, so that damage to a line is noticed; lines that
+are removed or repeated as a whole are not.
 """
 
 from __future__ import annotations
@@ -9,16 +10,23 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
+import stat
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from meshwright.bounded_reader import bounded_lines, open_regular, parse_json
+from meshwright.errors import FileFormatError
 from meshwright.files import write_atomically
 from meshwright.loop.logging.trackers import OnlineRun, TensorBoard, Tracker, plain
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+_LONGEST = 16 * 2**20  # bytes in a line
+_CHECKSUM = re.compile(rb'(.*), "crc": "([0-9a-f]{8})"\}\s*', re.DOTALL)
 
 
 class RunLog:
@@ -147,6 +155,15 @@ class RunLog:
                 self.event("error", step, f"dropped {len(broken)} unreadable line(s) of {METRICS}: {lines}")
             return dropped
 
+    def lost_after(self, step: int) -> list[dict[str, Any]]:
+        """Returns the time of the steps that `rewind(step)` is about to drop; see `lost_steps`."""
+        from meshwright.loop.logging.goodput import lost_steps
+
+        if not self.writes:
+            return []
+        self.flush()
+        return lost_steps(read_lines(self.folder / METRICS), step)
+
     def close(self) -> None:
         """Writes buffered lines and closes the trackers."""
         if not self.writes:
@@ -190,15 +207,17 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._waiting: list[str] = []
+        self._is_checked = False
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._open()
 
     def add(self, line: Mapping[str, Any]) -> None:
-        self._waiting.append(json.dumps(plain(line), ensure_ascii=False))
+        self._waiting.append(with_checksum(json.dumps(plain(line), ensure_ascii=False)))
 
     def flush(self, *, durable: bool = False) -> None:
         """Writes buffered lines in one write; if that fails, they stay buffered. `durable` also waits for the disk."""
         if self._waiting:
+            self._add_checksums()
             block = "".join(line + "\n" for line in self._waiting).encode()
             before = os.fstat(self._file).st_size
             try:
@@ -217,10 +236,10 @@ class JsonLines:
         Invalid lines, which a power loss can leave, are dropped too.
         """
         self.flush()
-        kept, dropped, broken = [], 0, []
-        with self.path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                line = _parse(raw)
+        kept, dropped, broken, checked = [], 0, [], has_checksums(self.path)
+        with open_regular(self.path) as file:
+            for number, raw in enumerate(bounded_lines(file, self.path, longest=_LONGEST, cut=True), start=1):
+                line = _parse(raw, checked=checked)
                 if line is None:
                     broken.append(number)
                 elif wanted(line):
@@ -233,6 +252,19 @@ class JsonLines:
             self._file = self._open()
         return dropped, broken
 
+    def _add_checksums(self) -> None:
+        """Adds checksums to the lines of an older release, once, so that a file has them on all lines or on none."""
+        if self._is_checked or not os.fstat(self._file).st_size or has_checksums(self.path):
+            self._is_checked = True
+            return
+        with open_regular(self.path) as file:
+            lines = [raw.rstrip() for raw in file]
+        text = [with_checksum(raw.decode()) if _parse(raw, checked=False) else raw.decode("latin-1") for raw in lines]
+        write_atomically(self.path, "".join(line + "\n" for line in text))
+        os.close(self._file)
+        self._file = self._open()
+        self._is_checked = True
+
     def close(self) -> None:
         if self._file >= 0:
             try:
@@ -243,20 +275,24 @@ class JsonLines:
 
     def _open(self) -> int:
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise FileFormatError(f"{self.path} is not a regular file.", hint="move it elsewhere.")
         _drop_torn_line(file)
         return file
 
 
 def read_lines(path: Path | str, *, broken: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file, also while it is being written; skips a torn last line.
+    """Yields the objects of a file, also while it is being written; skips damaged lines and a torn last line.
 
     Args:
         broken: list that receives the numbers of invalid lines; 0 stands for a torn last line.
     """
-    with Path(path).open("rb") as file:
-        for number, raw in enumerate(file, start=1):
+    checked = has_checksums(path)
+    with open_regular(path) as file:
+        for number, raw in enumerate(bounded_lines(file, path, longest=_LONGEST, cut=True), start=1):
             is_whole = raw.endswith(b"\n")
-            line = _parse(raw) if is_whole else None
+            line = _parse(raw, checked=checked) if is_whole else None
             if line is not None:
                 yield line
             elif broken is not None:
@@ -275,9 +311,31 @@ def _drop_torn_line(file: int) -> None:
         os.ftruncate(file, end)
 
 
-def _parse(raw: bytes) -> dict[str, Any] | None:
+def with_checksum(text: str) -> str:
+    """Returns the text of a JSON object with a last field `crc`, the CRC-32 of the text before it.
+
+    Example:
+        >>> with_checksum('{"step": 1}')
+        '{"step": 1, "crc": "3daa833a"}'
+    """
+    body = text[:-1]
+    return f'{body}, "crc": "{zlib.crc32(body.encode()):08x}"}}'
+
+
+def has_checksums(path: Path | str) -> bool:
+    """Returns whether the lines of a file have checksums; those of older releases have none."""
+    with open_regular(path) as file:
+        return any(_CHECKSUM.fullmatch(raw) for raw in bounded_lines(file, path, longest=_LONGEST, cut=True))
+
+
+def _parse(raw: bytes, *, checked: bool) -> dict[str, Any] | None:
+    if checked:
+        found = _CHECKSUM.fullmatch(raw)
+        if found is None or zlib.crc32(found[1]) != int(found[2], 16):
+            return None
+        raw = found[1] + b"}"
     try:
-        line = json.loads(raw)
-    except ValueError:
+        line = parse_json(raw, where="the line")
+    except FileFormatError:
         return None
     return line if isinstance(line, dict) else None

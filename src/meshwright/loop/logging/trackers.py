@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from meshwright.bounded_reader import read_json
 from meshwright.errors import MeshwrightError
 from meshwright.files import write_atomically
 
@@ -93,7 +94,10 @@ class OnlineRun:
         wanted = {"project": options} if isinstance(options, str) else dict(options)
         if "project" not in wanted:
             raise MeshwrightError(f"{service}= has no project.", hint=f'set {service}="my-project".')
-        self._identity = self._read().get(service, {"id": uuid.uuid4().hex[:12], "seen": -1})
+        self._identity: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "seen": -1}
+        known = self._read().get(service)
+        if isinstance(known, dict) and isinstance(known.get("id"), str) and type(known.get("seen")) is int:
+            self._identity = known
         self._write()
         name, identity = folder.resolve().name, self._identity["id"]
         if service == "wandb":
@@ -119,7 +123,7 @@ class OnlineRun:
         self._run.finish()
 
     def _read(self) -> dict[str, Any]:
-        return dict(json.loads(self._path.read_text())) if self._path.exists() else {}
+        return dict(read_json(self._path)) if self._path.exists() else {}
 
     def _write(self) -> None:
         write_atomically(self._path, json.dumps(self._read() | {self.service: self._identity}))

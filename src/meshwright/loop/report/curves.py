@@ -37,7 +37,7 @@ MAX_POINTS = 2000  # of a curve: about two per pixel
 # Metrics with a chart elsewhere, or not worth one.
 _TAKEN = [
     "loss", "time", "tokens", "tokens_per_second", "rows_per_second", "grad_norm", "learning_rate", "mfu",
-    "memory_bytes", "skipped",
+    "memory_bytes", "skipped", "goodput",
 ]  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def time_section(run: RunRecord) -> Section:
     """Returns the section on where the time went, in total and per step."""
     totals = part_seconds(run)
     parts = list(totals)
-    total = stacked_bars("In total", parts, [Bar("", list(totals.values()))], show=duration)
+    total = stacked_bars("All steps", parts, [Bar("", list(totals.values()))], show=duration)
     columns = _columns(run, parts)
     heights = [sum(values) for _, _, values in columns]
     over_time = stacked_columns(
@@ -96,7 +96,7 @@ def time_section(run: RunRecord) -> Section:
         show=duration,
     )  # fmt: skip
     body = [prose(*time_sentences(run))] + ([total, over_time] if sum(totals.values()) else [])
-    return Section("Where the time went", join(body), short="Time")
+    return Section("Time of the steps", join(body), short="Steps")
 
 
 def _with_mean(run: RunRecord, name: str, *, roof: float | None = None) -> tuple[list[Series], str]:

@@ -7,9 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from meshwright.bounded_reader import read_bytes
+from meshwright.errors import FileFormatError, MeshwrightError
 from meshwright.loop.config import TrainConfig
 from meshwright.loop.report.curves import loss_section, metrics_section, speed_section, time_section
 from meshwright.loop.report.events import events_section, samples_section
+from meshwright.loop.report.goodput_section import goodput_section
 from meshwright.loop.report.placement_section import layout_section, mesh_section
 from meshwright.loop.report.predictions_section import predictions_section
 from meshwright.loop.report.run_record import RunRecord, read_run
@@ -36,6 +39,8 @@ def build_report(run_folder: str | Path, *, out: str | Path | None = None) -> Pa
         >>> build_report(folder).name
         'report.html'
     """
+    if out is not None and not str(out).strip():
+        raise MeshwrightError("--out is empty.", hint="pass a file or a folder; is a shell variable unset?")
     run = read_run(run_folder)
     path = run.folder / "report.html" if out is None else Path(out)
     if path.is_dir():
@@ -53,6 +58,7 @@ def render(run: RunRecord, *, now: float) -> str:
         predictions_section(run),
         samples_section(run),
         speed_section(run),
+        goodput_section(run),
         time_section(run),
         mesh_section(run),
         layout_section(run),
@@ -141,6 +147,6 @@ def _shown(value: Any) -> str:
 
 def _config_file(run: RunRecord) -> str:
     try:
-        return (run.folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return read_bytes(run.folder / "config.yaml", most=2**20).decode(errors="replace")
+    except (OSError, FileFormatError):
         return ""

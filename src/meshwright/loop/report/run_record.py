@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.bounded_reader import read_json
+from meshwright.errors import FileFormatError, MeshwrightError, did_you_mean
 from meshwright.loop.logging.run_log import read_lines
 
 
@@ -125,7 +125,7 @@ def read_run(folder: str | Path) -> RunRecord:
 
 def _facts(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        facts = json.loads(path.read_bytes())
+        facts = read_json(path, object)
     except FileNotFoundError:
         notes.append("run.json is missing: mesh, layout, configuration and versions are unknown.")
         return {}
@@ -170,13 +170,15 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         yield from read_lines(path, broken=broken)
     except FileNotFoundError:
         notes.append(f"{path.name} is missing.")
+    except (OSError, FileFormatError) as error:
+        notes.append(f"Cannot read {path.name} to its end ({error}).")
     if 0 in broken:
         notes.append(f"Ignored the unfinished last line of {path.name}.")
     bad = [number for number in broken if number]
     if bad:
         shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
         which = f"line {shown}" if len(bad) == 1 else f"{len(bad)} lines ({shown})"
-        notes.append(f"Ignored {which} of {path.name}: not JSON objects.")
+        notes.append(f"Ignored {which} of {path.name}: damaged, or not JSON objects.")
 
 
 def _numbers(entry: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -185,10 +187,7 @@ def _numbers(entry: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
         if isinstance(value, dict) and not prefix:
             yield from _numbers(value, f"{name}/")
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and (prefix or name != "step"):
-            try:
-                yield f"{prefix}{name}", float(value)
-            except OverflowError:  # an integer too large for a float
-                yield f"{prefix}{name}", math.inf
+            yield f"{prefix}{name}", _as_float(value)
 
 
 def _matrices(entry: dict[str, Any]) -> Iterator[tuple[str, list[list[float]]]]:
@@ -198,7 +197,7 @@ def _matrices(entry: dict[str, Any]) -> Iterator[tuple[str, list[list[float]]]]:
         if all(isinstance(row, list) and len(row) == len(rows[0]) and row for row in rows) and all(
             isinstance(item, (int, float)) for row in rows for item in row
         ):
-            yield name, [[float(item) for item in row] for row in rows]
+            yield name, [[_as_float(item) for item in row] for row in rows]
 
 
 def step_of(entry: dict[str, Any]) -> int | None:
@@ -210,4 +209,11 @@ def step_of(entry: dict[str, Any]) -> int | None:
 def event_time(event: dict[str, Any]) -> float:
     """Returns the time of an event, or nan if unknown."""
     time = event.get("time")
-    return float(time) if isinstance(time, (int, float)) else math.nan
+    return _as_float(time) if isinstance(time, (int, float)) else math.nan
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer too large for a float
+        return math.inf

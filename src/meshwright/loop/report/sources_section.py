@@ -1,4 +1,4 @@
-"""The sources of a mixture in a report: weights, tokens, epochs and held-out loss of each."""
+"""The sources of a mixture in a report: weights, tokens, epochs, training and held-out loss of each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from meshwright.pages import Section, Series, compact, join, line_chart, percent
 from meshwright.pages.blocks import table
 
 _TOKENS = "tokens/"
+_LAST = 20  # steps: those of a small source have few tokens
 
 
 def sources_of(run: RunRecord) -> list[str]:
@@ -35,6 +36,7 @@ def sources_section(run: RunRecord) -> Section | None:
     for source in sources:
         fact = facts.get(source) if isinstance(facts.get(source), Mapping) else None
         losses = run.evals.known(f"eval/loss/{source}")
+        trained = [loss for _, loss in run.steps.known(f"loss/{source}")][-_LAST:]
         rows.append(
             [
                 source,
@@ -42,15 +44,26 @@ def sources_section(run: RunRecord) -> Section | None:
                 compact(tokens[source]),
                 percent(tokens[source] / total),
                 f"{tokens[source] / fact['tokens']:.2f}" if fact and fact.get("tokens") else "",
+                f"{math.fsum(trained) / len(trained):.4f}" if trained else "",
                 f"{losses[-1][1]:.4f}" if losses else "",
             ]
         )
-    headings = ["source", "weight", "tokens", "of all tokens", "epochs", "held-out loss"]
+    headings = ["source", "weight", "tokens", "of all tokens", "epochs", "loss", "held-out loss"]
     series = [
         Series(source, *thin(run.evals.steps, run.evals[f"eval/loss/{source}"]), style="dots", tone=number % 4)
         for number, source in enumerate(sources)
         if run.evals.known(f"eval/loss/{source}")
     ]
-    chart = line_chart("Held-out loss by source", series, height=220) if series else None
-    said = prose("Weights are those of the last start. Tokens count the targets of the training steps.")
-    return Section("Sources", join([said, table(headings, rows, right=(1, 2, 3, 4, 5), code=(0,)), chart]))
+    held_out = line_chart("Held-out loss by source", series, height=220) if series else None
+    series = [
+        Series(source, *thin(run.steps.steps, run.steps[f"loss/{source}"]), tone=number % 4)
+        for number, source in enumerate(sources)
+        if run.steps.known(f"loss/{source}")
+    ]
+    training = line_chart("Training loss by source", series, height=220) if series else None
+    said = prose(
+        "Weights are those of the last start. Tokens count the targets of the training steps. "
+        f"The loss is the mean of the last {_LAST} steps."
+    )
+    body = [said, table(headings, rows, right=(1, 2, 3, 4, 5, 6), code=(0,)), training, held_out]
+    return Section("Sources", join(body))

@@ -12,7 +12,7 @@ from meshwright.layout import format_bytes
 from meshwright.loop.report.run_record import RunRecord, event_time
 from meshwright.pages import Figure, compact, duration, number, percent
 
-PARTS = ("step", "data", "checkpoint", "eval", "other")
+PARTS = ("step", "data", "checkpoint", "eval", "compile", "other")
 _ENDINGS = ("finish", "preempted", "error")
 _BEGINNINGS = ("start", "resume")
 
@@ -174,6 +174,7 @@ def time_sentences(run: RunRecord) -> list[str]:
         "data": "waiting for data",
         "checkpoint": "checkpoints",
         "eval": "evaluation",
+        "compile": "compilation",
         "other": "everything else",
     }
     named = [

@@ -120,7 +120,8 @@ class Rollback(Callback):
             text = f"loss spike at step {loop.number}; cannot roll back: there is no checkpoint yet"
             loop.tell("rollback", loop.number, text)
             return False
-        restored = self.checkpoints.restore(loop.step.layout)
+        with loop.timed("restart"):
+            restored = self.checkpoints.restore(loop.step.layout)
         again = self._done[restored.step] = self._done.get(restored.step, 0) + 1
         if again > MAX_ROLLBACKS:
             raise TrainingError(
@@ -131,7 +132,8 @@ class Rollback(Callback):
         loop.batches.close()
         batches = self.reopen(restored.facts["data"], after, restored.step + 1)
         text = f"loss spike at step {loop.number}; rolled back to step {restored.step}, continuing with new data"
-        loop.tell("rollback", loop.number, "; ".join([text, *restored.notes]), to=restored.step, data=after)
+        lost = loop.log.lost_after(restored.step)
+        loop.tell("rollback", loop.number, "; ".join([text, *restored.notes]), to=restored.step, data=after, lost=lost)
         loop.log.rewind(restored.step)
         if restored.facts.get("spikes") is not None:  # the same state as in a run resumed from this checkpoint
             self.spikes.state = restored.facts["spikes"]

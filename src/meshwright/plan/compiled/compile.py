@@ -10,6 +10,7 @@ import base64
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.libtpu import TPU_ENVIRONMENT
+from meshwright.interrupts import at_end
 from meshwright.plan.compiled.fp8_matmuls import MatmulUse
 from meshwright.plan.compiled.topology import require_compiler
 from meshwright.plan.compiled.verdict import CompiledCollective
@@ -29,6 +31,8 @@ from meshwright.plan.target import Target, parse_target
 
 TIMEOUT_S = 180.0
 MEMORY_LIMIT = 8 * 2**30
+PARENT = "MESHWRIGHT_PLAN_PARENT"
+"""Variable that tells the compiling process who waits for it."""
 Reason = Literal["missing", "refused", "crash", "timeout", "memory"]
 
 
@@ -195,6 +199,7 @@ def _run(command: list[str], errors: Path, timeout_s: float) -> int | None:
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
     # JAX_PLATFORMS=cpu keeps JAX from waiting for local accelerators, which compiling does not use.
     environment = {**TPU_ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    environment[PARENT] = str(os.getpid())
     with errors.open("wb") as stream:
         try:
             process = subprocess.Popen(
@@ -206,8 +211,14 @@ def _run(command: list[str], errors: Path, timeout_s: float) -> int | None:
                 reason="missing",
                 hint="pass the path of a Python interpreter with the target's compiler installed.",
             ) from None
+
+        def kill() -> None:
+            os.killpg(process.pid, signal.SIGKILL)
+            shutil.rmtree(errors.parent, ignore_errors=True)
+
         try:
-            return process.wait(timeout=timeout_s)
+            with at_end(kill):
+                return process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return None
         finally:

@@ -20,7 +20,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.layout.leaf import format_bytes
 from meshwright.loop.logging.memory_use import peak_resident
 from meshwright.plan.compiled.collectives import ProgramSchedule, read_schedule
-from meshwright.plan.compiled.compile import Compiled
+from meshwright.plan.compiled.compile import PARENT, Compiled
 from meshwright.plan.compiled.fp8_matmuls import check_fp8
 from meshwright.plan.compiled.topology import assumed_cudnn, mesh_on_target, require_compiler, stand_in_for_cudnn
 from meshwright.plan.compiled.verdict import CompiledCollective, judge
@@ -37,6 +37,7 @@ def main(asked: str, answered: str) -> None:
     """Compiles the request in the file `asked` and writes the result to `answered`."""
     request = json.loads(Path(asked).read_text())
     _watch_memory(request["memory_limit"], Path(answered))
+    _watch_parent(os.environ.get(PARENT))
     target = parse_target(request["target"])
     try:
         require_compiler(target)
@@ -51,6 +52,18 @@ def main(asked: str, answered: str) -> None:
             said = f"the compiler rejected the program: {type(error).__name__}: {_short(error)}"
             answer = {"error": said, "reason": "refused"}
     _write(Path(answered), answer)
+
+
+def _watch_parent(parent: str | None, *, seconds: float = 0.5) -> None:
+    """Ends this process soon after the one that waits for it was killed: nobody would read the result."""
+
+    def watch() -> None:
+        while os.getppid() == int(parent or 0):
+            time.sleep(seconds)
+        os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:

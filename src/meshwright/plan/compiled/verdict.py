@@ -133,7 +133,7 @@ def judge(
         >>> gather = Collective("all-gather", "g", 64 * 2**20, 4, True, 1, partners=((0, 1, 2, 3),))
         >>> beside = Stretch((0,), flops=5e10, cycles=0)
         >>> [str(one) for one in judge(ProgramSchedule((gather,), 1, 0, (beside,)), "v5p:2x2x1", "fsdp:4")]
-        ['partly hidden (49.9%): the transfer takes longer than the compute it overlaps with']
+        ['partly hidden (41.0%): the transfer takes longer than the compute it overlaps with']
     """
     target = parse_target(target)
     spec = mesh if isinstance(mesh, MeshSpec) else parse_mesh(mesh).resolve(target.num_devices)

@@ -281,7 +281,7 @@ def profile_job(
 
 def each_count(change: Callable[..., int], *flops: Flops) -> Flops:
     """Applies a function to every count of one `Flops`, or of several together."""
-    names = ("total", "matmul", "recomputed", "attention", "moved")
+    names = ("total", "matmul", "recomputed", "attention", "moved", "masked")
     counts = {name: change(*(getattr(one, name) for one in flops)) for name in names}
     dtypes = dict.fromkeys(dtype for one in flops for dtype in one.by_dtype)
     by_dtype = {dtype: change(*(one.by_dtype.get(dtype, 0) for one in flops)) for dtype in dtypes}

@@ -17,8 +17,8 @@ from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target
 from meshwright.specs import spec_axes
 
-# Limit on the logits of one chunk of the loss, and bytes per logit, including a float32 copy.
-_LOSS_BYTES, _LOGIT_BYTES = 1.2 * 2**30, 8
+# Limit on the logits of one chunk of the loss, and bytes per logit, including a float32 copy where it is stored.
+_LOSS_BYTES, _LOGIT_BYTES = 1.2 * 2**30, {"gpu": 8, "tpu": 4, "cpu": 8}
 # Recomputed activations of a layer and their gradients, relative to its activations; fitted to compiled programs.
 _LAYER_FACTOR = {"gpu": 1.35, "tpu": 1.0, "cpu": 1.6}
 
@@ -100,7 +100,9 @@ def plan_memory(
     """Returns the peak memory per device, for a global batch of `rows`."""
     sizes = dict(layout.mesh.shape)
     parts = [*_state_parts(layout), *_weight_parts(profile, layout, setup, sizes)]
-    parts += _activation_parts(profile, setup, sizes, rows=rows, target=target)
+    # The compilers of TPUs reuse the memory of gathered layers for the loss.
+    reused = _gathered(profile, layout, setup, sizes)[0] if target.platform == "tpu" else 0.0
+    parts += _activation_parts(profile, setup, sizes, rows=rows, target=target, reused=reused)
     parts = [part for part in parts if part.bytes]
     if not profile.in_loop(setup, sizes) and setup.num_minibatches == 1:
         parts = _in_turn(parts)
@@ -152,6 +154,20 @@ def gradient_bytes(profile: JobCosts, layout: Layout, setup: Setup) -> float:
 
 
 def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> list[Part]:
+    layers, ends, copies = _gathered(profile, layout, setup, sizes)
+    grads = Part("gradients", gradient_bytes(profile, layout, setup), "computed", "held until the optimizer update")
+    note = "two layers, and all weights outside layers"
+    if setup.sync == "once":
+        note = "all weights, from the first minibatch to the last"
+    elif profile.stages(sizes).count > 1:
+        note = "one layer of the stage, and all weights outside layers"
+    gathered = Part("gathered weights", layers + ends, "computed", note)
+    narrow = Part("narrow weights", copies, "computed", "copies in the compute dtype")
+    return [grads, _tick_gradients(profile, layout, setup, sizes), gathered, narrow]
+
+
+def _gathered(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> tuple[float, float, float]:
+    """Returns the bytes of gathered layers, of other gathered weights, and of weights copied in the compute dtype."""
     fsdp = sizes.get(GATHER_AXIS, 1)
     copies = layers = ends = 0.0
     for leaf in param_leaves(layout):
@@ -162,15 +178,8 @@ def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mappin
             layers += local_size(leaf) * fsdp * width / profile.num_layers
         else:
             ends += local_size(leaf) * fsdp * width
-    grads = Part("gradients", gradient_bytes(profile, layout, setup), "computed", "held until the optimizer update")
-    many, note = 2, "two layers, and all weights outside layers"
-    if setup.sync == "once":
-        note = "all weights, from the first minibatch to the last"
-    elif profile.stages(sizes).count > 1:
-        many, note = 1, "one layer of the stage, and all weights outside layers"
-    gathered = Part("gathered weights", many * layers + ends, "computed", note)
-    narrow = Part("narrow weights", copies, "computed", "copies in the compute dtype")
-    return [grads, _tick_gradients(profile, layout, setup, sizes), gathered, narrow]
+    many = 2 if profile.stages(sizes).count == 1 else 1
+    return many * layers, ends, copies
 
 
 def _tick_gradients(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> Part:
@@ -182,7 +191,7 @@ def _tick_gradients(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapp
 
 
 def _activation_parts(
-    profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, rows: int, target: Target
+    profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, rows: int, target: Target, reused: float
 ) -> list[Part]:
     tp, stages = sizes.get("tp", 1), profile.stages(sizes)
     pp = stages.count
@@ -209,10 +218,10 @@ def _activation_parts(
     again = _LAYER_FACTOR[target.platform] * (layer - here * each / profile.num_layers / tp)
     if target.platform == "cpu":
         again = max(again, layer)  # on CPUs, gradients do not reuse the memory of activations
-    logits = here * profile.tokens_per_row * (profile.vocab_size or 0) / tp * _LOGIT_BYTES
+    logits = here * profile.tokens_per_row * (profile.vocab_size or 0) / tp * _LOGIT_BYTES[target.platform]
     head = 4 * (profile.vocab_size or 0) * (profile.d_model or 0) / tp  # its gradient, accumulated in float32
     head *= profile.learns_head
-    working = max(min(_LOSS_BYTES, logits) + head, again)
+    working = max(min(_LOSS_BYTES, logits) + head - reused, again)
     note = "logits of one chunk and the head's gradient, or one recomputed layer"
     return [
         Part("activations", math.fsum(kept.values()), "computed", f"saved for the backward pass{split}", fewer(kept)),

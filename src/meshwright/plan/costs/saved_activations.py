@@ -17,7 +17,7 @@ import jax
 REST = "other parts"
 """Kind of values without a known scope or name."""
 _KINDS = (
-    ("attention", re.compile(r"attn|attention")),
+    ("attention", re.compile(r"attn|attention|^splash_m")),
     ("feed-forward", re.compile(r"mlp|ffn|feed_?forward|swiglu")),
     ("norms", re.compile(r"norm(?!al)|^ln(_|$)")),
     ("loss", re.compile(r"loss|cross_?entropy|xent|logits|(^|_)head$")),

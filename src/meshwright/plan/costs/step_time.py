@@ -9,12 +9,11 @@ from meshwright.layout import Layout
 from meshwright.plan.costs import Basis
 from meshwright.plan.costs.communication import Sent, param_leaves
 from meshwright.plan.costs.job_costs import JobCosts
-from meshwright.plan.target import MATMUL_SHARE, Target
+from meshwright.plan.target import Target
 
-# Shares of the peak, measured on one H200 (benchmarks/results/decoder_h200.md) and assumed for all chips: cuDNN
-# attention reaches 385 of 989 TFLOP/s, copies 4.3 of 4.8 TB/s. Tensor-parallel rings slow matmuls down 1.3x there, and
-# 1.05x on TPUs according to their compiler.
-ATTENTION_SHARE, MEMORY_SHARE = 0.39, 0.89
+# Measured on one H200 (benchmarks/results/decoder_h200.md) and assumed for all chips: copies reach 4.3 of 4.8 TB/s.
+# Tensor-parallel rings slow matmuls down 1.3x there, and 1.05x on TPUs according to their compiler.
+MEMORY_SHARE = 0.89
 RING_FACTOR = {"gpu": 1.3, "tpu": 1.05}
 
 
@@ -30,7 +29,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class TimePlan:
-    """Seconds per step: `step` is the sum of `matmul`, `memory`, `exposed`, `bubble` and `optimizer`."""
+    """Seconds per step: `step` is the sum of `matmul`, `memory`, `exposed`, `bubble` and `optimizer`.
+
+    Args:
+        error: relative error of `step`; see `Rates`.
+    """
 
     matmul: Estimate
     memory: Estimate
@@ -39,6 +42,12 @@ class TimePlan:
     optimizer: Estimate
     bubble: Estimate
     step: Estimate
+    error: float
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """The shortest and the longest step within the error."""
+        return self.step.value / (1 + self.error), self.step.value * (1 + self.error)
 
 
 def step_time(
@@ -60,7 +69,7 @@ def step_time(
     devices = layout.mesh.size
     ring = RING_FACTOR[chip.platform] if sizes.get("tp", 1) > 1 else 1.0
     plain = (flops.matmul - flops.attention) / devices / rate * ring
-    attention = flops.attention / devices / (peak * ATTENTION_SHARE)
+    attention = flops.attention / devices / (peak * chip.rates.attention)
     bandwidth = chip.memory_bandwidth * MEMORY_SHARE
     between = flops.moved / devices / bandwidth
     frozen = [leaf for leaf in param_leaves(layout) if leaf.name.removeprefix("params/") in profile.frozen]
@@ -83,7 +92,7 @@ def step_time(
         words = f"{stages.count - 1} of {stages.ticks} ticks idle; the last stage also runs the head"
     step = compute + exposed + bubble + update
     basis: Basis = "compiled" if is_compiled else "computed"
-    shares = "at the rate measured on one H200" if chip.matmul_flops else f"at {MATMUL_SHARE:.0%} of the peak, assumed"
+    shares = f"at {chip.rates.matmul:.0%} of the peak, attention at {chip.rates.attention:.0%}: {chip.rates.source}"
     passes = f"one extra pass over matmul operands and results, at {MEMORY_SHARE:.0%} of the bandwidth"
     return TimePlan(
         matmul=Estimate(plain + attention, "s", "assumed", shares),
@@ -92,5 +101,6 @@ def step_time(
         exposed=Estimate(exposed, "s", basis if is_compiled else "assumed", "not hidden by compute"),
         optimizer=Estimate(update, "s", "computed", "one read and write of the state"),
         bubble=Estimate(bubble, "s", "computed", words),
-        step=Estimate(step, "s", "assumed", "sum of the parts"),
+        step=Estimate(step, "s", "assumed", f"sum of the parts, within {chip.rates.error:.0%}"),
+        error=chip.rates.error,
     )

@@ -108,5 +108,6 @@ def setup_arguments(setup: Setup) -> list[str]:
         "--zero-axis": setup.zero_axis,
     }
     found = [word for name, value in given.items() if value is not None for word in (name, value)]
+    found += ["--pad", *setup.pad] if setup.pad else []
     found += [] if setup.overlap else ["--no-overlap"]
     return found + ([] if setup.optimizer == "adamw" else ["--optimizer", setup.optimizer])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.bounded_reader import read_json
+from meshwright.errors import ConfigError, FileFormatError, MeshwrightError
 from meshwright.plan.output.explain import SHOW, Explanation, PlanData, explain
 from meshwright.plan.output.summary import PART_NAMES, PARTS, Summary, Table
 from meshwright.plan.plan import Plan
@@ -110,7 +110,7 @@ def read_plan(path: str | Path) -> PlanData:
     """Reads a plan from a file written by `meshwright plan --json`; from a search, its best plan.
 
     Example:
-        >>> import tempfile
+        >>> import json, tempfile
         >>> from meshwright.models import Decoder
         >>> from meshwright.plan.plan import make_plan
         >>> from meshwright.train import language_job
@@ -121,9 +121,9 @@ def read_plan(path: str | Path) -> PlanData:
         {'mesh': 'dp:8'}
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MeshwrightError(f"cannot read {path} as a plan: {error}.", hint=_WRITE) from None
+        data = read_json(path, object)
+    except (OSError, FileFormatError) as error:
+        raise MeshwrightError(f"cannot read {path} as a plan: {str(error).rstrip('.')}.", hint=_WRITE) from None
     if isinstance(data, dict) and isinstance(data.get("plans"), list):
         if not data["plans"]:
             raise MeshwrightError(f"{path} holds a search that found no plan.", hint=_WRITE)

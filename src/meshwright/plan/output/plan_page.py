@@ -43,7 +43,7 @@ from meshwright.plan.output.explain import PlanData
 from meshwright.plan.output.layout_section import layout_section, machine_section
 from meshwright.plan.output.memory_section import memory_section
 from meshwright.plan.output.plan_diff import PlanDiff
-from meshwright.plan.output.summary import PARTS, Table, setup_words
+from meshwright.plan.output.summary import PARTS, Table, band_words, setup_words
 from meshwright.plan.output.time_section import pipeline_section, time_section
 from meshwright.plan.plan import Plan
 from meshwright.plan.search import Search
@@ -123,9 +123,9 @@ def plan_layout(plan: Plan, job: Any) -> Layout:
     mesh = create_abstract_mesh(parse_mesh(plan.setup.mesh).resolve(plan.target.num_devices))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MeshwrightWarning)  # they are notes of the plan already
-        return state_layout(
-            job, make_optimizer(plan.setup.optimizer), mesh, zero_axis=plan.setup.zero_axis, precision=plan.setup.dtypes
-        )
+        setup = plan.setup
+        options: Any = {"zero_axis": setup.zero_axis, "precision": setup.dtypes, "pad": setup.pad or False}
+        return state_layout(job, make_optimizer(setup.optimizer), mesh, **options)
 
 
 def _head(plan: Plan, subject: PlannedJob, notes: Sequence[str]) -> Markup:
@@ -170,10 +170,14 @@ def _waiting(plan: Plan) -> str:
 def _figures(plan: Plan) -> list[Figure]:
     found = []
     if plan.time is not None:
-        found.append(Figure("Step time", duration(plan.time.step.value), plan.time.step.basis))
+        found.append(
+            Figure("Step time", duration(plan.time.step.value), f"{band_words(plan.time)}, {plan.time.step.basis}")
+        )
     if plan.tokens_per_second is not None:
         each = compact(plan.tokens_per_second / plan.target.num_devices)
-        found.append(Figure("Tokens per second", compact(plan.tokens_per_second), f"{each} per device, assumed"))
+        low, high = (compact(rate) for rate in plan.tokens_per_second_band or ())
+        said = f"{low} to {high}, {each} per device, assumed"
+        found.append(Figure("Tokens per second", compact(plan.tokens_per_second), said))
     if plan.mfu is not None:
         found.append(Figure("MFU", percent(plan.mfu), "of the chips' peak, assumed"))
     room = "" if plan.memory.capacity is None else f" of {format_bytes(plan.memory.capacity)}"
@@ -207,6 +211,8 @@ def _grounds(plan: Plan, notes: Sequence[str]) -> Section:
         ("model, per step", f"{flops.model:.4g} FLOP"),
         ("recomputed by remat", f"{flops.recomputed:.4g} FLOP"),
         ("attention only", f"{flops.attention:.4g} FLOP"),
+        ("masked by causal attention, not in MFU", f"{flops.masked:.4g} FLOP"),
+        *([("HFU: with recomputed and masked FLOPs", percent(plan.hfu))] if plan.hfu is not None else []),
         ("tokens per step", f"{plan.tokens_per_step:,}"),
     ]
     made += [tag("h3", "Counted in the traced program (computed)"), pairs(counted)]

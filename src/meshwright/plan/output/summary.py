@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.layout.leaf import format_bytes, rich_table, text_table
 from meshwright.pages import Markup, compact, duration, percent, table
+from meshwright.plan.costs.step_time import TimePlan
 from meshwright.plan.output.commands import PlannedJob, how_to_run, train_command
 from meshwright.plan.plan import Plan
 from meshwright.plan.search import Rejected, Search
@@ -103,8 +104,20 @@ def _speed(plan: Plan) -> str:
     mfu = "" if plan.mfu is None else f", MFU {percent(plan.mfu)}"
     cost = plan.dollars_per_billion_tokens
     money = "" if cost is None else f", ${cost:,.0f} per billion tokens"
-    step = duration(plan.time.step.value)
-    return f"{step} per step, {compact(plan.tokens_per_second)} tokens/s{mfu}{money} ({plan.time.step.basis})"
+    step = f"{duration(plan.time.step.value)} per step ({band_words(plan.time)})"
+    return f"{step}, {compact(plan.tokens_per_second)} tokens/s{mfu}{money} ({plan.time.step.basis})"
+
+
+def band_words(time: TimePlan) -> str:
+    """Returns the band of a step time in words.
+
+    >>> from meshwright.plan.costs.step_time import Estimate
+    >>> second = Estimate(1.0, "s", "assumed")
+    >>> band_words(TimePlan(*[second] * 7, error=0.25))
+    '800 ms to 1.25 s'
+    """
+    shortest, longest = time.band
+    return f"{duration(shortest)} to {duration(longest)}"
 
 
 def memory_table(plan: Plan) -> Table:

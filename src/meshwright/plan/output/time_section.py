@@ -6,7 +6,7 @@ from meshwright.pages import Lane, Section, Span, duration, join, prose, table, 
 from meshwright.parallel.pipeline.schedule import IDLE, gpipe_schedule
 from meshwright.plan.costs.communication import Sent
 from meshwright.plan.costs.step_time import TimePlan
-from meshwright.plan.output.summary import time_table
+from meshwright.plan.output.summary import band_words, time_table
 from meshwright.plan.plan import Plan
 
 MATMUL, MEMORY, OPTIMIZER, HIDDEN, EXPOSED, BUBBLE = range(6)
@@ -25,7 +25,8 @@ def time_section(plan: Plan) -> Section:
     rows = (*shown.rows, ("all communication", duration(sent.value), "", sent.basis, sent.note))
     known = table(shown.headings, rows, right=shown.right, sortable=False)
     said = prose(
-        f"A step takes about {duration(time.step.value)} ({time.step.basis}).",
+        f"A step takes about {duration(time.step.value)} ({time.step.basis}), within {time.error:.0%}: expect "
+        f"{band_words(time)}.",
         f"Communication alone would take {duration(sent.value)}; {duration(time.exposed.value)} of it is exposed.",
         "The picture adds up time by kind: it shows how long each takes, not when it runs.",
     )

@@ -1,0 +1,93 @@
+"""Newton-Schulz iterations: matrices with the same singular vectors and singular values near 1, by matmuls alone.
+
+One iteration is `X <- P X` with `P = a I + b G + c G G` and the Gram matrix `G = X X^T`. Three things make it cheap:
+
+- With `S = G + b / 2c I`, `P = c S S + (a - b^2 / 4c) I`: both are a symmetric product and a multiple of the identity,
+  which `symmetric_product` computes in one pass, and half of it, on Hopper GPUs.
+- Wide matrices stay as they are while their Gram matrices iterate, `Q <- Q P`, `G <- P G P`, and are multiplied with Q
+  once. This is less work from 1.5 times as many columns as rows. Rounding errors of G grow by up to a^2 in every
+  iteration instead of a, so at most four iterations run on one Gram matrix (of five, three and two), and only in
+  float16, which rounds to three bits more than bfloat16: errors stay below those of the plain form in bfloat16. (In
+  float32, results would differ too much from the plain form's.)
+- On GPUs, bfloat16 matrices become float16 after they are scaled: it costs the same, and the errors are an eighth.
+
+Shapes: N matrices of a stack, m rows, n columns, m <= n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshwright.hardware.chips import chip_family
+from meshwright.mesh.build import current_mesh
+from meshwright.parallel.kernels.symmetric_kernel import can_mirror, symmetric_product
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""a, b and c of an iteration, as published with Muon: steep at zero."""
+_WIDE = 1.5  # columns per row from which iterating on the Gram matrix is less work
+_TOGETHER = 4  # most iterations on one Gram matrix
+
+
+def newton_schulz(
+    x: Any,
+    *,
+    num_iterations: int = 5,
+    coefficients: Sequence[Sequence[float]] = (COEFFICIENTS,),
+    kernels: bool | None = None,
+) -> Any:
+    """Returns stacked matrices `[N, m, n]`, m <= n, with singular values near 1.
+
+    Args:
+        coefficients: a, b and c of each iteration; the last are used again if there are more iterations.
+        kernels: see `Execution`.
+
+    Example:
+        >>> newton_schulz(jnp.eye(2)[None], num_iterations=5).shape
+        (1, 2, 2)
+    """
+    given = x.dtype
+    # The norm in float32, because squares of small bfloat16 numbers lose too much.
+    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(-2, -1), keepdims=True))
+    x = x / (norm + 1e-8)
+    half = given == jnp.bfloat16 and chip_family(current_mesh()) == "gpu"
+    x = x.astype(jnp.float16 if half else given)
+    num_rows, num_columns = x.shape[-2:]
+    rest = [tuple(coefficients[min(i, len(coefficients) - 1)]) for i in range(num_iterations)]
+    most = _TOGETHER if x.dtype == jnp.float16 and num_columns >= _WIDE * num_rows else 1
+    mirror = can_mirror(num_rows, num_rows, x.dtype, kernels=kernels) and num_columns % 64 == 0
+    while rest:
+        together = min(len(rest), most) if len(rest) <= most else max(most - 1, 1)
+        x = jnp.einsum("Nmk,Nkn->Nmn", _polynomial(x, rest[:together], mirror), x)
+        rest = rest[together:]
+    return x.astype(given)
+
+
+def _polynomial(x: Any, coefficients: Sequence[tuple[float, ...]], mirror: bool) -> Any:
+    """Returns the matrix `[N, m, m]` that multiplies x in some iterations."""
+    total = None
+    gram = _symmetric(x, x, mirror) if len(coefficients) > 1 else None
+    for number, (a, b, c) in enumerate(coefficients):
+        shift, rest = b / (2 * c), a - b * b / (4 * c)
+        # The shift is part of the product if nothing else needs the Gram matrix.
+        shifted = _symmetric(x, x, mirror, diagonal=shift) if gram is None else gram + shift * _identity(gram)
+        factor = _symmetric(shifted, shifted, mirror, scale=c, diagonal=rest)
+        total = factor if total is None else _symmetric(total, factor, mirror)
+        if gram is not None and number + 1 < len(coefficients):
+            gram = _symmetric(_symmetric(factor, gram, mirror), factor, mirror)
+    return total
+
+
+def _symmetric(a: Any, b: Any, mirror: bool, *, scale: float = 1.0, diagonal: float = 0.0) -> Any:
+    """Returns `scale * a b^T + diagonal * I`, which must be symmetric."""
+    if mirror:
+        return symmetric_product(a, b, scale=scale, diagonal=diagonal)
+    found = jnp.einsum("Nmk,Nnk->Nmn", a, b)
+    found = found * scale if scale != 1.0 else found
+    return found + diagonal * _identity(found) if diagonal else found
+
+
+def _identity(x: Any) -> Any:
+    return jnp.eye(x.shape[-1], dtype=x.dtype)
