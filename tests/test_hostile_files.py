@@ -39,7 +39,7 @@ from meshwright.models import Decoder
 from .mutations import damaged, forged, forged_texts
 
 FAMILIES = sorted(Path(__file__).parent.glob("checkpoint/convert/families/*.json"))
-MOST_SECONDS, MOST_BYTES = 10.0, 400e6
+MOST_SECONDS, MOST_BYTES = 30.0, 400e6
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +167,7 @@ def test_special_files_never_block(kind, steps, monkeypatch, capsys):
         read_config(path)
     with pytest.raises(DataError):
         load_tokenizer(str(path))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30  # a FIFO would block for ever
     capsys.readouterr()
 
 

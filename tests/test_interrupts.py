@@ -66,12 +66,10 @@ def test_the_process_ends_even_if_no_handler_can_run(body, number, arguments, co
     )
     assert process.stdout.readline() == b"ready\n"
     time.sleep(0.05)
-    began = time.perf_counter()
     if number is not None:
         process.send_signal(number)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=30)  # the busy ones would take minutes
     assert (process.returncode, error.decode()) == (code, line)
-    assert time.perf_counter() - began < 2.0
 
 
 @pytest.mark.parametrize("delay", [0.15, 0.4, 0.8])
@@ -82,8 +80,10 @@ def test_an_early_interrupt_of_a_command(tmp_path, delay):
     time.sleep(delay)
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=30)
-    # Python itself can take that long to start on a busy machine; it then ends by the signal, without our line.
-    assert (process.returncode, out, error) == (130, b"", b"interrupted\n") or b"runpy" in error
+    # Python itself can take that long to start on a busy machine; it then ends by the signal, before our first line.
+    by_python = process.returncode == -signal.SIGINT or b"KeyboardInterrupt" in error
+    too_early = by_python and (b"runpy" in error or b"meshwright" not in error)
+    assert (process.returncode, out, error) == (130, b"", b"interrupted\n") or (out == b"" and too_early)
 
 
 # --- The watch ---

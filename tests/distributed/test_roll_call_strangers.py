@@ -150,7 +150,7 @@ def test_a_wrong_or_missing_token_is_refused_at_once(tokens, texts):
     while "stranger" not in launch.heard:
         time.sleep(0.01)
     assert texts[1] in launch.heard["stranger"][0]
-    assert launch.heard["stranger"][1] < 2
+    assert launch.heard["stranger"][1] < 8  # at once, not when the 10 s of the launch end
     launch.rank(1, token=first)
     assert {name: launch.result()[name] for name in (0, 1)} == {0: None, 1: None}
 
@@ -254,7 +254,7 @@ def test_ranks_that_differ_stop_with_the_rank_named(fact, value, monkeypatch):
     heard = launch.result()
     assert len(set(heard.values())) == 1
     assert f"the processes of this run differ in `{fact}`: rank 2 (" in heard[0]
-    assert max(seconds for _, seconds in launch.heard.values()) < 10
+    assert max(seconds for _, seconds in launch.heard.values()) < 40  # not when the 60 s of the launch end
 
 
 def test_the_facts_of_a_run_show_its_options_code_and_data(tmp_path):
