@@ -47,7 +47,7 @@ def counted(home: Path) -> float:
     """Returns the held-out cross-entropy of a unigram model of bytes."""
     sys.path.insert(0, str(ROOT / "src"))
     from meshwright.data import Rows, load_tokenizer, open_documents, prepare_tokens
-    from meshwright.loop.options import NUM_ROWS, DataOptions
+    from meshwright.loop.settings.options import NUM_ROWS, DataOptions
 
     options = DataOptions()
     tokens = prepare_tokens(open_documents(), load_tokenizer("bytes"), folder=home / "tokens")

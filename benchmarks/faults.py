@@ -247,7 +247,7 @@ def launch_inside(names: list[str], words: list[str]) -> int:
     """Runs `meshwright launch`, with each rank in its own network namespace."""
     sys.path.insert(0, str(ROOT / "src"))
     from meshwright.cli import launch as command
-    from meshwright.launch.local import LocalRanks
+    from meshwright.launch.backends.local import LocalRanks
 
     class Apart(LocalRanks):
         def words(self, rank: int, number: int, port: int, extra: object) -> list[str]:

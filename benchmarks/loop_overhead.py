@@ -36,7 +36,7 @@ def main() -> None:
         make_optimizer,
     )
     from meshwright.loop.fit import fit
-    from meshwright.loop.options import OptimizerOptions
+    from meshwright.loop.settings.options import OptimizerOptions
     from meshwright.train import NonFiniteGuard, init_state, language_job, make_train_step, state_layout
 
     model = make_model(args.model)

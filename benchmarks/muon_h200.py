@@ -32,9 +32,9 @@ from measure import machine, table, versions
 import meshwright as mw
 from meshwright.models import Decoder
 from meshwright.train import init_state, language_job, make_eval_step, make_train_step, muon, state_layout
-from meshwright.train import newton_schulz as iterations
-from meshwright.train.muon import NOT_MATRICES
-from meshwright.train.newton_schulz import newton_schulz
+from meshwright.train.optimizer import newton_schulz as iterations
+from meshwright.train.optimizer.muon import NOT_MATRICES
+from meshwright.train.optimizer.newton_schulz import newton_schulz
 from meshwright.tree import named_tree_map
 
 RATE, LIMIT = 1e-4, 1.10

@@ -26,7 +26,7 @@ from meshwright.models import Decoder, Execution
 from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.plan.compiled.collectives import ProgramSchedule, read_schedule
 from meshwright.plan.compiled.topology import can_compile_for, target_mesh
-from meshwright.train.language_job import language_job
+from meshwright.train.jobs.language_job import language_job
 from meshwright.train.precision import Precision
 from meshwright.train.state import state_layout
 from meshwright.train.step import make_train_step

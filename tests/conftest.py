@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from meshwright.loop.config import TrainConfig
+from meshwright.loop.settings.config import TrainConfig
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -31,9 +31,9 @@ from meshwright.data.documents import open_documents
 from meshwright.data.formats.bin_tokens import open_bin_tokens
 from meshwright.distributed.roll_report import Report, parse_report, signed_report
 from meshwright.errors import CheckpointError, ConfigError, DataError, FileFormatError, MeshwrightError
-from meshwright.loop.config import TrainConfig, read_config
 from meshwright.loop.logging.run_log import JsonLines, read_lines
 from meshwright.loop.report.run_record import read_run
+from meshwright.loop.settings.config import TrainConfig, read_config
 from meshwright.models import Decoder
 
 from .mutations import damaged, forged, forged_texts

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
         TreeError,
     )
     from meshwright.layout import Layout, LayoutReport, explain_layout, make_layout, match_partition_rules
-    from meshwright.loop.config import TrainConfig, read_config
     from meshwright.loop.run import train
+    from meshwright.loop.settings.config import TrainConfig, read_config
     from meshwright.mesh.build import (
         create_abstract_mesh,
         create_mesh,
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
         logical_rules,
         match_rules,
     )
-    from meshwright.train.adapters import equinox_job, linen_job, nnx_job
     from meshwright.train.job import Job, abstract_init
-    from meshwright.train.job_loading import load_job
-    from meshwright.train.language_job import language_job
+    from meshwright.train.jobs import equinox_job, linen_job, nnx_job
+    from meshwright.train.jobs.job_loading import load_job
+    from meshwright.train.jobs.language_job import language_job
     from meshwright.train.state import RunState, init_state, state_layout
     from meshwright.train.step import make_eval_step, make_train_step
     from meshwright.tree import flatten_tree, named_tree_map, tree_apply, tree_path_to_string
@@ -175,15 +175,15 @@ _NAMES = {
     "rng": "fold_rng_over_axis wrap_function_with_rng",
     "metrics": "get_metrics",
     "train.job": "Job abstract_init",
-    "train.job_loading": "load_job",
-    "train.language_job": "language_job",
-    "train.adapters": "linen_job nnx_job equinox_job",
+    "train.jobs.job_loading": "load_job",
+    "train.jobs.language_job": "language_job",
+    "train.jobs": "linen_job nnx_job equinox_job",
     "train.state": "state_layout init_state RunState",
     "train.step": "make_train_step make_eval_step",
     "plan.plan": "make_plan",
     "plan.check": "assert_plan",
     "plan.step_setup": "Setup",
-    "loop.config": "TrainConfig read_config",
+    "loop.settings.config": "TrainConfig read_config",
     "checkpoint.store": "Checkpoints",
 }
 

@@ -11,7 +11,7 @@ import meshwright as mw
 from meshwright.checkpoint.arrays import read_anything
 from meshwright.cli.plan import COMMANDS, join_words
 from meshwright.errors import ConfigError
-from meshwright.loop.config import TrainConfig
+from meshwright.loop.settings.config import TrainConfig
 
 LORA = "rank=2,alpha=4,base=int8,block=16"
 

@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.cli.plan import COMMANDS, join_words
 from meshwright.cli.rules import rules
 from meshwright.errors import ConfigError, JobError, MeshwrightError
-from meshwright.loop.config import TrainConfig
+from meshwright.loop.settings.config import TrainConfig
 from meshwright.models import Decoder
 from meshwright.plan.compiled.compile import Compiled, CompileError
 from meshwright.plan.compiled.verdict import CompiledCollective

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from meshwright.cli import main
-from meshwright.loop.config import TrainConfig
-from meshwright.loop.presets import PRESETS, preset
+from meshwright.loop.settings.config import TrainConfig
+from meshwright.loop.settings.presets import PRESETS, preset
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ PROGRAM = """
     from meshwright.errors import DataError, MeshwrightError
     from meshwright.distributed import join
     from meshwright.loop import run_dir as folders, setup, run
-    from meshwright.loop.config import TrainConfig
+    from meshwright.loop.settings.config import TrainConfig
     from meshwright.loop.safety.spike import SpikeGuard
     from meshwright.distributed.agreement import together
     from unittest.mock import patch

@@ -14,8 +14,8 @@ from meshwright.distributed import roll_desk
 from meshwright.distributed.roll_call import Address, LaunchError, call_roll
 from meshwright.distributed.roll_report import Report, parse_message, signed_report
 from meshwright.distributed.token import TOKEN, TOKEN_FILE, create_token, find_token
-from meshwright.loop.config import TrainConfig
 from meshwright.loop.launch_facts import launch_facts
+from meshwright.loop.settings.config import TrainConfig
 
 SECRET = "a token of this test"
 GOOD = {"rank": 1, "num_processes": 3, "host": "h", "pid": 1, "facts": {}, "nonce": "00", "proof": ""}

@@ -41,7 +41,7 @@ PROGRAM = """
     import meshwright as mw
     from meshwright.distributed import join
     from meshwright.loop import run
-    from meshwright.loop.config import TrainConfig
+    from meshwright.loop.settings.config import TrainConfig
 
     address, rank, where = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     join(address, 2, rank, timeout=60)

@@ -18,7 +18,7 @@ import meshwright as mw
 from meshwright.loop import TrainConfig
 from meshwright.loop.run import train
 from meshwright.plan import Setup, make_plan, profile_job
-from meshwright.train.job_loading import load_job
+from meshwright.train.jobs.job_loading import load_job
 from meshwright.train.views import choose_view
 from meshwright.verify import verify
 

@@ -11,7 +11,7 @@ import meshwright as mw
 from meshwright.hardware.flops import count_flops, count_jaxpr
 from meshwright.models import Decoder, Execution
 from meshwright.train.gradients import make_gradients
-from meshwright.train.language_job import language_job
+from meshwright.train.jobs.language_job import language_job
 from meshwright.train.state import state_layout
 
 ROWS, TOKENS = 16, 16

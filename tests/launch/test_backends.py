@@ -14,12 +14,12 @@ from meshwright.cli.launch import main
 from meshwright.distributed.roll_call import LaunchError
 from meshwright.distributed.schedulers import ProcessSlot, check_device_count, find_place, local_devices
 from meshwright.errors import ConfigError
+from meshwright.launch.backends.jobset import manifest
+from meshwright.launch.backends.mpi import MpiRanks, read_endings
+from meshwright.launch.backends.skypilot import task
+from meshwright.launch.backends.slurm import batch_script
 from meshwright.launch.events import Ending
-from meshwright.launch.jobset import manifest
 from meshwright.launch.launch_options import LaunchOptions
-from meshwright.launch.mpi import MpiRanks, read_endings
-from meshwright.launch.skypilot import task
-from meshwright.launch.slurm import batch_script
 
 TRAIN = ["train", "--run", "/data/my run", "--steps", "9"]
 GPUS = {"processes": 4, "nodes": 2, "devices_per_process": 4}

@@ -11,7 +11,7 @@ import time
 import pytest
 
 import meshwright as mw
-from meshwright.loop.config import TrainConfig
+from meshwright.loop.settings.config import TrainConfig
 
 from .small_slurm import small_slurm, why_not
 

@@ -4,8 +4,8 @@ import pytest
 
 from meshwright.cli import train as command
 from meshwright.loop import run as run_module
-from meshwright.loop.config import TrainConfig
 from meshwright.loop.fit import Result
+from meshwright.loop.settings.config import TrainConfig
 
 
 class Ended(Exception):

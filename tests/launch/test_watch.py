@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch import local
-from meshwright.launch.local import LocalRanks
+from meshwright.launch.backends import local
+from meshwright.launch.backends.local import LocalRanks
 from meshwright.launch.supervisor import Policy, Supervisor
 from meshwright.launch.watch import Watch
 

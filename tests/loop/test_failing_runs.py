@@ -106,7 +106,7 @@ def test_only_one_process_trains_in_a_folder(make_config, run_python):
     done = run_python(
         """
         import sys
-        from meshwright.loop.config import TrainConfig
+        from meshwright.loop.settings.config import TrainConfig
         from meshwright.loop.run_dir import RunFolder
         RunFolder.open(TrainConfig().changed({"run": sys.argv[1]}), name="x")
         """,

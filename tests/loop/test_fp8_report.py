@@ -5,8 +5,8 @@ import json
 import pytest
 
 from meshwright.errors import MeshwrightError
-from meshwright.loop.config import TrainConfig
 from meshwright.loop.run import train
+from meshwright.loop.settings.config import TrainConfig
 from meshwright.plan.compiled.fp8_matmuls import inspect_fp8
 
 JOB = """

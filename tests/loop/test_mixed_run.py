@@ -7,10 +7,10 @@ import pytest
 
 from meshwright.data import ChatRows, check_ledger
 from meshwright.errors import ConfigError, DataError, StoreError
-from meshwright.loop.config import TrainConfig, read_config
-from meshwright.loop.mixture_options import parse_sources
-from meshwright.loop.options import DataOptions
 from meshwright.loop.run import train
+from meshwright.loop.settings.config import TrainConfig, read_config
+from meshwright.loop.settings.mixture_options import parse_sources
+from meshwright.loop.settings.options import DataOptions
 from meshwright.loop.sources import make_source
 
 

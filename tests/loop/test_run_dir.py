@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.loop.config import TrainConfig
 from meshwright.loop.run_dir import RunFolder
+from meshwright.loop.settings.config import TrainConfig
 
 
 def open_folder(path, **changes):

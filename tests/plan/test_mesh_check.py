@@ -14,7 +14,7 @@ from meshwright.plan.plan import make_plan
 from meshwright.plan.search import largest_batch, search
 from meshwright.plan.step_setup import Setup, build_step
 from meshwright.train.job import check_axes, unused_axes
-from meshwright.train.language_job import language_job
+from meshwright.train.jobs.language_job import language_job
 
 
 def decoder(tokens=64, run=None, **options):

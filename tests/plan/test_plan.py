@@ -18,7 +18,7 @@ from meshwright.plan.costs.memory import gradient_bytes
 from meshwright.plan.plan import known_to_fail, make_plan
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
-from meshwright.train.language_job import language_job
+from meshwright.train.jobs.language_job import language_job
 from meshwright.train.state import state_layout
 
 # Measured on one H200 with benchmarks/plan_h200.py (jax 0.11.2): rows of 2048 tokens, policy, peak bytes, seconds.

@@ -13,7 +13,7 @@ from meshwright.plan.plan import make_plan
 from meshwright.plan.search import compile_best, largest_batch, search
 from meshwright.plan.search_limits import parse_constraints
 from meshwright.plan.step_setup import Setup
-from meshwright.train.language_job import language_job
+from meshwright.train.jobs.language_job import language_job
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import meshwright as mw
 from meshwright.errors import JobError, MeshwrightError
 from meshwright.models import Decoder
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
-from meshwright.train.language_job import language_job
+from meshwright.train.jobs.language_job import language_job
 
 
 def test_optimizers_by_name():

@@ -8,7 +8,7 @@ import pytest
 from meshwright.data import fetch_data
 from meshwright.data.documents import find_files, open_documents
 from meshwright.errors import ConfigError, DataError, StoreError
-from meshwright.loop.config import TrainConfig
+from meshwright.loop.settings.config import TrainConfig
 from meshwright.loop.text_source import fetched, make_text_source
 
 LINES = [{"text": f"document {number} " * 8} for number in range(30)]

@@ -12,9 +12,9 @@ import pytest
 from meshwright.cli import main
 from meshwright.errors import ConfigError, StoreError, TrainingError
 from meshwright.loop.callbacks import Callback
-from meshwright.loop.config import TrainConfig
 from meshwright.loop.remote_run import HeldLease, RemoteRun, read_remote
 from meshwright.loop.run import train
+from meshwright.loop.settings.config import TrainConfig
 from meshwright.remote import open_store, take_lease
 
 JOB = """

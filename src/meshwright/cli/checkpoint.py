@@ -168,7 +168,7 @@ def convert(
     options = {"dtype": dtype, "max_shard_bytes": shard_bytes, "family": family, "like": like, "tell": tell}
     options["fingerprint"] = fingerprint
     if model is not None:
-        from meshwright.loop.choices import make_model
+        from meshwright.loop.settings.choices import make_model
 
         options["model"] = make_model(model, model_options)
     if step is None and not _is_step(source):

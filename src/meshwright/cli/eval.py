@@ -48,8 +48,8 @@ def evaluate(
     require_one_process("eval")
     simulate_devices(devices or (1 if mesh is None else 8))
     from meshwright.layout.leaf import text_table
-    from meshwright.loop.saved_run import mesh_to_use, open_run, precision_to_use
-    from meshwright.loop.source_scores import evaluate_run
+    from meshwright.loop.results.saved_run import mesh_to_use, open_run, precision_to_use
+    from meshwright.loop.results.source_scores import evaluate_run
 
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

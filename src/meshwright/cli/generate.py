@@ -67,8 +67,8 @@ def generate(
     from meshwright.generate.limits import check_prompts, check_room
     from meshwright.generate.spread import Spread
     from meshwright.generate.text import encode_prompts, generate_text
-    from meshwright.loop.sample import printable
-    from meshwright.loop.saved_run import mesh_to_use, open_run, precision_to_use
+    from meshwright.loop.results.sample import printable
+    from meshwright.loop.results.saved_run import mesh_to_use, open_run, precision_to_use
 
     prompts = _prompts(prompt, prompt_file)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)

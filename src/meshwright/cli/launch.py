@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.launch.backends.local import LocalRanks, find_gpus, gpus_per_process
+from meshwright.launch.backends.mpi import MpiRanks
+from meshwright.launch.backends.ray_ranks import RayRanks
 from meshwright.launch.command import check_command, given, program
 from meshwright.launch.launch_options import LaunchOptions, split_at_dashes
-from meshwright.launch.local import LocalRanks, find_gpus, gpus_per_process
-from meshwright.launch.mpi import MpiRanks
-from meshwright.launch.ray_ranks import RayRanks
 from meshwright.launch.supervisor import Supervisor
 from meshwright.launch.watch import Watch
 
@@ -44,15 +44,15 @@ def main(args: Sequence[str]) -> int:
 def launch(options: LaunchOptions, command: Sequence[str]) -> int:
     """Launches a command on the backend of the options, and returns the exit code."""
     if options.backend == "slurm":
-        from meshwright.launch.slurm import submit
+        from meshwright.launch.backends.slurm import submit
 
         return submit(options, command)
     if options.backend == "k8s":
-        from meshwright.launch.jobset import apply
+        from meshwright.launch.backends.jobset import apply
 
         return apply(options, command)
     if options.backend == "skypilot":
-        from meshwright.launch.skypilot import start
+        from meshwright.launch.backends.skypilot import start
 
         return start(options, command)
     return supervise(options, command)

@@ -27,8 +27,8 @@ from meshwright.plan.search import Rejected, Search, compile_best
 from meshwright.plan.search import search as search_plans
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
-from meshwright.train.job_loading import job_errors, load_job
-from meshwright.train.lora import adapt_job
+from meshwright.train.fine_tuning.lora import adapt_job
+from meshwright.train.jobs.job_loading import job_errors, load_job
 
 DEFAULT_TOKENS = 4096
 # Options of `meshwright plan` that are now commands, or options of one.
@@ -261,8 +261,8 @@ class _Planner:
     def _load(self) -> Any:
         if self.subject.job is not None:
             return load_job(self.subject.job)
-        from meshwright.loop.choices import make_model
-        from meshwright.train.language_job import language_job
+        from meshwright.loop.settings.choices import make_model
+        from meshwright.train.jobs.language_job import language_job
 
         assert self.subject.model is not None
         assert self.subject.num_tokens is not None

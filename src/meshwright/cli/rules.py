@@ -13,7 +13,7 @@ from meshwright.errors import JobError
 from meshwright.layout import Layout, explain_layout
 from meshwright.mesh.build import create_abstract_mesh
 from meshwright.train.job import abstract_init, check_axes
-from meshwright.train.job_loading import job_errors, load_job
+from meshwright.train.jobs.job_loading import job_errors, load_job
 
 
 def rules(

@@ -1,4 +1,4 @@
-"""`meshwright train`: parses options (declared in `loop/config.py`), joins processes and trains."""
+"""`meshwright train`: parses options (declared in `loop/settings/config.py`), joins processes and trains."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import tyro
 from meshwright.cli import simulate_devices
 from meshwright.cli.stdout import print_checked
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.loop.config import TrainConfig, parse_options, read_options
-from meshwright.loop.presets import preset_options
+from meshwright.loop.settings.config import TrainConfig, parse_options, read_options
+from meshwright.loop.settings.presets import preset_options
 
 
 def _field_help(group: type) -> dict[str, str]:

@@ -9,8 +9,8 @@ import tyro
 
 from meshwright.cli import show, simulate_devices
 from meshwright.errors import ConfigError, JobError, MeshError
-from meshwright.train.job_loading import job_errors, load_job
-from meshwright.train.lora import adapt_job
+from meshwright.train.fine_tuning.lora import adapt_job
+from meshwright.train.jobs.job_loading import job_errors, load_job
 
 
 def verify(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from meshwright.lazy import lazy_names
-from meshwright.loop.config import TrainConfig, read_config
 from meshwright.loop.fit import Loop, Result, fit
-from meshwright.loop.presets import PRESETS, preset
+from meshwright.loop.settings.config import TrainConfig, read_config
+from meshwright.loop.settings.presets import PRESETS, preset
 
 _WHERE = {
     "train": "run",
@@ -16,10 +16,10 @@ _WHERE = {
     "SkippedSteps": "callbacks",
     "Evaluation": "callbacks",
     "Checkpointing": "callbacks",
-    "choose_mesh": "choices",
-    "MeshChoice": "choices",
-    "make_model": "choices",
-    "make_optimizer": "optimizers",
+    "choose_mesh": "settings.choices",
+    "MeshChoice": "settings.choices",
+    "make_model": "settings.choices",
+    "make_optimizer": "settings.optimizers",
     "RunLog": "logging.run_log",
     "Progress": "logging.progress",
     "Preemption": "safety.preemption",
@@ -28,9 +28,9 @@ _WHERE = {
     "SpikeGuard": "safety.spike",
     "Rollback": "safety.spike",
     "StepProfiler": "logging.profiler",
-    "open_run": "saved_run",
-    "SavedRun": "saved_run",
-    "harness_model": "lm_eval_adapter",
+    "open_run": "results.saved_run",
+    "SavedRun": "results.saved_run",
+    "harness_model": "results.lm_eval_adapter",
     "Memory": "logging.memory_use",
     "read_memory": "logging.memory_use",
 }

@@ -16,9 +16,9 @@ from meshwright.bounded_reader import open_regular
 from meshwright.data.documents import find_files
 from meshwright.distributed.agreement import code_fingerprint
 from meshwright.errors import MeshwrightError
-from meshwright.loop.config import TrainConfig
-from meshwright.loop.mixture_options import parse_sources, single_path
 from meshwright.loop.run_dir import PER_PROCESS
+from meshwright.loop.settings.config import TrainConfig
+from meshwright.loop.settings.mixture_options import parse_sources, single_path
 
 _SAMPLE = 4096  # bytes at each end of a file
 _MOST_FILES = 1000  # to sample; all files count with their name and size

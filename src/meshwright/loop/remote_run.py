@@ -27,10 +27,10 @@ from meshwright.distributed.agreement import as_first, together
 from meshwright.errors import CheckpointError, ConfigError, StoreError, TrainingError
 from meshwright.files import write_atomically
 from meshwright.loop.callbacks import Callback
-from meshwright.loop.config import TrainConfig
 from meshwright.loop.fit import Loop
 from meshwright.loop.run_dir import CONFIG, FACTS
-from meshwright.loop.store_options import StoreOptions
+from meshwright.loop.settings.config import TrainConfig
+from meshwright.loop.settings.store_options import StoreOptions
 from meshwright.loop.text_source import default_cache
 from meshwright.remote import Lease, ObjectStore, is_url, open_store, take_lease
 from meshwright.remote.transfer import download_files

@@ -17,14 +17,14 @@ from meshwright.checkpoint.manifest import model_text
 from meshwright.distributed.agreement import from_first, together
 from meshwright.errors import CheckpointError, ConfigError, FileFormatError
 from meshwright.layout.leaf import count_leaves
-from meshwright.loop.adapted_weights import as_bases
-from meshwright.loop.config import TrainConfig
-from meshwright.loop.initial_adapters import read_adapters
-from meshwright.loop.initial_weights import StepWeights, choose_leaves, open_weights, params_leaves
 from meshwright.loop.logging.run_log import EVENTS, RunLog, read_lines
 from meshwright.loop.logging.run_stats import checkpoint_facts
-from meshwright.loop.optimizers import make_schedule
 from meshwright.loop.run_dir import NOT_OF_THE_RUN
+from meshwright.loop.settings.config import TrainConfig
+from meshwright.loop.settings.optimizers import make_schedule
+from meshwright.loop.weights.adapted_weights import as_bases
+from meshwright.loop.weights.initial_adapters import read_adapters
+from meshwright.loop.weights.initial_weights import StepWeights, choose_leaves, open_weights, params_leaves
 from meshwright.train import RunState, init_state
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import jax
 
 from meshwright import interrupts
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.loop.config import TrainConfig
 from meshwright.loop.fit import Result, fit
 from meshwright.loop.logging.fp8_report import InspectFp8, report_fp8
 from meshwright.loop.logging.goodput import read_goodput
 from meshwright.loop.logging.progress import Voice
+from meshwright.loop.settings.config import TrainConfig
 from meshwright.loop.setup import ReadyRun, set_up
 
 

@@ -18,7 +18,7 @@ import jax
 from meshwright.distributed.agreement import as_first, together
 from meshwright.errors import ConfigError
 from meshwright.files import write_atomically
-from meshwright.loop.config import TrainConfig
+from meshwright.loop.settings.config import TrainConfig
 
 CONFIG, FACTS = "config.yaml", "run.json"
 _FULL = "free some space, or use a folder on another disk with --run."

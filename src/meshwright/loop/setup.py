@@ -25,13 +25,9 @@ from meshwright.errors import ConfigError
 from meshwright.launch.pulse import current_pulse
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
-from meshwright.loop.before_after import BeforeAfter
 from meshwright.loop.callbacks import Callback, Checkpointing, Evaluation, SkippedSteps, StepLog, make_evaluation
-from meshwright.loop.choices import MeshChoice, choose_mesh, device_memory, make_model
 from meshwright.loop.compile_cache import use_compile_cache
-from meshwright.loop.config import TrainConfig
 from meshwright.loop.fit import Loop
-from meshwright.loop.initial_adapters import with_adapters
 from meshwright.loop.logging.goodput import RunningGoodput, read_goodput
 from meshwright.loop.logging.profiler import StepProfiler
 from meshwright.loop.logging.progress import Progress, Voice
@@ -44,17 +40,10 @@ from meshwright.loop.logging.run_stats import (
     run_facts,
     tokens_per_step,
 )
-from meshwright.loop.optimizers import OptimizerChoice, choose_optimizer
-from meshwright.loop.origin import (
-    Origin,
-    compare_weights,
-    copy_of_tokenizer,
-    find_origin,
-    with_own_tokenizer,
-    without_auto,
-)
-from meshwright.loop.predict import Predictions
 from meshwright.loop.remote_run import HeldLease, RemoteRun, open_remote
+from meshwright.loop.results.before_after import BeforeAfter
+from meshwright.loop.results.predict import Predictions
+from meshwright.loop.results.sample import TrainingSamples
 from meshwright.loop.resume import Start, find_start, step_in_log
 from meshwright.loop.run_dir import PER_PROCESS, RunFolder
 from meshwright.loop.safety.early_stop import EarlyStop
@@ -63,7 +52,9 @@ from meshwright.loop.safety.heartbeat import Heartbeat, report_run
 from meshwright.loop.safety.preemption import Preemption
 from meshwright.loop.safety.spike import Rollback, SpikeGuard
 from meshwright.loop.safety.watchdog import Watchdog
-from meshwright.loop.sample import TrainingSamples
+from meshwright.loop.settings.choices import MeshChoice, choose_mesh, device_memory, make_model
+from meshwright.loop.settings.config import TrainConfig
+from meshwright.loop.settings.optimizers import OptimizerChoice, choose_optimizer
 from meshwright.loop.sources import (
     HeldOut,
     Source,
@@ -73,13 +64,22 @@ from meshwright.loop.sources import (
     with_rows,
 )
 from meshwright.loop.text_source import MixedSource, StreamStart, TextSource, default_cache
+from meshwright.loop.weights.initial_adapters import with_adapters
+from meshwright.loop.weights.origin import (
+    Origin,
+    compare_weights,
+    copy_of_tokenizer,
+    find_origin,
+    with_own_tokenizer,
+    without_auto,
+)
 from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
 from meshwright.specs import round_up
 from meshwright.train import NonFiniteGuard, RunState, Step, language_job, make_train_step, state_layout
+from meshwright.train.fine_tuning.lora import adapt_job
 from meshwright.train.job import check_axes
-from meshwright.train.job_loading import load_job
-from meshwright.train.lora import adapt_job
+from meshwright.train.jobs.job_loading import load_job
 
 
 @dataclass(frozen=True)

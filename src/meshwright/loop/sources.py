@@ -27,13 +27,13 @@ from meshwright.data.array_rows import ARRAY_FILES
 from meshwright.data.batches import RowSource, can_pad
 from meshwright.distributed.same_batch import content_digest
 from meshwright.errors import ConfigError, DataError, JobError
-from meshwright.loop.config import TrainConfig
-from meshwright.loop.mixture_options import parse_sources, single_path
-from meshwright.loop.options import NUM_ROWS, DataOptions
+from meshwright.loop.settings.config import TrainConfig
+from meshwright.loop.settings.mixture_options import parse_sources, single_path
+from meshwright.loop.settings.options import NUM_ROWS, DataOptions
 from meshwright.loop.text_source import MixedSource, StreamStart, Tell, TextSource, fetched, make_text_source
 from meshwright.parallel.rows import count_rows
 from meshwright.specs import ceil_div
-from meshwright.train.adapting import with_fields
+from meshwright.train.fine_tuning.adapting import with_fields
 from meshwright.train.step import Step
 
 

@@ -37,8 +37,8 @@ from meshwright.data.fetched_data import LocalData, fetch_data
 from meshwright.data.formats.bin_tokens import BIN_SUFFIX
 from meshwright.data.mixture.weights import shares
 from meshwright.errors import DataError
-from meshwright.loop.mixture_options import parse_sources, parse_weights, single_path
-from meshwright.loop.options import DataOptions
+from meshwright.loop.settings.mixture_options import parse_sources, parse_weights, single_path
+from meshwright.loop.settings.options import DataOptions
 from meshwright.remote import is_url
 from meshwright.train.step import Step
 

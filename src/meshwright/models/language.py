@@ -178,7 +178,7 @@ class LanguageModel(abc.ABC):
                 (all except the inputs of layers), "offload" (matmul results move to host memory), or a `jax.checkpoint`
                 policy.
             fp8: the amaxes of the layers' weights that are multiplied in fp8; see `meshwright.train.Fp8`.
-            lora: how to use the adapters in the parameters, if they have any; see `meshwright.train.lora`.
+            lora: how to use the adapters in the parameters, if they have any; see `meshwright.train.fine_tuning.lora`.
             finish: `finish(h, head, targets)`, called instead of computing logits. In a pipeline it runs on the last
                 stage for each microbatch, and its results are summed.
             targets: arrays with the rows of `tokens`, passed to `finish`.

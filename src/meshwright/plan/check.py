@@ -13,7 +13,7 @@ from meshwright.plan.costs.job_costs import JobCosts
 from meshwright.plan.plan import Plan, make_plan
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
-from meshwright.train.job_loading import load_job
+from meshwright.train.jobs.job_loading import load_job
 
 
 class PlanError(MeshwrightError, AssertionError):

@@ -19,7 +19,7 @@ from meshwright.plan.costs.job_costs import JobCosts
 from meshwright.plan.plan import Plan, make_plan, profile_of
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
-from meshwright.train.language_job import language_job
+from meshwright.train.jobs.language_job import language_job
 
 _SAME_CHIP = {"a100-40": "a100"}
 

@@ -35,7 +35,7 @@ from meshwright.plan.search_limits import AXES, MINIBATCHES, SYNCS, Constraints,
 from meshwright.plan.step_setup import Setup, batch_of
 from meshwright.plan.target import Target, parse_target
 from meshwright.train.job import unused_axes
-from meshwright.train.job_loading import load_job
+from meshwright.train.jobs.job_loading import load_job
 from meshwright.train.views import View, choose_view
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.errors import JobError, MeshwrightError, did_you_mean
 from meshwright.mesh.build import AnyMesh
 from meshwright.parallel.rows import count_rows
-from meshwright.train.muon import muon
+from meshwright.train.optimizer.muon import muon
 from meshwright.train.precision import Precision
 from meshwright.train.state import require_loss, state_layout
 from meshwright.train.step import Step, make_train_step, xla_options

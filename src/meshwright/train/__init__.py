@@ -3,17 +3,17 @@
 from meshwright.distributed.agreement import fingerprint, require_agreement
 from meshwright.lazy import make_callable
 from meshwright.train.accumulate import Accumulated, accumulate
-from meshwright.train.adapters import equinox_job, linen_job, nnx_job
-from meshwright.train.adapting import adapt
+from meshwright.train.fine_tuning.adapting import adapt
+from meshwright.train.fine_tuning.lora import lora, merged
+from meshwright.train.fine_tuning.lora_settings import LoraSettings
 from meshwright.train.fp8_scaling import Fp8
 from meshwright.train.gradients import Gradients, global_norm, make_gradients
 from meshwright.train.guards import NonFiniteGuard
 from meshwright.train.job import Job, abstract_init
-from meshwright.train.job_loading import load_job
-from meshwright.train.language_job import language_job, next_token_loss, shift_targets
-from meshwright.train.lora import lora, merged
-from meshwright.train.lora_settings import LoraSettings
-from meshwright.train.muon import muon, orthogonalize
+from meshwright.train.jobs import equinox_job, linen_job, nnx_job
+from meshwright.train.jobs.job_loading import load_job
+from meshwright.train.jobs.language_job import language_job, next_token_loss, shift_targets
+from meshwright.train.optimizer.muon import muon, orthogonalize
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, make_state, state_layout
 from meshwright.train.step import Step, make_eval_step, make_train_step

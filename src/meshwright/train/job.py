@@ -42,7 +42,7 @@ class Job:
         frozen: regexes; parameters with a match in their path get no gradient and no optimizer state.
         trained: regexes; if given, all other parameters are frozen too.
         keep_dtypes: regexes; parameters with a match are stored in the dtype that `init` returns, in any precision.
-        lora: the settings of the job's adapters, which `meshwright.train.lora` sets.
+        lora: the settings of the job's adapters, which `meshwright.train.fine_tuning.lora` sets.
         data: training data for `meshwright train --job`: arrays, a Grain dataset, a path, or a function from a seed to
             an iterator.
         eval_data: evaluation data, in the same forms.

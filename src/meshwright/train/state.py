@@ -22,7 +22,7 @@ from meshwright.mesh.build import AnyMesh, require_axes
 from meshwright.rules.matching import find_subjects
 from meshwright.rules.rule_set import compile_pattern
 from meshwright.specs import canonical, dim_axes, format_spec, shard_shape, spec_axes
-from meshwright.train.adapting import with_fields
+from meshwright.train.fine_tuning.adapting import with_fields
 from meshwright.train.job import abstract_init
 from meshwright.train.padding import fill, split_evenly
 from meshwright.train.precision import Precision

@@ -29,11 +29,11 @@ from meshwright.models.execution import Remat
 from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.parallel.rows import count_rows
 from meshwright.specs import round_up
-from meshwright.train.ema import averaged_params, check_ema, moved, require_ema
 from meshwright.train.fp8_scaling import are_finite
 from meshwright.train.gradients import Gradients, make_gradients, named_shardings
 from meshwright.train.guards import is_concrete, require_live_state, require_same_state
-from meshwright.train.optimizer_update import require_known_optimizer, update
+from meshwright.train.optimizer.ema import averaged_params, check_ema, moved, require_ema
+from meshwright.train.optimizer.optimizer_update import require_known_optimizer, update
 from meshwright.train.padding import cut, fill, part_leaves
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, gradient_specs, only_trainable, with_frozen

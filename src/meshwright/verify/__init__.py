@@ -5,8 +5,8 @@ report.require()                                     # raises with the table and
 """
 
 from meshwright.lazy import make_callable
-from meshwright.verify.causes import Cause
 from meshwright.verify.compare import Comparison, LeafDifference, Ratio
+from meshwright.verify.diagnose.causes import Cause
 from meshwright.verify.equivalence import verify
 from meshwright.verify.example_batch import example_batch
 from meshwright.verify.fuzz import FuzzCase, FuzzReport, fuzz

@@ -23,10 +23,10 @@ from meshwright.train.state import require_loss
 from meshwright.train.sync import Sync
 from meshwright.train.views import View, choose_view
 from meshwright.types import PyTree
-from meshwright.verify import causes
 from meshwright.verify.compare import compare
-from meshwright.verify.compile_notes import compile_step
-from meshwright.verify.diagnosis import LOSS_VARIES, Finding, cause_of_error
+from meshwright.verify.diagnose import causes
+from meshwright.verify.diagnose.compile_notes import compile_step
+from meshwright.verify.diagnose.diagnosis import LOSS_VARIES, Finding, cause_of_error
 from meshwright.verify.example_batch import drawn_batch
 from meshwright.verify.measure import Placed, SharedInputs
 from meshwright.verify.mesh_choices import all_meshes, each_axis_alone, make_mesh, pick_devices, rule_axes

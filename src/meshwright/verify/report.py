@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 
 from meshwright.errors import MeshwrightError
 from meshwright.layout.leaf import rich_table, text_table
-from meshwright.verify.causes import Cause, guilty_axes
 from meshwright.verify.compare import GROWTH, Comparison
+from meshwright.verify.diagnose.causes import Cause, guilty_axes
 
 Verdict = Literal["equal", "different", "failed", "skipped"]
 

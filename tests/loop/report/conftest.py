@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import meshwright as mw
-from meshwright.loop.config import TrainConfig
+from meshwright.loop.settings.config import TrainConfig
 from meshwright.models import Decoder
 from meshwright.train import language_job, state_layout
 

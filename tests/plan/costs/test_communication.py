@@ -13,7 +13,7 @@ from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.plan import make_plan
 from meshwright.plan.step_setup import Setup, build_step
-from meshwright.train.language_job import language_job
+from meshwright.train.jobs.language_job import language_job
 
 ROWS, TOKENS, WIDTH, LAYERS, VOCAB, HIDDEN = 16, 64, 64, 2, 256, 128
 MATRICES = 4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN  # of one layer

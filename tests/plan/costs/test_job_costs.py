@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.models import Decoder, Execution
 from meshwright.plan.costs.job_costs import profile_job
-from meshwright.train.language_job import language_job
+from meshwright.train.jobs.language_job import language_job
 
 TOKENS, WIDTH, HIDDEN, VOCAB = 32, 64, 128, 256
 

@@ -11,7 +11,7 @@ from meshwright.plan.output.explain import explain
 from meshwright.plan.output.plan_diff import diff_plans
 from meshwright.plan.plan import make_plan
 from meshwright.plan.step_setup import Setup
-from meshwright.train.language_job import language_job
+from meshwright.train.jobs.language_job import language_job
 
 
 @functools.cache

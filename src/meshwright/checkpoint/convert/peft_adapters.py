@@ -23,8 +23,8 @@ from meshwright.dtypes import is_float
 from meshwright.errors import CheckpointError, FileFormatError, did_you_mean
 from meshwright.files import write_atomically
 from meshwright.parallel.lora.low_rank import LORA_A, LORA_B, is_adapted
-from meshwright.train.lora import merged
-from meshwright.train.lora_settings import LoraSettings
+from meshwright.train.fine_tuning.lora import merged
+from meshwright.train.fine_tuning.lora_settings import LoraSettings
 from meshwright.tree import tree_path_to_string
 from meshwright.types import PyTree
 

@@ -9,7 +9,7 @@ import jax
 
 from meshwright.errors import MeshwrightError
 from meshwright.loop.callbacks import Callback
-from meshwright.loop.config import parse_steps
+from meshwright.loop.settings.config import parse_steps
 
 if TYPE_CHECKING:
     from meshwright.loop.fit import Loop

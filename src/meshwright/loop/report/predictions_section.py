@@ -6,8 +6,8 @@ import base64
 import binascii
 from typing import Any
 
-from meshwright.loop.predict import Column, Table, read_table
 from meshwright.loop.report.run_record import RunRecord, step_of
+from meshwright.loop.results.predict import Column, Table, read_table
 from meshwright.pages import Markup, Picture, Section, fold, image_grid, join, prose, side_by_side, table, tag
 
 

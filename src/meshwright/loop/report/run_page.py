@@ -9,7 +9,6 @@ from typing import Any
 
 from meshwright.bounded_reader import read_bytes
 from meshwright.errors import FileFormatError, MeshwrightError
-from meshwright.loop.config import TrainConfig
 from meshwright.loop.report.curves import loss_section, metrics_section, speed_section, time_section
 from meshwright.loop.report.events import events_section, samples_section
 from meshwright.loop.report.goodput_section import goodput_section
@@ -18,6 +17,7 @@ from meshwright.loop.report.predictions_section import predictions_section
 from meshwright.loop.report.run_record import RunRecord, read_run
 from meshwright.loop.report.sources_section import sources_section
 from meshwright.loop.report.story import ending, figures, loss_sentences, speed_sentences
+from meshwright.loop.settings.config import TrainConfig
 from meshwright.pages import Markup, Section, badge, command, headline, join, make_page, pairs, prose, tag, write_page
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.loop.callbacks import Callback
-from meshwright.loop.config import parse_monitor
+from meshwright.loop.settings.config import parse_monitor
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import Checkpoints

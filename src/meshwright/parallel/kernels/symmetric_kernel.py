@@ -2,7 +2,7 @@
 
 XLA's matmuls compute all of `x x^T`, or of a product of two polynomials of one symmetric matrix. This kernel computes
 the tiles that touch the lower triangle, which are 56% of all at 2048 rows, and writes each of their squares twice, the
-second time transposed. Newton-Schulz iterations (`train/newton_schulz.py`) consist of such products.
+second time transposed. Newton-Schulz iterations (`train/optimizer/newton_schulz.py`) consist of such products.
 
 Each block computes one tile of 128 rows and 256 columns. One of its three warpgroups fetches pieces of both factors;
 the other two multiply 64 rows each.

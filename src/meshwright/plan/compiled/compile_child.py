@@ -26,8 +26,8 @@ from meshwright.plan.compiled.topology import assumed_cudnn, mesh_on_target, req
 from meshwright.plan.compiled.verdict import CompiledCollective, judge
 from meshwright.plan.step_setup import Setup, build_step, step_options
 from meshwright.plan.target import Target, parse_target
-from meshwright.train.job_loading import load_job
-from meshwright.train.lora import adapt_job
+from meshwright.train.fine_tuning.lora import adapt_job
+from meshwright.train.jobs.job_loading import load_job
 from meshwright.train.step import Step
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")

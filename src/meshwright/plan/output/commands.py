@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from meshwright.loop.options import OPTIMIZERS
+from meshwright.loop.settings.options import OPTIMIZERS
 from meshwright.plan.plan import Plan
 from meshwright.plan.step_setup import Setup
 

@@ -1,0 +1,1 @@
+"""The update of the parameters: its layout, Muon, and the moving average."""

@@ -1,0 +1,290 @@
+"""Muon on any mesh: matrices step along their orthogonalized momentum, other parameters take AdamW steps.
+
+Orthogonalizing (Newton-Schulz iterations) multiplies whole matrices, so a matrix that is split over devices has to be
+put together first. Left to XLA, that is a gather per matmul. Here matrices of one shape form a stack, one all-to-all
+gives each device whole matrices of the stack, and one brings their updates back:
+
+    gradients [N, m / fsdp, n / tp]  ->  [N / devices, m, n]  ->  iterations  ->  [N, m / fsdp, n / tp]
+
+Devices that hold the same values (`dp`) share the work, and gather the updates of the others.
+
+Shapes: N matrices of a stack, m rows, n columns, m <= n.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshwright.errors import MeshwrightError
+from meshwright.hardware.chips import chip_family
+from meshwright.mesh.build import current_mesh
+from meshwright.parallel.local_map import local_map
+from meshwright.specs import dim_axes, round_up
+from meshwright.train.optimizer.newton_schulz import COEFFICIENTS, newton_schulz
+from meshwright.tree import named_leaves, named_tree_map
+from meshwright.types import PyTree
+
+NOT_MATRICES = ("embed", "head", "norm", "bias", "scale", "router")
+"""Words in the names of parameters that take AdamW steps, although they may have two dims."""
+
+
+class MuonState(NamedTuple):
+    """The momentum of the matrices, and the number of steps."""
+
+    count: Any
+    mu: PyTree
+
+
+class Split(NamedTuple):
+    """The mesh axes that split a leaf of matrices: their leading dims, rows and columns."""
+
+    lead: tuple[tuple[str, ...], ...] = ()
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+    def turned(self) -> Split:
+        return Split(self.lead, self.columns, self.rows)
+
+    def spec(self, num_dims: int) -> P:
+        lead = [*self.lead, *[()] * (num_dims - 2 - len(self.lead))]
+        return P(*(axes or None for axes in (*lead, self.rows, self.columns)))
+
+
+def muon(
+    learning_rate: Any,
+    *,
+    beta: float = 0.95,
+    num_iterations: int = 5,
+    weight_decay: float = 0.0,
+    weight_decay_mask: Any = None,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.95,
+    rms: float | None = 0.2,
+    is_matrix: Callable[[str, Any], bool] | None = None,
+    dtype: Any = None,
+    coefficients: Sequence[Sequence[float]] = (COEFFICIENTS,),
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the Muon optimizer with the updates of `optax.contrib.muon`; `make_train_step` tells it the layout.
+
+    Args:
+        learning_rate: a number, or a function from the step.
+        beta: decay of the momentum (with Nesterov's correction).
+        num_iterations: number of Newton-Schulz iterations.
+        weight_decay, weight_decay_mask: as for `optax.adamw`, for all parameters.
+        adam_beta1, adam_beta2: of the parameters that are not matrices.
+        rms: size of an update relative to `sqrt(max(rows, columns))`; 0.2 suits learning rates tuned for AdamW. None
+            scales by `sqrt(max(1, columns / rows))` instead.
+        is_matrix: which parameters are orthogonalized, as a function of name and leaf; leading dims count matrices
+            (default: two or more dims, and none of `NOT_MATRICES` in the name).
+        dtype: dtype of the iterations and of the values sent (default: bfloat16 on GPUs and TPUs, float32 on CPUs). On
+            GPUs, iterations on bfloat16 values run in float16.
+        coefficients: three numbers for each iteration, see `newton_schulz`; the last are used again if there are more
+            iterations.
+
+    Example:
+        >>> params = {"up": jnp.eye(2, 4) * jnp.array([[1.0], [5.0]]), "norm": jnp.ones(4)}
+        >>> optimizer = muon(0.1, rms=None)
+        >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
+        >>> jnp.linalg.svd(updates["up"], compute_uv=False).round(1)  # equal, unlike those of the gradient
+        Array([0.1, 0.1], dtype=float32)
+    """
+    if num_iterations < 1:
+        raise MeshwrightError(f"num_iterations must be at least 1; got {num_iterations}.", hint="use 5.")
+    if not 0 <= beta < 1:
+        raise MeshwrightError(f"beta must be at least 0 and below 1; got {beta}.", hint="use 0.95.")
+    if not coefficients or any(len(one) != 3 or not one[2] for one in coefficients):
+        raise MeshwrightError(
+            f"coefficients are {coefficients!r}.", hint="use triples of numbers whose last is not 0, one or more."
+        )
+    matrix = is_matrix or _is_matrix
+
+    def labels(params: PyTree) -> PyTree:
+        return named_tree_map(lambda name, leaf: "muon" if matrix(name, leaf) else "adam", params, sep="/")
+
+    orthogonal = optax.chain(
+        scale_by_muon(beta=beta, num_iterations=num_iterations, rms=rms, dtype=dtype, coefficients=coefficients),
+        optax.add_decayed_weights(weight_decay, mask=weight_decay_mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    adam = optax.adamw(
+        learning_rate,
+        b1=adam_beta1,
+        b2=adam_beta2,
+        weight_decay=weight_decay,
+        mask=weight_decay_mask,
+        nesterov=True,  # as in optax.contrib.muon
+    )
+    return optax.partition({"muon": orthogonal, "adam": adam}, labels)
+
+
+def _is_matrix(name: str, leaf: Any) -> bool:
+    return leaf.ndim > 1 and not any(word in name for word in NOT_MATRICES)
+
+
+def scale_by_muon(
+    *,
+    beta: float = 0.95,
+    num_iterations: int = 5,
+    rms: float | None = None,
+    dtype: Any = None,
+    coefficients: Sequence[Sequence[float]] = (COEFFICIENTS,),
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the part of `muon` for matrices, without learning rate and weight decay.
+
+    Its update takes `specs`, the `PartitionSpec` of each parameter on the current mesh; without them, XLA gathers the
+    matrices first.
+    """
+
+    def init(params: PyTree) -> MuonState:
+        return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+    def update(
+        updates: PyTree, state: MuonState, params: PyTree = None, *, specs: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, MuonState]:
+        del params, extra
+        mu = jax.tree.map(lambda old, grad: beta * old + (1 - beta) * grad, state.mu, updates)
+        count = state.count + 1
+        ahead = jax.tree.map(
+            lambda old, grad: beta * old / (1 - beta ** (count + 1)) + (1 - beta) * grad / (1 - beta**count),
+            mu,
+            updates,
+        )
+        iterate = functools.partial(newton_schulz, num_iterations=num_iterations, coefficients=coefficients)
+        found = _orthogonalize(ahead, specs, iterate, dtype)
+        return jax.tree.map(lambda leaf: leaf * _size(leaf, rms), found), MuonState(count, mu)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _size(leaf: Any, rms: float | None) -> float:
+    rows, columns = leaf.shape[-2:]
+    return math.sqrt(max(1, columns / rows)) if rms is None else rms * math.sqrt(max(rows, columns))
+
+
+def orthogonalize(tree: PyTree, *, specs: PyTree = None, num_iterations: int = 5, dtype: Any = None) -> PyTree:
+    """Returns a tree of matrices (or stacks of them) with singular values near 1.
+
+    Args:
+        specs: the spec of each leaf on the current mesh; the tree may have more leaves.
+        dtype: see `muon`.
+
+    Example:
+        >>> tall = orthogonalize({"w": jax.random.normal(jax.random.key(0), (8, 4))}, num_iterations=9)["w"]
+        >>> values = jnp.linalg.svd(tall, compute_uv=False)
+        >>> bool((values > 0.6).all() and (values < 1.3).all())
+        True
+    """
+    return _orthogonalize(tree, specs, functools.partial(newton_schulz, num_iterations=num_iterations), dtype)
+
+
+def _orthogonalize(tree: PyTree, specs: PyTree, iterate: Callable[[Any], Any], dtype: Any) -> PyTree:
+    mesh = current_mesh()
+    if dtype is None:
+        dtype = jnp.float32 if chip_family(mesh) == "cpu" else jnp.bfloat16
+    named, structure = named_leaves(tree), jax.tree.structure(tree)
+    known = {} if specs is None else {leaf.name: leaf.value for leaf in named_leaves(specs)}
+    splits = [_split(leaf.value, known.get(leaf.name), mesh) for leaf in named]
+    # Matrices and their transposes have the same iterations, so they share a stack: wide, or split in the same order.
+    turns = [_turns(leaf.value, split) for leaf, split in zip(named, splits, strict=True)]
+    splits = [split.turned() if turn else split for split, turn in zip(splits, turns, strict=True)]
+    # Behind a barrier, so that XLA transposes the narrow values and not the momentum that they come from.
+    narrow = [lax.optimization_barrier(leaf.value.astype(dtype)) for leaf in named]
+    wide = [_turned(leaf, turn) for leaf, turn in zip(narrow, turns, strict=True)]
+    groups: dict[Any, list[int]] = {}
+    for place, (leaf, split) in enumerate(zip(wide, splits, strict=True)):
+        lead = tuple(axis for axes in split.lead for axis in axes)
+        groups.setdefault((leaf.shape[-2:], lead, split.rows, split.columns), []).append(place)
+    for places in groups.values():
+        leaves = [wide[place] for place in places]
+        done = _orthogonalize_stack(leaves, [splits[place] for place in places], mesh, iterate)
+        for place, leaf in zip(places, done, strict=True):
+            back = lax.optimization_barrier(_turned(leaf, True)) if turns[place] else leaf
+            wide[place] = back.astype(named[place].value.dtype)
+    return jax.tree.unflatten(structure, wide)
+
+
+def _turns(leaf: Any, split: Split) -> bool:
+    rows, columns = leaf.shape[-2:]
+    return bool(rows > columns or (rows == columns and split.rows > split.columns))
+
+
+def _turned(leaf: Any, turn: bool) -> Any:
+    return jnp.swapaxes(leaf, -1, -2) if turn else leaf
+
+
+def _split(leaf: Any, spec: P | None, mesh: Any) -> Split:
+    """Returns how a leaf is split; XLA gathers leaves without spec, or with dims that do not divide."""
+    if spec is None or _is_whole(mesh):
+        return Split()
+    entries = [dim_axes(entry) for entry in (*spec, *[None] * (leaf.ndim - len(spec)))]
+    entries = [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in entries]
+    ways = [math.prod(mesh.shape[axis] for axis in axes) for axes in entries]
+    if any(size % count for size, count in zip(leaf.shape, ways, strict=True)):
+        return Split()
+    *lead, rows, columns = entries
+    return Split(tuple(lead), rows, columns)
+
+
+def _is_whole(mesh: Any) -> bool:
+    """Returns whether each device sees whole arrays, so that no collectives are needed."""
+    return mesh is None or mesh.size == 1 or bool(mesh.manual_axes)
+
+
+def _orthogonalize_stack(leaves: list[Any], splits: list[Split], mesh: Any, iterate: Callable[[Any], Any]) -> list[Any]:
+    """Returns leaves with matrices of one shape and split, orthogonalized."""
+
+    def local(blocks: list[Any]) -> list[Any]:
+        flat = [_flat(block) for block in blocks]
+        moved, back = _share(jnp.concatenate(flat), splits[0], mesh)
+        done = back(iterate(moved))
+        ends = itertools.accumulate(block.shape[0] for block in flat)
+        parts = [done[end - block.shape[0] : end] for block, end in zip(flat, ends, strict=True)]
+        return [part.reshape(block.shape) for part, block in zip(parts, blocks, strict=True)]
+
+    if _is_whole(mesh):  # Nothing is exchanged, so joining them would only copy them.
+        return [iterate(_flat(leaf)).reshape(leaf.shape) for leaf in leaves]
+    specs = [split.spec(leaf.ndim) for leaf, split in zip(leaves, splits, strict=True)]
+    result: list[Any] = local_map(local, in_specs=(specs,), out_specs=specs)(leaves)
+    return result
+
+
+def _flat(leaf: Any) -> Any:
+    return leaf.reshape(-1, *leaf.shape[-2:])
+
+
+def _share(stack: Any, split: Split, mesh: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns this device's share of a stack as whole matrices, and the function that brings results back."""
+    if _is_whole(mesh):
+        return stack, lambda done: done
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    dims = [(axes, dim) for dim, axes in ((1, split.rows), (2, split.columns)) if axes]
+    used = {axis for axes in (*split.lead, split.rows, split.columns) for axis in axes}
+    copies = tuple(axis for axis in sizes if axis not in used)
+    num_copies = math.prod(sizes[axis] for axis in copies)
+    count = stack.shape[0]
+    ways = num_copies * math.prod(sizes[axis] for axes, _ in dims for axis in axes)
+    moved = jnp.pad(stack, ((0, round_up(count, ways) - count), (0, 0), (0, 0)))
+    if copies:
+        share = moved.shape[0] // num_copies
+        moved = lax.dynamic_slice_in_dim(moved, lax.axis_index(copies) * share, share)
+    for axes, dim in reversed(dims):
+        moved = lax.all_to_all(moved, axes, split_axis=0, concat_axis=dim, tiled=True)
+
+    def back(done: Any) -> Any:
+        for axes, dim in dims:
+            done = lax.all_to_all(done, axes, split_axis=dim, concat_axis=0, tiled=True)
+        if copies:
+            done = lax.all_gather(done, copies, axis=0, tiled=True, to="invarying")
+        return done[:count]
+
+    return moved, back
