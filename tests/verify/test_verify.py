@@ -212,6 +212,22 @@ def test_a_step_that_fails_on_one_device_raises():
     assert any("the step on one device" in note for note in raised.value.__notes__)
 
 
+def test_a_batch_without_gradients_is_refused():
+    batch = {name: np.zeros_like(leaf) for name, leaf in some_batch().items()}
+    with pytest.raises(mw.MeshwrightError, match="every gradient is zero on one device"):
+        verify(make_job(batch=batch), meshes="fsdp:8", views="global")
+
+
+def test_notes_say_which_differences_a_batch_cannot_show():
+    same = {name: np.broadcast_to(leaf[:1], leaf.shape) for name, leaf in some_batch().items()}
+    job = make_job(lambda params, batch, rng: squares(params | {"bias": 0.0}, batch, rng), batch=same)
+    report = verify(job, meshes="dp:8", views="global", num_steps=1)
+    assert report.ok
+    assert "note: the gradient of 1 of 3 parameters is zero on this batch (`bias`)" in str(report)
+    assert "note: all 16 rows of the batch are equal" in str(report)
+    assert verify(make_job(), meshes="dp:8", views="global", num_steps=1).notes == ()
+
+
 def test_a_reference_that_is_not_finite():
     with pytest.raises(mw.MeshwrightError, match="the loss is not finite on one device"):
         verify(make_job(lambda params, batch, rng: (jnp.nan * params["up"].sum(), {})))

@@ -23,6 +23,7 @@ from meshwright.train.state import require_loss
 from meshwright.train.sync import Sync
 from meshwright.train.views import View, choose_view
 from meshwright.types import PyTree
+from meshwright.verify.blind_spots import blind_spots, require_gradients
 from meshwright.verify.compare import compare
 from meshwright.verify.diagnose import causes
 from meshwright.verify.diagnose.compile_notes import compile_step
@@ -150,7 +151,8 @@ def verify(
     with jax.default_matmul_precision("highest" if precision == "float32" else None):
         log("one device")
         references = References(inputs, alone)
-        num_leaves = len(references.of(counts[0]).initial)
+        reference = references.of(counts[0])
+        notes = blind_spots(batch, reference.grads, reference.changes(reference.last))
         for mesh in targets:
             cases += compare_mesh(
                 inputs,
@@ -163,7 +165,7 @@ def verify(
                 inspect=inspect,
                 log=log,
             )
-    return VerifyReport(tuple(cases), tolerance, num_steps, num_leaves, inputs.num_rows)
+    return VerifyReport(tuple(cases), tolerance, num_steps, len(reference.initial), inputs.num_rows, notes)
 
 
 class References:
@@ -196,6 +198,7 @@ def _reference(inputs: SharedInputs, mesh: Mesh, num_minibatches: int) -> Refere
                 f"{what} is not finite on one device, so there is no reference to compare with.",
                 hint="pass a batch with a finite loss and finite gradients: verify(job, batch=...).",
             )
+    require_gradients(reference.grads)
     return reference
 
 

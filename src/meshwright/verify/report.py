@@ -76,13 +76,18 @@ class Case:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All cases of a `verify` call."""
+    """All cases of a `verify` call.
+
+    Args:
+        notes: differences that the batch cannot show; see `verify.blind_spots`.
+    """
 
     cases: tuple[Case, ...]
     tolerance: float
     num_steps: int
     num_leaves: int
     num_rows: int
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -120,7 +125,8 @@ class VerifyReport:
         for case in self.cases:
             if case.verdict == "skipped":
                 skipped.setdefault(case.message, {})[case.mesh] = None
-        parts = [f"skipped {', '.join(meshes)}: {reason}" for reason, meshes in skipped.items()]
+        parts = [f"note: {note}" for note in self.notes]
+        parts += [f"skipped {', '.join(meshes)}: {reason}" for reason, meshes in skipped.items()]
         parts += [case.text() for case in self.cases if case.verdict in ("different", "failed")]
         noted: dict[str, dict[str, None]] = {}
         for case in self.cases:
