@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.parallel import linear_cross_entropy
-from meshwright.parallel.cross_entropy import _Rows
+from meshwright.parallel.logit_chunks import RowChunks
 
 from .losses import DIM, VOCAB, sums_and_grads, values
 
@@ -39,7 +39,7 @@ def test_any_number_of_leading_dims(shape, chunk_rows):
     ("shape", "chunk_rows"), [((5,), 9), ((5,), 2), ((3, 4), 6), ((3, 4), 7), ((3, 4), 2), ((2, 3, 5), 12)]
 )
 def test_chunks_hold_every_row_once_within_the_limit(shape, chunk_rows):
-    rows = _Rows.of(shape, 100, chunk_rows)
+    rows = RowChunks.of(shape, 100, chunk_rows)
     array = np.arange(1.0, math.prod(shape) * 2 + 1, dtype=np.float32).reshape(*shape, 2)
     chunks = np.asarray(rows.cut(jnp.asarray(array), features=True))
     assert math.prod(chunks.shape[1:-1]) <= chunk_rows
@@ -49,12 +49,12 @@ def test_chunks_hold_every_row_once_within_the_limit(shape, chunk_rows):
 
 def test_default_chunk_is_512_mib_or_2048_rows():
     for num_columns, rows in ((131072, 2048), (32768, 4096), (1024, 131072)):
-        found = _Rows.of((16, 65536), 4 * num_columns, None)
+        found = RowChunks.of((16, 65536), 4 * num_columns, None)
         assert found.num_chunks == 16 * 65536 // rows
-    assert _Rows.of((2, 16), 4 * 131072, None).num_chunks == 1
+    assert RowChunks.of((2, 16), 4 * 131072, None).num_chunks == 1
 
 
 def test_default_chunks_are_even_if_few_more_make_them_so():
-    found = _Rows.of((4, 8192), 2 * 50304, None)  # seven would be enough, but leave rows over
+    found = RowChunks.of((4, 8192), 2 * 50304, None)  # seven would be enough, but leave rows over
     assert (found.num_chunks, found.per_chunk) == (8, 1024)
-    assert _Rows.of((1, 2 * 8191), 4 * 131072, None).num_chunks == 8  # no number from 8 to 10 divides
+    assert RowChunks.of((1, 2 * 8191), 4 * 131072, None).num_chunks == 8  # no number from 8 to 10 divides

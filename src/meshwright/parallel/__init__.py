@@ -1,12 +1,13 @@
 """The local view: parallel operations on plain arrays, for use inside `shard_map`."""
 
 from meshwright.mesh.axes import axis_index, axis_size, is_manual, pcast_varying, varying_axes, view_of
-from meshwright.parallel.cross_entropy import LossSums, linear_cross_entropy
+from meshwright.parallel.cross_entropy import linear_cross_entropy
 from meshwright.parallel.dropout import dropout
 from meshwright.parallel.fp8.weight import Amaxes, Fp8Weight
 from meshwright.parallel.fsdp import Gather, gather_array, gather_tree
 from meshwright.parallel.heads import local_heads, split_heads
 from meshwright.parallel.local_map import island, local_map
+from meshwright.parallel.logit_chunks import LossSums
 from meshwright.parallel.overlap.collective_matmul import gather_matmul, matmul_scatter
 from meshwright.parallel.overlap.forms import Form, overlap_options
 from meshwright.parallel.pipeline.engine import pipeline

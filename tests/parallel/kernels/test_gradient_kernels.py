@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from meshwright.parallel import cross_entropy, local_map
+from meshwright.parallel import local_map, logit_chunks
 from meshwright.parallel.cross_entropy import linear_cross_entropy
 from meshwright.parallel.kernels import gradient_kernels
 from meshwright.parallel.kernels.gradient_kernels import residual_norm, softmax_gradient
@@ -156,8 +156,8 @@ def with_gradients(kernels, a, **options):
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 def test_loss_with_the_kernel_equals_the_loss(z_loss, monkeypatch):
-    used, kernel = [], cross_entropy.softmax_gradient
-    monkeypatch.setattr(cross_entropy, "softmax_gradient", lambda *a, **kw: used.append(1) or kernel(*a, **kw))
+    used, kernel = [], logit_chunks.softmax_gradient
+    monkeypatch.setattr(logit_chunks, "softmax_gradient", lambda *a, **kw: used.append(1) or kernel(*a, **kw))
     a = values()
     sums, grads = with_gradients(True, a, z_loss=z_loss, chunk_rows=8)
     assert used
@@ -183,13 +183,13 @@ def test_zero_weights_ignore_bad_values_and_bad_targets_are_nan():
 
 
 def test_unsupported_sizes_use_xla(monkeypatch):
-    monkeypatch.setattr(cross_entropy, "softmax_gradient", None)
+    monkeypatch.setattr(logit_chunks, "softmax_gradient", None)
     a = dict(values())
     with_gradients(True, a | {"head": a["head"][:, :-1]})
 
 
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"soft_cap": 5.0}, {"vocab_size": 33}])
 def test_unsupported_options_use_xla(options, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "softmax_gradient", None)
+    monkeypatch.setattr(logit_chunks, "softmax_gradient", None)
     sums, _ = with_gradients(True, values(), **options)
     close(sums.total, np.asarray(naive(values(), **options).total), 2e-6, "total")
