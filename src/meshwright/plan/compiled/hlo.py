@@ -20,6 +20,7 @@ _ARRAY = re.compile(r"\b(?P<type>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|body|to_apply|branch_computations)=\{?(?P<names>%?[\w.\-]+(?:, ?%?[\w.\-]+)*)\}?")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _INDEX = re.compile(r"\bindex=(\d+)")
 
 
@@ -101,7 +102,7 @@ def parse_program(text: str) -> Program:
     program = Program()
     current: list[Instruction] | None = None
     header: list[str] = []
-    for line in text.splitlines():
+    for line in _whole_lines(text):
         if line and not line[0].isspace():
             found = _COMPUTATION.match(line) if line.endswith("{") and "->" in line else None
             current = None
@@ -117,6 +118,27 @@ def parse_program(text: str) -> Program:
                 current.append(one)
     program.header = "\n".join(header)
     return program
+
+
+def _whole_lines(text: str) -> Iterator[str]:
+    """Yields lines, with instructions in one line each: the metadata of a Pallas kernel contains line breaks."""
+    held: str | None = None
+    for line in text.splitlines():
+        if held is not None and not line[:1].isspace() and _is_open(held):
+            held += line
+            continue
+        if held is not None:
+            yield held
+        held = line if line[:1].isspace() else None
+        if held is None:
+            yield line
+    if held is not None:
+        yield held
+
+
+def _is_open(line: str) -> bool:
+    bare = _QUOTED.sub("", line)
+    return bare.count("{") > bare.count("}")
 
 
 def trip_count(program: Program, loop: Instruction) -> int:
