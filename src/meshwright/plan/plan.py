@@ -34,7 +34,7 @@ from meshwright.plan.costs.links import axis_links
 from meshwright.plan.costs.memory import MemoryPlan, plan_memory
 from meshwright.plan.costs.step_time import TimePlan, step_time
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer, view_of_setup
-from meshwright.plan.target import Target, parse_target
+from meshwright.plan.target import Target, check_slices, parse_target
 from meshwright.train.job import check_axes, execution_of
 from meshwright.train.state import state_layout
 from meshwright.train.views import ViewChoice
@@ -201,6 +201,7 @@ def prepare(job: Any, target: str | Target, setup: Setup, *, profile: JobCosts |
     """Checks a setup, profiles the job unless `profile` is given, and lays out its state."""
     target = parse_target(target)
     spec = parse_mesh(setup.mesh).resolve(target.num_devices)
+    check_slices(target, spec)
     sizes = mesh_sizes(spec)
     if profile is None:
         check_mesh_axes(job, sizes, setup)  # fail before seconds of tracing
