@@ -273,7 +273,7 @@ def test_a_search_explains_its_best_against_another(cli, tmp_path):
         (["diff", "missing.json", "fsdp:4"], ConfigError, "file 'missing.json' does not exist"),
         (["diff", *ON_TPU, "fsdp:4", ""], MeshwrightError, "'' is neither a file nor a setup"),
         (["diff", *ON_TPU, "fsdp:4", "dp:4 minibatches=x"], MeshwrightError, "'minibatches=x' is not a number"),
-        (["diff", *ON_TPU, "fsdp:4", "dp:4 overlap=no"], MeshwrightError, "'overlap=no' is neither True nor False"),
+        (["diff", *ON_TPU, "fsdp:4", "dp:4 overlap=no"], MeshwrightError, "'overlap=no' is neither true nor false"),
     ],
 )
 def test_wrong_options(cli, arguments, error, text):

@@ -309,8 +309,8 @@ def test_without_overlap_only_rings_hide_on_tpus():
     }
     assert not_asked.time.exposed.value > asked.time.exposed.value
     kinds = [
-        [item.kind for item in plan_of("fsdp:8", target=target, overlap=overlap).sent if item.count > 1]
-        for target in ("v6e:2x4", "v5p:2x2x2")
+        [item.kind for item in plan_of(mesh, target=target, overlap=overlap).sent if item.count > 1]
+        for target, mesh in (("v6e:4x4", "fsdp:16"), ("v5p:2x2x2", "fsdp:8"))
         for overlap in (True, False)
     ]
     assert kinds == [["all-gather", "reduce-scatter"], ["all-gather", "all-reduce"]] * 2
@@ -356,7 +356,8 @@ def test_a_compiled_peak_is_the_total_and_the_parts_add_up_to_it():
         plan = make_plan(job, "v5p:2x2x2", Setup(mesh="fsdp:8"), profile=profile, compiled=compiled(peak))
         assert (plan.memory.total, plan.memory.basis) == (peak, "compiled")
         assert sum(part.bytes for part in plan.memory.parts) == pytest.approx(peak)
-    assert any("less than computed" in part.note for part in plan.memory.parts)
+    trimmed = [part for part in plan.memory.parts if "less than computed" in part.note]
+    assert {part.basis for part in trimmed} == {"assumed"}  # the compiler says how much fits, not which part shrank
 
 
 def test_compiled_collectives_replace_computed_ones():

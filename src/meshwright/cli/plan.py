@@ -391,6 +391,7 @@ def _search_json(
         "seconds": found.seconds,
         "rejected": dict(found.reasons()),
         "not_kept": [{"setup": item.setup.to_json(), "reason": item.reason} for item in failed],
+        "nearest": None if found.nearest is None else found.nearest.to_json(),
         "plans": [_plan_json(plan, subject) for plan in best],
         **({} if compared is None else {"against": compared.to_json()}),
     }

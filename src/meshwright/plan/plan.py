@@ -316,7 +316,7 @@ def mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple
             return "heads not divisible", f"tp={tp} does not divide {profile.heads} heads"
         if profile.kv_heads and not heads_fit(profile.kv_heads, tp, shared=True):
             return "heads not divisible", f"tp={tp} is not a factor or multiple of {profile.kv_heads} key/value heads"
-        if run.sequence_parallel and profile.tokens_per_row % tp:
+        if run.sequence_parallel and profile.has_tokens and profile.tokens_per_row % tp:
             return "tokens not divisible", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
     if pp > 1 and not profile.by_layer:
         return "no pipeline stages", "only built-in models can be split into pipeline stages"

@@ -169,6 +169,26 @@ def parse_target(text: str | Target) -> Target:
     return Target(kind, shape, slices)
 
 
+def enlarged(target: Target, factor: int) -> Target | None:
+    """Returns a machine with `factor` times the chips per slice, with full hosts first; None if there is none.
+
+    Example:
+        >>> print(enlarged(parse_target("h200:1x4"), 4), enlarged(parse_target("v5e:4x4"), 4))
+        h200:2x8 v5e:8x8
+    """
+    count = math.prod(target.shape) * factor
+    if target.chip is None:
+        shape: tuple[int, ...] = (count,)
+    elif target.platform == "gpu":
+        each = min(target.chip.devices_per_host, count)
+        shape = (count // each, each)
+    else:
+        shape = _torus(count, target.chip.links.torus_dims)
+    if math.prod(shape) != count or _problem(target.kind, target.chip, shape, target.num_slices)[0]:
+        return None
+    return Target(target.kind, shape, target.num_slices)
+
+
 def _problem(kind: str, chip: Chip | None, shape: tuple[int, ...], slices: int) -> tuple[str, str]:
     """Returns the problem with a shape and the nearest valid name; "" and "" if there is none."""
     count = math.prod(shape)

@@ -265,8 +265,8 @@ def _shrunk(parts: list[Part], by: float) -> list[Part]:
         takes = min(left, part.bytes) if part.name in spared else 0.0
         left -= takes
         if takes:
-            note = f"{format_bytes(takes)} less than computed, to match the compiler's peak"
-            part = part.without(takes, note, basis="compiled")
+            note = f"{format_bytes(takes)} less than computed, to match the compiler's peak, which names no parts"
+            part = part.without(takes, note, basis="assumed")
         made.append(part)
     order = [part.name for part in parts]
     return sorted(made, key=lambda part: order.index(part.name))

@@ -174,10 +174,13 @@ def search_summary(
     found: Search, best: Sequence[Plan], subject: PlannedJob, *, failed: Sequence[Rejected] = (), top: int = 5
 ) -> Summary:
     """Returns the text that `meshwright plan search` prints: the best plans, their commands, and rejections."""
+    batch = f"{found.rows:,} rows per step"
+    if found.profile.has_tokens:
+        tokens = found.rows * found.tokens_per_row
+        batch = f"{found.rows:,} rows of {found.tokens_per_row:,} tokens, {tokens:,} tokens per step"
     head = (
         f"{subject.name} on {found.target.title}\n"
-        f"{found.rows:,} rows of {found.tokens_per_row:,} tokens, "
-        f"{found.rows * found.tokens_per_row:,} tokens per step\n"
+        f"{batch}\n"
         f"{found.considered:,} candidates in {found.seconds:.1f} s; {len(found.ranked):,} fit"
     )
     parts: list[str | Table] = [head]
@@ -185,6 +188,8 @@ def search_summary(
         parts.append(ranking_table(best[:top]))
         commands = [train_command(plan, subject) or how_to_run(plan, subject) for plan in best[:top]]
         parts.append("\n".join(f"{place}. {line}" for place, line in enumerate(commands, 1)))
+    if found.nearest is not None:
+        parts.append(str(found.nearest))
     parts.append(rejected_table(found))
     if failed:
         lines = [f"dropped: {item.setup}: {item.reason}: {item.detail.splitlines()[0]}" for item in failed]
