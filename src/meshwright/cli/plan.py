@@ -61,7 +61,7 @@ class StepOptions:
         optimizer: Name of an optax optimizer.
         compile: Compile the step for the machine, if its compiler is installed.
         python: Interpreter whose compilers to use; if unset, this one.
-        timeout: Time limit per compilation, in seconds.
+        timeout: Time limit per compilation, in seconds, not counting time in which other programs use the cores.
         price: Price per device-hour, in dollars.
         json: Print JSON.
         html: Write an HTML page to this file.

@@ -253,7 +253,8 @@ def profile_job(
         notes += (f"{len(leaves) - sum(learns)} of {len(leaves)} parameters are frozen: they have no gradients",)
     if model is None:
         notes += (
-            "custom model: until it is compiled, tp is assumed to send half of the saved activations, and pp none",
+            "custom model: until it is compiled, tp is assumed to send half of the saved activations, and pp none; "
+            "communication is assumed to hide behind no compute",
         )
     return JobCosts(
         num_params=sum(int(leaf.value.size) for leaf in leaves),

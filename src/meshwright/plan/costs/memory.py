@@ -156,7 +156,7 @@ def gradient_bytes(profile: JobCosts, layout: Layout, setup: Setup) -> float:
 def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> list[Part]:
     layers, ends, copies = _gathered(profile, layout, setup, sizes)
     grads = Part("gradients", gradient_bytes(profile, layout, setup), "computed", "held until the optimizer update")
-    note = "two layers, and all weights outside layers"
+    note = "two layers, and all weights outside layers" if profile.by_layer else "all weights, from their first use on"
     if setup.sync == "once":
         note = "all weights, from the first minibatch to the last"
     elif profile.stages(sizes).count > 1:
