@@ -33,6 +33,7 @@ from meshwright.plan.costs.job_costs import PIPELINE_AXIS, TENSOR_AXIS, JobCosts
 from meshwright.plan.costs.links import axis_links
 from meshwright.plan.costs.memory import MemoryPlan, plan_memory
 from meshwright.plan.costs.step_time import TimePlan, step_time
+from meshwright.plan.goodput import Goodput
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer, view_of_setup
 from meshwright.plan.target import Target, check_slices, parse_target
 from meshwright.train.job import check_axes, execution_of
@@ -52,6 +53,8 @@ class Plan:
         time: None for CPUs, whose speed is unknown.
         view: the view of the step, and the reason for it.
         price: dollars per device-hour.
+        state_bytes: bytes of one copy of the state, which a checkpoint holds.
+        goodput: expected goodput; None unless it was asked for with a `Reliability`.
     """
 
     target: Target
@@ -68,6 +71,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     compiled: Compiled | None = None
     stages: Stages = field(default_factory=lambda: Stages(1, 1))
+    state_bytes: int = 0
+    goodput: Goodput | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -131,6 +136,8 @@ class Plan:
             "price": self.price,
             "dollars_per_billion_tokens": self.dollars_per_billion_tokens,
             "pipeline": asdict(self.stages),
+            "state_bytes": self.state_bytes,
+            "goodput": None if self.goodput is None else self.goodput.to_json(),
             "notes": list(self.notes),
             "compiled": None if self.compiled is None else self.compiled.to_json(),
         }
@@ -304,6 +311,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         notes=notes,
         compiled=compiled,
         stages=stages,
+        state_bytes=sum(leaf.bytes_total for leaf in layout.leaves),
     )
 
 
