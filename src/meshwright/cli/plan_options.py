@@ -76,7 +76,6 @@ class StepOptions:
             raise ConfigError(f"--price must be finite and at least 0; got {self.price:g}.", hint=hint)
         self.reliability()
 
-
     def reliability(self) -> Reliability | None:
         """Returns how often chips fail; None if no goodput was asked for. Raises if a number is out of range."""
         given = {"mtbf": self.mtbf, "storage-rate": self.storage_rate}

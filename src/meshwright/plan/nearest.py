@@ -59,6 +59,17 @@ def find_nearest(job: Any, profile: JobCosts, plan: Plan) -> Nearest:
     """Returns a plan that does not fit, and the same on more chips: each doubling multiplies the `fsdp` axis.
 
     The batch stays, or grows with the chips if its rows no longer divide.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> from meshwright.plan.costs.job_costs import profile_job
+        >>> from meshwright.plan.plan import make_plan
+        >>> from meshwright.train import language_job
+        >>> job = language_job(Decoder.named("7b"), batch_size=8, num_tokens=4096)
+        >>> profile = profile_job(job, remats=("none", "full"))
+        >>> plan = make_plan(job, "v5e:2x2", Setup(mesh="fsdp:4", remat="full"), profile=profile)
+        >>> str(find_nearest(job, profile, plan)).splitlines()[1][:36]
+        'it would fit on 8 chips (v5e:2x4), a'
     """
     tried, factor = _chips(plan.target), 2
     while factor <= MOST and (target := enlarged(plan.target, factor)) is not None:
