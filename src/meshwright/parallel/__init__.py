@@ -18,6 +18,7 @@ from meshwright.parallel.pipeline.schedule import (
     stage_layers,
     unstage_layers,
 )
+from meshwright.parallel.pipeline.training_engine import pipeline_loss
 from meshwright.parallel.pipeline.training_schedule import Cell, TrainingSchedule, Work
 from meshwright.parallel.rows import row_key, row_keys
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm, split_norm
@@ -48,6 +49,7 @@ __all__ = [
     "gpipe_schedule",
     "make_schedule",
     "pipeline",
+    "pipeline_loss",
     "place_orders",
     "row_key",
     "row_keys",

@@ -48,9 +48,6 @@ def make_schedule(
         device 1     . F1:0 B1:0 F1:1 B1:1 W1:0 F1:2 B1:2 W1:1 W1:2
         10 ticks, 10.0% idle, at most 2 microbatches in memory
     """
-    if name not in SCHEDULE_NAMES:
-        hint = did_you_mean(str(name), SCHEDULE_NAMES) or f"use one of: {', '.join(SCHEDULE_NAMES)}."
-        raise MeshwrightError(f"unknown pipeline schedule {name!r}.", hint=hint)
     rounds = check_rounds(name, num_rounds)
     for what, value in (("stages", num_stages), ("rounds", rounds), ("microbatches", num_microbatches)):
         if value < 1:
@@ -71,6 +68,9 @@ def make_schedule(
 
 def check_rounds(name: str, num_rounds: int | None) -> int:
     """Returns the number of virtual stages per device of a schedule; raises if it cannot have `num_rounds`."""
+    if name not in SCHEDULE_NAMES:
+        hint = did_you_mean(str(name), SCHEDULE_NAMES) or f"use one of: {', '.join(SCHEDULE_NAMES)}."
+        raise MeshwrightError(f"unknown pipeline schedule {name!r}.", hint=hint)
     if name in ("circular", "interleaved-1f1b"):
         return 2 if num_rounds is None else num_rounds
     fixed = 2 if name == "zb-v" else 1
