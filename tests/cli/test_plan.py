@@ -17,9 +17,9 @@ from meshwright.cli.rules import rules
 from meshwright.errors import ConfigError, JobError, MeshwrightError
 from meshwright.loop.settings.config import TrainConfig
 from meshwright.models import Decoder
-from meshwright.plan.costs.failures import Failures
 from meshwright.plan.compiled.compile import Compiled, CompileError
 from meshwright.plan.compiled.verdict import CompiledCollective
+from meshwright.plan.costs.failures import Failures
 from meshwright.plan.output.commands import PlannedJob, plan_command, setup_arguments, train_command
 from meshwright.plan.output.plan_diff import diff_plans, parse_setup, read_plan
 from meshwright.plan.output.summary import plan_summary
