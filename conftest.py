@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
-from meshwright.parallel.pipeline import engine
+from meshwright.parallel.pipeline import flow
 
 ROOT = Path(__file__).parent
 
@@ -75,7 +75,7 @@ gc.set_threshold(10_000, 10, 10)
 
 # Read from there, XLA:CPU runs a pipeline's collectives in another order, and hangs. Tracing a pipeline turns the cache
 # off until the test ends, so no test has to ask for it.
-_branch = engine.branch
+_branch = flow.branch
 
 
 def use_cache(wanted):
@@ -89,7 +89,7 @@ def branch_without_cache():
     return _branch()
 
 
-engine.branch = branch_without_cache
+flow.branch = branch_without_cache
 
 
 def pytest_runtest_setup(item):

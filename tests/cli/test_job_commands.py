@@ -3,7 +3,8 @@
 import pytest
 
 from meshwright.cli.doctor import doctor
-from meshwright.cli.plan import StepOptions, plan
+from meshwright.cli.plan import plan
+from meshwright.cli.plan_options import StepOptions
 from meshwright.cli.rules import rules
 from meshwright.cli.verify import verify
 from meshwright.errors import JobError, MeshError, MeshwrightError

@@ -19,6 +19,7 @@ from meshwright.loop.settings.config import TrainConfig
 from meshwright.models import Decoder
 from meshwright.plan.compiled.compile import Compiled, CompileError
 from meshwright.plan.compiled.verdict import CompiledCollective
+from meshwright.plan.costs.failures import Failures
 from meshwright.plan.output.commands import PlannedJob, plan_command, setup_arguments, train_command
 from meshwright.plan.output.plan_diff import diff_plans, parse_setup, read_plan
 from meshwright.plan.output.summary import plan_summary
@@ -84,6 +85,32 @@ def test_a_plan_in_text(cli):
     assert "pipeline bubble" not in out
     command = "meshwright train --model decoder-tiny --num-tokens 64 --batch-size 4 --mesh fsdp:4 --remat full"
     assert f"run it: {command} --precision mixed\n" in out
+
+
+def test_goodput_in_text_json_and_on_the_page(cli, tmp_path):
+    failing = ("--mtbf", "2", "--restart", "30", "--storage-rate", "0.001", "--price", "2")
+    planned = (*ON_TPU, "--mesh", "fsdp:4", *failing)
+    code, out, _ = cli(*planned, "--html", str(tmp_path / "plan.html"))
+    assert code == 0
+    data = json.loads(cli(*planned, "--json")[1])
+    found, save = data["goodput"], data["state_bytes"] / (0.001 * 2**30)
+    assert (found["failure_every_s"], found["chips"]) == (1800.0, 4)
+    assert (found["save_s"], found["restart_and_load_s"]) == (pytest.approx(save), pytest.approx(30 + save))
+    failures = Failures(1 / 1800, save, 30 + save)
+    assert found["goodput"] == pytest.approx(failures.goodput(failures.best_interval), rel=1e-4)
+    assert found["best_interval_s"] == pytest.approx(found["best_interval_steps"] * data["time"]["step"]["value"])
+    assert sum(found["shares"].values()) == pytest.approx(1)
+    chips, shares = found["curve"]["chips"], found["curve"]["goodput"]
+    assert (chips[-1], shares) == (16, sorted(shares, reverse=True))
+    assert "--mtbf 2 --restart 30 --storage-rate 0.001" in data["plan_command"]
+    assert re.search(r"^goodput +[\d.]+% ", out, flags=re.M)
+    assert re.search(r", goodput [\d.]+% with failures", out)
+    assert re.search(r"^price +\$[\d,]+ +per billion tokens, with failures", out, flags=re.M)
+    page = (tmp_path / "plan.html").read_text()
+    assert "Goodput over the number of chips" in page
+    assert re.search(r"goodput: [\d.]+% at chips 1, [\d.]+% at 16", page)
+    ranked = cli("search", *ON_TPU, "--mtbf", "2", "--top", "1")[1]
+    assert re.search(r"memory and links +goodput$", ranked, flags=re.M)
 
 
 def test_every_figure_of_a_plan_names_its_basis(cli):
@@ -273,7 +300,7 @@ def test_a_search_explains_its_best_against_another(cli, tmp_path):
         (["diff", "missing.json", "fsdp:4"], ConfigError, "file 'missing.json' does not exist"),
         (["diff", *ON_TPU, "fsdp:4", ""], MeshwrightError, "'' is neither a file nor a setup"),
         (["diff", *ON_TPU, "fsdp:4", "dp:4 minibatches=x"], MeshwrightError, "'minibatches=x' is not a number"),
-        (["diff", *ON_TPU, "fsdp:4", "dp:4 overlap=no"], MeshwrightError, "'overlap=no' is neither True nor False"),
+        (["diff", *ON_TPU, "fsdp:4", "dp:4 overlap=no"], MeshwrightError, "'overlap=no' is neither true nor false"),
     ],
 )
 def test_wrong_options(cli, arguments, error, text):

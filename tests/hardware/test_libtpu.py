@@ -45,3 +45,44 @@ def test_a_command_that_starts_jax_prints_nothing_of_libtpu():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert "cpu" in done.stdout.lower()
     assert "TPU" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("installed", "tpu", "gpu", "given", "platforms"),
+    [
+        (True, False, False, None, "cpu"),
+        (True, False, True, None, "cuda,cpu"),
+        (True, False, False, "cuda", "cuda"),
+        (True, True, False, None, None),
+        (False, False, False, None, None),
+    ],
+)
+def test_platforms_without_libtpu(monkeypatch, tmp_path, installed, tpu, gpu, given, platforms):
+    monkeypatch.setattr(os, "environ", {} if given is None else {"JAX_PLATFORMS": given})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(libtpu, "has_tpu", lambda: tpu)
+    monkeypatch.setattr(libtpu, "_DEVICES", tmp_path)
+    monkeypatch.delitem(sys.modules, "jax")
+    if gpu:
+        (tmp_path / "nvidia0").touch()
+    libtpu.skip_libtpu()
+    assert os.environ.get("JAX_PLATFORMS") == platforms
+
+
+PLAN = """
+from meshwright.cli import main
+plan = "plan --model decoder-tiny --num-tokens 64 --batch-size 8 --target h200:1x8 --mesh fsdp:8 --no-compile"
+try:
+    main(plan.split())
+except SystemExit as ended:
+    assert ended.code == 0
+print("libtpu.so" in open("/proc/self/maps").read())
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None or libtpu.has_tpu(), reason="needs libtpu without TPUs")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_plan_does_not_start_libtpu():
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run([sys.executable, "-c", PLAN], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["False"], done.stderr

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, MeshwrightWarning
 from meshwright.models import Decoder
 from meshwright.plan.check import PlanError, assert_plan
-from meshwright.plan.compiled.compile import Compiled, compile_step
+from meshwright.plan.compiled.compile import WIDENED, Compiled, compile_step
 from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.step_setup import Setup
 from meshwright.train import language_job
@@ -135,3 +135,10 @@ def test_invalid_arguments():
         assert_plan(job(), "cpu:8", mesh="fsdp:8", exposed=0)
     with pytest.raises(MeshwrightError, match="step time is unknown for cpu:8"):
         assert_plan(job(), "cpu:8", mesh="fsdp:8", min_mfu=0.1)
+
+
+def test_bytes_of_a_cpu_program_are_not_those_of_the_target():
+    wide = Compiled("cpu:8", Setup(mesh="fsdp:8"), notes=(WIDENED,))
+    with pytest.warns(MeshwrightWarning, match=r"sends 16-bit values as float32[\s\S]*hint: name that machine"):
+        assert_plan(job(), "cpu:8", mesh="fsdp:8", compile=wide, max_wire_bytes=MIB)
+    assert_plan(job(), "cpu:8", mesh="fsdp:8", compile=wide, max_bytes=MIB)

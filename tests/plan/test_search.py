@@ -1,6 +1,7 @@
 """The search: candidates, ranking, rejections and speed."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from meshwright.models import Decoder
 from meshwright.plan import search as search_module
 from meshwright.plan.compiled.compile import Compiled, CompileError
 from meshwright.plan.costs.job_costs import profile_job
-from meshwright.plan.plan import make_plan
+from meshwright.plan.plan import make_plan, mesh_problem
 from meshwright.plan.search import compile_best, largest_batch, search
 from meshwright.plan.search_limits import parse_constraints
 from meshwright.plan.step_setup import Setup
@@ -35,6 +36,10 @@ def test_constraints():
     assert parse_constraints("batch=512 rows").rows == 512
     assert parse_constraints("batch=4Mi tokens").batch_tokens == 2**22
     assert parse_constraints("batch=0.5M").batch_tokens == 500_000
+    assert parse_constraints("tp <= 8 pp=1, remat=full|dots minibatches==4") == parse_constraints(
+        "tp<=8, pp=1, remat=full|dots, minibatches=4"
+    )
+    assert parse_constraints("batch = 4M tokens tp==8").limits == {"tp": (("=", 8),)}
     assert parsed.allows("tp", 4)
     assert not parsed.allows("tp", 16)
     assert not parsed.allows("tp", 1)
@@ -46,6 +51,8 @@ def test_constraints():
         ("tpp<=8", "did you mean 'tp'"),
         ("tp", "did you mean 'tp'"),
         ("tp<=many", "'many' is not a number"),
+        ("tp<=8 qq=1", "cannot parse the constraint 'qq=1'"),
+        ("tp===8", "cannot parse the constraint 'tp===8'"),
         ("remat=some", r"remat=none\|dots\|full"),
         ("batch>4M tokens", "the batch size takes only `=`"),
     ],
@@ -114,6 +121,32 @@ def test_256_devices_in_seconds():
     result = found("v5e:16x16")
     assert result.considered >= 500
     assert result.seconds < 30
+
+
+def test_if_nothing_fits_the_nearest_candidate_and_a_larger_machine_are_named():
+    result = found("v5e:2x2", "batch=8 rows, tp<=2, pp=1")
+    assert not result.ranked
+    rejected = [item for item in result.rejected if item.reason == "out of memory"]
+    assert result.nearest.plan.setup in [item.setup for item in rejected]
+    job, profile = seven()
+    sizes = [make_plan(job, "v5e:2x2", item.setup, profile=profile).memory.total for item in rejected]
+    assert result.nearest.plan.memory.total == min(sizes)
+    larger = result.nearest.larger
+    assert larger.memory.fits
+    assert str(larger.target) == "v5e:2x4"
+    assert "it would fit on 8 chips (v5e:2x4), as " in str(result)
+    assert larger.setup.mesh in str(result)
+    # On four chips of 1 GiB, no v5e slice would do.
+    assert "it would not fit on" in str(replace(result.nearest, larger=None))
+    assert found("v5p:4x4x4", "tp=1, pp=1, remat=full").nearest is None
+
+
+def test_jobs_without_tokens_are_not_refused_for_them():
+    _, profile = seven()
+    without = replace(profile, tokens_per_row=1, has_tokens=False)
+    assert mesh_problem(seven()[0], replace(without, has_tokens=True), {"tp": 2}) is not None
+    assert mesh_problem(seven()[0], without, {"tp": 2}) is None
+    assert replace(found(constraints="tp=1, pp=1"), profile=without).batch_words == "256 rows"
 
 
 def test_only_dp_crosses_slices():

@@ -1,9 +1,14 @@
 """Names of target machines, valid and invalid."""
 
+import re
+
 import pytest
 
 from meshwright.errors import MeshError
-from meshwright.plan.target import parse_target
+from meshwright.mesh.string import parse_mesh
+from meshwright.plan.plan import prepare
+from meshwright.plan.step_setup import Setup
+from meshwright.plan.target import check_slices, parse_target
 
 
 @pytest.mark.parametrize(
@@ -70,3 +75,29 @@ def test_errors_suggest_the_nearest_target(text, says, hint):
     with pytest.raises(MeshError, match=says) as caught:
         parse_target(text)
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "says", "hint"),
+    [
+        ("v5p:4x4x8*4", "fsdp:512", "4 slices, but no axis of mesh 'fsdp:512' crosses them", "fsdp:512@dcn=4"),
+        ("v5p:4x4x8*4", "dp:4,fsdp:128", "no axis of mesh", "dp:4@dcn, or"),
+        ("v5p:4x4x8*4", "dp:2@dcn,fsdp:256", "mesh 'dp:2@dcn,fsdp:256' crosses 2", "fsdp:256@dcn=4"),
+        ("v5e:4x4*3", "dp:16,tp:3", "no axis", "tp:3@dcn"),
+        ("v5p:4x4x8", "dp:2@dcn,fsdp:64", "has 1 slice, but mesh", "drop @dcn"),
+    ],
+)
+def test_a_mesh_must_cross_the_slices(target, mesh, says, hint):
+    """Otherwise the slow network would be priced as if it were fast."""
+    machine = parse_target(target)
+    with pytest.raises(MeshError, match=re.escape(says)) as caught:
+        check_slices(machine, parse_mesh(mesh).resolve(machine.num_devices))
+    assert hint in caught.value.hint
+    with pytest.raises(MeshError, match=re.escape(says)):
+        prepare(None, target, Setup(mesh=mesh))
+
+
+def test_meshes_that_cross_the_slices():
+    twice = "dp:2@dcn,fsdp:256@dcn=2"
+    for target, mesh in [("v5p:4x4x8*4", twice), ("h200:2x8", "fsdp:16"), ("h200:2x8", "dp:2@dcn,fsdp:8")]:
+        check_slices(parse_target(target), parse_mesh(mesh))

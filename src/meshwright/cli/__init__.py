@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright import interrupts
 from meshwright.errors import MeshwrightError
-from meshwright.hardware.libtpu import quiet_libtpu
+from meshwright.hardware.libtpu import quiet_libtpu, skip_libtpu
 from meshwright.interrupts import EarlySignals, outcome
 from meshwright.launch.pulse import start_pulse
 
@@ -19,6 +19,8 @@ def main(args: Sequence[str] | None = None) -> None:
     """Runs one subcommand and exits with its code: 0 success, 1 error, 2 wrong usage, 75 preempted, 130 Ctrl-C."""
     args = list(sys.argv[1:] if args is None else args)
     quiet_libtpu()
+    if args[:1] == ["plan"]:  # plans need no accelerator
+        skip_libtpu()
     if args[:1] == ["launch"]:  # the parent of processes that use JAX; it does not import JAX itself
         from meshwright.cli.launch import main as launch
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json as json_lib
-import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from meshwright.cli import show
+from meshwright.cli.plan_options import StepOptions
 from meshwright.errors import ConfigError, JobError
 from meshwright.mesh.string import parse_mesh
 from meshwright.plan.compiled.compile import AdaptedReference, CompileError, compile_step
 from meshwright.plan.compiled.topology import can_compile_for
+from meshwright.plan.goodput import plan_goodput
 from meshwright.plan.output.commands import PlannedJob, plan_command, train_command
 from meshwright.plan.output.explain import PlanData
 from meshwright.plan.output.plan_diff import PlanDiff, diff_plans, parse_setup, read_plan
@@ -40,65 +41,6 @@ _MOVED = {
     "--diff": 'meshwright plan diff "fsdp:8 remat=full" "fsdp:4,tp:2" ...',
 }
 _Job = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[JOB]")]
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """The step to plan, the machine, and the output.
-
-    Args:
-        target: Machine, e.g. v5p:4x4x8, v5e:16x16, v5p:4x4x8*4 (slices), h200:8x8 (hosts x GPUs), cpu:8.
-        model: Built-in model to plan instead of a job, e.g. decoder-7b.
-        model_options: Model fields to override, e.g. num_layers=4.
-        batch_size: Rows per step over all devices; if unset, the job's batch, or one row per device with --model.
-        num_tokens: Tokens per row with --model; 4096 if unset.
-        lora: Low-rank adapters to train, e.g. rank=16,alpha=32,targets=REGEX,base=int8; if unset, all parameters.
-        remat: Rematerialization policy; if unset, none, and a search tries none, dots and full.
-        precision: Precision of the step.
-        minibatches: Number of minibatches per step, for gradient accumulation; if unset, 1, and a search tries 1 to 32.
-        sync: How often devices exchange the gradients of minibatches; if unset, hybrid, and a search also tries once.
-        overlap: Ask the compiler to overlap collectives with matmuls.
-        optimizer: Name of an optax optimizer.
-        compile: Compile the step for the machine, if its compiler is installed.
-        python: Interpreter whose compilers to use; if unset, this one.
-        timeout: Time limit per compilation, in seconds.
-        price: Price per device-hour, in dollars.
-        json: Print JSON.
-        html: Write an HTML page to this file.
-    """
-
-    target: str = ""
-    model: str | None = None
-    model_options: tuple[str, ...] = ()
-    batch_size: int | None = None
-    num_tokens: int | None = None
-    lora: str | None = None
-    remat: Literal["none", "dots", "full", "offload"] | None = None
-    precision: Literal["float32", "mixed", "bfloat16", "fp8"] = "mixed"
-    minibatches: int | None = None
-    sync: Literal["every", "hybrid", "once"] | None = None
-    overlap: bool = True
-    optimizer: str = "adamw"
-    compile: bool = True
-    python: str | None = None
-    timeout: float = 180.0
-    price: float | None = None
-    json: bool = False
-    html: Path | None = None
-
-    def check(self, top: int = 1) -> None:
-        """Raises a `ConfigError` if a number is out of range."""
-        counts = {"batch-size": self.batch_size, "num-tokens": self.num_tokens, "minibatches": self.minibatches}
-        for name, value in {**counts, "top": top}.items():
-            if value is not None and value < 1:
-                hint = f"pass a positive whole number, e.g. --{name} 8."
-                raise ConfigError(f"--{name} must be at least 1; got {value}.", hint=hint)
-        if not self.timeout > 0:
-            hint = "pass a number of seconds, e.g. --timeout 180."
-            raise ConfigError(f"--timeout must be greater than 0; got {self.timeout:g}.", hint=hint)
-        if self.price is not None and not 0 <= self.price < math.inf:
-            hint = "pass the price per device-hour in dollars, e.g. --price 2.5."
-            raise ConfigError(f"--price must be finite and at least 0; got {self.price:g}.", hint=hint)
 
 
 _Step = Annotated[StepOptions, tyro.conf.OmitArgPrefixes]
@@ -310,8 +252,17 @@ class _Planner:
         with self.errors():
             return make_plan(self.job, self.target, replace(setup, mesh=mesh), price=self.options.price)
 
+    def with_goodput(self, plan: Plan) -> Plan:
+        """Returns the plan with its expected goodput, if that was asked for."""
+        given = self.options.reliability()
+        return plan if given is None else replace(plan, goodput=plan_goodput(plan, given))
+
     def plan(self, setup: Setup) -> Plan:
-        made = self.check(setup)  # fail before minutes of compiling
+        """Returns the plan of a setup, compiled if possible."""
+        return self.with_goodput(self._plan(setup))
+
+    def _plan(self, setup: Setup) -> Plan:
+        made = self.with_goodput(self.check(setup))  # fail before minutes of compiling
         if not self.compiles:
             return made
         _tell(f"compiling {made.setup} for {self.target}")
@@ -337,13 +288,13 @@ class _Planner:
                 optimizer=options.optimizer,
                 price=options.price,
             )
-        best = found.ranked[:top]
+        best = tuple(map(self.with_goodput, found.ranked[:top]))
         if not (self.compiles and best):
             return found, best, ()
         done, failed = compile_best(self.compiled_from, found, top=top, tell=_tell, **self.limits)
         if not done:
             self.note("none of the best plans could be compiled; the plans shown are computed.")
-        return found, done or best, failed
+        return found, tuple(map(self.with_goodput, done)) or best, failed
 
     def write_page(
         self, plans: Sequence[Plan], *, found: Search | None = None, compared: PlanDiff | None = None
@@ -391,6 +342,7 @@ def _search_json(
         "seconds": found.seconds,
         "rejected": dict(found.reasons()),
         "not_kept": [{"setup": item.setup.to_json(), "reason": item.reason} for item in failed],
+        "nearest": None if found.nearest is None else found.nearest.to_json(),
         "plans": [_plan_json(plan, subject) for plan in best],
         **({} if compared is None else {"against": compared.to_json()}),
     }

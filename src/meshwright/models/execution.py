@@ -16,6 +16,7 @@ from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import is_manual
 from meshwright.mesh.build import current_mesh
 from meshwright.parallel.overlap.collective_matmul import GATHERED_ROWS
+from meshwright.parallel.pipeline.named_schedules import ScheduleName, check_rounds
 
 Layers = Literal["auto", "scan", "unroll"] | int
 Remat = Literal["none", "dots", "full", "offload"] | Callable[..., Any]
@@ -43,6 +44,11 @@ class Execution:
         layers: "scan" compiles one layer, "unroll" compiles all of them, a number that many per loop step. "auto" picks
             the fastest form measured on the backend (benchmarks/results/decoder_h200.md).
         num_microbatches: number of microbatches in a pipeline (default: twice the number of stages).
+        pipeline: the schedule of a pipeline: "gpipe", "circular", "1f1b", "interleaved-1f1b", "zb-h1" or "zb-v"; see
+            `meshwright.parallel.make_schedule`. All but "gpipe" follow `remat`: with "full", the backward pass of a
+            stage starts from its input, otherwise forward passes save activations for at most as many microbatches
+            as the schedule says. "gpipe" always starts from the inputs.
+        pipeline_rounds: stages per device with "circular" or "interleaved-1f1b" (default: 2).
         attention: implementation of attention, "xla", "cudnn" or "splash" (default: chosen by
             `meshwright.models.attention`).
         max_segments: the largest number of documents in a row; allows the fast path for packed rows on GPUs.
@@ -61,9 +67,14 @@ class Execution:
     prefetch: bool = True
     layers: Layers = "auto"
     num_microbatches: int | None = None
+    pipeline: ScheduleName = "gpipe"
+    pipeline_rounds: int | None = None
     attention: Literal["xla", "cudnn", "splash"] | None = None
     max_segments: int | None = None
     kernels: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_rounds(self.pipeline, self.pipeline_rounds)
 
     def tensor(self) -> str | None:
         """Returns the tensor axis if the current mesh has it."""
@@ -88,6 +99,15 @@ def on_gpu() -> bool:
 def _here(axis: str | None) -> str | None:
     mesh = current_mesh()
     return axis if mesh is not None and axis in mesh.axis_names else None
+
+
+def recomputes_stages(remat: Remat | None) -> bool:
+    """Returns whether backward passes of a scheduled pipeline start from the inputs of stages; see `Execution`."""
+    if remat == "offload":
+        raise MeshwrightError(
+            'remat="offload" does not work with a pipeline schedule other than "gpipe".', hint='use "full" or "dots".'
+        )
+    return remat == "full"
 
 
 def remat_policy(remat: Remat | None, *, by_name: bool = True) -> Callable[..., Any] | None:

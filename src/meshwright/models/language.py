@@ -24,13 +24,15 @@ from meshwright.constraints import with_sharding_constraint
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlacementError, did_you_mean
 from meshwright.mesh.axes import axis_index
 from meshwright.mesh.build import current_mesh
-from meshwright.models.execution import Execution, Remat
+from meshwright.models.execution import Execution, Remat, recomputes_stages
 from meshwright.models.layer_context import Context, scaled_normal
 from meshwright.models.stack import run_layers
 from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.lora.low_rank import Adapters
 from meshwright.parallel.pipeline.engine import pipeline
+from meshwright.parallel.pipeline.named_schedules import make_schedule
+from meshwright.parallel.pipeline.training_engine import pipeline_loss
 from meshwright.parallel.tensor import column_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_embed
 from meshwright.rules import Rules
@@ -180,7 +182,8 @@ class LanguageModel(abc.ABC):
             fp8: the amaxes of the layers' weights that are multiplied in fp8; see `meshwright.train.Fp8`.
             lora: how to use the adapters in the parameters, if they have any; see `meshwright.train.fine_tuning.lora`.
             finish: `finish(h, head, targets)`, called instead of computing logits. In a pipeline it runs on the last
-                stage for each microbatch, and its results are summed.
+                stage for each microbatch, and its results are summed. With a schedule other than "gpipe", it must
+                return a loss `((sum, count), metrics)`.
             targets: arrays with the rows of `tokens`, passed to `finish`.
 
         Example:
@@ -196,15 +199,15 @@ class LanguageModel(abc.ABC):
         rng = rng if self.dropout or (lora is not None and lora.dropout) else None
         extras = {"positions": positions, "segment_ids": segment_ids}
         stages = run.stages()
+        scheduled = stages is not None and finish is not None and run.pipeline != "gpipe"
         layers, gather_layers = params["layers"], None if gather is None else gather["layers"]
         if fp8 is not None:
             self._check_fp8(fp8, run, lora)
             # Amaxes are stacked like layers, and pass through the loop over layers beside them.
             layers = {**layers, _AMAXES: fp8.tree["layers"]}
             gather_layers = None if gather_layers is None else _beside(gather_layers, _AMAXES, layers[_AMAXES])
-        ends = {"embed": params["embed"], "final_norm": params["final_norm"]}
-        if not self.tied_embeddings:
-            ends["head"] = params["head"]
+        own = "embed" if self.tied_embeddings else "head"
+        ends = {"final_norm": params["final_norm"], own: params[own]}
 
         def enter(params: PyTree, tokens: Any) -> Any:
             # Replicate features, because XLA would look up slices of features and reshard them to rows inefficiently.
@@ -233,7 +236,8 @@ class LanguageModel(abc.ABC):
                 h,
                 first=first[0],
                 form=run.layers,
-                remat=remat,
+                # Stages that start again from their inputs need not do so for each layer as well.
+                remat="none" if scheduled and recomputes_stages(remat) else remat,
                 gather=gather_layers,
                 prefetch=run.prefetch and stages is None,
                 kernels=run.kernels,
@@ -262,23 +266,31 @@ class LanguageModel(abc.ABC):
         if stages is None:
             h = stage((layers, jnp.zeros(1, jnp.int32)), enter(params["embed"], tokens), extras, rng=rng)
             return last(ends, h, targets)
-        # Dropout draws by layer number, so each stage gets the number of its first layer.
-        first_number = jnp.full(1, count * axis_index(stages), jnp.int32)
-        return pipeline(
-            stage,
-            (params["layers"], first_number),
-            tokens,
-            extras,
-            axis=stages,
-            num_microbatches=run.num_microbatches or 2 * jax.lax.axis_size(stages),
-            first=enter,
-            first_params=params["embed"],
-            last=last,
-            last_params=ends,
-            targets=targets,
-            rng=rng,
-            combine="sum" if finish is not None else "concatenate",
+        # Dropout draws by layer number, so each stage gets the numbers of its layers.
+        numbers = count * axis_index(stages) + jnp.arange(count, dtype=jnp.int32)
+        num_microbatches = run.num_microbatches or 2 * num_stages
+        both: Any = {
+            "axis": stages,
+            "first": enter,
+            "first_params": params["embed"],
+            "last_params": ends,
+            "targets": targets,
+            "rng": rng,
+        }
+        inputs = (params["layers"], numbers), tokens, extras
+        if not scheduled:
+            combine: Any = "sum" if finish is not None else "concatenate"
+            return pipeline(stage, *inputs, num_microbatches=num_microbatches, last=last, combine=combine, **both)
+
+        def loss(params: PyTree, h: Any, targets: PyTree = None) -> tuple[Any, Any]:
+            (total, count), metrics = last(params, h, targets)
+            return total, (count, metrics)
+
+        schedule = make_schedule(run.pipeline, num_stages, num_microbatches, num_rounds=run.pipeline_rounds)
+        total, (valid, metrics) = pipeline_loss(
+            stage, *inputs, schedule=schedule, last=loss, remat=recomputes_stages(remat), **both
         )
+        return (total, valid), metrics
 
     def _check_fp8(self, fp8: Amaxes, run: Execution, lora: Adapters | None) -> None:
         if lora is not None:

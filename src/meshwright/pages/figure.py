@@ -80,6 +80,7 @@ def plot(
     note: str = "",
     kind: str = "lines",
     columns: bool = False,
+    x_name: str = X_NAME,
 ) -> Markup:
     """Returns a chart over steps with axes; pointer and arrow keys read out its values.
 
@@ -87,8 +88,9 @@ def plot(
         label: description for screen readers.
         note: remark below the chart.
         columns: whether values belong to intervals of the x axis instead of points.
+        x_name: what the x axis counts, if not steps.
     """
-    parts = [tag("title", title), *_axes(frame, show), *drawn]
+    parts = [tag("title", title), *_axes(frame, show, x_name), *drawn]
     body = tag(
         "div",
         tag("svg", *parts, width="100%", height=frame.height, role="img", aria_label=title),
@@ -105,12 +107,12 @@ def plot(
     series = [
         {"name": name, "x": [float(f"{x:.9g}") for x in xs], "y": [show(y) for y in ys]} for name, xs, ys in values
     ]
-    read_out = data_block({"x": X_NAME, "low": frame.low_x, "high": frame.high_x, "series": series})
-    after = join([tag("p", note, class_="note") if note else None, read_out, _numbers(values, show)])
+    read_out = data_block({"x": x_name, "low": frame.low_x, "high": frame.high_x, "series": series})
+    after = join([tag("p", note, class_="note") if note else None, read_out, _numbers(values, show, x_name)])
     return figure(title, unit=unit, keys=keys, body=body, after=after, kind=kind)
 
 
-def _axes(frame: Frame, show: Show) -> list[Markup]:
+def _axes(frame: Frame, show: Show, x_name: str) -> list[Markup]:
     parts, height = [], frame.height
     count = 5 if height >= 200 else 3
     for level in log_ticks(frame.low, frame.high) if frame.log else ticks(frame.low, frame.high, count=count):
@@ -124,11 +126,11 @@ def _axes(frame: Frame, show: Show) -> list[Markup]:
         odd = " odd" if index % 2 else ""
         parts.append(tag("text", compact(place), x=x, y=height + 18, class_=f"tick x{odd}"))
     parts.append(tag("line", x1=0, x2="100%", y1=height, y2=height, class_="axis"))
-    parts.append(tag("text", X_NAME, x=0, dx=-8, y=height + 18, class_="tick y"))
+    parts.append(tag("text", x_name, x=0, dx=-8, y=height + 18, class_="tick y"))
     return parts
 
 
-def _numbers(series: Sequence[Values], show: Show, *, rows: int = 24) -> Markup:
+def _numbers(series: Sequence[Values], show: Show, x_name: str, *, rows: int = 24) -> Markup:
     """Returns a collapsible table of at most about `rows` points of a chart."""
     known = sorted(dict.fromkeys(x for _, xs, _ in series for x in xs))
     # Short series, such as evaluations, come first: readers look up their values.
@@ -142,7 +144,7 @@ def _numbers(series: Sequence[Values], show: Show, *, rows: int = 24) -> Markup:
         [f"{x:,.10g}", *("" if x not in column else show(column[x]) for column in columns)] for x in sorted(wanted)
     ]
     what = f"{len(lines)} of {len(known):,} drawn points" if len(lines) < len(known) else f"{len(known):,} points"
-    shown = table([X_NAME, *(name for name, _, _ in series)], lines, right=range(len(series) + 1), sortable=False)
+    shown = table([x_name, *(name for name, _, _ in series)], lines, right=range(len(series) + 1), sortable=False)
     return tag("details", tag("summary", f"Numbers ({what})"), shown, class_="behind")
 
 
@@ -150,7 +152,7 @@ def _spread(xs: Sequence[float], count: int) -> list[float]:
     return list(xs) if len(xs) <= count else [xs[round(i * (len(xs) - 1) / (count - 1))] for i in range(count)]
 
 
-def in_words(name: str, xs: Sequence[float], ys: Sequence[float], show: Show) -> str:
+def in_words(name: str, xs: Sequence[float], ys: Sequence[float], show: Show, x_name: str = X_NAME) -> str:
     """Returns a description of a curve for screen readers."""
     points = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
     if not points:
@@ -159,7 +161,7 @@ def in_words(name: str, xs: Sequence[float], ys: Sequence[float], show: Show) ->
     low_x, low = min(points, key=lambda point: point[1])
     high_x, high = max(points, key=lambda point: point[1])
     return (
-        f"{name}: {show(first)} at {X_NAME} {first_x:,.10g}, {show(last)} at {last_x:,.10g}, "
+        f"{name}: {show(first)} at {x_name} {first_x:,.10g}, {show(last)} at {last_x:,.10g}, "
         f"lowest {show(low)} at {low_x:,.10g}, highest {show(high)} at {high_x:,.10g}."
     )
 

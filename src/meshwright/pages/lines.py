@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.pages.figure import NUM_TONES, Frame, in_words, legend, nothing, plot
+from meshwright.pages.figure import NUM_TONES, X_NAME, Frame, in_words, legend, nothing, plot
 from meshwright.pages.markup import Markup, join, tag
 from meshwright.pages.numbers import Show, finite_range, number
 
@@ -49,6 +49,7 @@ def line_chart(
     high: float | None = None,
     marks: Sequence[Mark] = (),
     show: Show = number,
+    x_name: str = X_NAME,
 ) -> Markup:
     """Returns curves over the steps of a run.
 
@@ -58,6 +59,7 @@ def line_chart(
         high: upper end of the y axis (default: the largest value); higher values are clipped, marked and counted.
         marks: events to mark on the x axis.
         show: formats a value.
+        x_name: what the x axis counts, if not steps.
 
     Example:
         >>> chart = line_chart("Loss", [Series("train", [1, 2, 3], [4.0, 2.5, 2.0])])
@@ -92,12 +94,13 @@ def line_chart(
         frame,
         [_marks(frame, marks), curves, overflow, _end_labels(series, frame)],
         values,
-        label=f"{title}. {' '.join(in_words(*one, show) for one in values)}",
+        label=f"{title}. {' '.join(in_words(*one, show, x_name) for one in values)}",
         show=show,
         unit=unit,
         keys=legend([(_line_swatch(one), one.name) for one in series]) if several else None,
         note=note,
         kind="lines labelled" if several else "lines",
+        x_name=x_name,
     )
 
 

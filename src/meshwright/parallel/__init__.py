@@ -11,6 +11,7 @@ from meshwright.parallel.logit_chunks import LossSums
 from meshwright.parallel.overlap.collective_matmul import gather_matmul, matmul_scatter
 from meshwright.parallel.overlap.forms import Form, overlap_options
 from meshwright.parallel.pipeline.engine import pipeline
+from meshwright.parallel.pipeline.named_schedules import make_schedule, place_orders
 from meshwright.parallel.pipeline.schedule import (
     Schedule,
     circular_schedule,
@@ -18,6 +19,8 @@ from meshwright.parallel.pipeline.schedule import (
     stage_layers,
     unstage_layers,
 )
+from meshwright.parallel.pipeline.training_engine import pipeline_loss
+from meshwright.parallel.pipeline.training_schedule import Cell, TrainingSchedule, Work
 from meshwright.parallel.rows import row_key, row_keys
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm, split_norm
 from meshwright.parallel.vocabulary import vocab_cross_entropy, vocab_embed
@@ -38,11 +41,17 @@ __all__ = [
     "split_heads",
     "pcast_varying",
     "varying_axes",
+    "Cell",
     "Schedule",
+    "TrainingSchedule",
+    "Work",
     "circular_schedule",
     "dropout",
     "gpipe_schedule",
+    "make_schedule",
     "pipeline",
+    "pipeline_loss",
+    "place_orders",
     "row_key",
     "row_keys",
     "stage_layers",

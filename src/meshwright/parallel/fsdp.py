@@ -6,6 +6,7 @@ the global count before you differentiate it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,10 +154,12 @@ def _sum_scattered(x: Any, *, axis: str, ways: int, dim: int) -> Any:
         return lax.psum_scatter(x.astype(dtype), axis, scatter_dimension=dim, tiled=True).astype(x.dtype)
     # The v5p compiler (libtpu 0.0.42) turns a scatter of rows into an all-reduce of twice the bytes for some widths
     # (11008 features on 64 chips; also 11264 and 28672 on 256), for unknown reasons. Scattering along a separate dim
-    # avoided that for all shapes tried (benchmarks/scatter_forms.py).
+    # avoided that for all shapes tried (benchmarks/scatter_forms.py), if the pieces are matrices: pieces of stacked
+    # layers, which `sync="once"` scatters, became all-reduces on up to 16 chips.
     first = jnp.moveaxis(x, dim, 0)
-    pieces = first.reshape(ways, first.shape[0] // ways, *first.shape[1:])
-    return jnp.moveaxis(lax.psum_scatter(pieces, axis, scatter_dimension=0), 0, dim)
+    pieces = first.reshape(ways, first.shape[0] // ways, *((math.prod(first.shape[1:]),) if x.ndim > 1 else ()))
+    total = lax.psum_scatter(pieces, axis, scatter_dimension=0)
+    return jnp.moveaxis(total.reshape(total.shape[0], *first.shape[1:]), 0, dim)
 
 
 def dim_split_last_by(names: tuple[Any, ...], axis: str, *, who: str) -> int | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, MeshwrightWarning
 from meshwright.layout.leaf import format_bytes
-from meshwright.plan.compiled.compile import Compiled, compile_step
+from meshwright.plan.compiled.compile import WIDENED, Compiled, compile_step
 from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.costs.job_costs import JobCosts
 from meshwright.plan.plan import Plan, make_plan
@@ -45,6 +46,7 @@ def assert_plan(
 
     By default all figures are computed, which takes a second or two. With `compile=True` the step is compiled for the
     target, and memory and communication are read from the program; this needs the target's compiler, except for CPUs.
+    Programs for CPUs send 16-bit values as float32; a warning says so if `max_wire_bytes` is checked against one.
 
     Args:
         job: a job, or a reference to one (`module:attribute`).
@@ -80,6 +82,14 @@ def assert_plan(
         made = compile
     elif compile:
         made = compile_step(job, target, setup, **limits)
+    if made is not None and WIDENED in made.notes and max_wire_bytes is not None:
+        warnings.warn(
+            f"max_wire_bytes is compared with other bytes than those of the machine you train on: {WIDENED}.\n"
+            "hint: name that machine, e.g. assert_plan(job, 'v5p:2x2x2', ...), with compile=True if its compiler is "
+            "installed; or compile for CPUs in precision='float32'.",
+            MeshwrightWarning,
+            stacklevel=2,
+        )
     known = load_job(job) if isinstance(job, str) else job
     plan = make_plan(known, parse_target(target), setup, profile=profile, compiled=made)
     problems = [

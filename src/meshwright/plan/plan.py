@@ -33,8 +33,9 @@ from meshwright.plan.costs.job_costs import PIPELINE_AXIS, TENSOR_AXIS, JobCosts
 from meshwright.plan.costs.links import axis_links
 from meshwright.plan.costs.memory import MemoryPlan, plan_memory
 from meshwright.plan.costs.step_time import TimePlan, step_time
+from meshwright.plan.goodput import Goodput
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer, view_of_setup
-from meshwright.plan.target import Target, parse_target
+from meshwright.plan.target import Target, check_slices, parse_target
 from meshwright.train.job import check_axes, execution_of
 from meshwright.train.state import state_layout
 from meshwright.train.views import ViewChoice
@@ -52,6 +53,8 @@ class Plan:
         time: None for CPUs, whose speed is unknown.
         view: the view of the step, and the reason for it.
         price: dollars per device-hour.
+        state_bytes: bytes of one copy of the state, which a checkpoint holds.
+        goodput: expected goodput; None unless it was asked for with a `Reliability`.
     """
 
     target: Target
@@ -68,6 +71,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     compiled: Compiled | None = None
     stages: Stages = field(default_factory=lambda: Stages(1, 1))
+    state_bytes: int = 0
+    goodput: Goodput | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -131,6 +136,8 @@ class Plan:
             "price": self.price,
             "dollars_per_billion_tokens": self.dollars_per_billion_tokens,
             "pipeline": asdict(self.stages),
+            "state_bytes": self.state_bytes,
+            "goodput": None if self.goodput is None else self.goodput.to_json(),
             "notes": list(self.notes),
             "compiled": None if self.compiled is None else self.compiled.to_json(),
         }
@@ -201,6 +208,7 @@ def prepare(job: Any, target: str | Target, setup: Setup, *, profile: JobCosts |
     """Checks a setup, profiles the job unless `profile` is given, and lays out its state."""
     target = parse_target(target)
     spec = parse_mesh(setup.mesh).resolve(target.num_devices)
+    check_slices(target, spec)
     sizes = mesh_sizes(spec)
     if profile is None:
         check_mesh_axes(job, sizes, setup)  # fail before seconds of tracing
@@ -303,6 +311,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         notes=notes,
         compiled=compiled,
         stages=stages,
+        state_bytes=sum(leaf.bytes_total for leaf in layout.leaves),
     )
 
 
@@ -315,7 +324,7 @@ def mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple
             return "heads not divisible", f"tp={tp} does not divide {profile.heads} heads"
         if profile.kv_heads and not heads_fit(profile.kv_heads, tp, shared=True):
             return "heads not divisible", f"tp={tp} is not a factor or multiple of {profile.kv_heads} key/value heads"
-        if run.sequence_parallel and profile.tokens_per_row % tp:
+        if run.sequence_parallel and profile.has_tokens and profile.tokens_per_row % tp:
             return "tokens not divisible", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
     if pp > 1 and not profile.by_layer:
         return "no pipeline stages", "only built-in models can be split into pipeline stages"

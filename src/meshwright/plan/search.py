@@ -19,6 +19,7 @@ from meshwright.mesh.string import MeshSpec, parse_mesh
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.compile import CompileError, compile_step
 from meshwright.plan.costs.job_costs import REMATS, JobCosts, profile_job
+from meshwright.plan.nearest import Nearest, find_nearest
 from meshwright.plan.plan import (
     Plan,
     Prepared,
@@ -50,7 +51,11 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Search:
-    """Result of a search: the plans that fit, the fastest first, and the rejected candidates."""
+    """Result of a search: the plans that fit, the fastest first, and the rejected candidates.
+
+    Args:
+        nearest: if nothing fits, the candidate that needs the least memory; None if all failed for other reasons.
+    """
 
     target: Target
     ranked: tuple[Plan, ...]
@@ -59,19 +64,26 @@ class Search:
     tokens_per_row: int
     seconds: float
     profile: JobCosts = field(repr=False)
+    nearest: Nearest | None = None
 
     @property
     def considered(self) -> int:
         return len(self.ranked) + len(self.rejected)
+
+    @property
+    def batch_words(self) -> str:
+        """Rows and tokens of a step."""
+        if not self.profile.has_tokens:
+            return f"{self.rows} rows"
+        return f"{self.rows} rows of {self.tokens_per_row} tokens ({self.rows * self.tokens_per_row / 1e6:.2f}M)"
 
     def reasons(self) -> Counter[str]:
         """Returns the number of rejected candidates by reason."""
         return Counter(item.reason for item in self.rejected)
 
     def __str__(self) -> str:
-        batch = f"{self.rows} rows of {self.tokens_per_row} tokens ({self.rows * self.tokens_per_row / 1e6:.2f}M)"
         lines = [
-            f"{self.target.title}, {batch} per step",
+            f"{self.target.title}, {self.batch_words} per step",
             f"{self.considered} candidates in {self.seconds:.1f} s; {len(self.ranked)} fit",
         ]
         for place, plan in enumerate(self.ranked[:10], 1):
@@ -80,6 +92,7 @@ class Search:
             memory = format_bytes(plan.memory.total)
             lines.append(f"{place:>3}. {plan.time.step.value:8.3f} s  MFU {plan.mfu:5.1%}  {memory:>10}  {plan.setup}")
         lines += [f"  rejected {count}: {reason}" for reason, count in self.reasons().most_common()]
+        lines += [] if self.nearest is None else [str(self.nearest)]
         return "\n".join(lines)
 
 
@@ -117,6 +130,7 @@ def search(
     rows = _rows(job, profile, constraints, target)
     ranked: list[Plan] = []
     rejected: list[Rejected] = []
+    closest: Plan | None = None
     for mesh in _meshes(target, constraints):
         spec = parse_mesh(mesh)
         first = Setup(mesh=mesh, rows=rows, precision=precision, optimizer=optimizer)
@@ -131,11 +145,16 @@ def search(
                 found = Rejected(setup, *layout)
             if isinstance(found, Rejected):
                 rejected.append(found)
+            elif found.memory.fits is False:
+                rejected.append(Rejected(setup, "out of memory", found.memory.verdict))
+                if closest is None or found.memory.total < closest.memory.total:
+                    closest = found
             else:
                 ranked.append(found)
     ranked.sort(key=_rank)
+    nearest = None if ranked or closest is None else find_nearest(job, profile, closest)
     seconds = time.perf_counter() - begin
-    return Search(target, tuple(ranked), tuple(rejected), rows, profile.tokens_per_row, seconds, profile)
+    return Search(target, tuple(ranked), tuple(rejected), rows, profile.tokens_per_row, seconds, profile, nearest)
 
 
 def compile_best(
@@ -301,10 +320,7 @@ def _judge(prepared: Prepared, rows: int, price: float | None) -> Plan | Rejecte
     setup, parts = prepared.setup, prepared.row_parts
     if rows % parts:
         return Rejected(setup, "rows not divisible", f"{rows} rows do not divide into {parts} parts")
-    plan = assemble(prepared, rows=rows, price=price)
-    if plan.memory.fits is False:
-        return Rejected(setup, "out of memory", plan.memory.verdict)
-    return plan
+    return assemble(prepared, rows=rows, price=price)
 
 
 def _rank(plan: Plan) -> tuple[float, int, int]:

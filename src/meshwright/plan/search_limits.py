@@ -12,7 +12,9 @@ from meshwright.plan.costs.job_costs import REMATS
 AXES = ("dp", "fsdp", "pp", "tp")
 SYNCS = ("hybrid", "once")
 MINIBATCHES = (1, 2, 4, 8, 16, 32)
-_TERM = re.compile(r"(?P<name>[a-z_]+)\s*(?P<sign><=|>=|=|<|>)\s*(?P<value>[^,]+)")
+_TERM = re.compile(r"(?P<name>[a-z_]+)\s*(?P<sign><=|>=|=|<|>)\s*(?P<value>[^,<>=]+)")
+# Limits on several names need commas between them: "tp<=8 pp=1" is two.
+_NEXT_TERM = re.compile(r"\s+(?=[a-z_]+\s*(?:<=|>=|=|<|>))")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20}
 
 
@@ -41,7 +43,7 @@ class Constraints:
 
 
 def parse_constraints(text: str) -> Constraints:
-    """Parses constraints, separated by commas: `tp<=8`, `pp=1`, `batch=4M tokens`, `batch=512 rows`, `remat=full|dots`.
+    """Parses constraints, separated by commas or spaces: `tp<=8`, `pp=1`, `batch=4M tokens`, `batch=512 rows`, `remat=full|dots`.
 
     Example:
         >>> parse_constraints("tp<=8, batch=4M tokens, remat=full|dots").batch_tokens
@@ -55,8 +57,8 @@ def parse_constraints(text: str) -> Constraints:
     choices: dict[str, tuple[str, ...]] = {}
     tokens = rows = None
     known = (*AXES, "minibatches", "remat", "sync", "batch")
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        match = _TERM.fullmatch(part)
+    for part in filter(None, (part.strip() for whole in text.split(",") for part in _NEXT_TERM.split(whole))):
+        match = _TERM.fullmatch(part.replace("==", "=", 1))
         if match is None or match["name"] not in known:
             wrong = match["name"] if match else part
             hint = did_you_mean(wrong, known) or f"constrain one of {', '.join(known)}, e.g. tp<=8."

@@ -15,6 +15,7 @@ from typing import Literal
 
 from meshwright.errors import MeshError, did_you_mean
 from meshwright.hardware.chips import ALIASES, CHIPS, Chip, chip_of
+from meshwright.mesh.string import MeshSpec
 from meshwright.specs import ceil_div
 
 _FORM = re.compile(r"(?P<kind>[A-Za-z][\w.\-]*):(?P<shape>\d+(?:[xX]\d+)*)(?:\*(?P<slices>\d+))?")
@@ -110,6 +111,34 @@ class Target:
         return f"{slices}{self.devices_per_slice // self.chip.devices_per_chip} x {self.chip.title} (torus {torus})"
 
 
+def check_slices(target: Target, spec: MeshSpec) -> None:
+    """Raises a `MeshError` unless the `@dcn` axes of a resolved mesh cross the slices of a target, and no more.
+
+    Example:
+        >>> from meshwright.mesh.string import parse_mesh
+        >>> check_slices(parse_target("v5p:4x4x8*4"), parse_mesh("dp:4@dcn,fsdp:128"))
+        >>> check_slices(parse_target("v5p:4x4x8*4"), parse_mesh("fsdp:512"))
+        Traceback (most recent call last):
+        meshwright.errors.MeshError: v5p:4x4x8*4 has 4 slices, but no axis of mesh 'fsdp:512' crosses them.
+        hint: write fsdp:512@dcn=4, or put @dcn on another axis.
+    """
+    crossed, slices = math.prod(spec.dcn_sizes), target.num_slices
+    if target.platform != "tpu" or crossed == slices:
+        return
+    found = f"{target} has {slices} slice{'' if slices == 1 else 's'}, but "
+    if slices == 1:
+        hint = "drop @dcn, or name the slices, e.g. --target v5p:4x4x8*4."
+        raise MeshError(f"{found}mesh {str(spec)!r} crosses {crossed}.", hint=hint)
+    fits = [axis for axis in spec.axes if axis.size % slices == 0]
+    if not fits:
+        hint = f"make the size of one axis a multiple of {slices}, e.g. dp:{slices}@dcn."
+    else:
+        crossing = "@dcn" if fits[0].size == slices else f"@dcn={slices}"
+        hint = f"write {fits[0].name}:{fits[0].size}{crossing}, or put @dcn on another axis."
+    said = f"mesh {str(spec)!r} crosses {crossed}" if spec.is_hybrid else f"no axis of mesh {str(spec)!r} crosses them"
+    raise MeshError(f"{found}{said}.", hint=hint)
+
+
 def parse_target(text: str | Target) -> Target:
     """Parses the name of a machine; an error suggests the nearest valid name.
 
@@ -138,6 +167,26 @@ def parse_target(text: str | Target) -> Target:
     if problem:
         raise MeshError(f"{text!r} is not a target: {problem}.", hint=f"use {nearest}")
     return Target(kind, shape, slices)
+
+
+def enlarged(target: Target, factor: int) -> Target | None:
+    """Returns a machine with `factor` times the chips per slice, with full hosts first; None if there is none.
+
+    Example:
+        >>> print(enlarged(parse_target("h200:1x4"), 4), enlarged(parse_target("v5e:4x4"), 4))
+        h200:2x8 v5e:8x8
+    """
+    count = math.prod(target.shape) * factor
+    if target.chip is None:
+        shape: tuple[int, ...] = (count,)
+    elif target.platform == "gpu":
+        each = min(target.chip.devices_per_host, count)
+        shape = (count // each, each)
+    else:
+        shape = _torus(count, target.chip.links.torus_dims)
+    if math.prod(shape) != count or _problem(target.kind, target.chip, shape, target.num_slices)[0]:
+        return None
+    return Target(target.kind, shape, target.num_slices)
 
 
 def _problem(kind: str, chip: Chip | None, shape: tuple[int, ...], slices: int) -> tuple[str, str]:

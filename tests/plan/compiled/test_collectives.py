@@ -69,6 +69,16 @@ def test_async_forms_loops_and_groups():
     assert (schedule.num_matmuls, schedule.estimated_cycles) == (6, 500)
 
 
+def test_an_instruction_may_span_several_lines():
+    """Pallas kernels on TPUs have metadata with line breaks, which must not end their computation."""
+    kernel = """  %kernel = (bf16[8,16]{1,0}) custom-call(%x), custom_call_target="tpu", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="jit(step)/splash"}
+"""
+    before = "  %fusion.7 = "
+    assert read_schedule(ASYNC.replace(before, kernel + before)) == read_schedule(ASYNC)
+
+
 def test_the_compute_between_start_and_end():
     schedule = read_schedule(ASYNC)
     scatter, gather, reduce, permute = schedule.collectives

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError
-from meshwright.plan.compiled.compile import Compiled, CompileError, compile_step
+from meshwright.plan.compiled.compile import WIDENED, Compiled, CompileError, compile_step
 from meshwright.plan.compiled.topology import can_compile_for
 from meshwright.plan.step_setup import Setup
 
@@ -69,8 +69,16 @@ def test_the_result(reference, tmp_path):
     assert 0 < found.memory["argument"] - (16 * 32 * 4 // 2 + 8 * 16 * 4 // 2) < 64
     assert found.peak_bytes >= found.memory["argument"]
     assert found.does_not_fit is None
+    assert found.notes == ()
     assert found.versions["jax"] == jax.__version__
     assert text.read_text().startswith("HloModule")
+
+
+def test_programs_for_cpus_send_float32(reference):
+    """The bytes of 16-bit gathers double, and the result says so."""
+    found = compile_step(reference("good"), "cpu:2", Setup(mesh="fsdp:2", precision="mixed", optimizer="sgd"))
+    gathered = sum(c.wire_bytes for c in found.collectives if c.kind == "all-gather")
+    assert (gathered, WIDENED in found.notes) == (16 * 32 * 4 / 2, True)
 
 
 def test_a_crash_is_an_error(reference):

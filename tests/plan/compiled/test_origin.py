@@ -68,11 +68,13 @@ def test_collectives_of_a_train_step_name_their_parameters():
         loss=loss,
         batch={"x": jax.ShapeDtypeStruct((8, 64), "float32")},
     )
-    step, batch = build_step(
-        job, mw.create_mesh("dp:2,fsdp:4"), Setup(mesh="dp:2,fsdp:4", precision="float32", optimizer="sgd", clip=None)
-    )
-    schedule = read_schedule(step.lower(batch).compile().as_text())
-    named = {(one.kind, one.serves) for one in schedule.collectives if "params" in one.serves}
+    setup = Setup(mesh="dp:2,fsdp:4", precision="float32", optimizer="sgd")
+    step, batch = build_step(job, mw.create_mesh(setup.mesh), setup)
+    collectives = read_schedule(step.lower(batch).compile().as_text()).collectives
+    said = " ".join(one.serves for one in collectives if one.kind == "all-reduce")
+    assert "the gradient norm" in said
+    assert "activation" not in said
+    named = {(one.kind, one.serves) for one in collectives if "params" in one.serves}
     assert {("all-gather", "params/w"), ("reduce-scatter", "gradient of params/w")} <= named
     sums = " ".join(serves for kind, serves in named if kind == "all-reduce")
     assert "params/w" in sums or "params/b" in sums

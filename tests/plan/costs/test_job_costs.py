@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.models import Decoder, Execution
 from meshwright.plan.costs.job_costs import profile_job
+from meshwright.plan.plan import make_plan
+from meshwright.plan.step_setup import Setup
 from meshwright.train.jobs.language_job import language_job
 
 TOKENS, WIDTH, HIDDEN, VOCAB = 32, 64, 128, 256
@@ -157,3 +159,10 @@ def test_custom_jobs():
     assert found.needs["none"].flops.model == 5 * 2 * 16 * 32  # two forward, three backward: x needs no gradient
     assert found.needs["full"].flops.recomputed == 2 * 2 * 16 * 32
     assert "custom model" in found.notes[1]
+    # Compilers hid 0% (gathers on H200s) to 72% of its communication, so none is assumed hidden.
+    plan = make_plan(job, "h200:1x4", Setup(mesh="fsdp:4"))
+    assert {(item.axis, item.kind, item.hidden) for item in plan.sent} == {
+        ("fsdp", "all-gather", 0.0),
+        ("fsdp", "reduce-scatter", 0.0),
+    }
+    assert plan.time.exposed.value == plan.time.communication.value > 0

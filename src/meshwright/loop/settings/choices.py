@@ -98,9 +98,9 @@ def _value(option: str, text: str, kind: Any) -> Any:
     """Parses a value according to the field's type annotation."""
     kinds = str(kind).split(" | ")
     if "bool" in kinds:
-        if text not in ("true", "false"):
+        if text.lower() not in ("true", "false"):
             raise ConfigError(f"{option!r} is neither true nor false.", hint="use true or false.")
-        return text == "true"
+        return text.lower() == "true"
     if text in ("none", "None", "null") and "None" in kinds:
         return None
     for name, parse in (("int", int), ("float", float)):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
@@ -21,13 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.dtypes import is_float
 from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError, did_you_mean
 from meshwright.mesh.axes import axis_index, axis_size, pcast_varying, summing_dtype, varying_axes
-from meshwright.mesh.build import current_mesh
-from meshwright.parallel.overlap.forms import branch
+from meshwright.parallel.pipeline.flow import Functions, flow, in_mesh_order, mark, zeros
 from meshwright.parallel.pipeline.schedule import IDLE, Schedule, circular_schedule, count_rounds, gpipe_schedule
-from meshwright.parallel.rows import Parts, row_key, split_rows
+from meshwright.parallel.rows import split_rows
 from meshwright.types import PyTree
 
 Combine = Literal["concatenate", "stack", "sum"]
@@ -102,39 +99,37 @@ def pipeline(
             stacklevel=2,
         )
     # Mark everything here: inside a branch, the marks' gradients would deadlock.
-    shared = _in_mesh_order(frozenset({axis}).union(*map(varying_axes, jax.tree.leaves((x, extras, targets)))))
-    functions = _Functions(
-        stage_fn=stage_fn,
-        first=first,
-        last=last,
-        params=pcast_varying((stage_params, first_params, last_params), shared),
-        parts=split_rows(
-            pcast_varying((x, extras, targets), shared), num_microbatches, who="pipeline", part="microbatch"
-        ),
-        rng=rng,
-        table=table,
-        by_round=schedule == "circular" or table.num_rounds > 1,
-    )
-    h_type, out_type = _flow(functions, axis)
+    shared = in_mesh_order(frozenset({axis}).union(*map(varying_axes, jax.tree.leaves((x, extras, targets)))))
+    params = pcast_varying((stage_params, first_params, last_params), shared)
+    parts = split_rows(pcast_varying((x, extras, targets), shared), num_microbatches, who="pipeline", part="microbatch")
+    functions = Functions(stage_fn, first, last, parts, rng)
+    by_round = schedule == "circular" or table.num_rounds > 1
+
+    def of_stage(stage: Any) -> PyTree:
+        turn = stage // num_stages
+        take = lambda leaf: lax.dynamic_index_in_dim(leaf, turn, keepdims=False)  # noqa: E731
+        return jax.tree.map(take, params[0]) if by_round else params[0]
+
+    h_type, out_type = flow(functions, (of_stage(pcast_varying(jnp.int32(0), axis)), *params[1:]), axis)
     place, end = axis_index(axis, who="pipeline"), table.num_virtual_stages - 1
 
     def tick(h: PyTree, row: Any) -> tuple[PyTree, PyTree]:
         stage, microbatch = (column[place] for column in row)
 
         def enter(h: PyTree) -> PyTree:
-            return _mark(functions.enter(microbatch), h_type)
+            return mark(functions.enter(params[1], microbatch), h_type)
 
         def leave(h: PyTree) -> PyTree:
-            return _mark(functions.leave(h, microbatch), out_type)
+            return mark(functions.leave(params[2], h, microbatch), out_type)
 
         def work(h: PyTree) -> tuple[PyTree, PyTree]:
             h = enter(h) if end == 0 else lax.cond(stage == 0, enter, lambda h: h, h)
-            h = _mark(functions.run(h, stage, microbatch), h_type)
-            return h, leave(h) if end == 0 else lax.cond(stage == end, leave, lambda h: _zeros(out_type), h)
+            h = mark(functions.run(of_stage(stage), h, microbatch), h_type)
+            return h, leave(h) if end == 0 else lax.cond(stage == end, leave, lambda h: zeros(out_type), h)
 
         if (table.stages != IDLE).all():
             return work(h)
-        done: tuple[PyTree, PyTree] = lax.cond(stage != IDLE, work, lambda h: (h, _zeros(out_type)), h)
+        done: tuple[PyTree, PyTree] = lax.cond(stage != IDLE, work, lambda h: (h, zeros(out_type)), h)
         return done
 
     if remat:
@@ -148,56 +143,11 @@ def pipeline(
         h, out = tick(h, row)
         return h if num_stages == 1 else jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), h), out
 
-    _, outs = lax.scan(step, _zeros(h_type), (jnp.asarray(table.stages), jnp.asarray(table.microbatches)))
+    _, outs = lax.scan(step, zeros(h_type), (jnp.asarray(table.stages), jnp.asarray(table.microbatches)))
     result = _combine(outs, table, combine)
     if not everywhere or num_stages == 1:
         return result
     return jax.tree.map(lambda leaf: lax.psum(leaf.astype(summing_dtype(leaf.dtype)), axis).astype(leaf.dtype), result)
-
-
-# --- One tick ---
-
-
-@dataclass(frozen=True)
-class _Functions:
-    """The user's functions and their arguments."""
-
-    stage_fn: Callable[..., PyTree]
-    first: Callable[..., PyTree] | None
-    last: Callable[..., PyTree] | None
-    params: tuple[PyTree, PyTree, PyTree]
-    parts: Parts
-    rng: PyTree
-    table: Schedule
-    by_round: bool
-
-    def _rows(self, microbatch: Any) -> Any:
-        take = [lax.dynamic_index_in_dim(array, microbatch, keepdims=False) for array in self.parts.arrays]
-        return self.parts.join(take)
-
-    def enter(self, microbatch: Any) -> PyTree:
-        x = self._rows(microbatch)[0]
-        with branch():
-            return x if self.first is None else self.first(self.params[1], x)
-
-    def run(self, h: PyTree, stage: Any, microbatch: Any) -> PyTree:
-        params, extras = self.params[0], self._rows(microbatch)[1]
-        if self.by_round:
-            turn = stage // self.table.num_stages
-            params = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, turn, keepdims=False), params)
-        keys = {}
-        if self.rng is not None:
-            first_row = microbatch * self.parts.num_rows
-            keys["rng"] = jax.tree.map(lambda key: row_key(key, first_row), self.rng)
-        with branch():
-            return self.stage_fn(params, h, *extras, **keys)
-
-    def leave(self, h: PyTree, microbatch: Any) -> PyTree:
-        if self.last is None:
-            return h
-        targets = self._rows(microbatch)[2]
-        with branch():
-            return self.last(self.params[2], h) if targets is None else self.last(self.params[2], h, targets)
 
 
 def _combine(outs: PyTree, table: Schedule, combine: Combine) -> PyTree:
@@ -218,82 +168,6 @@ def _combine(outs: PyTree, table: Schedule, combine: Combine) -> PyTree:
         return results.reshape(-1, *results.shape[2:])
 
     return jax.tree.map(merge, outs)
-
-
-# --- Types of the arrays between stages ---
-
-
-@dataclass(frozen=True)
-class _Type:
-    """Shape, dtype and varying axes of one array."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    axes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-
-def _flow(f: _Functions, axis: str) -> tuple[PyTree, PyTree]:
-    """Returns the types of `h` and of the result, and checks the user's functions."""
-    zero = pcast_varying(jnp.int32(0), axis)
-    h_type = _trace(lambda: f.enter(zero), axis, name="first")
-    while True:
-        made = _trace(lambda: f.run(_zeros(h_type), zero, zero), axis, name="stage_fn")  # noqa: B023, called at once
-        wider = _join_types(h_type, made)
-        if wider == h_type:
-            break
-        h_type = wider  # A stage may return an `h` that varies along more axes; then its input must vary as well.
-    return h_type, _trace(lambda: f.leave(_zeros(h_type), zero), axis, name="last")
-
-
-def _trace(call: Callable[[], PyTree], axis: str, *, name: str) -> PyTree:
-    jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)()
-    # False if check_vma is off or the axis has size 1.
-    checked = axis in varying_axes(pcast_varying(jnp.int32(0), axis))
-    for value in jaxpr.consts:
-        outside = isinstance(value, jax.core.Tracer) and is_float(value.dtype)
-        if checked and outside and axis not in varying_axes(value):
-            raise PlacementError(
-                f"pipeline: {name} closes over a {value.dtype} array of shape {value.shape} that is replicated over "
-                f"{axis!r}. Its gradient would be a sum over {axis!r} inside one stage's branch, which deadlocks.",
-                hint=f"pass it through {name}'s parameters, or close over "
-                f"meshwright.parallel.pcast_varying(array, {axis!r}).",
-            )
-    return jax.tree.map(
-        lambda leaf: _Type(tuple(leaf.shape), leaf.dtype, _in_mesh_order(varying_axes(leaf) | {axis})), shapes
-    )
-
-
-def _join_types(taken: PyTree, made: PyTree) -> PyTree:
-    structures: list[Any] = [jax.tree.structure(taken), jax.tree.structure(made)]
-    same = structures[0] == structures[1] and all(
-        (a.shape, a.dtype) == (b.shape, b.dtype)
-        for a, b in zip(jax.tree.leaves(taken), jax.tree.leaves(made), strict=True)
-    )
-    if not same:
-        raise PlacementError(
-            f"pipeline: a stage takes {jax.tree.map(str, taken)} but returns {jax.tree.map(str, made)}; input and "
-            "output must have the same shapes and dtypes.",
-            hint="move layers that change shapes into first= (an embedding) or last= (a head).",
-        )
-    return jax.tree.map(
-        lambda a, b: _Type(a.shape, a.dtype, _in_mesh_order(frozenset(a.axes) | frozenset(b.axes))), taken, made
-    )
-
-
-def _zeros(types: PyTree) -> PyTree:
-    return jax.tree.map(lambda t: pcast_varying(jnp.zeros(t.shape, t.dtype), t.axes), types)
-
-
-def _mark(tree: PyTree, types: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf, t: pcast_varying(jnp.asarray(leaf, t.dtype), t.axes), tree, types)
-
-
-def _in_mesh_order(axes: frozenset[str]) -> tuple[str, ...]:
-    mesh = current_mesh()
-    return tuple(axis for axis in mesh.axis_names if axis in axes) if mesh is not None else ()
 
 
 # --- Checks ---

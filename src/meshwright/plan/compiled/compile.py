@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.libtpu import TPU_ENVIRONMENT
 from meshwright.interrupts import at_end
+from meshwright.plan.compiled.busy_clock import wait_busy
 from meshwright.plan.compiled.fp8_matmuls import MatmulUse
 from meshwright.plan.compiled.topology import require_compiler
 from meshwright.plan.compiled.verdict import CompiledCollective
@@ -33,6 +34,11 @@ TIMEOUT_S = 180.0
 MEMORY_LIMIT = 8 * 2**30
 PARENT = "MESHWRIGHT_PLAN_PARENT"
 """Variable that tells the compiling process who waits for it."""
+WIDENED = (
+    "XLA's CPU compiler sends 16-bit values as float32, so gathers and activations have up to twice the bytes they have "
+    "on TPUs and GPUs"
+)
+"""Note of programs with 16-bit values that were compiled for simulated devices."""
 Reason = Literal["missing", "refused", "crash", "timeout", "memory"]
 
 
@@ -132,7 +138,7 @@ def compile_step(
     Args:
         job: a job, or a reference to one (`module:attribute`, or an `AdaptedReference`), which also works if the job
             cannot be pickled.
-        timeout_s: time limit in seconds.
+        timeout_s: time limit in seconds; time in which other programs use the cores does not count (Linux).
         memory_limit: limit on the compiling process's memory, in bytes.
         python: interpreter whose compilers to use (default: this one).
         text_path: file to write the text of the compiled program to.
@@ -218,7 +224,7 @@ def _run(command: list[str], errors: Path, timeout_s: float) -> int | None:
 
         try:
             with at_end(kill):
-                return process.wait(timeout=timeout_s)
+                return wait_busy(process, timeout_s)
         except subprocess.TimeoutExpired:
             return None
         finally:

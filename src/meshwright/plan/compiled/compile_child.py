@@ -20,7 +20,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.layout.leaf import format_bytes
 from meshwright.loop.logging.memory_use import peak_resident
 from meshwright.plan.compiled.collectives import ProgramSchedule, read_schedule
-from meshwright.plan.compiled.compile import PARENT, Compiled
+from meshwright.plan.compiled.compile import PARENT, WIDENED, Compiled
 from meshwright.plan.compiled.fp8_matmuls import check_fp8
 from meshwright.plan.compiled.topology import assumed_cudnn, mesh_on_target, require_compiler, stand_in_for_cudnn
 from meshwright.plan.compiled.verdict import CompiledCollective, judge
@@ -103,6 +103,8 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
     schedule = read_schedule(text)
     collectives = _judged(schedule, target, setup, step)
     memory, peak = _memory(compiled.memory_analysis(), target)
+    if target.platform == "cpu" and setup.dtypes.compute.itemsize < 4:
+        notes.append(WIDENED)
     fp8 = setup.dtypes.fp8
     names = () if fp8 is None else fp8.names(step.layout.abstract.params)
     check = check_fp8(text, names, platform=target.platform)

@@ -31,6 +31,8 @@ _PLAIN = frozenset((
 ))  # fmt: skip
 _TOKEN = re.compile(r"\['([^']*)'\]|\[([^\]]*)\]|([^.\[\]]+)")
 _FEW = 1024  # bytes
+# Functions of a train step that sum over devices outside the loss and its gradient.
+_SUMS = {"leaf_square_sums": "the gradient norm", "over_devices": "loss and metrics"}
 _MAX_STEPS = 400
 # Patterns for the tables of files, functions and stack frames in the header of a program.
 _FIELDS = re.compile(r"(\w+)=(\d+)")
@@ -148,9 +150,13 @@ class Origins:
             of = f"{named[0]} and {len(named) - 1} more" if len(named) > 1 else named[0]
             return f"gradient of {of}" if kind in _REDUCES else of
         where = last_scope(source) or function
+        few = sum(array_bytes(core.result)) <= _FEW
+        if kind in _REDUCES and "jvp(" not in source and (sums := _SUMS.get(function.rpartition(".")[2])):
+            # The compiler combines it with gradients of parameters that are not split.
+            return f"a few numbers: {sums}" if few else f"gradients, and {sums}"
         if kind in _REDUCES and "transpose(" in source:
             what = "a gradient"
-        elif sum(array_bytes(core.result)) <= _FEW:
+        elif few:
             what = "a few numbers"
         else:
             what = "an activation"

@@ -28,7 +28,7 @@ from meshwright.errors import MeshError
 from meshwright.hardware.libtpu import TPU_ENVIRONMENT
 from meshwright.mesh.build import arrange_devices
 from meshwright.mesh.string import parse_mesh
-from meshwright.plan.target import Target, parse_target
+from meshwright.plan.target import Target, check_slices, parse_target
 
 _CUDNN = 91900  # cuDNN 9.19, as on the H200 of the measurements
 # Differences from an H200, whose description was read from a real one; from XLA's published descriptions.
@@ -158,12 +158,7 @@ def mesh_on_target(target: str | Target, mesh: str) -> Mesh:
     """
     target = parse_target(target)
     spec = parse_mesh(mesh).resolve(target.num_devices)
-    if target.num_slices > 1 and not spec.is_hybrid:
-        axis = spec.axes[0]
-        raise MeshError(
-            f"{target} has {target.num_slices} slices, but no axis of mesh {str(spec)!r} crosses them.",
-            hint=f"write {axis.name}:{axis.size}@dcn={target.num_slices}, or put @dcn on another axis.",
-        )
+    check_slices(target, spec)
     devices = target_devices(target)
     if target.platform != "tpu":
         grid = np.array(devices, dtype=object).reshape(spec.sizes)

@@ -34,8 +34,8 @@ WHOLE_HIDDEN_ELSEWHERE = 0.2
 # Over part of a torus a transfer outlasts its matmul: with libtpu 0.0.42 and full remat, 91% was hidden with fsdp:128
 # over all of 4x4x8, but 79% with dp:16,fsdp:256 over 16x16 of 16x16x16 (one program each).
 PART_HIDDEN = {"v5p": 0.8}
-# A reduce-scatter over a whole slice compiles to an all-reduce, which sends twice the bytes, on these chips; without
-# overlap options, on all TPUs but HIDES_UNASKED.
+# A reduce-scatter over a whole slice may compile to an all-reduce, which sends twice the bytes, on these chips; without
+# overlap options, on all TPUs but HIDES_UNASKED. `sums_whole_slices` says on which tori.
 SCATTERS_AS_SUMS = ("v5e",)
 HIDES_UNASKED = ("tpu7x",)
 # Hops of a ring whose ends are not neighbors are synchronous here: seen with libtpu 0.0.42 for tp:4 and tp:8, but not
@@ -113,8 +113,9 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
             by_layer = profile.by_layer and setup.sync != "once"
             gathers, scatters = _times(stages, name, layers=layers, by_layer=by_layer, profile=profile)
             whole = size * fsdp
-            # No compute overlaps with a single exchange per step, or with embedding and head of a pipeline.
-            hides = setup.sync != "once" and (in_layers or stages.count == 1)
+            # No compute overlaps with a single exchange per step, or with embedding and head of a pipeline. How much
+            # does if the parameters are not gathered layer by layer is not known: compilers hid 0% to 72% of it.
+            hides = by_layer and (in_layers or stages.count == 1)
             gathered[hides] += rounds * gathers / layers * whole * width * (fsdp - 1) / fsdp
             scattered[hides] += learns * rounds * scatters / layers * whole * wire * (fsdp - 1) / fsdp
             # The matrices of a layer travel together.
@@ -141,7 +142,9 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
             summed[together] = summed.get(together, 0.0) + sums * 2 * size * wire * (ways - 1) / ways
     found = []
     for hides in (True, False):
-        which = "of layers, prefetched" if hides else "of all layers" if setup.sync == "once" else "outside layers"
+        which = "of layers, prefetched" if hides else "outside layers"
+        if setup.sync == "once" or not profile.by_layer:
+            which = "of all layers" if profile.by_layer else "of the whole model"
         found += [
             Traffic(GATHER_AXIS, "all-gather", f"parameters {which}", gathered[hides], counts[0], hides),
             Traffic(GATHER_AXIS, "reduce-scatter", "gradients of parameters", scattered[hides], counts[1], hides),
@@ -257,7 +260,7 @@ def computed_sent(
             hidden = RING_HIDDEN
         else:
             waits, hidden = unasked, whole if spans else PART_HIDDEN.get(target.kind, whole)
-            if kind == "reduce-scatter" and as_sum and spans:
+            if kind == "reduce-scatter" and as_sum and spans and sums_whole_slices(target):
                 kind, wire_bytes = "all-reduce", 2 * wire_bytes
         if waits or not item.hides or target.platform == "cpu":  # CPUs have only synchronous collectives
             hidden = 0.0
@@ -265,6 +268,21 @@ def computed_sent(
         name = "unknown" if link is None else str(link)
         found.append(Sent(item.axis, kind, item.what, wire_bytes, item.count, name, seconds, hidden, "computed"))
     return tuple(found)
+
+
+def sums_whole_slices(target: Target) -> bool:
+    """Returns whether scatters over a whole slice compile to all-reduces on a torus, unless an option keeps them.
+
+    Read from one scatter compiled for each of 16 tori (benchmarks/results/plan_layouts.md): 2D tori that are square,
+    from 4x4 on, and all 3D tori.
+
+    Example:
+        >>> from meshwright.plan.target import parse_target
+        >>> [sums_whole_slices(parse_target(f"v5e:{torus}")) for torus in ("2x4", "4x4", "8x16")]
+        [False, True, False]
+    """
+    sizes = [size for size in target.shape if size > 1]
+    return len(sizes) == 3 or (len(sizes) == 2 and sizes[0] == sizes[1] >= 4)
 
 
 def beside_matmuls(sent: tuple[Sent, ...], seconds: float) -> tuple[Sent, ...]:

@@ -129,6 +129,7 @@ class JobCosts:
         needs: costs by remat policy.
         forward: FLOPs per row of the loss without its gradient.
         state: shapes of the train state.
+        has_tokens: whether the batch says how many tokens a row has; if not, a row counts as one.
     """
 
     num_params: int
@@ -151,6 +152,7 @@ class JobCosts:
     state: Any = field(repr=False, compare=False)
     frozen: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    has_tokens: bool = True
 
     def stages(self, sizes: Mapping[str, int]) -> Stages:
         """Returns the pipeline on a mesh with these axis sizes."""
@@ -243,6 +245,7 @@ def profile_job(
     learns = trainable_leaves(job, params)
     layers = [leaf.value.shape[0] for leaf in leaves if leaf.name.startswith(LAYERS)]
     tokens, notes = _tokens_per_row(job)
+    has_tokens = not notes
     key = jax.eval_shape(lambda: jax.random.key(0))
     rule = make_optimizer(optimizer)
     state = jax.eval_shape(lambda key: make_state(job, rule, key, precision=dtypes), key)
@@ -250,7 +253,8 @@ def profile_job(
         notes += (f"{len(leaves) - sum(learns)} of {len(leaves)} parameters are frozen: they have no gradients",)
     if model is None:
         notes += (
-            "custom model: until it is compiled, tp is assumed to send half of the saved activations, and pp none",
+            "custom model: until it is compiled, tp is assumed to send half of the saved activations, and pp none; "
+            "communication is assumed to hide behind no compute",
         )
     return JobCosts(
         num_params=sum(int(leaf.value.size) for leaf in leaves),
@@ -276,6 +280,7 @@ def profile_job(
         state=state,
         frozen=frozenset(leaf.name for leaf, own in zip(leaves, learns, strict=True) if not own),
         notes=notes,
+        has_tokens=has_tokens,
     )
 
 

@@ -156,7 +156,7 @@ def gradient_bytes(profile: JobCosts, layout: Layout, setup: Setup) -> float:
 def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> list[Part]:
     layers, ends, copies = _gathered(profile, layout, setup, sizes)
     grads = Part("gradients", gradient_bytes(profile, layout, setup), "computed", "held until the optimizer update")
-    note = "two layers, and all weights outside layers"
+    note = "two layers, and all weights outside layers" if profile.by_layer else "all weights, from their first use on"
     if setup.sync == "once":
         note = "all weights, from the first minibatch to the last"
     elif profile.stages(sizes).count > 1:
@@ -265,8 +265,8 @@ def _shrunk(parts: list[Part], by: float) -> list[Part]:
         takes = min(left, part.bytes) if part.name in spared else 0.0
         left -= takes
         if takes:
-            note = f"{format_bytes(takes)} less than computed, to match the compiler's peak"
-            part = part.without(takes, note, basis="compiled")
+            note = f"{format_bytes(takes)} less than computed, to match the compiler's peak, which names no parts"
+            part = part.without(takes, note, basis="assumed")
         made.append(part)
     order = [part.name for part in parts]
     return sorted(made, key=lambda part: order.index(part.name))

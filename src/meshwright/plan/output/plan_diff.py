@@ -170,9 +170,9 @@ def parse_setup(text: str, base: Setup) -> Setup:
 
 def _value(name: str, text: str, word: str) -> Any:
     if name == "overlap":
-        if text not in ("True", "False"):
-            raise MeshwrightError(f"{word!r} is neither True nor False.", hint=f"write e.g. {name}=False.")
-        return text == "True"
+        if text.lower() not in ("true", "false"):
+            raise MeshwrightError(f"{word!r} is neither true nor false.", hint=f"write e.g. {name}=false.")
+        return text.lower() == "true"
     if name == "view" and text == "auto":
         return None
     kind = {"rows": int, "num_minibatches": int, "clip": float}.get(name, str)

@@ -40,6 +40,7 @@ from meshwright.plan.output.commands import PlannedJob, how_to_run, plan_command
 from meshwright.plan.output.communication_section import sending_section
 from meshwright.plan.output.compare_section import compare_section, time_bars, why_section
 from meshwright.plan.output.explain import PlanData
+from meshwright.plan.output.goodput_section import goodput_section
 from meshwright.plan.output.layout_section import layout_section, machine_section
 from meshwright.plan.output.memory_section import memory_section
 from meshwright.plan.output.plan_diff import PlanDiff
@@ -103,6 +104,7 @@ def render_plan(
         time_section(plan),
         sending_section(plan),
         pipeline_section(plan),
+        goodput_section(plan),
         machine_section(plan),
         layout_section(layout),
         compare_section([plan, *others], subject, found),

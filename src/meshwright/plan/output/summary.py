@@ -9,10 +9,12 @@ from typing import Any
 from meshwright.layout.leaf import format_bytes, rich_table, text_table
 from meshwright.pages import Markup, compact, duration, percent, table
 from meshwright.plan.costs.step_time import TimePlan
+from meshwright.plan.goodput import STORAGE_MOST, STORAGE_PER_HOST, Goodput
 from meshwright.plan.output.commands import PlannedJob, how_to_run, train_command
 from meshwright.plan.plan import Plan
 from meshwright.plan.search import Rejected, Search
 
+ASSUMED_STORAGE = f"{format_bytes(STORAGE_PER_HOST)}/s per host, at most {format_bytes(STORAGE_MOST)}/s"
 PARTS = ("matmul", "memory", "exposed", "bubble", "optimizer")
 PART_NAMES = {
     "matmul": "matmuls",
@@ -81,6 +83,8 @@ def plan_summary(plan: Plan, subject: PlannedJob) -> Summary:
     parts: list[str | Table] = ["\n".join(head), memory_table(plan), sent_table(plan)]
     if plan.time is not None:
         parts.append(time_table(plan))
+    if plan.goodput is not None:
+        parts.append(goodput_table(plan, plan.goodput))
     parts.append("compiled: read from the compiled program; computed: from shapes and data sheets; assumed: estimated")
     if plan.notes:
         parts.append("\n".join(f"note: {note}" for note in plan.notes))
@@ -104,6 +108,8 @@ def _speed(plan: Plan) -> str:
     mfu = "" if plan.mfu is None else f", MFU {percent(plan.mfu)}"
     cost = plan.dollars_per_billion_tokens
     money = "" if cost is None else f", ${cost:,.0f} per billion tokens"
+    if plan.goodput is not None:
+        money += f", goodput {percent(plan.goodput.share)} with failures"
     step = f"{duration(plan.time.step.value)} per step ({band_words(plan.time)})"
     return f"{step}, {compact(plan.tokens_per_second)} tokens/s{mfu}{money} ({plan.time.step.basis})"
 
@@ -170,14 +176,41 @@ def time_table(plan: Plan) -> Table:
     return Table("Time per step", ("part", "time", "share", "basis", "note"), tuple(rows), (1, 2))
 
 
+def goodput_table(plan: Plan, found: Goodput) -> Table:
+    """Returns the expected goodput and how it comes about."""
+    failures, given = found.failures(), found.given
+    shares = failures.shares(found.interval_s)
+    storage = f"{format_bytes(found.storage(found.chips))}/s"
+    assumed = "" if given.storage_rate is not None else f", assumed: {ASSUMED_STORAGE}"
+    rows = [
+        ("goodput", percent(found.share), "share of the time that trains"),
+        ("lost work", percent(shares["lost work"]), "trained again after a failure"),
+        ("saves", percent(shares["saves"]), "if training waits for them"),
+        ("restarts", percent(shares["restarts"]), f"{duration(given.restart_s)} each, and loading the checkpoint"),
+        ("failure every", duration(1 / failures.rate), f"{found.chips:,} chips, {given.mtbf_hours:,g} hours each"),
+        ("checkpoint", format_bytes(found.state_bytes), f"{duration(failures.save)} at {storage}{assumed}"),
+        ("save every", f"{found.interval_steps:,} steps", f"{duration(found.interval_s)}, the best interval"),
+        ("Young-Daly", duration(failures.young_daly), "the same to first order"),
+    ]
+    if plan.tokens_per_second is not None:
+        rows.append(("tokens/s", f"{plan.tokens_per_second * found.share:,.0f}", "with failures"))
+    if plan.dollars_per_billion_tokens is not None:
+        cost = plan.dollars_per_billion_tokens / found.share
+        rows.append(("price", f"${cost:,.0f}", "per billion tokens, with failures"))
+    return Table("Goodput (assumed)", ("figure", "value", "note"), tuple(rows), (1,))
+
+
 def search_summary(
     found: Search, best: Sequence[Plan], subject: PlannedJob, *, failed: Sequence[Rejected] = (), top: int = 5
 ) -> Summary:
     """Returns the text that `meshwright plan search` prints: the best plans, their commands, and rejections."""
+    batch = f"{found.rows:,} rows per step"
+    if found.profile.has_tokens:
+        tokens = found.rows * found.tokens_per_row
+        batch = f"{found.rows:,} rows of {found.tokens_per_row:,} tokens, {tokens:,} tokens per step"
     head = (
         f"{subject.name} on {found.target.title}\n"
-        f"{found.rows:,} rows of {found.tokens_per_row:,} tokens, "
-        f"{found.rows * found.tokens_per_row:,} tokens per step\n"
+        f"{batch}\n"
         f"{found.considered:,} candidates in {found.seconds:.1f} s; {len(found.ranked):,} fit"
     )
     parts: list[str | Table] = [head]
@@ -185,6 +218,8 @@ def search_summary(
         parts.append(ranking_table(best[:top]))
         commands = [train_command(plan, subject) or how_to_run(plan, subject) for plan in best[:top]]
         parts.append("\n".join(f"{place}. {line}" for place, line in enumerate(commands, 1)))
+    if found.nearest is not None:
+        parts.append(str(found.nearest))
     parts.append(rejected_table(found))
     if failed:
         lines = [f"dropped: {item.setup}: {item.reason}: {item.detail.splitlines()[0]}" for item in failed]
@@ -195,6 +230,8 @@ def search_summary(
 def ranking_table(plans: Sequence[Plan]) -> Table:
     """Returns one row per plan."""
     headings = ("", "mesh", "setup", "step", "MFU", "tokens/s", "memory", "sent", "exposed", "memory and links")
+    planned = any(plan.goodput is not None for plan in plans)
+    headings += ("goodput",) if planned else ()
     rows = []
     for place, plan in enumerate(plans, 1):
         assert plan.time is not None
@@ -210,9 +247,10 @@ def ranking_table(plans: Sequence[Plan]) -> Table:
                 format_bytes(sum(item.wire_bytes for item in plan.sent)),
                 percent(plan.time.exposed.value / plan.time.step.value),
                 plan.memory.basis,
+                *((percent(plan.goodput.share),) if plan.goodput is not None else ()),
             )
         )
-    return Table("Best plans (times assumed)", headings, tuple(rows), (3, 4, 5, 6, 7, 8))
+    return Table("Best plans (times assumed)", headings, tuple(rows), (3, 4, 5, 6, 7, 8, *((10,) if planned else ())))
 
 
 def rejected_table(found: Search) -> Table:

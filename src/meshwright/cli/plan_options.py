@@ -1,0 +1,96 @@
+"""Options that `meshwright plan`, `plan search` and `plan diff` share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from meshwright.errors import ConfigError
+from meshwright.plan.goodput import RESTART_S, Reliability
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The step to plan, the machine, and the output.
+
+    Args:
+        target: Machine, e.g. v5p:4x4x8, v5e:16x16, v5p:4x4x8*4 (slices), h200:8x8 (hosts x GPUs), cpu:8.
+        model: Built-in model to plan instead of a job, e.g. decoder-7b.
+        model_options: Model fields to override, e.g. num_layers=4.
+        batch_size: Rows per step over all devices; if unset, the job's batch, or one row per device with --model.
+        num_tokens: Tokens per row with --model; 4096 if unset.
+        lora: Low-rank adapters to train, e.g. rank=16,alpha=32,targets=REGEX,base=int8; if unset, all parameters.
+        remat: Rematerialization policy; if unset, none, and a search tries none, dots and full.
+        precision: Precision of the step.
+        minibatches: Number of minibatches per step, for gradient accumulation; if unset, 1, and a search tries 1 to 32.
+        sync: How often devices exchange the gradients of minibatches; if unset, hybrid, and a search also tries once.
+        overlap: Ask the compiler to overlap collectives with matmuls.
+        optimizer: Name of an optax optimizer.
+        compile: Compile the step for the machine, if its compiler is installed.
+        python: Interpreter whose compilers to use; if unset, this one.
+        timeout: Time limit per compilation, in seconds, not counting time in which other programs use the cores.
+        price: Price per device-hour, in dollars.
+        mtbf: Mean hours between two failures of one chip; if set, the plan has the expected goodput.
+        restart: Seconds from a failure until the checkpoint begins to load, with --mtbf; 300 if unset.
+        storage_rate: GiB per second that all hosts together write and read, with --mtbf; 1 per host and at most 100 if unset.
+        json: Print JSON.
+        html: Write an HTML page to this file.
+    """
+
+    target: str = ""
+    model: str | None = None
+    model_options: tuple[str, ...] = ()
+    batch_size: int | None = None
+    num_tokens: int | None = None
+    lora: str | None = None
+    remat: Literal["none", "dots", "full", "offload"] | None = None
+    precision: Literal["float32", "mixed", "bfloat16", "fp8"] = "mixed"
+    minibatches: int | None = None
+    sync: Literal["every", "hybrid", "once"] | None = None
+    overlap: bool = True
+    optimizer: str = "adamw"
+    compile: bool = True
+    python: str | None = None
+    timeout: float = 180.0
+    price: float | None = None
+    mtbf: float | None = None
+    restart: float | None = None
+    storage_rate: float | None = None
+    json: bool = False
+    html: Path | None = None
+
+    def check(self, top: int = 1) -> None:
+        """Raises a `ConfigError` if a number is out of range."""
+        counts = {"batch-size": self.batch_size, "num-tokens": self.num_tokens, "minibatches": self.minibatches}
+        for name, value in {**counts, "top": top}.items():
+            if value is not None and value < 1:
+                hint = f"pass a positive whole number, e.g. --{name} 8."
+                raise ConfigError(f"--{name} must be at least 1; got {value}.", hint=hint)
+        if not self.timeout > 0:
+            hint = "pass a number of seconds, e.g. --timeout 180."
+            raise ConfigError(f"--timeout must be greater than 0; got {self.timeout:g}.", hint=hint)
+        if self.price is not None and not 0 <= self.price < math.inf:
+            hint = "pass the price per device-hour in dollars, e.g. --price 2.5."
+            raise ConfigError(f"--price must be finite and at least 0; got {self.price:g}.", hint=hint)
+        self.reliability()
+
+    def reliability(self) -> Reliability | None:
+        """Returns how often chips fail; None if no goodput was asked for. Raises if a number is out of range."""
+        given = {"mtbf": self.mtbf, "storage-rate": self.storage_rate}
+        for name, value in given.items():
+            if value is not None and not 0 < value < math.inf:
+                hint = f"pass e.g. --{name} {50_000 if name == 'mtbf' else 10}."
+                raise ConfigError(f"--{name} must be finite and greater than 0; got {value:g}.", hint=hint)
+        if self.restart is not None and not 0 <= self.restart < math.inf:
+            hint = "pass a number of seconds, e.g. --restart 300."
+            raise ConfigError(f"--restart must be finite and at least 0; got {self.restart:g}.", hint=hint)
+        if self.mtbf is None:
+            for name, value in (("restart", self.restart), ("storage-rate", self.storage_rate)):
+                if value is not None:
+                    hint = "pass the mean hours between two failures of one chip, e.g. --mtbf 50000."
+                    raise ConfigError(f"--{name} has no effect without --mtbf.", hint=hint)
+            return None
+        rate = None if self.storage_rate is None else self.storage_rate * 2**30
+        return Reliability(self.mtbf, RESTART_S if self.restart is None else self.restart, rate)
