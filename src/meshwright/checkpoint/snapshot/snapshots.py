@@ -27,6 +27,7 @@ from meshwright.distributed.agreement import gather_texts
 from meshwright.errors import ConfigError
 from meshwright.files import explain_failure
 from meshwright.launch.memory_folder import open_folder, steps_in
+from meshwright.launch.story import plural
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.types import PyTree
@@ -193,7 +194,7 @@ class Snapshots:
             if COPIES * needed > free:
                 raise ConfigError(
                     f"snapshots take {format_bytes(COPIES * needed)} on {name} ({COPIES} copies of the state of "
-                    f"{len(ranks)} ranks), but only {format_bytes(free)} {where} can be used.",
+                    f"{plural(len(ranks), 'rank')}), but only {format_bytes(free)} {where} can be used.",
                     hint="leave out --snapshot-every, or use more hosts; checkpoints work without it.",
                 )
         return f"{format_bytes(own)} for each rank, {COPIES} copies at most"
