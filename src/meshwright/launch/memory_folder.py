@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.bounded_reader import MOST_DEPTH, read_json
 from meshwright.errors import ConfigError
 
 FOLDER = "MESHWRIGHT_SNAPSHOTS"
@@ -28,6 +29,7 @@ EVERY = "MESHWRIGHT_SNAPSHOT_EVERY"
 SHARED_MEMORY = Path("/dev/shm")
 _MOUNTS = Path("/proc/self/mounts")
 _LARGEST_TABLE = 256 << 20
+_DEPTH = 2 * MOST_DEPTH
 _HINT = "leave out --snapshot-every; checkpoints work without it."
 
 
@@ -163,12 +165,10 @@ def _is_whole(place: Path) -> bool:
 def read_table(path: Path) -> dict[str, Any] | None:
     """Returns the table of a rank's snapshot, or None if it is damaged or missing."""
     try:
-        if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size > _LARGEST_TABLE:
-            return None
-        body = json.loads(path.read_bytes())
+        body: dict[str, Any] = read_json(path, most=_LARGEST_TABLE, depth=_DEPTH)
         said = body.pop("sha256")
         return body if said == hash_table(body) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError):
         return None
 
 

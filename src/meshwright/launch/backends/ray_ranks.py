@@ -17,6 +17,7 @@ from meshwright.launch.relay import Reader, last_message
 from meshwright.launch.story import shorten
 
 _PASSED_ON = ("MESHWRIGHT_", "JAX_", "XLA_", "NCCL_", "PYTHONPATH", "AWS_", "GOOGLE_", "AZURE_", "FSSPEC_")
+_START_SECONDS = 300.0  # a cluster may have to start a node
 
 
 class Host:
@@ -98,7 +99,13 @@ class RayRanks:
         resources = {"num_cpus": 1, "num_gpus": self._devices or 1} if self._gpus else {"num_cpus": 1}
         make = self._ray.remote(Host).options(**resources, max_concurrency=2)
         self._actors = {rank: make.remote() for rank in range(len(slots))}
-        address = self._ray.get(self._actors[0].address.remote())
+        asked = self._actors[0].address.remote()
+        if not self._ray.wait([asked], timeout=_START_SECONDS)[0]:
+            raise ConfigError(
+                f"Ray did not start the actor of rank 0 within {_START_SECONDS:.0f} s; it needs {resources}.",
+                hint="check `ray status` for free CPUs and GPUs.",
+            )
+        address = self._ray.get(asked)
         for rank, actor in self._actors.items():
             words = [*program(), *self.command, *extra]
             if self._devices is not None and given(self.command, "--devices") is None:
