@@ -146,6 +146,10 @@ def newest_snapshot(folder: Path) -> int | None:
     """Returns the newest step of which this host holds the snapshots of all ranks, with unchanged tables; else None.
 
     The ranks compare every byte with its hash when they restore.
+
+    Example:
+        >>> newest_snapshot(Path("/nowhere")) is None
+        True
     """
     return next((step for step in steps_in(folder) if _is_whole(folder / str(step))), None)
 

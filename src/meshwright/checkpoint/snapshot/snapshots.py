@@ -50,9 +50,10 @@ class Snapshots:
 
     Example:
         >>> import tempfile, meshwright as mw
-        >>> layout = mw.make_layout([("w", mw.P("fsdp"))], {"w": np.ones((8, 4))}, mw.create_mesh("fsdp:8"))
+        >>> state = {"w": np.ones((8, 4), np.float32)}
+        >>> layout = mw.make_layout([("w", mw.P("fsdp"))], state, mw.create_mesh("fsdp:8"))
         >>> snapshots = Snapshots(Path(tempfile.mkdtemp()))
-        >>> snapshots.take(layout.shard({"w": np.ones((8, 4))}), step=7, layout=layout, facts={"data": {}})
+        >>> snapshots.take(layout.shard(state), step=7, layout=layout, facts={"data": {}})
         >>> snapshots.wait()
         >>> restored, notes = snapshots.restore(layout, after=5)
         >>> restored.step, restored.notes
