@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 
 import pytest
@@ -15,6 +16,7 @@ from meshwright.launch.memory_folder import (
     hold_folder,
     newest_snapshot,
     open_folder,
+    read_table,
     snapshot_variables,
 )
 
@@ -71,6 +73,24 @@ def test_only_a_snapshot_of_all_ranks_counts(tmp_path):
     (tmp_path / "10" / "rank-0.json").unlink()
     assert newest_snapshot(tmp_path) == 5
     shutil.rmtree(tmp_path / "5")
+    assert newest_snapshot(tmp_path) is None
+
+
+def test_no_changed_table_is_accepted(tmp_path):
+    write(tmp_path / "5", 5, 0)
+    path, rng = tmp_path / "5" / "rank-0.json", random.Random(0)
+    data = path.read_bytes()
+    before = read_table(path)
+    for _ in range(300):
+        place = rng.randrange(len(data))
+        change = rng.choice(
+            [data[:place], data[:place] + bytes([rng.randrange(256)]) + data[place + rng.randrange(3) :]]
+        )
+        path.write_bytes(change)
+        assert read_table(path) in (None, before)
+    path.unlink()
+    os.mkfifo(path)
+    assert read_table(path) is None  # without waiting for a writer
     assert newest_snapshot(tmp_path) is None
 
 

@@ -161,7 +161,11 @@ def _is_whole(place: Path) -> bool:
             return False
         found = [table for table in tables if table is not None]
         sizes = [(place / f"rank-{table['rank']}.data").lstat().st_size == table["bytes"] for table in found]
-        return all(sizes) and {table["rank"] for table in found} == set(range(found[0]["num_ranks"]))
+        return (
+            all(sizes)
+            and sorted(table["rank"] for table in found) == list(range(len(found)))
+            and ({table["num_ranks"] for table in found} == {len(found)})
+        )
     except (OSError, KeyError, TypeError, ValueError):
         return False
 

@@ -125,7 +125,8 @@ def _has_form(table: Mapping[str, Any], place: Path) -> bool:
                 return False
             if not all(0 <= start <= end for start, end in item["index"]):
                 return False
-        return table["step"] == int(place.name) and table["rank"] >= 0 and isinstance(table["facts"], dict)
+        is_rank = type(table["rank"]) is int and table["rank"] >= 0
+        return is_rank and table["step"] == int(place.name) and isinstance(table["facts"], dict)
     except (KeyError, TypeError, ValueError):
         return False
 
