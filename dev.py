@@ -19,6 +19,7 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -78,6 +79,8 @@ def main(args: list[str]) -> int:
     env.install("run")
     program = str(env.program("meshwright"))
     if os.name == "posix":  # become the command, so that signals reach it without a go-between
+        # Its first lines let a Ctrl-C through again; before them, Python would answer with a traceback.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         os.execv(program, [program, *args])
     return subprocess.run([program, *args]).returncode
 
@@ -222,4 +225,7 @@ def fail(problem: str, hint: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -23,13 +23,14 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 from kill import compare, variables, write_text
 from measure import ROOT, machine, median, verdict, versions
 
 TRAIN = [
     "--mesh", "dp:2,fsdp:2", "--model", "decoder-tiny", "--model-options", "num_layers=1", "d_model=32", "d_ff=32",
-    "num_heads=2", "dropout=0.1", "--batch-size", "4", "--num-tokens", "16", "--eval-every", "0",
+    "num_heads=2", "dropout=0.1", "--eval-every", "0",
     "--sample-tokens", "0", "--no-report", "--no-tensorboard", "--ledger", "--log-seconds", "0", "--hang", "20",
 ]  # fmt: skip
 LAUNCH = [
@@ -43,7 +44,7 @@ FAULTS = ("kill", "coordinator", "stop", "term", "disk", "network")
 
 def main() -> None:
     args = arguments()
-    rng, found, waits = random.Random(args.seed), Counter[str](), dict[str, list[float]]()
+    rng, found, waits = random.Random(args.seed), Counter[str](), dict[str, list[Wait]]()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         write_text(home / "text", rng)
@@ -62,14 +63,17 @@ def main() -> None:
                 if not disturb(fault, run, home, args, rng, whole, found, waits.setdefault(fault, [])):
                     break
                 compare(reference, run, found)
-                shown = ", ".join(f"{seconds:.1f}" for seconds in waits[fault])
-                print(f"{fault}, run {number}: {dict(found)}; seconds to the next step: {shown}", flush=True)
+                print(f"{fault}, run {number}: {dict(found)}; {waits[fault]}", flush=True)
                 shutil.rmtree(run, ignore_errors=True)
     print(f"{machine()}; {versions('jax', 'orbax-checkpoint', 'grain')}")
-    for fault, seconds in waits.items():
-        if seconds:
-            text = f"median {median(seconds):.1f} s to the next step ({min(seconds):.1f}-{max(seconds):.1f})"
-            print(f"{fault}: {found[fault]} times, {text}")
+    print(f"snapshots: {f'every {args.snapshot_every} steps' if args.snapshot_every else 'none'}")
+    for fault, seen in waits.items():
+        print(f"{fault}: {found[fault]} times")
+        for name, what in (("to the next step", 0), ("until the step of the death was passed", 1)):
+            if seconds := [wait[what] for wait in seen]:
+                print(f"  median {median(seconds):.1f} s {name} ({min(seconds):.1f}-{max(seconds):.1f})")
+        if seen:
+            print(f"  median {median([wait.again for wait in seen]):.0f} steps computed again, of {len(seen)} deaths")
     for what in WRONG:
         print(verdict(f"{what}: {found[what]}", found[what] == 0))
     sys.exit(any(found[what] for what in WRONG))
@@ -87,7 +91,10 @@ def disturb(fault, run, home, args, rng, whole, found, waits) -> bool:
     try:
         limit = args.kills if fault == "kill" else args.others
         while found[fault] < limit:
-            if fault == "kill":
+            if fault == "kill" and args.at_steps:
+                if not launched.wait_for_step(rng.randrange(launched.reached + 2, launched.reached + args.steps // 3)):
+                    break
+            elif fault == "kill":
                 launched.sleep(rng.uniform(0.02, 0.8) * whole)
             elif not launched.wait_for_step(rng.randrange(args.every + 1, args.steps - 4)):
                 break
@@ -111,7 +118,7 @@ def disturb(fault, run, home, args, rng, whole, found, waits) -> bool:
                 break
             if network is not None:
                 network.heal()
-            waits += launched.wait_for_next_step()
+            waits += launched.wait_for_progress()
             if fault != "kill":
                 break
         launched.finish(found)
@@ -122,13 +129,27 @@ def disturb(fault, run, home, args, rng, whole, found, waits) -> bool:
     return True
 
 
+class Wait(NamedTuple):
+    """Seconds from a fault to the first step after the restart, and to the first one that had not been printed before.
+
+    `again` is the number of printed steps that were computed again.
+    """
+
+    first: float
+    new: float
+    again: int
+
+
 class Launched:
     """A run under `meshwright launch`, whose terminal this script reads."""
 
     def __init__(self, run: Path, home: Path, args: argparse.Namespace, network: Namespaces | None = None) -> None:
         train = [*TRAIN, "--run", str(run), "--data", str(home / "text"), "--data-cache", str(home / "tokens")]
         train += ["--steps", str(args.steps), "--checkpoint-every", str(args.every)]
+        train += ["--batch-size", str(args.rows), "--num-tokens", str(args.tokens)]
         program = [sys.executable, "-m", "meshwright", "launch"] if network is None else network.program
+        if args.snapshot_every:
+            program = [*program, "--snapshot-every", str(args.snapshot_every)]
         command = [*program, *LAUNCH, "--logs", str(run.with_suffix(".logs")), "--", "train", *train]
         self.lines: list[tuple[float, str]] = []
         self.restarts, self._since, self._at = 0, 0, 0.0
@@ -169,21 +190,29 @@ class Launched:
     def wait_for_step(self, step: int) -> bool:
         return bool(self.wait_for(lambda: any(line.startswith(f"step {step}/") for _, line in self.lines)))
 
+    @property
+    def reached(self) -> int:
+        """The last step that was printed."""
+        return max((number for number, _ in steps_of(list(self.lines))), default=0)
+
     def disturbed(self) -> None:
         self._since, self._at = len(self.lines), time.monotonic()
 
     def wait_for_restart(self) -> bool:
         return bool(self.wait_for(lambda: any("The run restarts" in line for _, line in self.lines[self._since :])))
 
-    def wait_for_next_step(self) -> list[float]:
-        """Returns the seconds from the fault to the first step after the restart, if there was one."""
+    def wait_for_progress(self) -> list[Wait]:
+        """Returns how long the run took to get back to work after the fault, if it did and had made a step before."""
 
-        def first() -> list[float]:
-            lines = self.lines[self._since :]
-            places = [place for place, (_, line) in enumerate(lines) if "The run restarts" in line]
-            return [at for at, line in lines[places[0] :] if re.match(r"step \d+/", line)][:1] if places else []
+        def progress() -> list[Wait]:
+            lines = list(self.lines)
+            again = next(place for place in range(self._since, len(lines)) if "The run restarts" in lines[place][1])
+            before = max(number for number, _ in steps_of(lines[:again]) or [(0, 0.0)])
+            after = steps_of(lines[again:])
+            new = [at for number, at in after if number > before]
+            return [Wait(after[0][1] - self._at, new[0] - self._at, before + 1 - after[0][0])] if new else []
 
-        return [at - self._at for at in self.wait_for(first)]
+        return list(self.wait_for(progress))
 
     def finish(self, found: Counter[str]) -> None:
         """Waits for the end, and counts what must not be in the terminal."""
@@ -199,6 +228,11 @@ class Launched:
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait()
+
+
+def steps_of(lines: list[tuple[float, str]]) -> list[tuple[int, float]]:
+    """Returns the printed steps, with the time of each."""
+    return [(int(step[1]), at) for at, line in lines if (step := re.match(r"step (\d+)/", line))]
 
 
 class Namespaces:
@@ -266,6 +300,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=4, help="steps between checkpoints")
+    parser.add_argument("--rows", type=int, default=4, help="rows of a batch, which make a step take longer")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of a row")
+    parser.add_argument("--at-steps", action="store_true", help="kill at random steps, not while a run starts")
+    parser.add_argument("--snapshot-every", type=int, default=0, help="steps between snapshots in host memory; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -4,7 +4,8 @@
 
 As in a terminal, the whole process group receives SIGINT. Each process must end within 2 seconds, with exit code 130
 and one line of text, and without a traceback. `--startup N` also measures how early that holds: N more processes are
-interrupted within their first 0.15 seconds, in which Python itself is still starting.
+interrupted within their first 0.15 seconds, in which Python itself is still starting, and N with SIGINT blocked until
+Meshwright's first line, as `dev.py` starts them.
 """
 
 from __future__ import annotations
@@ -82,18 +83,23 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "meshwright", *arguments]
 
 
-def start(arguments: list[str], folder: Path, output: int) -> subprocess.Popen[bytes]:
+def start(arguments: list[str], folder: Path, output: int, *, blocked: bool = False) -> subprocess.Popen[bytes]:
     variables = os.environ | {"PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         command(*arguments), cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=output, start_new_session=True,
+        stderr=output, start_new_session=True, preexec_fn=block if blocked else None,
     )  # fmt: skip
 
 
-def interrupt(arguments: list[str], folder: Path, delay: float) -> Outcome | None:
+def block() -> None:
+    """Blocks SIGINT, as `dev.py` does before it becomes the command."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+
+
+def interrupt(arguments: list[str], folder: Path, delay: float, *, blocked: bool = False) -> Outcome | None:
     """Presses Ctrl-C after `delay` seconds; returns None if the process ended before."""
     with tempfile.TemporaryFile() as output:
-        process = start(arguments, folder, output.fileno())
+        process = start(arguments, folder, output.fileno(), blocked=blocked)
         time.sleep(delay)
         if process.poll() is not None:
             return None
@@ -157,7 +163,9 @@ def main() -> None:
             show("other commands", arguments, delay, ended, found)
         for number in range(args.startup):
             delay = 0.15 * (number + 0.5) / args.startup
-            show("startup", ["rules"], delay, interrupt(["rules", "job.py:job"], folder, delay), found)
+            for name in ("startup", "startup, blocked"):
+                ended = interrupt(["rules", "job.py:job"], folder, delay, blocked=name != "startup")
+                show(name, ["rules"], delay, ended, found)
     print(f"{machine()}; {versions('jax')}; train until {[round(each, 1) for each in last]} s")
     for name, outcomes in found.items():
         counts = Counter(outcome.kind for outcome in outcomes)

@@ -72,6 +72,18 @@ def test_the_process_ends_even_if_no_handler_can_run(body, number, arguments, co
     assert (process.returncode, error.decode()) == (code, line)
 
 
+def test_a_parent_that_blocks_ctrl_c_hands_it_over():
+    """`dev.py` does this, so that no Ctrl-C meets Python while it starts."""
+    started = subprocess.Popen(
+        [sys.executable, "-m", "meshwright", "doctor"],
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]),
+    )
+    started.send_signal(signal.SIGINT)  # before its first line
+    _, error = started.communicate(timeout=30)
+    assert (started.returncode, error) == (130, b"interrupted\n")
+
+
 @pytest.mark.parametrize("delay", [0.15, 0.4, 0.8])
 def test_an_early_interrupt_of_a_command(tmp_path, delay):
     """`benchmarks/interrupts.py` is the large version."""

@@ -1,7 +1,8 @@
 """The process of the `meshwright` command, also as `python -m meshwright`.
 
-It handles Ctrl-C before it imports anything: until then, Python itself would print a traceback. `_signal` is a part of
-the interpreter; the module `signal` around it takes longer to import than everything before it.
+It handles Ctrl-C before it imports anything: until then, Python itself would print a traceback. A parent that blocks
+SIGINT before it starts this process, as `dev.py` does, closes that gap: the signal waits until the handler is there.
+`_signal` is a part of the interpreter; the module `signal` around it takes longer to import than everything before it.
 """
 
 import _signal  # type: ignore[import-not-found]
@@ -18,6 +19,8 @@ def main() -> None:
     """Runs the command line of this process."""
     if _signal.getsignal(_signal.SIGINT) != _signal.SIG_IGN:
         _signal.signal(_signal.SIGINT, _end)
+    if hasattr(_signal, "pthread_sigmask"):
+        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_signal.SIGINT])
     if sys.argv[1:2] != ["launch"]:  # whose own handlers stop all ranks
         from meshwright.interrupts import guard_process
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,10 @@ def main():
         time.sleep(60)
     elif plan == "traceback":
         raise ValueError("no such thing")
+    elif plan == "leave a child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        (folder / "child").write_text(str(child.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
     elif plan == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif plan == "freeze":

@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.backends.jobset import manifest
 from meshwright.launch.backends.mpi import MpiRanks, read_endings
 from meshwright.launch.backends.skypilot import task
-from meshwright.launch.backends.slurm import batch_script
+from meshwright.launch.backends.slurm import batch_script, submit
 from meshwright.launch.events import Ending
 from meshwright.launch.launch_options import LaunchOptions
 
@@ -100,6 +100,24 @@ def test_the_batch_script_ends_requeues_or_leaves_it_to_the_next_attempt(tmp_pat
     assert done.returncode == code
     first, last = "attempt 1 of 10, restart 0, on n1\n", f"attempt 1 ended with exit code {code}\n"
     assert done.stdout == first + last + (f"{wanted}\n" if wanted else "")
+
+
+def test_the_token_of_a_slurm_job_is_never_written_where_others_can_read_it(tmp_path, monkeypatch):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    old, link = tmp_path / "others", tmp_path / ".meshwright.token"
+    old.write_text("theirs")
+    link.symlink_to(old)  # in a folder that several users can write to
+    options, command = LaunchOptions(backend="slurm"), ["train", "--run", str(tmp_path / "run")]
+    assert submit(options, command) == 0
+    assert (old.read_text(), link.is_symlink()) == ("theirs", False)
+    link.chmod(0o644)
+    token = link.read_text()
+    assert submit(options, command) == 0
+    assert link.stat().st_mode & 0o777 == 0o600
+    assert len(token) == len(link.read_text()) == 64
+    assert token != link.read_text()
 
 
 def test_every_gpu_of_a_slurm_node_is_used(monkeypatch):

@@ -1,12 +1,15 @@
 """Real engines on this machine: two processes with four devices each reach the losses of one process with eight."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -84,21 +87,38 @@ def test_ray(alone, command, tmp_path):
     assert read_losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5)
 
 
+def slurm_rank(rank, run):
+    """Returns the process of a rank that srun started."""
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (place / "cmdline").read_bytes().split(b"\0")
+            if str(run).encode() not in words or b"srun" in words[0]:
+                continue
+            if f"SLURM_PROCID={rank}".encode() in (place / "environ").read_bytes().split(b"\0"):
+                return int(place.name)
+    raise AssertionError(f"rank {rank} does not run")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_two_slurm_nodes(alone, command, tmp_path):
-    folder = tmp_path / "slurm"
+def test_two_slurm_nodes_and_a_killed_rank(alone, command, tmp_path):
+    folder, run = tmp_path / "slurm", tmp_path / "run"
     folder.mkdir()
     launch = ["--backend", "slurm", "--nodes", "2", "--attempts", "2", "--engine-args=--export=ALL"]
     with small_slurm(folder) as variables:
         done = start(launch, [*command, "--devices", "4"], variables)
         assert done.returncode == 0, done.stderr
-        said, deadline = "", time.monotonic() + 240
-        while "ended with exit code" not in said and time.monotonic() < deadline:
-            time.sleep(0.5)
+        said, deadline, killed = "", time.monotonic() + 240, False
+        while "attempt 2 ended with exit code" not in said and time.monotonic() < deadline:
+            time.sleep(0.1)
+            if not killed and (run / "config.yaml").exists():  # the step compiles now
+                os.kill(slurm_rank(1, run), signal.SIGKILL)
+                killed = True
             said = "".join(path.read_text() for path in tmp_path.glob("meshwright-*.out"))
         logs = "".join(path.read_text() for path in folder.glob("*.log"))
-    assert "attempt 1 ended with exit code 0" in said, said + logs
+    assert "attempt 1 ended with exit code 137" in said, said + logs
+    assert "attempt 2 ended with exit code 0" in said, said + logs
+    assert not (tmp_path / ".meshwright.token").exists()
     assert "attempt 1 of 2, restart 0, on " in said
     assert "0: rank 0 of 2, 4 of 8 devices" in said
     assert read_losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5)

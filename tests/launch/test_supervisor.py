@@ -101,6 +101,21 @@ def test_failures_without_progress_end_the_run_and_progress_refills_the_budget()
     assert "not restarted: this was failure 3 without a new checkpoint" in text
 
 
+def test_a_newer_snapshot_is_progress_too():
+    supervisor = started(max_failures=1)
+
+    def die(now, snapshot):
+        supervisor.handle(Ended({0: KILLED, 1: KILLED}, step=9), now)
+        return supervisor.handle(Verified(2, snapshot), now)
+
+    for now, snapshot in ((10, 3), (20, 6)):
+        [said] = die(now, snapshot)
+        assert f"verified checkpoint, step {snapshot} is in host memory; steps {snapshot + 1} to 9 are" in said.text
+        assert "(failure 1 of at most 1" in said.text
+        assert restart(supervisor).step == 2
+    assert die(30, 6)[-1] == Finish(1)
+
+
 def test_preemptions_have_their_own_budget():
     supervisor = started(max_failures=0, max_preemptions=2)
     for now in (1, 2):

@@ -26,7 +26,7 @@ def launch(tmp_path, monkeypatch):
         script = tmp_path / "script.json"
         script.write_text(json.dumps({"folder": str(tmp_path), "else": 0} | plan))
         monkeypatch.setattr(local, "program", lambda: [sys.executable, str(FAKE), str(script)])
-        monkeypatch.setenv("PYTHONPATH", str(Path(local.__file__).parents[2]))
+        monkeypatch.setenv("PYTHONPATH", str(Path(local.__file__).parents[3]))
         for name in ("beats", "logs"):
             (tmp_path / name).mkdir()
         said, shown = [], []
@@ -70,6 +70,16 @@ def test_a_frozen_rank_is_found_and_the_run_may_shrink(launch):
     assert "restarts on 1 rank instead of 2" in said[0]
     assert sorted(words) == ["1-0", "1-1", "2-0"]
     assert words["2-0"][5:] == ["--mesh", "dp:1,fsdp:2", "--minibatches", "2", "--devices", "2"]
+
+
+def test_the_children_of_a_killed_rank_go_with_it(launch, tmp_path):
+    began = time.monotonic()
+    code, said, _, _ = launch({"1-0": "wait", "1-1": "leave a child"})
+    assert code == 0
+    child = int((tmp_path / "child").read_text())
+    assert not Path(f"/proc/{child}").exists() or "(zombie)" in Path(f"/proc/{child}/status").read_text()
+    assert "rank 1 on slot 1 was killed (SIGKILL)" in said[0]
+    assert time.monotonic() - began < 50  # the child would keep the output open for a minute
 
 
 def test_a_traceback_becomes_one_line(launch):

@@ -76,19 +76,28 @@ def nest(names: Sequence[str], values: Sequence[Any]) -> Nested:
 
 def to_stored(state: PyTree, layout: Layout) -> Nested:
     """Returns a state as nested dicts of plain arrays, with random keys as their bits; nothing is copied."""
-    values = [jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf for leaf in jax.tree.leaves(state)]
-    return nest([leaf.name for leaf in layout.leaves], values)
+    return nest([leaf.name for leaf in layout.leaves], stored_leaves(state))
+
+
+def stored_leaves(state: PyTree) -> list[Any]:
+    """Returns the leaves of a state as plain arrays, in the order of its layout."""
+    return [jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf for leaf in jax.tree.leaves(state)]
 
 
 def abstract_stored(layout: Layout) -> Nested:
     """Returns the shapes and shardings that `to_stored` gives for a state of this layout."""
+    return nest([leaf.name for leaf in layout.leaves], abstract_leaves(layout))
+
+
+def abstract_leaves(layout: Layout) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes and shardings that `stored_leaves` gives for a state of this layout."""
     structs = []
     for leaf in layout.leaves:
         struct = jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype)
         if is_key(leaf.dtype):
             struct = jax.eval_shape(jax.random.key_data, struct)
         structs.append(struct.update(sharding=NamedSharding(layout.mesh, leaf.spec)))
-    return nest([leaf.name for leaf in layout.leaves], structs)
+    return structs
 
 
 def from_stored(tree: Nested, layout: Layout) -> PyTree:

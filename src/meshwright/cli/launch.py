@@ -20,12 +20,12 @@ from meshwright.launch.backends.mpi import MpiRanks
 from meshwright.launch.backends.ray_ranks import RayRanks
 from meshwright.launch.command import check_command, given, program
 from meshwright.launch.launch_options import LaunchOptions, split_at_dashes
+from meshwright.launch.memory_folder import FOLDER, SHARED_MEMORY, hold_folder, snapshot_variables
 from meshwright.launch.supervisor import Supervisor
 from meshwright.launch.watch import Watch
 
 _SIMULATED = 8
 PER_PROCESS = "MESHWRIGHT_DEVICES_PER_PROCESS"
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 def main(args: Sequence[str]) -> int:
@@ -73,7 +73,8 @@ def supervise(options: LaunchOptions, command: Sequence[str]) -> int:
     supervisor = Supervisor(places, sizes, ranks_per_place=per_place, policy=options.policy)
     with contextlib.ExitStack() as stack:
         logs, beats = _folders(options, stack)
-        kept: dict[str, Any] = {"logs": logs, "beats": beats, "show": show, "devices": devices}
+        memory = snapshot_variables(options.snapshot_every)
+        kept: dict[str, Any] = {"logs": logs, "beats": beats, "show": show, "devices": devices, "variables": memory}
         ranks: LocalRanks | MpiRanks | RayRanks
         if options.backend == "mpi":
             if not simulated and wanted:
@@ -94,6 +95,7 @@ def supervise(options: LaunchOptions, command: Sequence[str]) -> int:
             return 0
         if options.backend == "mpi" and shutil.which("mpirun") is None:
             raise ConfigError("mpirun is not on the PATH.", hint="install Open MPI (Debian: openmpi-bin).")
+        stack.enter_context(hold_folder(memory))
         watch = Watch(
             supervisor,
             ranks,
@@ -102,6 +104,7 @@ def supervise(options: LaunchOptions, command: Sequence[str]) -> int:
             silent_seconds=options.silent_seconds,
             start_seconds=options.start_seconds,
             run=given(command, "--run"),
+            snapshots=Path(memory[FOLDER]) if memory else None,
         )
         code = watch()
         if options.logs is None and (code != 0 or supervisor.attempt > 1):
@@ -143,7 +146,7 @@ def _folders(options: LaunchOptions, stack: contextlib.ExitStack) -> tuple[Path,
     try:
         logs = Path(options.logs or tempfile.mkdtemp(prefix="meshwright-launch-")).absolute()
         logs.mkdir(parents=True, exist_ok=True)
-        near = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() and not options.hosts else logs
+        near = SHARED_MEMORY if SHARED_MEMORY.is_dir() and not options.hosts else logs
         beats = Path(tempfile.mkdtemp(prefix="meshwright-beats-", dir=near))
     except OSError as error:
         raise ConfigError(

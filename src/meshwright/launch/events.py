@@ -61,9 +61,10 @@ class Silent:
 
 @dataclass(frozen=True)
 class Verified:
-    """The answer to `FindVerified`: the newest verified checkpoint, or None if there is none."""
+    """The answer to `FindVerified`: the newest verified checkpoint, and the newest snapshot in host memory, if any."""
 
     step: int | None
+    snapshot: int | None = None
 
 
 @dataclass(frozen=True)

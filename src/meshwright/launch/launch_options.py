@@ -46,6 +46,9 @@ class LaunchOptions:
     """Seconds for the first heartbeat of a rank."""
     grace_seconds: float = 120.0
     """Seconds to save after a request to stop, before the ranks are killed."""
+    snapshot_every: int | None = None
+    """Steps between snapshots of the state in host memory, from which a restart continues if they are newer than the
+    checkpoint (local, mpi, ray; default: no snapshots)."""
     logs: str | None = None
     """Folder for the output of each rank (default: a temporary folder, removed after a run without failures)."""
     dry_run: bool = False
@@ -66,7 +69,7 @@ class LaunchOptions:
     """Further arguments for mpirun or sbatch, e.g. --engine-args=--partition=gpu."""
 
     def __post_init__(self) -> None:
-        for name in ("processes", "nodes", "attempts", "devices_per_process", "min_processes"):
+        for name in ("processes", "nodes", "attempts", "devices_per_process", "min_processes", "snapshot_every"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= _MOST:
                 raise ConfigError(f"{name}={value} is out of range.", hint=f"use a whole number from 1 to {_MOST}.")
@@ -76,6 +79,11 @@ class LaunchOptions:
         if self.min_processes is not None and self.min_processes > self.processes:
             raise ConfigError(
                 f"min_processes={self.min_processes} exceeds processes={self.processes}.", hint="lower --min-processes."
+            )
+        if self.snapshot_every is not None and self.backend not in ("local", "mpi", "ray"):
+            raise ConfigError(
+                f"--snapshot-every needs Meshwright's supervisor, which the {self.backend} backend does not use.",
+                hint="leave it out, and save checkpoints more often: -- train --checkpoint-every N.",
             )
         if self.processes % self.nodes:
             raise ConfigError(

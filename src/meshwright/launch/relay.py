@@ -90,9 +90,11 @@ class Relay:
 
     def _read(self) -> None:
         reader = Reader(self._log)
-        with self._pipe, open(self._log, "ab", buffering=0) as log:
+        log: IO[bytes] | None = None
+        with self._pipe, contextlib.ExitStack() as stack:
             for data in self._pipe:
                 with contextlib.suppress(OSError):  # a full disk: the terminal and the report still get the line
+                    log = log or stack.enter_context(open(self._log, "ab", buffering=0))
                     log.write(data)
                 line = data.decode(errors="replace").rstrip("\r\n")
                 self.tail.append(line)

@@ -12,7 +12,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from meshwright.bounded_reader import MOST_DEPTH, open_regular, read_json
+
 _LARGEST_MANIFEST = 256 << 20
+_DEPTH = 2 * MOST_DEPTH
 
 
 def newest_verified(checkpoints: Path | str, *, every_byte: bool = False) -> int | None:
@@ -36,9 +39,7 @@ def newest_verified(checkpoints: Path | str, *, every_byte: bool = False) -> int
 def is_verified(folder: Path, *, every_byte: bool = False) -> bool:
     """Returns whether a step's folder has an unchanged manifest and all its files, with the recorded sizes."""
     try:
-        if (folder / "manifest.json").stat().st_size > _LARGEST_MANIFEST:
-            return False
-        body = json.loads((folder / "manifest.json").read_bytes())
+        body = read_json(folder / "manifest.json", most=_LARGEST_MANIFEST, depth=_DEPTH)
         said = body.pop("sha256")
         text = json.dumps(body, indent=1) + "\n"
         if said != hashlib.sha256(text.encode()).hexdigest() or body["step"] != int(folder.name):
@@ -53,5 +54,5 @@ def _is_whole(path: Path, written: Any, every_byte: bool) -> bool:
         return False
     if not every_byte:
         return True
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest() == str(written["sha256"])

@@ -76,21 +76,32 @@ def name_ranks(ranks: tuple[int, ...], hosts: tuple[str, ...]) -> str:
     return f"ranks {shown}" + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
 
 
-def describe_safety(verified: int | None, reached: int | None) -> str:
+def describe_safety(verified: int | None, reached: int | None, snapshot: int | None = None) -> str:
     """Returns which step is safe, and which steps have to be computed again.
+
+    Args:
+        snapshot: step of the newest snapshot in host memory.
 
     Example:
         >>> describe_safety(40, 57)
         'Step 40 is the newest verified checkpoint; steps 41 to 57 are computed again.'
         >>> describe_safety(None, 7)
         'No checkpoint is finished yet, so the run starts again from the beginning.'
+        >>> describe_safety(40, 57, 55)
+        'Step 40 is the newest verified checkpoint, step 55 is in host memory; steps 56 to 57 are computed again.'
     """
-    if verified is None:
+    if verified is None and snapshot is None:
         return "No checkpoint is finished yet, so the run starts again from the beginning."
-    text = f"Step {verified} is the newest verified checkpoint"
-    if reached is None or reached <= verified:
+    first = (
+        "No checkpoint is finished yet" if verified is None else f"Step {verified} is the newest verified checkpoint"
+    )
+    safe = -1 if verified is None else verified
+    text = first
+    if snapshot is not None and snapshot > safe:
+        text, safe = f"{first}, step {snapshot} is in host memory", snapshot
+    if reached is None or reached <= safe:
         return f"{text}; no step is lost."
-    lost = f"step {reached} is" if reached == verified + 1 else f"steps {verified + 1} to {reached} are"
+    lost = f"step {reached} is" if reached == safe + 1 else f"steps {safe + 1} to {reached} are"
     return f"{text}; {lost} computed again."
 
 

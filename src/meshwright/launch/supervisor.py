@@ -125,13 +125,14 @@ class Supervisor:
         self._silent: Silent | None = None
         self._reached: int | None = None
         self._failures = self._preemptions = 0
+        self._kept = -1  # the newest step that a checkpoint or a snapshot held at the last failure
         self._asked = 0
         self._failed_at: dict[str, list[float]] = {}
         self._away_until: dict[str, float] = {}
 
     def begin(self, step: int | None = None) -> list[Action]:
         """Starts the first attempt, from verified step `step` if the run is a resumed one."""
-        self.verified = step
+        self.verified, self._kept = step, -1 if step is None else step
         self._places = self._all[: self._sizes[0]]
         return self._start()
 
@@ -142,7 +143,7 @@ class Supervisor:
         if isinstance(event, Asked):
             return self._ask(now)
         if isinstance(event, Verified):
-            return self._decide(event.step, now) if self.phase == "checking" else []
+            return self._decide(event.step, event.snapshot, now) if self.phase == "checking" else []
         if isinstance(event, Tick):
             return self._wake(now) if self.wakes_at is not None and now >= self.wakes_at else []
         if event.step is not None:
@@ -241,17 +242,18 @@ class Supervisor:
         self.phase, self.wakes_at = "over", None
         return [Finish(code)]
 
-    def _decide(self, step: int | None, now: float) -> list[Action]:
+    def _decide(self, step: int | None, snapshot: int | None, now: float) -> list[Action]:
         """Counts the failure or preemption, and waits for the next attempt or gives up."""
-        if step is not None and step > (self.verified if self.verified is not None else -1):
+        kept = max(-1 if some is None else some for some in (step, snapshot))
+        if kept > self._kept:  # the run has made progress
             self._failures = self._preemptions = 0
-        self.verified = step
+        self._kept, self.verified = kept, step
         ranks, why, message = self._cause()
         at = f" at step {self._reached}" if self._reached is not None else ""
-        safe = describe_safety(step, self._reached)
+        safe = describe_safety(step, self._reached, snapshot)
         if self._asked:
-            kept = safe if step is not None else "No checkpoint is finished yet."
-            return [Say(f"the run was stopped on request{at}. {kept}"), *self._over(EXIT_RESUME)]
+            safe = describe_safety(step, self._reached) if step is not None else "No checkpoint is finished yet."
+            return [Say(f"the run was stopped on request{at}. {safe}"), *self._over(EXIT_RESUME)]
         if not ranks:
             self._preemptions += 1
             count, limit, noun = self._preemptions, self.policy.max_preemptions, "preemption"

@@ -26,6 +26,7 @@ from meshwright.launch.events import (
     Tick,
     Verified,
 )
+from meshwright.launch.memory_folder import newest_snapshot
 from meshwright.launch.pulse import Pulses
 from meshwright.launch.safe_step import newest_verified
 from meshwright.launch.supervisor import Supervisor
@@ -55,6 +56,7 @@ class Watch:
         start_seconds: time for its first heartbeat.
         run: the run folder or URL, if it is known before the ranks report it.
         folder: the local folder of the run, as the ranks report it.
+        snapshots: the folder of the snapshots in this host's memory.
     """
 
     supervisor: Supervisor
@@ -65,6 +67,7 @@ class Watch:
     start_seconds: float = 300.0
     run: str | None = None
     folder: str | None = None
+    snapshots: Path | None = None
     clock: Callable[[], float] = time.monotonic
     _pulses: Pulses | None = None
     _shape: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +117,8 @@ class Watch:
             elif isinstance(action, FindVerified):
                 place = self.folder or self.run
                 step = None if place is None else newest_verified(Path(place) / "checkpoints")
-                self._carry_out(self.supervisor.handle(Verified(step), self.clock()))
+                held = None if self.snapshots is None else newest_snapshot(self.snapshots)
+                self._carry_out(self.supervisor.handle(Verified(step, held), self.clock()))
             elif isinstance(action, Finish):
                 self._code = action.code
 

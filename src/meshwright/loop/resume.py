@@ -14,6 +14,8 @@ import jax
 from meshwright.bounded_reader import require_fields
 from meshwright.checkpoint import Checkpoints
 from meshwright.checkpoint.manifest import model_text
+from meshwright.checkpoint.restoring import Restored
+from meshwright.checkpoint.snapshot import Snapshots
 from meshwright.distributed.agreement import from_first, together
 from meshwright.errors import CheckpointError, ConfigError, FileFormatError
 from meshwright.layout.leaf import count_leaves
@@ -72,20 +74,21 @@ class Start:
             run.tell(text)
 
 
-def find_start(run: RunSetup, checkpoints: Checkpoints) -> Start:
-    """Returns the initial state, or the state of the last good checkpoint, without writing or printing anything."""
+def find_start(run: RunSetup, checkpoints: Checkpoints, snapshots: Snapshots | None = None) -> Start:
+    """Returns the initial state, or that of the last good checkpoint or snapshot; neither writes nor prints."""
     config = run.config
-    if not run.folder.resumed or checkpoints.latest() is None:
+    restored, skipped = _restore(run, checkpoints, snapshots) if run.folder.resumed else (None, [])
+    if restored is None:
         event, said = f"started on {run.choice.mesh}", []
         if run.folder.resumed:
             event = "started again: there was no checkpoint"
             said = ["starting again from step 0: the run ended before its first checkpoint"]
         elif config.run.or_start:
             said = [f"starting a new run: {run.folder.shown} holds none to resume"]
+        said = [*skipped, *said]
         if run.origin is None:
             return Start(_new_state(run, None), event, said)
         return _start_from(run, event, said)
-    restored = checkpoints.restore(run.layout, cast=config.run.cast)
     _require_known_facts(restored.facts, restored.step)
     if restored.step > config.run.steps:
         raise ConfigError(
@@ -99,12 +102,31 @@ def find_start(run: RunSetup, checkpoints: Checkpoints) -> Start:
     return Start(
         restored.state,
         text,
-        [*restored.notes, *_changes(run, restored.facts, restored.step), text],
-        {"notes": restored.notes},
+        [*skipped, *restored.notes, *_changes(run, restored.facts, restored.step), text],
+        {"notes": [*skipped, *restored.notes]},
         data,
         restored.facts.get("spikes"),
         restored.facts.get("evaluations"),
     )
+
+
+def _restore(run: RunSetup, checkpoints: Checkpoints, snapshots: Snapshots | None) -> tuple[Restored | None, list[str]]:
+    """Returns the newest good state, of a snapshot or a checkpoint, and notes on newer snapshots that it skipped."""
+    if snapshots is None:
+        found = None if checkpoints.latest() is None else checkpoints.restore(run.layout, cast=run.config.run.cast)
+        return found, []
+    latest = checkpoints.latest()
+    newest = from_first(-1 if latest is None else latest)
+    snapshot, skipped = snapshots.restore(run.layout, after=newest)
+    if snapshot is not None or newest < 0:
+        return snapshot, skipped
+    saved = checkpoints.restore(run.layout, cast=run.config.run.cast)
+    if saved.step < newest:  # a later checkpoint is damaged
+        snapshot, more = snapshots.restore(run.layout, after=saved.step)
+        skipped = [*skipped, *more]
+    if snapshot is not None:
+        return dataclasses.replace(snapshot, notes=[*saved.notes, *snapshot.notes]), skipped
+    return saved, skipped
 
 
 def _require_known_facts(facts: Mapping[str, Any], step: int) -> None:

@@ -19,6 +19,7 @@ import jax
 
 from meshwright.checkpoint import Checkpoints, Keep
 from meshwright.checkpoint.arrays import load_ahead
+from meshwright.checkpoint.snapshot import Snapshots
 from meshwright.data import Ledger
 from meshwright.distributed.agreement import agree, as_first, together
 from meshwright.errors import ConfigError
@@ -46,10 +47,11 @@ from meshwright.loop.results.predict import Predictions
 from meshwright.loop.results.sample import TrainingSamples
 from meshwright.loop.resume import Start, find_start, step_in_log
 from meshwright.loop.run_dir import PER_PROCESS, RunFolder
-from meshwright.loop.safety.early_stop import EarlyStop
+from meshwright.loop.safety.early_stop import make_early_stop
 from meshwright.loop.safety.folder_check import FolderCheck
 from meshwright.loop.safety.heartbeat import Heartbeat, report_run
 from meshwright.loop.safety.preemption import Preemption
+from meshwright.loop.safety.snapshotting import Snapshotting, find_snapshots
 from meshwright.loop.safety.spike import Rollback, SpikeGuard
 from meshwright.loop.safety.watchdog import Watchdog
 from meshwright.loop.settings.choices import MeshChoice, choose_mesh, device_memory, make_model
@@ -133,7 +135,8 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack, *, began: float |
     else:
         checkpoints = Checkpoints(setup.folder.checkpoints, keep=keep, tell=tell.event)
     load_ahead()
-    start = find_start(setup, checkpoints)
+    snapshots = find_snapshots(setup)
+    start = find_start(setup, checkpoints, snapshots)
     data = _Data(setup, stack)
     batches = data.open(start.data, start.step + 1)  # checks the position in the data before anything is written
     stack.callback(batches.close)
@@ -142,10 +145,12 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack, *, began: float |
     stack.callback(checkpoints.close)
     with setup.folder.writing():
         start.announce(setup, log, began=began)
+    if snapshots is not None:
+        snapshots.keep_only(start.step)
     if samples is not None:
         events = setup.folder.path / EVENTS
         samples.begin(start.state, step_in_log(events, start.step, lambda line: line.get("when") == "after"))
-    callbacks = [*_make_callbacks(setup, start, checkpoints, data, flops, stack), preemption]
+    callbacks = [*_make_callbacks(setup, start, checkpoints, data, flops, stack, snapshots), preemption]
     _count_time(callbacks, setup, began)
     tell(f"training from step {start.step} to {config.run.steps} in {setup.folder.shown}; the first step compiles")
     loop = Loop(setup.step, config.run.steps, log, callbacks, say=tell)
@@ -360,7 +365,13 @@ def _open_log(setup: RunSetup, flops: float | None, stack: ExitStack) -> RunLog:
 
 
 def _make_callbacks(
-    setup: RunSetup, start: Start, checkpoints: Checkpoints, data: _Data, flops: float | None, stack: ExitStack
+    setup: RunSetup,
+    start: Start,
+    checkpoints: Checkpoints,
+    data: _Data,
+    flops: float | None,
+    stack: ExitStack,
+    snapshots: Snapshots | None,
 ) -> list[Callback]:
     """Returns the callbacks; a rollback comes before evaluation and checkpoints, so that bad states are not saved."""
     config, tell, folder, options = setup.config, setup.tell, setup.folder, setup.config.run
@@ -395,9 +406,10 @@ def _make_callbacks(
         spikes = SpikeGuard(factor=config.safety.rollback)
         if start.spikes is not None:
             spikes.state = start.spikes
-        callbacks.append(Rollback(spikes, checkpoints, data.reopen))
+        forget = None if snapshots is None else lambda: snapshots.keep_only(None)
+        callbacks.append(Rollback(spikes, checkpoints, data.reopen, forget))
     evaluate = make_evaluation(setup)
-    early = _early_stop(setup, start, checkpoints)
+    early = make_early_stop(setup, start, checkpoints)
     if evaluate is not None:
         evaluated = step_in_log(folder.path / METRICS, start.step, lambda line: "eval/loss" in line)
         if early is not None and not early.has_evaluated(start.step):
@@ -418,7 +430,7 @@ def _make_callbacks(
     saving = Checkpointing(checkpoints, options.checkpoint_every, facts)
     if early is not None:
         saving.also = early.wants_save
-    return [*callbacks, saving]
+    return [*callbacks, saving, *([] if snapshots is None else [Snapshotting(snapshots, facts)])]
 
 
 def _count_time(callbacks: list[Callback], setup: RunSetup, began: float) -> None:
@@ -435,16 +447,3 @@ def _make_samples(setup: RunSetup) -> BeforeAfter | None:
     if setup.model is not None:
         return TrainingSamples(setup) if options.sample_tokens else None
     return Predictions(setup) if options.predict_rows and getattr(setup.job, "predict", None) is not None else None
-
-
-def _early_stop(setup: RunSetup, start: Start, checkpoints: Checkpoints) -> EarlyStop | None:
-    """Returns the callback for --patience, with the history of a resumed run."""
-    options = setup.config.run
-    if options.patience is None:
-        return None
-    early = EarlyStop(options.patience, options.monitor, checkpoints=checkpoints)
-    if start.evaluations is not None:
-        early.restore(start.evaluations)
-        if start.evaluations["monitor"] != options.monitor:
-            setup.tell(f"--monitor was {start.evaluations['monitor']}; the earlier evaluations do not count")
-    return early

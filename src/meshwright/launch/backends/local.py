@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 from meshwright.errors import ConfigError
 from meshwright.launch import pulse
 from meshwright.launch.command import given, program
-from meshwright.launch.events import EXIT_LOST_PEER, Ending
+from meshwright.launch.events import EXIT_DONE, EXIT_LOST_PEER, EXIT_RESUME, Ending
 from meshwright.launch.lost_peer import is_lost_peer
 from meshwright.launch.relay import Relay
 
@@ -50,13 +51,16 @@ class LocalRanks:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._relays: dict[int, Relay] = {}
         self._oom_kills = 0
+        self._port = free_port()
 
     def start(self, slots: Sequence[int], extra: Sequence[str]) -> None:
         """Starts one rank for each slot; a slot has the same GPUs in every attempt."""
         for old in self.beats.glob("*.beat"):
             old.unlink()
         self._oom_kills = count_oom_kills()
-        port = free_port()
+        self._port.close()
+        self._port = free_port()
+        port = int(self._port.getsockname()[1])
         for rank, slot in enumerate(slots):
             process = subprocess.Popen(
                 self.words(rank, len(slots), port, extra),
@@ -83,8 +87,11 @@ class LocalRanks:
     def poll(self) -> dict[int, Ending]:
         """Returns the ranks that ended since the last call."""
         ended = {rank: code for rank, process in self._processes.items() if (code := process.poll()) is not None}
-        for rank in ended:
-            del self._processes[rank]
+        for rank, code in ended.items():
+            process = self._processes.pop(rank)
+            if code not in (EXIT_DONE, EXIT_RESUME):  # its children would keep running, and its output open
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
         return {rank: self._ending(rank, code) for rank, code in ended.items()}
 
     def stop(self, *, force: bool) -> None:
@@ -112,6 +119,7 @@ class LocalRanks:
             process.wait()
         for relay in self._relays.values():
             relay.finish()
+        self._port.close()
 
     def _environment(self, rank: int, slot: int) -> dict[str, str]:
         own = {pulse.FOLDER: str(self.beats), pulse.RANK: str(rank), pulse.PARENT: str(os.getpid())}
@@ -142,16 +150,18 @@ def token_variables(variables: Mapping[str, str] = os.environ) -> dict[str, str]
     return {"MESHWRIGHT_TOKEN": secrets.token_hex(32)}
 
 
-def free_port() -> int:
-    """Returns a port of this host that is free now.
+def free_port() -> socket.socket:
+    """Returns a socket that holds a free port of this host, which rank 0 can still listen at, but nobody is given.
 
     Example:
-        >>> 0 < free_port() < 65536
+        >>> with free_port() as held, socket.create_server(held.getsockname()) as server:
+        ...     server.getsockname() == held.getsockname()
         True
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def find_gpus(variables: Mapping[str, str] = os.environ, folder: Path = _GPUS) -> list[str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from meshwright.launch import pulse
+from meshwright.launch import memory_folder, pulse
 from meshwright.launch.backends.local import token_variables
 from meshwright.launch.command import given, program
 from meshwright.launch.events import EXIT_LOST_PEER, EXIT_RESUME, Ending
@@ -41,11 +42,12 @@ class MpiRanks:
         ranks_per_host: int = 1,
         devices: int | None = None,
         arguments: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.command, self.logs, self.beats = tuple(command), logs, beats
         self._show, self._hosts, self._per_host = show, tuple(hosts), ranks_per_host
         self._devices, self._arguments = devices, tuple(arguments)
-        self._environment = {**os.environ, **token_variables(), pulse.FOLDER: str(beats)}
+        self._environment = {**os.environ, **token_variables(), **(variables or {}), pulse.FOLDER: str(beats)}
         self._process: subprocess.Popen[bytes] | None = None
         self._relay: Relay | None = None
         self._number, self._banner = 0, False
@@ -116,8 +118,14 @@ class MpiRanks:
                 continue
 
     def close(self) -> None:
-        """Kills the remaining ranks and waits for them."""
+        """Kills the remaining ranks, and removes their snapshots from the memory of other hosts."""
         self.stop(force=True)
+        folder = self._environment.get(memory_folder.FOLDER)
+        if folder is not None and self._hosts:
+            words = ["mpirun", *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "-n", str(len(self._hosts))]
+            words += ["--host", ",".join(self._hosts), "--map-by", "ppr:1:node", "rm", "-rf", "--", folder]
+            with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # a host may be gone
+                subprocess.run(words, env=self._environment, capture_output=True, timeout=20)
 
     def _show_line(self, line: str) -> None:
         """Shows a line, but not the banners that mpirun puts between two rules."""

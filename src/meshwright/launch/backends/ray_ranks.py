@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
-from meshwright.launch import pulse
+from meshwright.launch import memory_folder, pulse
 from meshwright.launch.backends.local import token_variables
 from meshwright.launch.command import given, program
 from meshwright.launch.events import Ending
@@ -17,6 +17,7 @@ from meshwright.launch.relay import Reader, last_message
 from meshwright.launch.story import shorten
 
 _PASSED_ON = ("MESHWRIGHT_", "JAX_", "XLA_", "NCCL_", "PYTHONPATH", "AWS_", "GOOGLE_", "AZURE_", "FSSPEC_")
+_START_SECONDS = 300.0  # a cluster may have to start a node
 
 
 class Host:
@@ -49,6 +50,12 @@ class Host:
             lines = file.read()[-4096:].decode(errors="replace").strip().splitlines()
         return code, last_message(lines)
 
+    def remove(self, folder: str) -> None:
+        """Removes the snapshots from the memory of this node."""
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
+
     def stop(self, number: int) -> None:
         """Sends a signal to the rank."""
         if self._child is not None and self._child.poll() is None:
@@ -73,11 +80,12 @@ class RayRanks:
         devices: int | None = None,
         gpus: bool = False,
         connect: bool = True,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.command, self.logs, self.beats = tuple(command), logs, beats
         self._show, self._devices, self._gpus = show, devices, gpus
         self._variables = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
-        self._variables |= {**token_variables(), pulse.FOLDER: str(beats)}
+        self._variables |= {**token_variables(), **(variables or {}), pulse.FOLDER: str(beats)}
         self._actors: dict[int, Any] = {}
         self._waiting: dict[Any, int] = {}
         self._first = logs / "rank-0.log"
@@ -91,7 +99,13 @@ class RayRanks:
         resources = {"num_cpus": 1, "num_gpus": self._devices or 1} if self._gpus else {"num_cpus": 1}
         make = self._ray.remote(Host).options(**resources, max_concurrency=2)
         self._actors = {rank: make.remote() for rank in range(len(slots))}
-        address = self._ray.get(self._actors[0].address.remote())
+        asked = self._actors[0].address.remote()
+        if not self._ray.wait([asked], timeout=_START_SECONDS)[0]:
+            raise ConfigError(
+                f"Ray did not start the actor of rank 0 within {_START_SECONDS:.0f} s; it needs {resources}.",
+                hint="check `ray status` for free CPUs and GPUs.",
+            )
+        address = self._ray.get(asked)
         for rank, actor in self._actors.items():
             words = [*program(), *self.command, *extra]
             if self._devices is not None and given(self.command, "--devices") is None:
@@ -144,6 +158,10 @@ class RayRanks:
         self.stop(force=True)
         if self._waiting:
             self._ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=5)
+        folder = self._variables.get(memory_folder.FOLDER)
+        if folder is not None and self._actors:
+            cleared = [actor.remove.remote(folder) for actor in self._actors.values()]
+            self._ray.wait(cleared, num_returns=len(cleared), timeout=5)
         for actor in self._actors.values():
             self._ray.kill(actor)
 

@@ -66,7 +66,9 @@ def batch_script(options: LaunchOptions, command: Sequence[str], *, token_file: 
         "code=$?",
         'echo "attempt $SLURM_ARRAY_TASK_ID ended with exit code $code"',
         'case "$code" in',
-        '    0) scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" ;;  # finished: the other attempts are not needed',
+        "    0)  # finished: the other attempts are not needed",
+        '        scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"',
+        '        rm -f "$MESHWRIGHT_TOKEN_FILE" ;;',
         '    75) scontrol requeue "$SLURM_JOB_ID" ;;  # preempted: it saved, and continues',
         "esac",
         'exit "$code"',
@@ -91,7 +93,8 @@ def submit(options: LaunchOptions, command: Sequence[str]) -> int:
     if shutil.which("sbatch") is None:
         raise ConfigError("sbatch is not on the PATH.", hint="run this on a login node, or see --dry-run.")
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    token_file.unlink(missing_ok=True)  # it may be a link, or a file that others can read
+    handle = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(handle, "w") as file:
         file.write(secrets.token_hex(32))
     script.write_text(text)

@@ -14,6 +14,8 @@ from meshwright.loop.settings.config import parse_monitor
 if TYPE_CHECKING:
     from meshwright.checkpoint import Checkpoints
     from meshwright.loop.fit import Loop, Why
+    from meshwright.loop.resume import Start
+    from meshwright.loop.setup import RunSetup
 
 
 class EarlyStop(Callback):
@@ -104,3 +106,16 @@ class EarlyStop(Callback):
     def _keep_best(self) -> None:
         if self.checkpoints is not None and self.best is not None:
             self.checkpoints.keep = dataclasses.replace(self.checkpoints.keep, steps=(self.best[0],))
+
+
+def make_early_stop(setup: RunSetup, start: Start, checkpoints: Checkpoints) -> EarlyStop | None:
+    """Returns the callback for --patience, with the history of a resumed run."""
+    options = setup.config.run
+    if options.patience is None:
+        return None
+    early = EarlyStop(options.patience, options.monitor, checkpoints=checkpoints)
+    if start.evaluations is not None:
+        early.restore(start.evaluations)
+        if start.evaluations["monitor"] != options.monitor:
+            setup.tell(f"--monitor was {start.evaluations['monitor']}; the earlier evaluations do not count")
+    return early

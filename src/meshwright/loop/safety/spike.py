@@ -91,6 +91,7 @@ class Rollback(Callback):
     Args:
         reopen: `reopen(undone, after, first_step)` returns batches that continue at position `after` of the data; rows
             between `undone` and `after` are not used again.
+        forget: removes the snapshots of the steps that are given up, before the log says that they are.
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class Rollback(Callback):
         spikes: SpikeGuard,
         checkpoints: Checkpoints,
         reopen: Callable[[Mapping[str, Any], Mapping[str, Any], int], Any],
+        forget: Callable[[], Any] | None = None,
     ) -> None:
-        self.spikes, self.checkpoints, self.reopen = spikes, checkpoints, reopen
+        self.spikes, self.checkpoints, self.reopen, self.forget = spikes, checkpoints, reopen, forget
         self._spiked = False
         self._done: dict[int, int] = {}
 
@@ -128,6 +130,8 @@ class Rollback(Callback):
                 f"the loss spiked again after {MAX_ROLLBACKS} rollbacks to step {restored.step}.",
                 hint="lower the learning rate, or inspect the data after that step.",
             )
+        if self.forget is not None:
+            self.forget()
         after = dict(loop.batches.state)
         loop.batches.close()
         batches = self.reopen(restored.facts["data"], after, restored.step + 1)
