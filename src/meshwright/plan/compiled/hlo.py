@@ -15,6 +15,7 @@ from meshwright.specs import ceil_div
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
 # A result is an array, whose layout has no spaces, or a tuple, which never contains `) word(`.
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+_END = re.compile(r'^\}(?:, execution_thread="[^"]*")?\s*$')
 _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b(?P<type>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|body|to_apply|branch_computations)=\{?(?P<names>%?[\w.\-]+(?:, ?%?[\w.\-]+)*)\}?")
@@ -101,20 +102,34 @@ def parse_program(text: str) -> Program:
     program = Program()
     current: list[Instruction] | None = None
     header: list[str] = []
+    pending = ""
+
+    def finish() -> None:
+        nonlocal pending
+        one = _instruction(pending) if current is not None and pending else None
+        if current is not None and one is not None:
+            current.append(one)
+        pending = ""
+
     for line in text.splitlines():
-        if line and not line[0].isspace():
-            found = _COMPUTATION.match(line) if line.endswith("{") and "->" in line else None
-            current = None
-            if found:
-                current = program.computations.setdefault(found["name"], [])
-                if found["entry"]:
-                    program.entry = found["name"]
-            elif not program.computations:
-                header.append(line)
-        elif current is not None:
-            one = _instruction(line)
-            if one is not None:
-                current.append(one)
+        if current is not None and not _END.match(line):
+            # Attributes of custom calls may contain line breaks, also before a closing brace.
+            if _INSTRUCTION.match(line):
+                finish()
+                pending = line
+            else:
+                pending += f" {line}"
+            continue
+        finish()
+        current = None
+        found = _COMPUTATION.match(line) if line.endswith("{") and "->" in line else None
+        if found:
+            current = program.computations.setdefault(found["name"], [])
+            if found["entry"]:
+                program.entry = found["name"]
+        elif line and not line[0].isspace() and not program.computations:
+            header.append(line)
+    finish()
     program.header = "\n".join(header)
     return program
 
