@@ -41,11 +41,12 @@ from meshwright.train.views import View, choose_view
 
 @dataclass(frozen=True)
 class Rejected:
-    """A rejected candidate: a short `reason`, shared by many, and a `detail` for this one."""
+    """A rejected candidate: a short `reason`, shared by many, and a `detail` for this one; its plan, if it has one."""
 
     setup: Setup
     reason: str
     detail: str
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,7 @@ def _judge(prepared: Prepared, rows: int, price: float | None) -> Plan | Rejecte
         return Rejected(setup, "rows not divisible", f"{rows} rows do not divide into {parts} parts")
     plan = assemble(prepared, rows=rows, price=price)
     if plan.memory.fits is False:
-        return Rejected(setup, "out of memory", plan.memory.verdict)
+        return Rejected(setup, "out of memory", plan.memory.verdict, plan)
     return plan
 
 

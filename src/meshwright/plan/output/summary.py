@@ -166,7 +166,8 @@ def time_table(plan: Plan) -> Table:
         for name, figure in figures
         if figure.value > 1e-9
     ]
-    rows.append(("step", duration(step.value), "", step.basis, step.note))
+    note = f"{band_words(plan.time)}: {step.note}"
+    rows.append(("step", duration(step.value), "", step.basis, note))
     return Table("Time per step", ("part", "time", "share", "basis", "note"), tuple(rows), (1, 2))
 
 
@@ -194,7 +195,7 @@ def search_summary(
 
 def ranking_table(plans: Sequence[Plan]) -> Table:
     """Returns one row per plan."""
-    headings = ("", "mesh", "setup", "step", "MFU", "tokens/s", "memory", "sent", "exposed", "memory and links")
+    headings = ("", "mesh", "setup", "step", "band", "MFU", "tokens/s", "memory", "sent", "exposed", "memory and links")
     rows = []
     for place, plan in enumerate(plans, 1):
         assert plan.time is not None
@@ -204,6 +205,7 @@ def ranking_table(plans: Sequence[Plan]) -> Table:
                 plan.setup.mesh,
                 " ".join(setup_words(plan)) or "-",
                 f"{plan.time.step.value:.4g} s",
+                band_words(plan.time),
                 "-" if plan.mfu is None else percent(plan.mfu),
                 "-" if plan.tokens_per_second is None else compact(plan.tokens_per_second),
                 format_bytes(plan.memory.total),
@@ -212,7 +214,7 @@ def ranking_table(plans: Sequence[Plan]) -> Table:
                 plan.memory.basis,
             )
         )
-    return Table("Best plans (times assumed)", headings, tuple(rows), (3, 4, 5, 6, 7, 8))
+    return Table("Best plans (times assumed)", headings, tuple(rows), (3, 5, 6, 7, 8, 9))
 
 
 def rejected_table(found: Search) -> Table:
