@@ -4,6 +4,7 @@ Pages follow the reader's light or dark setting, print well, do not rely on colo
 readers.
 """
 
+from meshwright.pages.areas import Level, area_chart
 from meshwright.pages.bars import Bar, stacked_bars, stacked_columns
 from meshwright.pages.blocks import Figure, badge, command, fold, headline, pairs, prose, quote, side_by_side, table
 from meshwright.pages.grids import Tile, TileGrid, mesh_picture, tile_picture
@@ -12,6 +13,7 @@ from meshwright.pages.markup import Markup, join, tag, text
 from meshwright.pages.numbers import compact, duration, number, percent
 from meshwright.pages.page import Section, make_page, write_page
 from meshwright.pages.pictures import Picture, encode_png, heat_map, image_grid
+from meshwright.pages.scatter import Point, pareto_front, scatter_chart
 from meshwright.pages.timeline import Lane, Moment, Shape, Span, timeline
 
 __all__ = [
@@ -34,6 +36,11 @@ __all__ = [
     "stacked_bars",
     "Bar",
     "stacked_columns",
+    "area_chart",
+    "Level",
+    "scatter_chart",
+    "Point",
+    "pareto_front",
     "timeline",
     "Lane",
     "Span",

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.pages.blocks import table
-from meshwright.pages.figure import NUM_FILLS, NUM_TONES, Frame, figure, legend, nothing, plot, swatch
+from meshwright.pages.colors import NUM_TONES, fills_of
+from meshwright.pages.figure import Frame, figure, legend, nothing, plot, swatch
 from meshwright.pages.markup import Markup, join, tag
 from meshwright.pages.numbers import Show, number, percent
 
@@ -49,17 +50,17 @@ def stacked_bars(
     lines = join(_bar(bar, parts, scale, capacity, capacity_label, show) for bar in bars)
     if len(bars) == 1 and capacity is None:
         keys = [
-            (swatch(index), f"{part} {show(value)} ({percent(value / totals[0])})")
-            for index, (part, value) in enumerate(zip(parts, bars[0].values, strict=True))
+            (swatch(fill), f"{part} {show(value)} ({percent(value / totals[0])})")
+            for fill, part, value in zip(fills_of(parts), parts, bars[0].values, strict=True)
         ]
         return figure(title, unit=f"{show(totals[0])} {unit}".strip(), body=lines, after=legend(keys), kind="bars")
     rows = []
-    for index, part in enumerate(parts):
+    for index, (fill, part) in enumerate(zip(fills_of(parts), parts, strict=True)):
         cells = [
             f"{show(bar.values[index])} ({percent(bar.values[index] / total)})" if total else show(0.0)
             for bar, total in zip(bars, totals, strict=True)
         ]
-        rows.append([join([swatch(index), part]), *cells])
+        rows.append([join([swatch(fill), part]), *cells])
     rows.append([tag("b", "total"), *(tag("b", show(total)) for total in totals)])
     if capacity is not None:
         rows.append([capacity_label, *(show(capacity) for _ in bars)])
@@ -72,18 +73,17 @@ def _bar(bar: Bar, parts: Sequence[str], scale: float, capacity: float | None, l
     total = sum(bar.values)
     top = 16 if capacity is not None else 0
     drawn, words, start = [], [], 0.0
-    for index, (part, value) in enumerate(zip(parts, bar.values, strict=True)):
+    for fill, part, value in zip(fills_of(parts), parts, bar.values, strict=True):
         if value <= 0:
             continue
         width = scale * value
         what = f"{part}: {show(value)}"
         words.append(what)
         box = {"x": f"{scale * start:.3f}%", "y": top, "width": f"{width:.3f}%", "height": BAR_PIXELS}
-        fill = f"url(#tone-{index % NUM_FILLS})"
-        drawn.append(tag("rect", tag("title", what), **box, fill=fill, class_="part"))
+        drawn.append(tag("rect", tag("title", what), **box, fill=f"url(#tone-{fill})", class_="part"))
         if width > 1.1 * len(part) + 2:  # roughly the width of the text on a wide page; CSS hides it on narrow ones
             middle = f"{scale * (start + value / 2):.3f}%"
-            drawn.append(tag("text", part, x=middle, y=top + 20, class_=f"part-label halo-{index % NUM_TONES}"))
+            drawn.append(tag("text", part, x=middle, y=top + 20, class_=f"part-label halo-{fill % NUM_TONES}"))
         start += value
     verdict = ""
     if capacity is not None:
@@ -130,15 +130,16 @@ def stacked_columns(
     frame = Frame(columns[0][0], columns[-1][1], 0.0, top, height, log=False)
     drawn = []
     cut = []
+    fills = fills_of(parts)
     for start, end, values in columns:
         x, width = 100 * frame.x(start), 100 * (frame.x(end) - frame.x(start))
         floor = 0.0
-        for index, value in enumerate(values):
+        for fill, value in zip(fills, values, strict=True):
             roof = min(floor + value, top)
             if roof > floor:
                 box = {"x": f"{x + 0.06 * width:.3f}%", "y": round(frame.y(roof), 2)}
                 size = {"width": f"{0.88 * width:.3f}%", "height": round(frame.y(floor) - frame.y(roof), 2)}
-                drawn.append(tag("rect", **box, **size, fill=f"url(#tone-{index % NUM_FILLS})"))
+                drawn.append(tag("rect", **box, **size, fill=f"url(#tone-{fill})"))
             floor = roof
         if sum(values) > top:
             cut.append(sum(values))
@@ -156,7 +157,7 @@ def stacked_columns(
         label=f"{title}. {len(columns)} columns of {', '.join(parts)}.",
         show=show,
         unit=unit,
-        keys=legend([(swatch(index), part) for index, part in enumerate(parts)]),
+        keys=legend([(swatch(fill), part) for fill, part in zip(fills, parts, strict=True)]),
         note=note,
         columns=True,
     )

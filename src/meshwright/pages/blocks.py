@@ -96,6 +96,9 @@ def badge(state: str, *, kind: str) -> Markup:
     return tag("span", tag("span", signs[kind], aria_hidden="true"), f" {state}", class_=f"badge {kind}")
 
 
+LONG = 32  # letters
+
+
 def table(
     headings: Sequence[object],
     rows: Sequence[Sequence[object]],
@@ -117,9 +120,16 @@ def table(
         True
     """
     numbers, codes = frozenset(right), frozenset(code)
+    # A column of sentences must not shrink to the width of a word on a phone.
+    long = {
+        column
+        for column in range(len(headings))
+        if any(len(str(row[column])) > LONG and not isinstance(row[column], Markup) for row in rows)
+    }
 
     def cell(element: str, column: int, value: object) -> Markup:
-        kinds = ["number"] * (column in numbers) + ["code"] * (column in codes and element == "td")
+        kinds = ["long"] * (column in long and column not in codes and element == "td")
+        kinds += ["number"] * (column in numbers) + ["code"] * (column in codes and element == "td")
         return tag(element, value, class_=" ".join(kinds) or None, scope="col" if element == "th" else None)
 
     head = tag("tr", *(cell("th", column, heading) for column, heading in enumerate(headings)))

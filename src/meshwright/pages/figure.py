@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.pages.blocks import table
+from meshwright.pages.colors import NUM_FILLS, NUM_TONES
 from meshwright.pages.markup import Markup, data_block, join, tag
 from meshwright.pages.numbers import Show, compact, log_ticks, ticks, whole_ticks
 
 Values = tuple[str, Sequence[float], Sequence[float]]
 """Name, x values and y values of a series."""
 
-# Number of colors, each with its own dash or fill pattern (page.css, `patterns`).
-NUM_TONES = 6
-NUM_FILLS = 12  # colors with patterns, for bars and their legends
 X_NAME = "step"
 
 
@@ -27,10 +25,16 @@ def figure(
     return tag("figure", caption, keys, body, after, class_=f"chart {kind}")
 
 
-def swatch(tone: int) -> Markup:
-    """Returns a small square in the color and pattern of a part."""
-    square = tag("rect", width=14, height=14, rx=3, fill=f"url(#tone-{tone % NUM_FILLS})")
+def swatch(tone: int, *, plain: bool = False) -> Markup:
+    """Returns a small square in the color and, if it is not plain, the pattern of a part."""
+    fill = {"class_": plain_fill(tone)} if plain else {"fill": f"url(#tone-{tone % NUM_FILLS})"}
+    square = tag("rect", width=14, height=14, rx=3, **fill)
     return tag("svg", square, class_="swatch", width=14, height=14, aria_hidden="true")
+
+
+def plain_fill(tone: int) -> str:
+    """Returns the classes of a fill without its pattern, for shapes that stretch; the second of a color is paler."""
+    return f"tone-{tone % NUM_TONES}{' pale' if tone >= NUM_TONES else ''}"
 
 
 def legend(entries: Sequence[tuple[Markup, object]]) -> Markup:
@@ -81,16 +85,19 @@ def plot(
     kind: str = "lines",
     columns: bool = False,
     x_name: str = X_NAME,
+    x_unit: str = "",
+    names: Mapping[float, str] | None = None,
 ) -> Markup:
-    """Returns a chart over steps with axes; pointer and arrow keys read out its values.
+    """Returns a chart with axes; pointer and arrow keys read out its values.
 
     Args:
         label: description for screen readers.
         note: remark below the chart.
         columns: whether values belong to intervals of the x axis instead of points.
-        x_name: what the x axis counts, if not steps.
+        x_name, x_unit: quantity and unit of the x axis (default: steps, which are whole numbers).
+        names: names of places on the x axis.
     """
-    parts = [tag("title", title), *_axes(frame, show, x_name), *drawn]
+    parts = [*_axes(frame, show, x_name, x_unit), *drawn]
     body = tag(
         "div",
         tag("svg", *parts, width="100%", height=frame.height, role="img", aria_label=title),
@@ -107,30 +114,37 @@ def plot(
     series = [
         {"name": name, "x": [float(f"{x:.9g}") for x in xs], "y": [show(y) for y in ys]} for name, xs, ys in values
     ]
-    read_out = data_block({"x": x_name, "low": frame.low_x, "high": frame.high_x, "series": series})
-    after = join([tag("p", note, class_="note") if note else None, read_out, _numbers(values, show, x_name)])
+    # Keys as JavaScript writes numbers.
+    named = {repr(float(f"{x:.9g}")).removesuffix(".0"): name for x, name in (names or {}).items()}
+    data = {"x": x_name, "unit": x_unit, "low": frame.low_x, "high": frame.high_x, "series": series, "names": named}
+    heading = f"{x_name} ({x_unit})" if x_unit else x_name
+    after = join([tag("p", note, class_="note") if note else None, data_block(data), _numbers(values, show, heading)])
     return figure(title, unit=unit, keys=keys, body=body, after=after, kind=kind)
 
 
-def _axes(frame: Frame, show: Show, x_name: str) -> list[Markup]:
+def _axes(frame: Frame, show: Show, x_name: str, x_unit: str) -> list[Markup]:
     parts, height = [], frame.height
     count = 5 if height >= 200 else 3
     for level in log_ticks(frame.low, frame.high) if frame.log else ticks(frame.low, frame.high, count=count):
         y = round(frame.y(level), 1)
         parts.append(tag("line", x1=0, x2="100%", y1=y, y2=y, class_="grid"))
         parts.append(tag("text", show(level), x=0, dx=-8, y=y, dy="0.32em", class_="tick y"))
-    for index, place in enumerate(whole_ticks(frame.low_x, frame.high_x)):
+    across = ticks(frame.low_x, frame.high_x, count=7) if x_unit else whole_ticks(frame.low_x, frame.high_x)
+    for index, place in enumerate(across):
         x = f"{100 * frame.x(place):.3f}%"
         parts.append(tag("line", x1=x, x2=x, y1=height, y2=height + 5, class_="axis"))
         # Narrow pages hide every second label.
         odd = " odd" if index % 2 else ""
         parts.append(tag("text", compact(place), x=x, y=height + 18, class_=f"tick x{odd}"))
     parts.append(tag("line", x1=0, x2="100%", y1=height, y2=height, class_="axis"))
-    parts.append(tag("text", x_name, x=0, dx=-8, y=height + 18, class_="tick y"))
+    if x_unit:  # on the right, where no level can be in its way
+        parts.append(tag("text", f"{x_name}, {x_unit}", x="100%", y=height + 34, class_="tick y"))
+    else:
+        parts.append(tag("text", x_name, x=0, dx=-8, y=height + 18, class_="tick y"))
     return parts
 
 
-def _numbers(series: Sequence[Values], show: Show, x_name: str, *, rows: int = 24) -> Markup:
+def _numbers(series: Sequence[Values], show: Show, heading: str, *, rows: int = 24) -> Markup:
     """Returns a collapsible table of at most about `rows` points of a chart."""
     known = sorted(dict.fromkeys(x for _, xs, _ in series for x in xs))
     # Short series, such as evaluations, come first: readers look up their values.
@@ -144,7 +158,7 @@ def _numbers(series: Sequence[Values], show: Show, x_name: str, *, rows: int = 2
         [f"{x:,.10g}", *("" if x not in column else show(column[x]) for column in columns)] for x in sorted(wanted)
     ]
     what = f"{len(lines)} of {len(known):,} drawn points" if len(lines) < len(known) else f"{len(known):,} points"
-    shown = table([x_name, *(name for name, _, _ in series)], lines, right=range(len(series) + 1), sortable=False)
+    shown = table([heading, *(name for name, _, _ in series)], lines, right=range(len(series) + 1), sortable=False)
     return tag("details", tag("summary", f"Numbers ({what})"), shown, class_="behind")
 
 

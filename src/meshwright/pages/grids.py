@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.pages.figure import NUM_TONES, figure, legend
+from meshwright.pages.colors import NUM_TONES
+from meshwright.pages.figure import figure, legend
 from meshwright.pages.markup import Markup, join, tag
 
 NODE_WIDTH, NODE_HEIGHT = 40, 26

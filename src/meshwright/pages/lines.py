@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.pages.figure import NUM_TONES, X_NAME, Frame, in_words, legend, nothing, plot
+from meshwright.pages.colors import NUM_TONES
+from meshwright.pages.figure import X_NAME, Frame, in_words, legend, nothing, plot
 from meshwright.pages.markup import Markup, join, tag
 from meshwright.pages.numbers import Show, finite_range, number
 

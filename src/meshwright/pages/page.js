@@ -34,7 +34,8 @@ function show(chart, x) {
   readout.style.right = share < 0.5 ? "auto" : `calc(${100 * (1 - share)}% + 12px)`;
   const title = document.createElement("b");
   const exact = plot.dataset.columns === undefined ? "" : "around ";
-  title.textContent = `${exact}${data.x} ${Math.round(place * 100) / 100}`;
+  const unit = data.unit ? " " + data.unit : "";
+  title.textContent = data.names[place] ?? `${exact}${data.x} ${Math.round(place * 100) / 100}${unit}`;
   readout.replaceChildren(title, ...data.series.map((one) => {
     const index = nearest(one.x, place);
     const elsewhere = one.x[index] === place ? "" : ` (at ${one.x[index]})`;
@@ -48,7 +49,9 @@ const alike = (chart) => charts.filter((other) => other.data.x === chart.data.x)
 
 for (const chart of charts) {
   const { plot, data, places } = chart;
-  plot.addEventListener("pointermove", (event) => {
+  if (!places.length) continue;
+  // Dots have their own tooltips.
+  if (!plot.closest(".scatter")) plot.addEventListener("pointermove", (event) => {
     const box = plot.getBoundingClientRect();
     const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
     for (const other of alike(chart)) show(other, data.low + share * (data.high - data.low));
@@ -141,3 +144,131 @@ for (const lattice of document.querySelectorAll(".lattice")) {
     });
   });
 }
+
+// Tooltips: at the pointer, at once, and also for a tap.
+const tip = document.createElement("div");
+tip.className = "readout tip";
+tip.hidden = true;
+document.body.append(tip);
+for (const title of document.querySelectorAll("figure svg title")) {
+  const holder = title.parentElement;
+  holder.dataset.tip = title.textContent;
+  title.remove();
+}
+function showTip(event) {
+  const holder = event.target.closest?.("[data-tip]");
+  tip.hidden = !holder;
+  if (!holder) return;
+  tip.textContent = holder.dataset.tip;
+  tip.style.left = Math.max(8, Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8)) + "px";
+  const above = event.clientY - tip.offsetHeight - 12;
+  tip.style.top = (above > 8 ? above : event.clientY + 16) + "px";
+}
+for (const kind of ["pointerover", "pointermove", "pointerdown"]) document.addEventListener(kind, showTip);
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
+document.addEventListener("scroll", () => { tip.hidden = true; }, true);
+
+// Timelines zoom by making the picture wider inside of a box that scrolls.
+const FARTHEST = 300000; // pixels
+const shortTime = (seconds) => {
+  const [size, unit] = seconds >= 1 ? [1, "s"] : seconds >= 1e-3 ? [1e3, "ms"] : [1e6, "\u00b5s"];
+  return seconds ? `${+(seconds * size).toPrecision(6)} ${unit}` : "0 s";
+};
+function roundStep(wanted) {
+  const power = 10 ** Math.floor(Math.log10(wanted));
+  return power * [1, 2, 5, 10].find((factor) => factor * power >= wanted);
+}
+function zoomable(zoom) {
+  const wide = zoom.firstElementChild, svg = wide.querySelector("svg");
+  const spans = [...svg.querySelectorAll(".span")].map((rect) => ({
+    rect, left: parseFloat(rect.getAttribute("x")) / 100, share: parseFloat(rect.getAttribute("width")) / 100,
+    name: rect.dataset.tip.split(": ")[0],
+  }));
+  const seconds = parseFloat(svg.dataset.seconds), bottom = svg.getAttribute("height") - 24;
+  const layer = svg.appendChild(document.createElementNS(svg.namespaceURI, "g"));
+  let scale = 1;
+  const draw = (name, attributes, text = "") => {
+    const node = document.createElementNS(svg.namespaceURI, name);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    node.textContent = text;
+    layer.append(node);
+    return node;
+  };
+  const label = () => {
+    layer.replaceChildren();
+    svg.classList.toggle("zoomed", scale > 1);
+    for (const name of svg.querySelectorAll(".lane-name")) name.setAttribute("x", scale > 1 ? zoom.scrollLeft : 0);
+    if (scale === 1) return;
+    const width = wide.clientWidth, from = zoom.scrollLeft, to = from + zoom.clientWidth;
+    for (const { rect, left, share, name } of spans) {
+      const start = Math.max(left * width, from), end = Math.min((left + share) * width, to);
+      if (end - start < 7.5 * name.length + 8) continue;
+      const tone = rect.getAttribute("fill").match(/\d+/)[0] % 6;
+      draw("text", { x: (start + end) / 2, y: +rect.getAttribute("y") + 16, class: `part-label halo-${tone}` }, name);
+    }
+    if (!(seconds > 0)) return;
+    const step = roundStep(seconds * zoom.clientWidth / width / Math.max(2, zoom.clientWidth / 160));
+    for (let tick = Math.ceil(seconds * from / width / step); tick * step <= seconds * to / width; tick++) {
+      const x = tick * step / seconds * width;
+      layer.prepend(draw("line", { x1: x, x2: x, y1: 0, y2: bottom, class: "grid" }));
+      draw("text", { x, y: bottom + 16, class: "tick x" }, shortTime(tick * step));
+    }
+  };
+  const set = (wanted, x = zoom.clientWidth / 2) => {
+    const next = Math.min(Math.max(1, wanted), FARTHEST / zoom.clientWidth);
+    const at = (zoom.scrollLeft + x) / scale;
+    scale = next;
+    wide.style.width = 100 * scale + "%";
+    zoom.scrollLeft = at * scale - x;
+    label();
+  };
+  const inside = (event) => event.clientX - zoom.getBoundingClientRect().left;
+  const bar = document.createElement("div");
+  bar.className = "zoom-bar";
+  const actions = [["\u2212", "Zoom out", () => set(scale / 2)], ["+", "Zoom in", () => set(scale * 2)], ["Whole", "Show all", () => set(1)]];
+  for (const [text, name, act] of actions) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = text;
+    button.setAttribute("aria-label", name);
+    button.addEventListener("click", act);
+    bar.append(button);
+  }
+  const hint = document.createElement("span");
+  hint.textContent = "or Ctrl and wheel, two fingers, + and \u2212 keys; drag to move";
+  bar.append(hint);
+  zoom.before(bar);
+  zoom.addEventListener("keydown", (event) => {
+    const next = { "+": 2 * scale, "=": 2 * scale, "-": scale / 2, "0": 1 }[event.key];
+    if (next === undefined || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    set(next);
+  });
+  zoom.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey) return;
+    event.preventDefault();
+    set(scale * Math.exp(-event.deltaY / 200), inside(event));
+  }, { passive: false });
+  const fingers = new Map();
+  let apart = 0;
+  zoom.addEventListener("pointerdown", (event) => {
+    fingers.set(event.pointerId, event);
+    apart = 0;
+  });
+  zoom.addEventListener("pointermove", (event) => {
+    const before = fingers.get(event.pointerId);
+    if (!before) return;
+    fingers.set(event.pointerId, event);
+    const [one, other] = [...fingers.values()];
+    if (other) {
+      const now = Math.abs(one.clientX - other.clientX);
+      if (apart && now) set(scale * now / apart, (inside(one) + inside(other)) / 2);
+      apart = now;
+    } else if (event.pointerType === "mouse") zoom.scrollLeft -= event.clientX - before.clientX;
+  });
+  for (const kind of ["pointerup", "pointercancel", "pointerleave"]) {
+    zoom.addEventListener(kind, (event) => { fingers.delete(event.pointerId); apart = 0; });
+  }
+  zoom.addEventListener("scroll", () => requestAnimationFrame(label));
+}
+document.querySelectorAll(".zoom").forEach(zoomable);

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.pages.figure import NUM_TONES, figure, legend, nothing, swatch
+from meshwright.pages.colors import NUM_FILLS, NUM_TONES
+from meshwright.pages.figure import figure, legend, nothing, swatch
 from meshwright.pages.markup import Markup, join, tag
 from meshwright.pages.numbers import Show, duration, time_ticks
 
@@ -54,12 +55,21 @@ class Lane:
 
 
 def timeline(
-    title: str, lanes: Sequence[Lane], *, unit: str = "", keys: Sequence[str] = (), show: Show = duration
+    title: str,
+    lanes: Sequence[Lane],
+    *,
+    unit: str = "",
+    keys: Sequence[str] | Mapping[str, int] = (),
+    show: Show = duration,
+    note: str = "",
 ) -> Markup:
     """Returns a timeline with one row per lane, starting at the earliest span or moment.
 
+    The page's script zooms it: with buttons, the wheel and Ctrl, two fingers, or the keys + - and 0.
+
     Args:
-        keys: names of the tones, starting with tone 0, for a legend.
+        keys: names of the tones for a legend, in order from tone 0 on or with their tones.
+        note: remark below the chart.
 
     Example:
         >>> chart = timeline("Step", [Lane("compute", [Span(0, 2, "matmul")]), Lane("links", [Span(1, 3, "gather")])])
@@ -78,9 +88,15 @@ def timeline(
     for number, lane in enumerate(lanes):
         drawn.append(_lane(lane, begin, length, top=number * pitch, show=show))
     label = f"{title}. {' '.join(_in_words(lane, begin, show) for lane in lanes)}"
-    svg = tag("svg", tag("title", title), *drawn, width="100%", height=height + 24, role="img", aria_label=label)
-    marks = legend([(swatch(tone), key) for tone, key in enumerate(keys)]) if keys else None
-    return figure(title, unit=unit, keys=marks, body=tag("div", svg, class_="lanes"), kind="timeline")
+    # The script draws finer ticks only if lengths are seconds.
+    seconds = f"{length:.9g}" if show is duration else None
+    svg = tag("svg", *drawn, width="100%", height=height + 24, role="img", aria_label=label, data_seconds=seconds)
+    tones = keys if isinstance(keys, Mapping) else {key: tone for tone, key in enumerate(keys)}
+    marks = legend([(swatch(tone), key) for key, tone in tones.items()]) if keys else None
+    # A region that scrolls must be reachable by keyboard and then needs a name.
+    wide = tag("div", tag("div", svg, class_="wide"), class_="zoom", tabindex=0, role="region", aria_label=title)
+    after = tag("p", note, class_="note") if note else None
+    return figure(title, unit=unit, keys=marks, body=tag("div", wide, class_="lanes"), after=after, kind="timeline")
 
 
 def _axis(length: float, height: int, show: Show) -> Markup:
@@ -105,7 +121,7 @@ def _lane(lane: Lane, begin: float, length: float, *, top: int, show: Show) -> M
         what = f"{span.label}: {show(span.end - span.start)}, from {show(span.start - begin)}"
         title = tag("title", f"{what}. {span.detail}" if span.detail else what)
         box = {"x": f"{x:.3f}%", "width": f"{width:.3f}%", "y": top + NAME_PIXELS, "height": LANE_PIXELS}
-        parts.append(tag("rect", title, **box, rx=3, fill=f"url(#tone-{span.tone % NUM_TONES})", class_="span"))
+        parts.append(tag("rect", title, **box, rx=3, fill=f"url(#tone-{span.tone % NUM_FILLS})", class_="span"))
         if width > 0.9 * len(span.label) + 1.5:
             middle = f"{x + width / 2:.3f}%"
             wide = " wide" if width < 2.6 * len(span.label) + 4 else ""

@@ -42,11 +42,12 @@ from meshwright.train.views import View, choose_view
 
 @dataclass(frozen=True)
 class Rejected:
-    """A rejected candidate: a short `reason`, shared by many, and a `detail` for this one."""
+    """A rejected candidate: a short `reason`, shared by many, and a `detail` for this one; its plan, if it has one."""
 
     setup: Setup
     reason: str
     detail: str
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def search(
             if isinstance(found, Rejected):
                 rejected.append(found)
             elif found.memory.fits is False:
-                rejected.append(Rejected(setup, "out of memory", found.memory.verdict))
+                rejected.append(Rejected(setup, "out of memory", found.memory.verdict, found))
                 if closest is None or found.memory.total < closest.memory.total:
                     closest = found
             else:

@@ -109,8 +109,8 @@ def test_the_page_of_a_7b_decoder_and_its_search(browse, tmp_path):
     assert seen.console == []
     assert seen.found["problems"] == []
     assert seen.found["network"] == []
-    # Memory, activations, time, mesh, torus, four leaves and four bars of plans.
-    assert seen.found["pictures"] == 13
+    # Memory and its course, activations, time, axes, mesh, torus, four leaves, candidates and four bars of plans.
+    assert seen.found["pictures"] == 16
     assert seen.found["buttons"] == ["Copy"] * 6  # train, reproduce, and one per plan
     # Device 0 in the mesh and in each of the four pictures of leaves.
     assert seen.found["lit"] == ["0"] * 5

@@ -89,11 +89,13 @@ def time_section(run: RunRecord) -> Section:
     totals = part_seconds(run)
     parts = list(totals)
     total = stacked_bars("All steps", parts, [Bar("", list(totals.values()))], show=duration)
-    columns = _columns(run, parts)
+    # Compiling takes as long as many steps, so that beside it the others would be flat.
+    usual = [part for part in parts if part != "compile"]
+    columns = _columns(run, usual)
     heights = [sum(values) for _, _, values in columns]
     over_time = stacked_columns(
-        "Per step", parts, columns, unit="mean over the steps in a column", high=_roof(heights, factor=3.0),
-        show=duration,
+        "Per step", usual, columns, unit="mean over the steps in a column" + ", without compiling" * (usual != parts),
+        high=_roof(heights, factor=3.0), show=duration,
     )  # fmt: skip
     body = [prose(*time_sentences(run))] + ([total, over_time] if sum(totals.values()) else [])
     return Section("Time of the steps", join(body), short="Steps")

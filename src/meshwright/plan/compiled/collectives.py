@@ -23,12 +23,15 @@ from meshwright.plan.compiled.hlo import (
     tuple_parts,
 )
 from meshwright.plan.compiled.matmuls import Matmuls, estimated_cycles, merged_hops
+from meshwright.plan.compiled.memory_trace import trace_memory
 from meshwright.plan.compiled.origin import Origins
+from meshwright.plan.compiled.scheduled_steps import Recorder, Steps
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast"
 )  # fmt: skip
+_BLOCKS = ("while", "call", "conditional")
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class ProgramSchedule:
     Args:
         stretches: compute that overlaps with collectives, in program order.
         matmul_flops, matmul_cycles: totals over the matmuls with a cycle estimate.
+        steps: the whole schedule in program order, if it was asked for.
     """
 
     collectives: tuple[Collective, ...]
@@ -112,6 +116,7 @@ class ProgramSchedule:
     stretches: tuple[Stretch, ...] = ()
     matmul_flops: float = 0.0
     matmul_cycles: int = 0
+    steps: Steps = ()
 
     def count(self, kind: str | None = None) -> int:
         """Returns the number of collectives (of one kind) that run, with loop trips."""
@@ -150,8 +155,11 @@ class ProgramSchedule:
         return f"{self.num_hidden}/{self.count()} hidden, {self.wire_bytes / 2**20:.1f} MiB sent per device"
 
 
-def read_schedule(text: str) -> ProgramSchedule:
+def read_schedule(text: str, *, with_steps: bool = False) -> ProgramSchedule:
     """Reads the text of a compiled program (`compiled.as_text()`).
+
+    Args:
+        with_steps: whether to read the whole schedule too, with its live memory.
 
     Example:
         >>> import jax, jax.numpy as jnp, meshwright as mw
@@ -163,7 +171,9 @@ def read_schedule(text: str) -> ProgramSchedule:
         >>> read_schedule(compiled.as_text()).count("all-reduce")
         1
     """
-    reader = _Reader(parse_program(text))
+    program = parse_program(text)
+    recorder = Recorder(trace_memory(program).live, has_cycles="estimated_cycles" in text) if with_steps else None
+    reader = _Reader(program, recorder)
     reader.walk(reader.program.entry, 1)
     return ProgramSchedule(
         tuple(reader.collectives),
@@ -172,14 +182,15 @@ def read_schedule(text: str) -> ProgramSchedule:
         tuple(reader.stretches),
         reader.matmul_flops,
         reader.matmul_cycles,
+        () if recorder is None else recorder.steps(),
     )
 
 
 class _Reader:
     """Walks a program in order and tracks the collectives in flight."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, recorder: Recorder | None = None) -> None:
+        self.program, self.recorder = program, recorder
         self.matmuls, self.origins = Matmuls(program), Origins(program)
         self.collectives: list[Collective] = []
         self.stretches: list[Stretch] = []
@@ -197,7 +208,8 @@ class _Reader:
             consumed = [carries[name] for name in one.inputs if name in carries]
             if consumed and ("-done" in one.opcode or "-done" in one.name):
                 for place in consumed:
-                    flying.pop(place, None)
+                    if flying.pop(place, None) is not None and self.recorder is not None:
+                        self.recorder.wait(place)
                     if self.collectives[place].kind == "collective-permute":
                         arriving[one.name] = place
                 continue
@@ -208,17 +220,28 @@ class _Reader:
             if flying and (count or cycles):
                 self._beside(flying, count, self.matmuls.flops(computation, one), cycles)
             found = None if fused else self._collective(computation, one)
+            beside = len(self.stretches) - 1 if flying and (count or cycles) else -1
+            if self.recorder is not None and found is None and one.opcode not in _BLOCKS:
+                flops = self.matmuls.flops(computation, one) if count else 0.0
+                self.recorder.work(computation, one, flops=flops, cycles=cycles, stretch=beside)
             if found is not None:
                 place = len(self.collectives)
                 self.collectives.append(replace(found, trips=trips))
                 carries[one.name] = place
                 if found.is_async:
                     flying[place] = one
+                elif self.recorder is not None:
+                    self.recorder.wait(place)
                 if found.kind == "collective-permute":
                     sent[one.name] = arriving[one.name] = place
             elif one.opcode == "while":
+                often = trip_count(self.program, one)
+                if self.recorder is not None:
+                    self.recorder.begin()
                 for name in one.called:
-                    self.walk(name, trips * trip_count(self.program, one))
+                    self.walk(name, trips * often)
+                if self.recorder is not None:
+                    self.recorder.end(often, beside)
             elif one.opcode in ("call", "conditional"):
                 for name in one.called:
                     self.walk(name, trips)
@@ -227,6 +250,9 @@ class _Reader:
                 if count and cycles:
                     self.matmul_cycles += trips * cycles
                     self.matmul_flops += trips * self.matmuls.flops(computation, one)
+        if self.recorder is not None:
+            for place in flying:
+                self.recorder.wait(place)
         merged = merged_hops(self.program, self.matmuls, computation, sent, arriving) if sent else {}
         for place, count in merged.items():
             self.collectives[place] = replace(self.collectives[place], merged=count)

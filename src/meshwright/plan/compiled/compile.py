@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +25,7 @@ from meshwright.hardware.libtpu import TPU_ENVIRONMENT
 from meshwright.interrupts import at_end
 from meshwright.plan.compiled.busy_clock import wait_busy
 from meshwright.plan.compiled.fp8_matmuls import MatmulUse
+from meshwright.plan.compiled.scheduled_steps import Steps, steps_from_json, steps_to_json
 from meshwright.plan.compiled.topology import require_compiler
 from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.step_setup import Setup
@@ -65,6 +66,7 @@ class Compiled:
         estimated_cycles: the compiler's estimate of compute cycles (TPUs), or 0.
         trace_s, compile_s: seconds of tracing and compiling.
         peak_rss_bytes: host memory used to compile.
+        steps: the schedule of the program, timed if the chip is known.
         does_not_fit: the compiler's error if the program exceeds the chip's memory; other figures are then missing.
     """
 
@@ -82,6 +84,7 @@ class Compiled:
     versions: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     does_not_fit: str | None = None
+    steps: Steps = ()
 
     @property
     def wire_bytes(self) -> float:
@@ -101,7 +104,8 @@ class Compiled:
 
     def to_json(self) -> dict[str, Any]:
         collectives = [{**asdict(c), "state": c.state} for c in self.collectives]
-        return {**asdict(self), "collectives": collectives, "setup": self.setup.to_json()}
+        shown = {"collectives": collectives, "setup": self.setup.to_json(), "steps": steps_to_json(self.steps)}
+        return {**asdict(replace(self, steps=())), **shown}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Compiled:
@@ -113,6 +117,7 @@ class Compiled:
         changed["matmuls"] = tuple(
             MatmulUse(**{**one, "dtypes": tuple(one["dtypes"])}) for one in data.get("matmuls", ())
         )
+        changed["steps"] = steps_from_json(data.get("steps", ()))
         return cls(**{**data, **changed})
 
 

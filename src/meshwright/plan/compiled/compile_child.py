@@ -23,7 +23,7 @@ from meshwright.plan.compiled.collectives import ProgramSchedule, read_schedule
 from meshwright.plan.compiled.compile import PARENT, WIDENED, Compiled
 from meshwright.plan.compiled.fp8_matmuls import check_fp8
 from meshwright.plan.compiled.topology import assumed_cudnn, mesh_on_target, require_compiler, stand_in_for_cudnn
-from meshwright.plan.compiled.verdict import CompiledCollective, judge
+from meshwright.plan.compiled.verdict import CompiledCollective, judge, timed_schedule
 from meshwright.plan.step_setup import Setup, build_step, step_options
 from meshwright.plan.target import Target, parse_target
 from meshwright.train.fine_tuning.lora import adapt_job
@@ -100,7 +100,7 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
     text = compiled.as_text()
     if request["text_path"] is not None:
         Path(request["text_path"]).write_text(text)
-    schedule = read_schedule(text)
+    schedule = read_schedule(text, with_steps=True)
     collectives = _judged(schedule, target, setup, step)
     memory, peak = _memory(compiled.memory_analysis(), target)
     if target.platform == "cpu" and setup.dtypes.compute.itemsize < 4:
@@ -121,6 +121,7 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
         compile_s=seconds,
         peak_rss_bytes=peak_resident(),
         notes=tuple(notes),
+        steps=timed_schedule(schedule, target, setup.mesh, dtype=setup.dtypes.compute.name),
     ).to_json()
 
 

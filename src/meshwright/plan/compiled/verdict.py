@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from meshwright.mesh.string import MeshSpec, parse_mesh
 from meshwright.pages.numbers import percent
 from meshwright.plan.compiled.collectives import Collective, ProgramSchedule
+from meshwright.plan.compiled.scheduled_steps import Steps, timed_steps
 from meshwright.plan.costs.links import Link, axis_links, transfer_seconds
 from meshwright.plan.target import Target, parse_target
 
@@ -136,32 +137,65 @@ def judge(
         ['partly hidden (41.0%): the transfer takes longer than the compute it overlaps with']
     """
     target = parse_target(target)
-    spec = mesh if isinstance(mesh, MeshSpec) else parse_mesh(mesh).resolve(target.num_devices)
-    sizes = dict(zip(spec.names, spec.sizes, strict=True))
-    links = axis_links(target, spec)
-    rate = target.matmul_rate(dtype)
-    axes = [one.axes(sizes) for one in schedule.collectives]
-    seconds = [
-        transfer_seconds(one.kind, one.wire_bytes, 1, along, links)
-        for one, along in zip(schedule.collectives, axes, strict=True)
-    ]
-    known = rate is not None and bool(links)
-    beside = hidden_seconds(schedule, seconds, [link_names(along, links) for along in axes], rate) if rate else []
+    facts = _transfers(schedule, target, mesh, dtype)
+    beside = hidden_seconds(schedule, facts.seconds, facts.lanes, facts.rate) if facts.rate else []
+    known = facts.rate is not None and facts.is_linked
     found = []
     for place, one in enumerate(schedule.collectives):
-        whole = seconds[place]
+        whole = facts.seconds[place]
         share = (beside[place] / whole if whole else float(one.hidden)) if known else float(one.hidden)
         advice = sync_advice(target.kind, target.platform, one.kind, one.source, options or {})
         found.append(Verdict(share, whole, explain(one, share, advice)))
     return tuple(found)
 
 
+class _Transfers(NamedTuple):
+    seconds: list[float | None]
+    lanes: list[tuple[str, ...]]
+    rate: float | None
+    is_linked: bool
+
+
+def _transfers(schedule: ProgramSchedule, target: Target, mesh: str | MeshSpec, dtype: str) -> _Transfers:
+    """Returns the time and links of every transfer, and the FLOP/s of matmuls."""
+    spec = mesh if isinstance(mesh, MeshSpec) else parse_mesh(mesh).resolve(target.num_devices)
+    sizes = dict(zip(spec.names, spec.sizes, strict=True))
+    links = axis_links(target, spec)
+    axes = [one.axes(sizes) for one in schedule.collectives]
+    seconds = [
+        transfer_seconds(one.kind, one.wire_bytes, 1, along, links)
+        for one, along in zip(schedule.collectives, axes, strict=True)
+    ]
+    return _Transfers(seconds, [link_names(along, links) for along in axes], target.matmul_rate(dtype), bool(links))
+
+
+def timed_schedule(schedule: ProgramSchedule, target: Target, mesh: str | MeshSpec, *, dtype: str) -> Steps:
+    """Returns the steps of a schedule with their times, and with the transfers that each hides."""
+    facts = _transfers(schedule, target, mesh, dtype)
+    if facts.rate is None:
+        return schedule.steps
+    pieces = hidden_pieces(schedule, facts.seconds, facts.lanes, facts.rate)
+    return timed_steps(schedule.steps, pieces, rate=facts.rate, cycle=cycle_seconds(schedule, facts.rate))
+
+
 def hidden_seconds(
     schedule: ProgramSchedule, seconds: Sequence[float | None], lanes: Sequence[tuple[str, ...]], rate: float
 ) -> list[float]:
     """Returns the seconds of each transfer that compute hides; `lanes` are the links that each uses."""
+    found = [0.0] * len(seconds)
+    for hidden in hidden_pieces(schedule, seconds, lanes, rate):
+        for place, spent in hidden.items():
+            found[place] += spent
+    return found
+
+
+def hidden_pieces(
+    schedule: ProgramSchedule, seconds: Sequence[float | None], lanes: Sequence[tuple[str, ...]], rate: float
+) -> list[dict[int, float]]:
+    """Returns the seconds of each transfer that each stretch of the schedule hides."""
     left = [whole or 0.0 for whole in seconds]
-    cycle = schedule.matmul_flops / rate / schedule.matmul_cycles if schedule.matmul_cycles else 0.0
+    cycle = cycle_seconds(schedule, rate)
+    found = []
     for stretch in schedule.stretches:
         # A loop has FLOPs but no cycle estimate.
         lasts = max(stretch.flops / rate, stretch.cycles * cycle)
@@ -170,9 +204,16 @@ def hidden_seconds(
             for lane in lanes[place]:
                 load[lane] = load.get(lane, 0.0) + left[place]
         parts = {lane: min(1.0, lasts / total) if total else 0.0 for lane, total in load.items()}
-        for place in stretch.in_flight:
-            left[place] *= 1 - min((parts[lane] for lane in lanes[place]), default=0.0)
-    return [(whole or 0.0) - rest for whole, rest in zip(seconds, left, strict=True)]
+        shares = {place: min((parts[lane] for lane in lanes[place]), default=0.0) for place in stretch.in_flight}
+        found.append({place: share * left[place] for place, share in shares.items()})
+        for place, share in shares.items():
+            left[place] *= 1 - share
+    return found
+
+
+def cycle_seconds(schedule: ProgramSchedule, rate: float) -> float:
+    """Returns the seconds of an estimated cycle, with which the matmuls run at `rate`; 0 without estimates."""
+    return schedule.matmul_flops / rate / schedule.matmul_cycles if schedule.matmul_cycles else 0.0
 
 
 def link_names(axes: Sequence[str], links: Mapping[str, Link]) -> tuple[str, ...]:

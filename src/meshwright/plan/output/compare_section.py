@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshwright.pages import Bar, Markup, Section, command, duration, fold, join, prose, stacked_bars, table, tag
+from meshwright.pages import (
+    Bar,
+    Markup,
+    Point,
+    Section,
+    command,
+    duration,
+    fold,
+    join,
+    prose,
+    scatter_chart,
+    stacked_bars,
+    table,
+    tag,
+)
 from meshwright.plan.output.commands import PlannedJob, how_to_run, train_command
 from meshwright.plan.output.explain import signed
 from meshwright.plan.output.plan_diff import PlanDiff
-from meshwright.plan.output.summary import PART_NAMES, PARTS, ranking_table, rejected_table
+from meshwright.plan.output.summary import PART_NAMES, PARTS, band_words, ranking_table, rejected_table
 from meshwright.plan.plan import Plan
 from meshwright.plan.search import Search
 
@@ -30,9 +44,15 @@ def compare_section(plans: Sequence[Plan], subject: PlannedJob, found: Search | 
                 f"The best {len(timed)} are shown." if timed else "",
             )
         )
+    if found is not None and found.ranked:
+        made.append(candidates_chart(found))
     if timed:
         times = [{part: getattr(plan.time, part).value for part in PARTS} for plan in timed]
-        names = [f"{place}. {plan.setup.mesh}" for place, plan in enumerate(timed, 1)]
+        names = [
+            f"{place}. {plan.setup.mesh} ({band_words(plan.time)})"
+            for place, plan in enumerate(timed, 1)
+            if plan.time is not None
+        ]
         made += [time_bars(names, times), ranking_table(timed).markup()]
         made.append(tag("h3", "Commands"))
         for label, plan in zip(names, timed, strict=True):
@@ -42,6 +62,28 @@ def compare_section(plans: Sequence[Plan], subject: PlannedJob, found: Search | 
     if found is not None and found.rejected:
         made += [tag("h3", "Rejected candidates"), rejected_table(found).markup()]
     return Section("Other plans", join(made))
+
+
+def candidates_chart(found: Search) -> Markup:
+    """Returns the candidates of a search by memory and step time."""
+    every = [(plan, True) for plan in found.ranked]
+    every += [(one.plan, False) for one in found.rejected if one.plan is not None]
+    points = [
+        Point(plan.memory.total / 2**30, plan.time.step.value, f"{plan.setup} ({band_words(plan.time)})", fits)
+        for plan, fits in every
+        if plan.time is not None
+    ]
+    capacity = found.target.memory_bytes
+    return scatter_chart(
+        "Candidates",
+        points,
+        x_name="memory per device",
+        x_unit="GiB",
+        y_name="step time",
+        limit=None if capacity is None else capacity / 2**30,
+        limit_label=f"{found.target.kind} has",
+        show=duration,
+    )
 
 
 def why_section(compared: PlanDiff) -> Section:

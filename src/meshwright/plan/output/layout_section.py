@@ -11,6 +11,7 @@ from meshwright.loop.report.placement_section import leaf_picture
 from meshwright.mesh.string import parse_mesh
 from meshwright.pages import Markup, Section, fold, join, mesh_picture, prose, side_by_side, table
 from meshwright.plan.costs.links import LINK_SHARE, axis_links
+from meshwright.plan.output.axes_picture import axes_picture
 from meshwright.plan.plan import Plan
 from meshwright.plan.target import Target
 
@@ -25,7 +26,8 @@ def machine_section(plan: Plan) -> Section:
     axes = dict(zip(spec.names, spec.sizes, strict=True))
     hosts = f" on {target.num_hosts:,} {'host' if target.num_hosts == 1 else 'hosts'}" if target.chip else ""
     said = f"{target.title}: {target.num_devices:,} devices{hosts}, as {spec}."
-    made: list[Markup] = [prose(said), mesh_picture("Mesh", axes)]
+    picture = axes_picture(target, spec)
+    made: list[Markup] = [prose(said), *([] if picture is None else [picture]), mesh_picture("Mesh", axes)]
     if target.platform == "tpu":
         made += _torus(target)
     elif target.platform == "gpu" and not spec.is_hybrid and target.num_devices > 1:

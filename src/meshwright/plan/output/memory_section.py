@@ -6,13 +6,15 @@ import math
 
 from meshwright.layout import format_bytes
 from meshwright.pages import Bar, Markup, Section, fold, join, prose, stacked_bars, table, tag
-from meshwright.pages.figure import NUM_TONES
+from meshwright.pages.colors import NUM_TONES
 from meshwright.plan.costs.memory import Part
+from meshwright.plan.output.memory_levels import memory_chart
+from meshwright.plan.output.schedule_picture import ScheduledStep
 from meshwright.plan.plan import Plan
 
 
-def memory_section(plan: Plan) -> Section:
-    """Returns the section on memory."""
+def memory_section(plan: Plan, made: ScheduledStep | None = None) -> Section:
+    """Returns the section on memory, over the scheduled step if there is one."""
     memory = plan.memory
     names, values = _bar_parts(memory.parts)
     bar = stacked_bars(
@@ -26,7 +28,10 @@ def memory_section(plan: Plan) -> Section:
     rows = [(part.name, part.basis, part.note) for part in memory.parts]
     known = table(("part", "basis", "note"), rows, sortable=False)
     named = tag("h3", "Where the figures come from")
-    return Section("Memory", join([prose(*_verdict(plan)), bar, *_splits(plan), named, known, _own(plan)]))
+    return Section(
+        "Memory",
+        join([prose(*_verdict(plan)), bar, memory_chart(plan, made), *_splits(plan), named, known, _own(plan)]),
+    )
 
 
 def _splits(plan: Plan) -> list[Markup]:

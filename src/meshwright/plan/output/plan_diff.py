@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.bounded_reader import read_json
 from meshwright.errors import ConfigError, FileFormatError, MeshwrightError
-from meshwright.plan.output.explain import SHOW, Explanation, PlanData, explain
+from meshwright.plan.output.explain import SHOW, Explanation, PlanData, band_of, explain
 from meshwright.plan.output.summary import PART_NAMES, PARTS, Summary, Table
 from meshwright.plan.plan import Plan
 from meshwright.plan.step_setup import Setup
@@ -246,7 +246,8 @@ def _both(one: str, other: str) -> str:
 def _title(plan: PlanData) -> str:
     setup = {name: value for name, value in plan["setup"].items() if name not in ("mesh", "rows")}
     words = " ".join([plan["setup"]["mesh"], *(f"{name}={value}" for name, value in setup.items())])
-    return f"{words}, {plan['rows']:,} rows on {plan['target']['title']}: {plan['memory']['verdict']}"
+    verdict = f"{plan['memory']['verdict']}{band_of(plan)}"
+    return f"{words}, {plan['rows']:,} rows on {plan['target']['title']}: {verdict}"
 
 
 def _row(change: Change) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,17 @@ from meshwright.pages import (
     tag,
     write_page,
 )
-from meshwright.pages.figure import NUM_TONES
+from meshwright.pages.colors import NUM_TONES
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.output.commands import PlannedJob, how_to_run, plan_command, train_command
 from meshwright.plan.output.communication_section import sending_section
 from meshwright.plan.output.compare_section import compare_section, time_bars, why_section
-from meshwright.plan.output.explain import PlanData
+from meshwright.plan.output.explain import PlanData, band_of
 from meshwright.plan.output.goodput_section import goodput_section
 from meshwright.plan.output.layout_section import layout_section, machine_section
 from meshwright.plan.output.memory_section import memory_section
 from meshwright.plan.output.plan_diff import PlanDiff
+from meshwright.plan.output.schedule_picture import scheduled_step
 from meshwright.plan.output.summary import PARTS, Table, band_words, setup_words
 from meshwright.plan.output.time_section import pipeline_section, time_section
 from meshwright.plan.plan import Plan
@@ -98,10 +99,10 @@ def render_plan(
         >>> "Peak memory per device" in render_plan(plan, job=job, subject=PlannedJob(job="train.py:job"))
         True
     """
-    layout = plan_layout(plan, job)
+    layout, made = plan_layout(plan, job), scheduled_step(plan)
     sections = [
-        memory_section(plan),
-        time_section(plan),
+        memory_section(plan, made),
+        time_section(plan, made),
         sending_section(plan),
         pipeline_section(plan),
         goodput_section(plan),
@@ -111,12 +112,12 @@ def render_plan(
         None if compared is None else why_section(compared),
         _grounds(plan, notes),
     ]
-    made = time.strftime("%Y-%m-%d", time.gmtime())
+    today = time.strftime("%Y-%m-%d", time.gmtime())
     return make_page(
-        f"{subject.name} on {plan.target.name} · plan",
+        f"{subject.name} as {plan.setup.mesh} on {plan.target.name} · plan",
         head=_head(plan, subject, notes),
         sections=[section for section in sections if section is not None],
-        foot=f"Made by Meshwright on {made}. Nothing ran on {plan.target.title}. This file needs no network access.",
+        foot=f"Made by Meshwright on {today}. Nothing ran on {plan.target.title}. This file needs no network access.",
     )
 
 
@@ -138,7 +139,7 @@ def _head(plan: Plan, subject: PlannedJob, notes: Sequence[str]) -> Markup:
     return join(
         [
             tag("p", "Plan", class_="eyebrow"),
-            tag("h1", f"{subject.name} on {plan.target.name} ", badge(word, kind=kind)),
+            tag("h1", f"{subject.name} as {plan.setup.mesh} on {plan.target.name} ", badge(word, kind=kind)),
             prose(
                 f"{plan.target.title} as {plan.setup.mesh}{how}: {plan.rows:,} rows, {plan.tokens_per_step:,} tokens "
                 "per step.",
@@ -166,7 +167,8 @@ def _waiting(plan: Plan) -> str:
     if plan.time is None:
         return "Step time is not estimated for CPUs."
     share = plan.time.exposed.value / plan.time.step.value
-    return f"A step takes about {duration(plan.time.step.value)}; {percent(share)} of it is exposed communication."
+    step = f"{duration(plan.time.step.value)} ({band_words(plan.time)})"
+    return f"A step takes about {step}; {percent(share)} of it is exposed communication."
 
 
 def _figures(plan: Plan) -> list[Figure]:
@@ -181,7 +183,9 @@ def _figures(plan: Plan) -> list[Figure]:
         said = f"{low} to {high}, {each} per device, assumed"
         found.append(Figure("Tokens per second", compact(plan.tokens_per_second), said))
     if plan.mfu is not None:
-        found.append(Figure("MFU", percent(plan.mfu), "of the chips' peak, assumed"))
+        found.append(
+            Figure("MFU", percent(plan.mfu), f"{_between(plan, plan.mfu, percent)} of the chips' peak, assumed")
+        )
     room = "" if plan.memory.capacity is None else f" of {format_bytes(plan.memory.capacity)}"
     found.append(Figure("Memory per device", format_bytes(plan.memory.total), f"{room} {plan.memory.basis}".strip()))
     if plan.sent:
@@ -192,8 +196,16 @@ def _figures(plan: Plan) -> list[Figure]:
         found.append(Figure("Hidden", percent(hidden), f"of communication time, {plan.time.exposed.basis}"))
     cost = plan.dollars_per_billion_tokens
     if cost is not None:
-        found.append(Figure("Per billion tokens", f"${cost:,.0f}", f"at ${plan.price:g} per device-hour, assumed"))
+        between = _between(plan, cost, "${:,.0f}".format)
+        said = f"{between} at ${plan.price:g} per device-hour, assumed"
+        found.append(Figure("Per billion tokens", f"${cost:,.0f}", said))
     return found
+
+
+def _between(plan: Plan, value: float, show: Callable[[float], str]) -> str:
+    """Returns the band of a figure that is proportional to the step time or to its inverse."""
+    error = 0.0 if plan.time is None else plan.time.error
+    return f"{show(value / (1 + error))} to {show(value * (1 + error))},"
 
 
 def _grounds(plan: Plan, notes: Sequence[str]) -> Section:
@@ -281,18 +293,20 @@ def render_diff(compared: PlanDiff) -> str:
     """Returns the page about a difference: a single HTML file that needs no network access."""
     sides = (compared.before, compared.after)
     names = [f"{letter}: {plan['setup']['mesh']}" for letter, plan in zip("AB", sides, strict=True)]
-    head = [tag("p", "Two plans", class_="eyebrow"), tag("h1", " and ".join(names))]
+    banded = [f"{name}{band_of(plan)}" for name, plan in zip(names, sides, strict=True)]
+    targets = " and ".join(dict.fromkeys(plan["target"]["name"] for plan in sides))
+    head = [tag("p", "Two plans", class_="eyebrow"), tag("h1", f"{' and '.join(names)} on {targets}")]
     head += [tag("p", one.headline) for one in compared.explanations]
     figures = [part for part in compared.summary().parts if isinstance(part, Table)]
     shown = [join([tag("h3", one.title), one.markup()]) for one in figures]
     sections = [
         why_section(compared),
-        Section("Side by side", join(_side_by_side(sides, names))),
+        Section("Side by side", join(_side_by_side(sides, banded))),
         Section("All figures", join(shown) if shown else tag("p", "No figure differs.")),
     ]
     made = time.strftime("%Y-%m-%d", time.gmtime())
     return make_page(
-        f"{' and '.join(names)} \u00b7 difference",
+        f"{' and '.join(names)} on {targets} \u00b7 difference",
         head=join(head),
         sections=sections,
         foot=f"Made by Meshwright on {made}. Nothing was run. This file needs no network access.",
@@ -304,7 +318,7 @@ def _side_by_side(plans: Sequence[PlanData], names: Sequence[str]) -> list[Marku
     if all(plan["time"] is not None for plan in plans):
         made.append(time_bars(names, [{part: plan["time"][part]["value"] for part in PARTS} for plan in plans]))
     sizes = [{part["name"]: part["bytes"] for part in plan["memory"]["parts"]} for plan in plans]
-    # Bookkeeping is a few bytes, and a bar has only NUM_TONES patterns.
+    # Bookkeeping is a few bytes.
     kinds = {
         kind: max(side.get(kind, 0.0) for side in sizes) for side in sizes for kind in side if kind != "bookkeeping"
     }

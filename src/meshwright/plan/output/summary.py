@@ -172,7 +172,8 @@ def time_table(plan: Plan) -> Table:
         for name, figure in figures
         if figure.value > 1e-9
     ]
-    rows.append(("step", duration(step.value), "", step.basis, step.note))
+    note = f"{band_words(plan.time)}: {step.note}"
+    rows.append(("step", duration(step.value), "", step.basis, note))
     return Table("Time per step", ("part", "time", "share", "basis", "note"), tuple(rows), (1, 2))
 
 
@@ -229,9 +230,9 @@ def search_summary(
 
 def ranking_table(plans: Sequence[Plan]) -> Table:
     """Returns one row per plan."""
-    headings = ("", "mesh", "setup", "step", "MFU", "tokens/s", "memory", "sent", "exposed", "memory and links")
     planned = any(plan.goodput is not None for plan in plans)
-    headings += ("goodput",) if planned else ()
+    headings = ["", "mesh", "setup", "step", "band", "MFU", "tokens/s", "memory", "sent", "exposed", "memory and links"]
+    headings += ["goodput"] if planned else []
     rows = []
     for place, plan in enumerate(plans, 1):
         assert plan.time is not None
@@ -241,6 +242,7 @@ def ranking_table(plans: Sequence[Plan]) -> Table:
                 plan.setup.mesh,
                 " ".join(setup_words(plan)) or "-",
                 f"{plan.time.step.value:.4g} s",
+                band_words(plan.time),
                 "-" if plan.mfu is None else percent(plan.mfu),
                 "-" if plan.tokens_per_second is None else compact(plan.tokens_per_second),
                 format_bytes(plan.memory.total),
@@ -250,7 +252,8 @@ def ranking_table(plans: Sequence[Plan]) -> Table:
                 *((percent(plan.goodput.share),) if plan.goodput is not None else ()),
             )
         )
-    return Table("Best plans (times assumed)", headings, tuple(rows), (3, 4, 5, 6, 7, 8, *((10,) if planned else ())))
+    right = (3, 5, 6, 7, 8, 9, *((11,) if planned else ()))
+    return Table("Best plans (times assumed)", tuple(headings), tuple(rows), right)
 
 
 def rejected_table(found: Search) -> Table:

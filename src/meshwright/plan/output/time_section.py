@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from meshwright.pages import Lane, Section, Span, duration, join, prose, table, timeline
+from meshwright.pages import Lane, Markup, Section, Span, duration, join, prose, table, timeline
+from meshwright.pages.colors import FILLS
 from meshwright.parallel.pipeline.schedule import IDLE, gpipe_schedule
 from meshwright.plan.costs.communication import Sent
 from meshwright.plan.costs.step_time import TimePlan
+from meshwright.plan.output.schedule_picture import KINDS, ScheduledStep, lanes, words
 from meshwright.plan.output.summary import band_words, time_table
 from meshwright.plan.plan import Plan
 
-MATMUL, MEMORY, OPTIMIZER, HIDDEN, EXPOSED, BUBBLE = range(6)
-KEYS = ("matmuls", "memory traffic", "optimizer", "hidden communication", "exposed communication", "bubble")
+KEYS = {kind: FILLS[kind] for kind in KINDS}
+MATMUL, MEMORY, OPTIMIZER, HIDDEN, EXPOSED, BUBBLE = KEYS.values()
 MAX_STAGES = 16
 BACKWARD = 3  # time of a backward tick in forward ticks: it recomputes its forward pass first
 _SMALL = 2e-4  # of a step; shorter transfers would be invisible
 
 
-def time_section(plan: Plan) -> Section:
-    """Returns a timeline of one step, and a table of its parts."""
+def time_section(plan: Plan, made: ScheduledStep | None = None) -> Section:
+    """Returns a timeline of one step, as scheduled or by kind, and a table of its parts."""
     if plan.time is None:
         return Section("Time", prose("Step time is not estimated for CPUs."))
     time = plan.time
@@ -28,10 +30,22 @@ def time_section(plan: Plan) -> Section:
         f"A step takes about {duration(time.step.value)} ({time.step.basis}), within {time.error:.0%}: expect "
         f"{band_words(time)}.",
         f"Communication alone would take {duration(sent.value)}; {duration(time.exposed.value)} of it is exposed.",
-        "The picture adds up time by kind: it shows how long each takes, not when it runs.",
     )
-    picture = timeline("One step on one device", _lanes(plan, time), unit="by kind, assumed", keys=KEYS)
-    return Section("Time", join([said, picture, known]))
+    return Section("Time", join([said, _picture(plan, time, made), known]))
+
+
+def _picture(plan: Plan, time: TimePlan, made: ScheduledStep | None) -> Markup:
+    title = "One step on one device"
+    if made is None:
+        why = "Computed, because nothing was compiled. It adds up time by kind: how long each takes, not when it runs."
+        return timeline(title, _lanes(plan, time), unit="computed, by kind; assumed times", keys=KEYS, note=why)
+    keys = {kind: fill for kind, fill in KEYS.items() if made.total(kind) > 0}
+    said = [
+        "The compiled program in the order of its schedule, with the plan's times.",
+        "A transfer is drawn on its link from its start on; devices wait for its exposed part.",
+        *words(made),
+    ]
+    return timeline(title, lanes(made), unit="compiled schedule, assumed times", keys=keys, note=" ".join(said))
 
 
 def _lanes(plan: Plan, time: TimePlan) -> list[Lane]:
@@ -44,7 +58,7 @@ def _lanes(plan: Plan, time: TimePlan) -> list[Lane]:
         Span(waits, bubble, "bubble", BUBBLE, time.bubble.note),
         Span(bubble, bubble + time.optimizer.value, "optimizer", OPTIMIZER, time.optimizer.note),
     ]
-    lanes = [Lane("compute", [span for span in spans if span.end > span.start + 1e-9])]
+    found = [Lane("compute", [span for span in spans if span.end > span.start + 1e-9])]
     by_axis: dict[str, list[Span]] = {}
     known = _drawn(plan, time)
     # Judged transfers overlap with compute whatever other axes send; the others are drawn one after another.
@@ -67,7 +81,7 @@ def _lanes(plan: Plan, time: TimePlan) -> list[Lane]:
             why = f"{item.what}, {item.basis}"
             by_axis[item.axis].append(Span(cursor, cursor + left, item.kind, EXPOSED, why))
             cursor += left
-    return [*lanes, *(Lane(f"links of {axis}", spans) for axis, spans in by_axis.items())]
+    return [*found, *(Lane(f"links of {axis}", spans) for axis, spans in by_axis.items())]
 
 
 def _drawn(plan: Plan, time: TimePlan) -> list[Sent]:
@@ -88,7 +102,7 @@ def pipeline_section(plan: Plan) -> Section | None:
     if plan.time is not None:
         whole = (plan.time.step.value - plan.time.optimizer.value) / plan.setup.num_minibatches
         tick = whole / ((1 + BACKWARD) * schedule.num_ticks)
-    lanes = []
+    rows = []
     forward = schedule.num_ticks * tick
     for stage in range(min(stages, MAX_STAGES)):
         spans = []
@@ -99,7 +113,7 @@ def pipeline_section(plan: Plan) -> Section | None:
             spans.append(Span(at * tick, (at + 1) * tick, str(part), 0, f"forward, microbatch {part}"))
             begin = forward + (schedule.num_ticks - 1 - at) * BACKWARD * tick
             spans.append(Span(begin, begin + BACKWARD * tick, str(part), 1, f"backward, microbatch {part}"))
-        lanes.append(Lane(f"stage {stage}", sorted(spans, key=lambda span: span.start)))
+        rows.append(Lane(f"stage {stage}", sorted(spans, key=lambda span: span.start)))
     rest = f" The first {MAX_STAGES} of {stages} are drawn." if stages > MAX_STAGES else ""
     often = plan.setup.num_minibatches
     again = f" This repeats {often} times per step, once per minibatch." if often > 1 else ""
@@ -111,5 +125,5 @@ def pipeline_section(plan: Plan) -> Section | None:
     )
     # Without a step time, only the order is known.
     show = duration if plan.time is not None else "{:g} ticks".format
-    picture = timeline("Pipeline schedule", lanes, keys=("forward", "backward"), show=show)
+    picture = timeline("Pipeline schedule", rows, keys=("forward", "backward"), show=show)
     return Section("Pipeline", join([said, picture]))
