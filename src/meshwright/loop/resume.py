@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import jax
 from meshwright.bounded_reader import require_fields
 from meshwright.checkpoint import Checkpoints
 from meshwright.checkpoint.manifest import model_text
-from meshwright.distributed.agreement import from_first, together
+from meshwright.distributed.agreement import bytes_from_first, from_first, together
 from meshwright.errors import CheckpointError, ConfigError, FileFormatError
 from meshwright.layout.leaf import count_leaves
 from meshwright.loop.logging.run_log import EVENTS, RunLog, read_lines
@@ -75,7 +76,8 @@ class Start:
 def find_start(run: RunSetup, checkpoints: Checkpoints) -> Start:
     """Returns the initial state, or the state of the last good checkpoint, without writing or printing anything."""
     config = run.config
-    if not run.folder.resumed or checkpoints.latest() is None:
+    # Process 0 decides: the processes of a run in a store may have folders of their own.
+    if not run.folder.resumed or from_first(int(checkpoints.latest() is None)):
         event, said = f"started on {run.choice.mesh}", []
         if run.folder.resumed:
             event = "started again: there was no checkpoint"
@@ -94,7 +96,7 @@ def find_start(run: RunSetup, checkpoints: Checkpoints) -> Start:
         )
     _require_same_model(run, restored.facts)
     text = f"resumed from step {restored.step} on {run.choice.mesh}"
-    undone = _rolled_back(run.folder.path / EVENTS, restored.step)
+    undone = json.loads(bytes_from_first(json.dumps(_rolled_back(run.folder.path / EVENTS, restored.step)).encode()))
     data = undone if undone is not None else restored.facts.get("data")
     return Start(
         restored.state,
