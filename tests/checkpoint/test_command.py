@@ -189,7 +189,7 @@ def test_convert_to_a_folder_that_cannot_be_written(cli, run_folder, tmp_path, m
             with pytest.raises(CheckpointError, match=r"cannot write to .*: PermissionError"):
                 cli("convert", folder, target)
     with monkeypatch.context() as patch:
-        patch.setattr("meshwright.checkpoint.store.write_manifest", refuse)
+        patch.setattr("meshwright.checkpoint.peers.write_manifest", refuse)
         with pytest.raises(CheckpointError, match=r"could not write step 0 to .*/new: PermissionError: .*denied\.$"):
             cli("convert", tmp_path / "hf", tmp_path / "new")
     for bytes_ in (0, -1):

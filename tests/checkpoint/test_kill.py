@@ -22,7 +22,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
 import meshwright as mw
-from meshwright.checkpoint import Checkpoints, Keep, arrays, retention, store
+from meshwright.checkpoint import Checkpoints, Keep, arrays, peers, retention
 
 folder, point = sys.argv[1:]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -42,9 +42,9 @@ armed = False
 POINTS = {
     "arrays are being written": lambda: when(arrays, "finish_writing", after=False),
     "arrays are written": lambda: when(arrays, "finish_writing", after=True),
-    "files are hashed": lambda: when(store, "hash_files", after=True),
+    "files are hashed": lambda: when(peers, "hash_files", after=True),
     "the manifest has a temporary name": lambda: when(os, "replace", after=False),
-    "the manifest is there": lambda: when(store, "write_manifest", after=True),
+    "the manifest is there": lambda: when(peers, "write_manifest", after=True),
     "an old step has no manifest": lambda: when(retention, "sync_folder", after=True),
     "an old step is half gone": lambda: when(os, "rmdir", after=True),
     "a random moment": lambda: None,

@@ -24,7 +24,7 @@ jax.distributed.initialize(
 )
 import numpy as np
 import meshwright as mw
-from meshwright.checkpoint import Checkpoints, Keep, store
+from meshwright.checkpoint import Checkpoints, Keep, peers
 
 mesh = mw.create_mesh(sys.argv[5])
 numbers = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
@@ -56,14 +56,14 @@ checkpoints = Checkpoints(folder)
 out = {"first": [checkpoints.save(state(step), step=step, layout=layout, facts={"x": 1}) for step in (1, 2)]}
 checkpoints.wait()
 out["again"] = checkpoints.save(state(2), step=2, layout=layout, facts={})
-plain = store.hash_files
+plain = peers.hash_files
 if rank == 1:
     def fail(*args, **options):
         raise OSError(28, "No space left on device")
-    store.hash_files = fail
+    peers.hash_files = fail
 checkpoints.save(state(3), step=3, layout=layout, facts={})
 checkpoints.wait()
-store.hash_files = plain
+peers.hash_files = plain
 out["problems"] = list(checkpoints.problems)
 checkpoints.save(state(4), step=4, layout=layout, facts={})
 checkpoints.wait()

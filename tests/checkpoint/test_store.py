@@ -283,7 +283,7 @@ def test_a_failure_after_the_arrays_are_written_leaves_nothing(lab, first, tmp_p
         def fail(*args, **options):
             raise OSError(28, "No space left on device")
 
-        patch.setattr(f"meshwright.checkpoint.store.{place}", fail)
+        patch.setattr(f"meshwright.checkpoint.peers.{place}", fail)
         assert checkpoints.save(state, step=2, layout=layout, facts={})
         checkpoints.wait()
     assert os.listdir(tmp_path) == ["1"]
@@ -311,7 +311,7 @@ def test_a_synchronous_save_returns_whether_it_succeeded(lab, first, tmp_path, m
     assert checkpoints.save(state, step=1, layout=layout, facts={})
     assert checkpoints.steps() == [1]
     assert threading.active_count() >= 1
-    monkeypatch.setattr("meshwright.checkpoint.store.write_manifest", lambda *args: json.loads("{"))
+    monkeypatch.setattr("meshwright.checkpoint.peers.write_manifest", lambda *args: json.loads("{"))
     assert not checkpoints.save(state, step=2, layout=layout, facts={})
     assert checkpoints.steps() == [1]
 

@@ -6,6 +6,7 @@ This is the only module that calls Orbax.
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import threading
 import time
@@ -134,6 +135,55 @@ def start_writing(folder: Path, tree: Nested) -> Any:
     context.array.saving.use_replica_parallel = jax.process_count() > 1
     with context:
         return ocp.save_async(folder, tree)
+
+
+class _AloneResponse:
+    """What `start_writing_alone` returns, in the form of Orbax's own responses."""
+
+    def __init__(self, checkpointer: Any) -> None:
+        self._checkpointer = checkpointer
+
+    def result(self, timeout: float | None = None) -> None:
+        self._checkpointer.wait_until_finished()
+        self._checkpointer.close()
+
+
+def start_writing_alone(folder: Path, tree: Nested) -> Any:
+    """Like `start_writing`, but each of several processes writes the shards of its own devices into its own folder.
+
+    There is a file for each shard, so the files of all processes together are one tree that Orbax can read. Orbax's
+    newer interface, which `start_writing` uses, insists on one path for all processes.
+    """
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").addFilter(_without_merge_warning)
+    rank = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=rank, active_processes={rank}, barrier_sync_key_prefix=f"meshwright-{rank}"
+    )
+    # Replica None: every process writes what it holds, also if another one holds it too.
+    shards = ocp.type_handlers.ArrayHandler(
+        primary_host=None,
+        replica_id=None,
+        use_replica_parallel=False,
+        enable_write_sharding_file=False,
+        array_metadata_store=None,
+    )
+    handler = ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, shards)),
+        use_ocdbt=False,  # one database would have to be merged from the files of all processes
+        use_zarr3=False,  # for which Orbax warns that there are no data files
+        use_compression=False,
+        multiprocessing_options=alone,
+    )
+    checkpointer = ocp.AsyncCheckpointer(handler, multiprocessing_options=alone)
+    checkpointer.save(folder, args=ocp.args.PyTreeSave(tree))
+    return _AloneResponse(checkpointer)
+
+
+def _without_merge_warning(record: logging.LogRecord) -> bool:
+    """Drops Orbax's warning that there is no database to merge."""
+    return "Skipping merge of OCDBT" not in str(record.msg)
 
 
 def finish_writing(response: Any, *, is_alive: Callable[[], bool] | None = None) -> None:

@@ -41,7 +41,7 @@ class DurableSteps:
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self.store, self.keep, self.every = store, keep or Keep(), every
-        self._before_commit = before_commit
+        self.before_commit = before_commit
 
     def is_due(self, step: int) -> bool:
         """Returns whether to upload a step."""
@@ -85,7 +85,7 @@ class DurableSteps:
 
     def begin(self, step: int) -> None:
         """Removes unfinished steps of killed uploads, and this step if an earlier course of the run left one."""
-        self._before_commit()  # raises if another process took over; nothing is removed before
+        self.before_commit()  # raises if another process took over; nothing is removed before
         for other in self.unfinished():
             self.remove(other)
         self.store.remove([f"{step}/{MANIFEST}"])
@@ -106,9 +106,12 @@ class DurableSteps:
         manifest = Manifest.from_json(data, where=str(place / MANIFEST))
         store, there = self.store.below(str(step)), self._objects().get(step, {})
         wrong = [name for name, item in manifest.files.items() if there.get(name) != item.num_bytes]
+        absent = [name for name in wrong if not (place / name).is_file()]
+        if absent:  # a process with its own folder holds it
+            raise CheckpointError(f"{len(absent)} of {len(manifest.files)} files did not arrive, such as {absent[0]}")
         upload_files(store, place, wrong)
         store.remove(name for name in there if name not in manifest.files)
-        self._before_commit()
+        self.before_commit()
         store.put(MANIFEST, data)
         old = self.keep.removable([other for other in self.steps() if other <= step and other not in ignore])
         for other in old:
@@ -131,20 +134,28 @@ class DurableSteps:
         """
         data, manifest = self._read_manifest(step)
         place.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(place).free
-        if free < manifest.num_bytes:
-            raise CheckpointError(
-                f"cannot download step {step} of {self.store}: it takes {format_bytes(manifest.num_bytes)}, but only "
-                f"{format_bytes(free)} are free in {place.parent}.",
-                hint="free some space, or choose another folder with --local-run.",
-            )
         problems, sizes = self._missing(step, manifest)
         rank, count = share
         wanted = [name for name in manifest.files if name in sizes][rank::count]
-        arrived = download_files(self.store.below(str(step)), {name: sizes[name] for name in wanted}, place)
-        for name, found in arrived.items():
-            problems += _difference(name, manifest.files[name], found)
-        return data, problems
+        return data, problems + self._download(
+            manifest, {name: sizes[name] for name in wanted}, place, needed=manifest.num_bytes
+        )
+
+    def fetch_files(self, manifest: Manifest, names: Iterable[str], place: Path) -> list[str]:
+        """Downloads some files of a step into its folder, and returns the problems of what arrived."""
+        sizes = {name: manifest.files[name].num_bytes for name in names}
+        return self._download(manifest, sizes, place, needed=sum(sizes.values()))
+
+    def _download(self, manifest: Manifest, sizes: dict[str, int], place: Path, *, needed: int) -> list[str]:
+        free = shutil.disk_usage(place).free
+        if free < needed:
+            raise CheckpointError(
+                f"cannot download step {place.name} of {self.store}: it takes {format_bytes(needed)}, but only "
+                f"{format_bytes(free)} are free in {place.parent}.",
+                hint="free some space, or choose another folder with --local-run.",
+            )
+        arrived = download_files(self.store.below(place.name), sizes, place)
+        return [line for name, found in arrived.items() for line in _difference(name, manifest.files[name], found)]
 
     def _missing(self, step: int, manifest: Manifest) -> tuple[list[str], dict[str, int]]:
         """Returns the objects that a step lacks or has beyond its manifest, as problems, and the sizes of all."""

@@ -80,19 +80,21 @@ def compare_files(
     *,
     leave_out: Sequence[str] = (),
     own: Callable[[int], bool] = lambda place: True,
+    strict: bool = True,
 ) -> list[str]:
     """Returns the differences between the files below a folder and their recorded hashes, one line for each file.
 
     Args:
         leave_out: files to ignore.
         own: which places of the sorted list to hash; the other files are only checked for their size (default: all).
+        strict: whether a file without a recorded hash is a difference.
     """
     try:
         there = [name for name in list_files(folder) if name not in leave_out]
     except OSError as error:
         return [unreadable(Path(error.filename).relative_to(folder).as_posix(), error)]
     problems = [f"{name}: missing" for name in wanted if name not in set(there)]
-    problems += [f"{name}: not in the manifest" for name in there if name not in wanted]
+    problems += [f"{name}: not in the manifest" for name in there if strict and name not in wanted]
     known = [name for name in there if name in wanted]
     hashed = {name for place, name in enumerate(known) if own(place)}
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import os
 import shutil
 import threading
 import time
@@ -14,12 +12,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
 
-import jax
 from jax.sharding import Mesh
 
-from meshwright.bounded_reader import read_json
 from meshwright.checkpoint import arrays
-from meshwright.checkpoint.file_hashes import FileHash, hash_files, is_unreadable, list_files
+from meshwright.checkpoint.file_hashes import is_unreadable
 from meshwright.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -28,13 +24,13 @@ from meshwright.checkpoint.manifest import (
     describe_layout,
     plain_facts,
     read_manifest,
-    write_manifest,
 )
+from meshwright.checkpoint.peers import Meeting, Meetings
 from meshwright.checkpoint.restoring import Restored, part_of, problems_of, read_step
-from meshwright.checkpoint.retention import SAVING, Keep, finished_steps, remove_step, unfinished_steps
+from meshwright.checkpoint.retention import Keep, finished_steps, remove_step, unfinished_steps
 from meshwright.distributed.agreement import from_first, gather_texts, is_first
 from meshwright.errors import CheckpointError
-from meshwright.files import explain_failure, remove_folder, sync_folder, write_atomically
+from meshwright.files import explain_failure, remove_folder
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.train.guards import require_live_state, require_same_state
@@ -42,11 +38,6 @@ from meshwright.types import PyTree
 
 Tell = Callable[[str, int, str], Any]
 """`tell(kind, step, text)` with kind "checkpoint" or "checkpoint_failed"; may be called from another thread."""
-
-PEER_SECONDS = 600.0
-"""Seconds that process 0 waits for the hashes of the others."""
-
-_KNOWN = "saved before"
 
 
 class Checkpoints:
@@ -57,11 +48,12 @@ class Checkpoints:
 
     Args:
         keep: which steps to keep once a newer one is finished.
+        shared: whether all processes of the run see this folder; if not, `TieredCheckpoints` moves files between them.
         asynchronous: whether to write files in the background while training continues.
         tell: called with ("checkpoint", step, text) when a step is saved, and with ("checkpoint_failed", step, text).
 
     Example:
-        >>> import tempfile, optax, meshwright as mw
+        >>> import tempfile, jax, optax, meshwright as mw
         >>> from meshwright.train import init_state, state_layout
         >>> job = mw.Job(init=lambda key: {"w": jax.random.normal(key, (64, 8))}, rules=[("w", mw.P("fsdp"))])
         >>> layout = state_layout(job, optax.adam(1e-3), mw.create_mesh("fsdp:8"))
@@ -78,9 +70,16 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path | str, *, keep: Keep | None = None, asynchronous: bool = True, tell: Tell | None = None
+        self,
+        folder: Path | str,
+        *,
+        keep: Keep | None = None,
+        asynchronous: bool = True,
+        tell: Tell | None = None,
+        shared: bool = True,
     ) -> None:
         self.folder = Path(folder).absolute()
+        self._meetings = Meetings(shared)
         self.keep = keep or Keep()
         self.problems: list[str] = []
         self.failures: dict[int, str] = {}  # the reason, by step
@@ -114,19 +113,21 @@ class Checkpoints:
         kept_facts = plain_facts(facts)
         self.wait()
         # Process 0 decides, because only it knows how the last save ended.
-        decision = gather_texts(self._make_room(step, layout) if is_first() else "")[0]
-        if decision:
-            if decision != _KNOWN:
-                self._give_up(step, decision)
+        if from_first(int(step in self._known)):
+            return False
+        meeting = self._meetings.next()
+        problems = gather_texts(self._make_room(step, layout, meeting) if self._writes else "")
+        if any(problems):
+            self._give_up(step, next(filter(None, problems)), meeting)
             return False
 
         # Start the thread first: while Orbax's threads are busy, starting one takes as long as all the rest.
         responses: SimpleQueue[Any] = SimpleQueue()
-        finish = functools.partial(self._finish, step, layout, kept_facts, responses)
+        finish = functools.partial(self._finish, step, layout, kept_facts, responses, meeting)
         self._thread = threading.Thread(target=finish, name=f"checkpoint {step}")
         self._thread.start()
         try:
-            responses.put(arrays.start_writing(self.folder / str(step) / STATE, arrays.to_stored(state, layout)))
+            responses.put(meeting.start_writing(self.folder / str(step) / STATE, arrays.to_stored(state, layout)))
         except BaseException as error:
             responses.put(error)
             self.wait()
@@ -152,10 +153,13 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_room(self, step: int, layout: Layout) -> str:
+    @property
+    def _writes(self) -> bool:
+        """Whether this process creates and removes the folders of steps."""
+        return is_first() or not self._meetings.shared
+
+    def _make_room(self, step: int, layout: Layout, meeting: Meeting) -> str:
         """Makes room for a step; returns the reason not to write it, or an empty string."""
-        if step in self._known:
-            return _KNOWN
         place = self.folder / str(step)
         try:
             self.clean()
@@ -166,20 +170,20 @@ class Checkpoints:
                 return f"{place} exists and is not a checkpoint"
             existing = next(parent for parent in place.parents if parent.exists())
             free = shutil.disk_usage(existing).free
-            if free < layout.bytes_total:
+            needed = meeting.num_bytes(layout)
+            if free < needed:
                 return (
-                    f"the disk is full (not enough space: the state takes {format_bytes(layout.bytes_total)}, but only "
+                    f"the disk is full (not enough space: the state takes {format_bytes(needed)}, but only "
                     f"{format_bytes(free)} are free)"
                 )
-            # Otherwise Orbax creates the folder in the background, which a busy disk can delay by seconds.
-            if jax.process_count() > 1:
-                place.mkdir(parents=True)
-                (place / SAVING).touch()
+            meeting.open(place)
         except (OSError, CheckpointError) as error:
             return explain_failure(error)
         return ""
 
-    def _finish(self, step: int, layout: Layout, facts: dict[str, Any], responses: SimpleQueue[Any]) -> None:
+    def _finish(
+        self, step: int, layout: Layout, facts: dict[str, Any], responses: SimpleQueue[Any], meeting: Meeting
+    ) -> None:
         """The background part of a save: waits for the arrays, hashes the files, writes the manifest."""
         began = time.monotonic()
         place = self.folder / str(step)
@@ -187,29 +191,30 @@ class Checkpoints:
             response = responses.get()
             if isinstance(response, BaseException):
                 raise response
-            arrays.finish_writing(response, is_alive=(place / SAVING).exists if jax.process_count() > 1 else None)
-            files = _hash_together(place)
-            if is_first():
-                described = describe_layout(layout)
-                manifest = Manifest(step=step, files=files, facts=facts, versions=current_versions(), **described)
-                write_manifest(place, manifest)
+            meeting.finish_writing(place, response)
+            described = describe_layout(layout)
+            unusual = meeting.finish(
+                place,
+                lambda files: Manifest(step=step, files=files, facts=facts, versions=current_versions(), **described),
+            )
         except BaseException as error:
-            self._give_up(step, explain_failure(error))
+            self._give_up(step, explain_failure(error), meeting)
             return
         self._known.add(step)
         self._bad.discard(step)
         if is_first():
             seconds = time.monotonic() - began
-            self._say("checkpoint", step, f"saved step {step}: {format_bytes(layout.bytes_total)} in {seconds:.1f} s")
-        self._after_save(step)
+            text = f"saved step {step}: {format_bytes(layout.bytes_total)} in {seconds:.1f} s"
+            self._say("checkpoint", step, f"{text}; {unusual}" if unusual else text)
+        self._after_save(step, meeting)
 
-    def _after_save(self, step: int) -> None:
+    def _after_save(self, step: int, meeting: Meeting) -> None:
         """Called in the background on every process, after a save."""
         self._remove_old(step, self.keep)
 
     def _remove_old(self, step: int, keep: Keep) -> None:
         """Removes the steps before this one that need not be kept."""
-        if not is_first():
+        if not self._writes:
             return
         # Later steps belong to a discarded course of the run, and are neither counted nor removed.
         steps = [other for other in finished_steps(self.folder) if other <= step and other not in self._bad]
@@ -219,13 +224,13 @@ class Checkpoints:
             except OSError as error:
                 self._complain(step, f"could not remove step {old}: {explain_failure(error)}")
 
-    def _give_up(self, step: int, why: str) -> None:
+    def _give_up(self, step: int, why: str, meeting: Meeting) -> None:
         self._dead.add(step)
         self.failures[step] = why
         freed = "its files were removed"
         try:
-            (self.folder / str(step) / SAVING).unlink(missing_ok=True)
-            if is_first() and step in unfinished_steps(self.folder):
+            meeting.give_up(self.folder / str(step), why)
+            if self._writes and step in unfinished_steps(self.folder):
                 remove_folder(self.folder / str(step))
         except (OSError, CheckpointError) as error:
             freed = f"its files will be removed before the next save ({explain_failure(error)})"
@@ -269,7 +274,7 @@ class Checkpoints:
 
         Only folders that are named by a number, have no manifest and contain only files of a save are removed.
         """
-        if not is_first():
+        if not self._writes:
             return []
         removed = [step for step in unfinished_steps(self.folder) if step in self._dead]
         for step in removed:
@@ -361,42 +366,6 @@ class Checkpoints:
     def verify(self, step: int) -> list[str]:
         """Reads every byte of a finished step and returns its problems, on all processes; empty if it is intact."""
         return problems_of(self.folder / str(step))
-
-
-def _hash_together(place: Path) -> dict[str, FileHash]:
-    """Returns the hashes of a step's files; each process hashes a share, and process 0 gets all of them."""
-    rank, count = jax.process_index(), jax.process_count()
-    names = [f"{STATE}/{name}" for name in list_files(place / STATE)]
-    hashes = hash_files(place, names[rank::count], sync=True)
-    if rank != 0:
-        write_atomically(_note(place, rank), json.dumps(hashes))
-        return hashes
-    for peer in range(1, count):
-        hashes |= _hashes_of(place, peer)
-    # Hash files that no process took, because its view of the folder was out of date.
-    hashes |= hash_files(place, [name for name in names if name not in hashes], sync=True)
-    if count > 1:
-        for peer in range(1, count):
-            _note(place, peer).unlink()
-        (place / SAVING).unlink()
-    for folder, _, _ in os.walk(place):
-        sync_folder(Path(folder))
-    return {name: hashes[name] for name in names}
-
-
-def _hashes_of(place: Path, peer: int) -> dict[str, FileHash]:
-    note, deadline = _note(place, peer), time.monotonic() + PEER_SECONDS
-    while not note.exists():
-        if not (place / SAVING).exists():
-            raise CheckpointError(f"process {peer} of this run could not write its share")
-        if time.monotonic() > deadline:
-            raise CheckpointError(f"process {peer} of this run sent no hashes within {PEER_SECONDS:.0f} s")
-        time.sleep(0.05)
-    return {str(name): FileHash(int(item[0]), str(item[1])) for name, item in read_json(note).items()}
-
-
-def _note(place: Path, rank: int) -> Path:
-    return place / f".hashes-{rank}.json"
 
 
 def _in_words(problems: list[str]) -> str:

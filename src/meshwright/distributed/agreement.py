@@ -43,6 +43,23 @@ def as_first(text: str) -> str:
     return gather_texts(text)[0]
 
 
+def bytes_from_first(data: bytes) -> bytes:
+    """Returns the bytes of process 0, of any length.
+
+    Example:
+        >>> bytes_from_first(b"abc")
+        b'abc'
+    """
+    if jax.process_count() == 1:
+        return data
+    from jax.experimental import multihost_utils
+
+    row = np.zeros(from_first(len(data)), np.uint8)
+    if is_first():
+        row[:] = np.frombuffer(data, np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(row)))
+
+
 def from_first(number: int) -> int:
     """Returns the number of process 0."""
     return int(as_first(str(int(number))))

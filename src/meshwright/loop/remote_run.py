@@ -23,7 +23,7 @@ from typing import IO, Any
 import jax
 
 from meshwright.checkpoint import Checkpoints, DurableSteps, Keep, TieredCheckpoints
-from meshwright.distributed.agreement import as_first, together
+from meshwright.distributed.agreement import as_first, gather_texts, together
 from meshwright.errors import CheckpointError, ConfigError, StoreError, TrainingError
 from meshwright.files import write_atomically
 from meshwright.loop.callbacks import Callback
@@ -76,25 +76,30 @@ def open_remote(config: TrainConfig, tell: Tell, stack: ExitStack) -> tuple[Trai
                 ) from error
 
     together("opening the local folder of the run", prepare)
-    run.folder = Path(as_first(str(folder.absolute())))
+    own, run.folder = folder.absolute(), Path(as_first(str(folder.absolute())))
     if jax.process_count() > 1:
         written = as_first((run.folder / SESSION).read_text() if jax.process_index() == 0 else "")
-        together("looking for the local folder of the run", lambda: _require_shared(run.folder, written))
+        run.shared = all(text == "yes" for text in gather_texts("yes" if _sees(run.folder, written) else "no"))
     tell(f"the run is in {run.url}; its local folder is {run.folder}")
+    if not run.shared:
+        tell("not all processes see this folder, so each keeps its part of the run in one of its own")
+        together("uploading the logs for the other processes", run.sync_as_first)
+        numbers = as_first(f"{run.lease.before} {run.lease.number}" if run.lease is not None else "").split()
+        if jax.process_index():
+            own = own.with_name(f"{own.name}-rank-{jax.process_index()}")
+        together("opening the folder of each process", lambda: run.follow(own, *map(int, numbers)))
     run.start(options.upload_seconds)
     return config.changed({"run": str(run.folder)}), run
 
 
-def _require_shared(folder: Path, written: str) -> None:
-    for _ in range(50):  # a network file system may show a file late
+def _sees(folder: Path, written: str) -> bool:
+    """Returns whether this process sees what process 0 wrote into a folder."""
+    for _ in range(15):  # a network file system may show a file late
         with contextlib.suppress(OSError):
             if (folder / SESSION).read_text() == written:
-                return
+                return True
         time.sleep(0.2)
-    raise ConfigError(
-        f"this process does not see the local folder {folder} of rank 0.",
-        hint="set --local-run to a folder on a file system that all processes share.",
-    )
+    return False
 
 
 def _open(url: str, config: TrainConfig) -> ObjectStore:
@@ -114,10 +119,12 @@ class RemoteRun:
     Attributes:
         folder: the local run folder.
         lease: the lease on the store, on process 0.
+        shared: whether all processes of the run see the folder; if not, each has its own.
     """
 
     folder: Path
     lease: Lease | None = None
+    shared: bool = True
 
     def __init__(self, store: ObjectStore, tell: Tell) -> None:
         self.store, self.url, self._tell = store, store.url, tell
@@ -137,19 +144,44 @@ class RemoteRun:
         self.lease.keep()
         # Without a configuration in the store, the last session ended before its run began.
         if known == 0 or known != self.lease.before or self.store.read(CONFIG) is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            for entry in folder.iterdir():  # the folder itself may be a mount or a link
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink()
-            self._write_session(0)
+            self._empty()
             fetch_files(self.store, folder)
         self._write_session(self.lease.number)
 
+    def sync_as_first(self) -> None:
+        """On process 0, uploads its files, so that the others can fetch them."""
+        if self.lease is not None and self.store.read(CONFIG) is not None:
+            self.sync()
+
+    def follow(self, folder: Path, before: int, number: int) -> None:
+        """Makes the own folder of a process other than 0 current, for the session `number` after `before`."""
+        if jax.process_index() == 0:
+            return
+        self.folder = folder
+        self._lock_folder()
+        if _session(folder, self.url) == before != 0 and self.store.read(CONFIG) is not None:
+            self._sync([name for name in run_files(folder) if _is_of_rank(name, jax.process_index())])
+            self._write_session(0)
+        else:
+            self._empty()
+        fetch_files(self.store, folder, but=_NOT_READ)
+        for name in run_files(folder):  # only what this process changes is its own
+            stat = (folder / name).stat()
+            self._uploaded[name] = (stat.st_size, stat.st_mtime_ns)
+        self._write_session(number)
+
+    def _empty(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for entry in self.folder.iterdir():  # the folder itself may be a mount or a link
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        self._write_session(0)
+
     def start(self, seconds: float) -> None:
         """Starts to upload changed files every few seconds."""
-        if self.lease is not None:
+        if self._uploads:
             self._thread = threading.Thread(target=self._repeat, args=(seconds,), name="meshwright-sync", daemon=True)
             self._thread.start()
 
@@ -158,9 +190,13 @@ class RemoteRun:
         durable = DurableSteps(
             self.store.below(CHECKPOINTS), keep=keep, every=options.upload_every, before_commit=self._before_commit
         )
-        return TieredCheckpoints(
-            self.folder / CHECKPOINTS, durable=durable, keep_local=options.keep_local, keep=keep, tell=tell
-        )
+        places: dict[str, Any] = {"durable": durable, "keep_local": options.keep_local, "shared": self.shared}
+        return TieredCheckpoints(self.folder / CHECKPOINTS, **places, keep=keep, tell=tell)
+
+    @property
+    def _uploads(self) -> bool:
+        """Whether this process uploads files: process 0, and others with folders of their own."""
+        return self.lease is not None or not self.shared
 
     def _before_commit(self) -> None:
         """Uploads the logs up to a step before the step is finished, since a resumed run does not recompute them."""
@@ -168,11 +204,16 @@ class RemoteRun:
             self.lease.check()
             self.sync()
             self.lease.check()
+        elif not self.shared:
+            self.sync()
 
     def sync(self) -> None:
         """Uploads the files that changed since the last time, except checkpoints."""
+        self._sync(run_files(self.folder))
+
+    def _sync(self, names: list[str]) -> None:
         with self._syncing:
-            for name in run_files(self.folder):
+            for name in names:
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     stat = (self.folder / name).stat()
                     if self._uploaded.get(name) != (stat.st_size, stat.st_mtime_ns):
@@ -196,8 +237,7 @@ class RemoteRun:
             self._try()
 
     def _try(self) -> None:
-        assert self.lease is not None
-        if self.lease.lost is not None:
+        if self.lease is not None and self.lease.lost is not None:
             return
         try:
             self.sync()
@@ -261,6 +301,16 @@ def run_files(folder: Path) -> list[str]:
         ]
         found += [(inside / name).as_posix() for name in names if not name.startswith(".")]
     return sorted(found)
+
+
+def _is_of_rank(name: str, rank: int) -> bool:
+    """Returns whether a file is written by a process of this rank.
+
+    Example:
+        >>> _is_of_rank("ledger/start-0001.rank-00001.jsonl", 1), _is_of_rank("metrics.jsonl", 1)
+        (True, False)
+    """
+    return f".rank-{rank:05}." in name or name.endswith(f"-rank{rank}.txt")
 
 
 def fetch_files(store: ObjectStore, folder: Path, *, but: tuple[str, ...] = ()) -> None:

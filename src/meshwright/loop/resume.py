@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from meshwright.checkpoint import Checkpoints
 from meshwright.checkpoint.manifest import model_text
 from meshwright.checkpoint.restoring import Restored
 from meshwright.checkpoint.snapshot import Snapshots
-from meshwright.distributed.agreement import from_first, together
+from meshwright.distributed.agreement import bytes_from_first, from_first, together
 from meshwright.errors import CheckpointError, ConfigError, FileFormatError
 from meshwright.layout.leaf import count_leaves
 from meshwright.loop.logging.run_log import EVENTS, RunLog, read_lines
@@ -97,7 +98,7 @@ def find_start(run: RunSetup, checkpoints: Checkpoints, snapshots: Snapshots | N
         )
     _require_same_model(run, restored.facts)
     text = f"resumed from step {restored.step} on {run.choice.mesh}"
-    undone = _rolled_back(run.folder.path / EVENTS, restored.step)
+    undone = json.loads(bytes_from_first(json.dumps(_rolled_back(run.folder.path / EVENTS, restored.step)).encode()))
     data = undone if undone is not None else restored.facts.get("data")
     return Start(
         restored.state,
@@ -112,11 +113,11 @@ def find_start(run: RunSetup, checkpoints: Checkpoints, snapshots: Snapshots | N
 
 def _restore(run: RunSetup, checkpoints: Checkpoints, snapshots: Snapshots | None) -> tuple[Restored | None, list[str]]:
     """Returns the newest good state, of a snapshot or a checkpoint, and notes on newer snapshots that it skipped."""
-    if snapshots is None:
-        found = None if checkpoints.latest() is None else checkpoints.restore(run.layout, cast=run.config.run.cast)
-        return found, []
     latest = checkpoints.latest()
+    # Process 0 decides: the processes of a run in a store may have folders of their own.
     newest = from_first(-1 if latest is None else latest)
+    if snapshots is None:
+        return (None if newest < 0 else checkpoints.restore(run.layout, cast=run.config.run.cast)), []
     snapshot, skipped = snapshots.restore(run.layout, after=newest)
     if snapshot is not None or newest < 0:
         return snapshot, skipped

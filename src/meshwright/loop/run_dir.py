@@ -56,13 +56,14 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     @classmethod
-    def open(cls, config: TrainConfig, *, name: str, url: str | None = None) -> RunFolder:
+    def open(cls, config: TrainConfig, *, name: str, url: str | None = None, shared: bool = True) -> RunFolder:
         """Finds the folder that a configuration names, or creates the next free one under `runs/`.
 
         Process 0 decides and broadcasts the folder or the error, so that all processes continue or fail together.
 
         Args:
             url: where the run is, if the folder is the local copy of a run in an object store.
+            shared: whether all processes see the same folder; if not, the configuration of each names its own.
         """
         folder = cls(Path(), resumed=False, url=url)
         folder.local_run = config.store.local_run if url is not None else None
@@ -88,7 +89,9 @@ class RunFolder:
         if kind == "problem":
             raise ConfigError(text)
         folder.path, folder.resumed = Path(text), kind == "resumed"
-        if jax.process_count() > 1:
+        if not shared and config.run.run is not None:
+            folder.path = Path(config.run.run)
+        elif jax.process_count() > 1:
             together("looking for the run's folder", folder._require_shared)
         return folder
 

@@ -57,18 +57,12 @@ from meshwright.loop.safety.watchdog import Watchdog
 from meshwright.loop.settings.choices import MeshChoice, choose_mesh, device_memory, make_model
 from meshwright.loop.settings.config import TrainConfig
 from meshwright.loop.settings.optimizers import OptimizerChoice, choose_optimizer
-from meshwright.loop.sources import (
-    HeldOut,
-    Source,
-    make_held_out,
-    make_source,
-    rows_of,
-    with_rows,
-)
+from meshwright.loop.sources import HeldOut, Source, make_held_out, make_source, rows_of, with_rows
 from meshwright.loop.text_source import MixedSource, StreamStart, TextSource, default_cache
 from meshwright.loop.weights.initial_adapters import with_adapters
 from meshwright.loop.weights.origin import (
     Origin,
+    as_on_first,
     compare_weights,
     copy_of_tokenizer,
     find_origin,
@@ -220,8 +214,8 @@ def _decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSe
     )
     tell(f"view: {step.view}")
     _require_rows(step, job, config.placement.minibatches)
-    url = None if remote is None else remote.url
-    folder = RunFolder.open(config, name=named if config.model.job is None else "job", url=url)
+    place: dict[str, Any] = {} if remote is None else {"url": remote.url, "shared": remote.shared}
+    folder = RunFolder.open(config, name=named if config.model.job is None else "job", **place)
     if tokenizer is not None:  # the original may disappear, the copy stays
         config = config.changed({"tokenizer": str(copy_of_tokenizer(folder.path))})
     return RunSetup(
@@ -249,7 +243,7 @@ def _load(
         return job, source, held_out
 
     job, source, held_out = together("loading the job and its data", load)
-    shared = {name: value for name, value in config.flat().items() if name not in PER_PROCESS}
+    shared = {name: value for name, value in as_on_first(config).flat().items() if name not in PER_PROCESS}
     held = {} if held_out is None else {"eval_data": held_out.fingerprint}
     agree({**shared, **source.facts(), **held}, job=job)
     if job is not None:

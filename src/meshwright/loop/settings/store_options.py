@@ -17,5 +17,5 @@ class StoreOptions:
     upload_seconds: float = 30.0
     """Seconds between uploads of logs and other small files."""
     local_run: str | None = None
-    """Local folder of a run in an object store, shared by all processes of the run (default: meshwright/runs in the
-    user's cache)."""
+    """Local folder of a run in an object store (default: meshwright/runs in the user's cache). If not all processes see
+    the folder of process 0, each keeps its part of the run in a folder of its own: this name and its rank."""

@@ -17,6 +17,7 @@ from meshwright.checkpoint.convert.config_json import CONFIG, read_json
 from meshwright.checkpoint.convert.import_export import COPY
 from meshwright.checkpoint.convert.pretrained import copy_tokenizer
 from meshwright.checkpoint.manifest import model_fact
+from meshwright.distributed.agreement import as_first
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError
 from meshwright.files import write_atomically
 from meshwright.layout import Layout
@@ -170,6 +171,17 @@ def with_own_tokenizer(config: TrainConfig, run: Path) -> TrainConfig:
     if named.parts[-2:] == own.parts[-2:] and not named.is_file() and own.is_file():
         return config.changed({"tokenizer": str(own)})
     return config
+
+
+def as_on_first(config: TrainConfig) -> TrainConfig:
+    """Returns the options as if all processes had the run folder of process 0, which they may not."""
+    own, tokenizer = config.run.run, config.data.tokenizer
+    if own is None:
+        return config
+    first = as_first(own)
+    inside = tokenizer == str(copy_of_tokenizer(Path(own)))
+    tokenizer = str(copy_of_tokenizer(Path(first))) if inside else tokenizer
+    return config.changed({"run": first, "tokenizer": tokenizer, "local_run": None})
 
 
 def compare_weights(origin: Origin, layout: Layout, options: InitOptions, lora: LoraSettings | None) -> None:
