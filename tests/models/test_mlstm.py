@@ -71,7 +71,11 @@ def test_gpus_read_the_memory_in_parts():
     q, c = rng.standard_normal((2, 2, 96)), rng.standard_normal((2, 2, 96, 8))
     (read, pull), given = jax.vjp(mlstm._sums, *(x.astype(np.float32) for x in (q, c))), weights((2, 2, 8))
     assert "reduce_sum" in str(jax.make_jaxpr(mlstm._sums)(q, c)).split("optimization_barrier")[1]  # three parts
-    expected = (np.einsum("bhk,bhkv->bhv", q, c), np.einsum("bhv,bhkv->bhk", given, c), q[..., None] * given[:, :, None])
+    expected = (
+        np.einsum("bhk,bhkv->bhv", q, c),
+        np.einsum("bhv,bhkv->bhk", given, c),
+        q[..., None] * given[:, :, None],
+    )
     assert_close((read, *pull(given)), expected, names=("read", "q", "memory"))
 
 
