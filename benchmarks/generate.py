@@ -1,17 +1,25 @@
-"""Tokens per second of greedy generation with the 956M decoder, beside transformers' generate.
+"""Tokens per second of greedy generation with the 956M decoder, beside transformers' generate, or with an xLSTM.
 
     PYTHONPATH=src python3 benchmarks/generate.py
+    PYTHONPATH=src python3 benchmarks/generate.py --model xlstm
+    PYTHONPATH=src python3 benchmarks/generate.py --bytes --model xlstm --batches 1 8 32
 
 Needs a CUDA machine with jax, torch and transformers; takes two to four minutes there. Every program runs in a process
 of its own, in bfloat16 with random weights: prompts of 128 tokens, 256 new tokens, one call to compile, then the median
 of three calls from the prompt to the last token. transformers uses a static cache and torch.compile (CUDA graphs, one
 program for all new tokens). Each result is printed as soon as it is there. `--only meshwright` or `--batches 1` leaves
 out the others; `--tiny` checks the script on a CPU.
+
+Two programs are earlier forms of ours. *stored products*: XLA stores the products of each weight with the token, for
+batches of one row. *one sum*: an mLSTM reads its memory by one sum over all keys. `--bytes` needs no GPU, but JAX's
+CUDA plugin: it compiles the program of a token for an H200, with two layers, and counts the bytes that its kernels
+move, beside the least: weights, keys and values once, and states twice.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -20,23 +28,30 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from measure import machine, median, table, verdict, versions
 
 SIZES = {"vocab_size": 32768, "num_layers": 16, "d_model": 2048, "num_heads": 16, "d_ff": 5632}
+XLSTM_SIZES = {"vocab_size": 50304, "num_layers": 24, "d_model": 2048, "num_heads": 4, "d_ff": 5504}
 TINY = {"vocab_size": 512, "num_layers": 2, "d_model": 64, "num_heads": 2, "d_ff": 128}
+EARLIER = {"decoder": ["stored products"], "xlstm": ["one sum", "stored products"]}
 LIMIT = 150  # seconds per program
 
 
 def main() -> None:
     args = arguments()
     if args.one:
-        print(json.dumps(PROGRAMS[args.one](args, *args.batches)), flush=True)
+        run = transformers if args.one == "transformers" else meshwright
+        print(json.dumps(run(args, *args.batches)), flush=True)
+        return
+    if args.bytes:
+        count_bytes(args)
         return
     rows, rates = [], dict[tuple[int, str], float]()
     for batch in args.batches:
-        for name in args.only or PROGRAMS:
-            found = child(name, batch, args.tiny)
+        for name in args.only or names(args.model):
+            found = child(name, batch, args)
             print(json.dumps({"program": name, "batch": batch, **found}), file=sys.stderr, flush=True)
             if "failed" in found:
                 rows.append([batch, name, found["failed"], "", "", ""])
@@ -46,9 +61,11 @@ def main() -> None:
             peer = rates.get((batch, "transformers"))
             mine = f"{found['tokens_per_s']:.0f}", ms, f"{found['compile_s']:.0f}", f"{found['peak_GiB']:.1f}"
             rows.append([batch, name, *mine])
+            if name in EARLIER[args.model] and (batch, "meshwright") in rates:
+                rows[-1][1] = f"{name} ({rates[batch, name] / rates[batch, 'meshwright']:.2f}x of meshwright)"
             if name == "transformers" and (batch, "meshwright") in rates and peer:
                 rows[-2][1] = f"meshwright ({rates[batch, 'meshwright'] / peer:.2f}x)"
-    print(f"{machine()}; {versions('jax', 'torch', 'transformers')}")
+    print(f"{args.model}; {machine()}; {versions('jax', 'torch', 'transformers')}")
     print(table(["batch", "program", "tokens/s", "ms per token", "compile s", "peak GiB"], rows))
     for batch in args.batches:
         ours, theirs = rates.get((batch, "meshwright")), rates.get((batch, "transformers"))
@@ -59,17 +76,26 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    every = list(dict.fromkeys(name for model in EARLIER for name in names(model)))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=EARLIER, default="decoder")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--only", nargs="+", choices=list(PROGRAMS))
+    parser.add_argument("--only", nargs="+", choices=every)
+    parser.add_argument("--bytes", action="store_true", help="count bytes of programs compiled for an H200")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--one", choices=list(PROGRAMS), help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=every, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def child(name: str, batch: int, tiny: bool) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__)), "--one", name, "--batches", str(batch), *["--tiny"] * tiny]
-    variables = os.environ | ({"JAX_PLATFORMS": "cpu"} if tiny else {})
+def names(model: str) -> list[str]:
+    """Returns the programs for a model, ours before transformers'."""
+    return ["meshwright", *["transformers"] * (model == "decoder"), *EARLIER[model]]
+
+
+def child(name: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__)), "--one", name, "--batches", str(batch), "--model", args.model]
+    command += ["--tiny"] * args.tiny
+    variables = os.environ | ({"JAX_PLATFORMS": "cpu"} if args.tiny else {})
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:
@@ -105,24 +131,102 @@ def shape(tiny: bool) -> tuple[int, int]:
     return (16, 16) if tiny else (128, 256)
 
 
+def make_model(args: argparse.Namespace, **sizes: int) -> Any:
+    from meshwright.models import XLSTM, Decoder
+
+    if args.model == "xlstm":
+        return XLSTM(**{**(TINY if args.tiny else XLSTM_SIZES), **sizes})
+    return Decoder(**{**(TINY if args.tiny else SIZES), **sizes})
+
+
+def earlier(name: str) -> Any:
+    """Returns a context in which programs are traced and compiled in an earlier form."""
+    import jax
+    import jax.numpy as jnp
+
+    from meshwright.generate import generator
+    from meshwright.models import mlstm
+
+    if name == "one sum":
+        return mock.patch.object(mlstm, "_sums", lambda q, c: jnp.sum(q[..., None] * c, axis=-2))
+    if name == "stored products":
+        options = {key: value for key, value in generator._OPTIONS.items() if key != "xla_disable_hlo_passes"}
+        static: Any = {"static_argnames": ("sizes", "mode", "spread"), "donate_argnames": ("rows",)}
+        again = jax.jit(generator._continue.__wrapped__, compiler_options=options, **static)
+        return mock.patch.object(generator, "_continue", again)
+    return contextlib.nullcontext()
+
+
 def meshwright(args: argparse.Namespace, batch: int) -> dict[str, Any]:
     import jax
     import numpy as np
 
     from meshwright.generate.generator import make_generator
-    from meshwright.models import Decoder
 
     old, new = shape(args.tiny)
-    model = Decoder(**(TINY if args.tiny else SIZES))
+    model = make_model(args)
     generate = make_generator(model, length=old + new, precision="bfloat16", chunk=64)
     params = jax.jit(model.init)(jax.random.key(0))
     weights = generate.load(params, num_rows=batch)
     del params
     prompts = list(np.random.default_rng(0).integers(0, model.vocab_size, (batch, old)))
-    found = timed(lambda: len(generate(weights, prompts, new)[0]), batch)
+    with earlier(args.one):
+        found = timed(lambda: len(generate(weights, prompts, new)[0]), batch)
     assert found["new_tokens"] == new
     stats = jax.local_devices()[0].memory_stats() or {}
     return found | {"peak_GiB": stats.get("peak_bytes_in_use", 0) / 2**30}
+
+
+def count_bytes(args: argparse.Namespace) -> None:
+    """Prints the bytes that a token of a model with two layers moves."""
+    import jax
+    import numpy as np
+    from jax.sharding import SingleDeviceSharding
+    from traffic import loop_kernels
+
+    from meshwright.generate import generator
+    from meshwright.generate.draw import Sampling
+    from meshwright.generate.limits import cache_shapes
+    from meshwright.generate.spread import Spread
+    from meshwright.generate.weights import unstacked
+    from meshwright.models import MLSTMState
+    from meshwright.plan.compiled.topology import target_devices
+    from meshwright.train import Precision
+
+    model, length = make_model(args, num_layers=2), sum(shape(args.tiny))
+    sharding, precision, sampling = (
+        SingleDeviceSharding(target_devices("h200:1x1")[0]), Precision.named("bfloat16"), Sampling(),
+    )  # fmt: skip
+    static: Any = {"sizes": generator._Sizes(model, length, model.vocab_size, 64, True), "mode": sampling.mode}
+    weights = jax.eval_shape(lambda: unstacked(model.init(jax.random.key(0)), precision=precision))
+    lines = []
+    for batch in args.batches:
+        cache = cache_shapes(model, batch, length, precision)
+        rows = generator._Rows(cache, np.zeros(batch, np.int32), np.zeros(batch, np.int32), np.zeros(batch, bool))
+        values = sampling.values(model.vocab_size), np.zeros(0, np.int32)
+        given = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            (weights, rows, np.int32(0), np.zeros(batch, bool), *values),
+        )
+        parts = {name: part for name, part in weights.items() if name != "embed"}
+        # A token reads one row of the embedding.
+        least = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts))
+        for layer in cache:
+            for one in layer:
+                passes = 2 if isinstance(one, MLSTMState) else 1
+                least += passes * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(one))
+        for name in ["meshwright", *EARLIER[args.model]]:
+            with earlier(name):
+                program = generator._continue.lower(*given, spread=Spread(), **static).compile()
+            # A new trace for each form, because JAX keeps traces by function.
+            jax.clear_caches()
+            kernels = loop_kernels(program.as_text())
+            moved = sum(kernel.moved for kernel in kernels)
+            lines.append(
+                [batch, name, len(kernels), f"{moved / 1e6:.0f}", f"{least / 1e6:.0f}", f"{moved / least:.2f}"]
+            )
+    print(f"{args.model}, two layers, compiled for an H200; {versions('jax')}")
+    print(table(["batch", "program", "kernels per token", "MB per token", "least MB", "of the least"], lines))
 
 
 def transformers(args: argparse.Namespace, batch: int) -> dict[str, Any]:
@@ -169,9 +273,6 @@ def transformers(args: argparse.Namespace, batch: int) -> dict[str, Any]:
     found = timed(call, batch)
     peak = 0 if args.tiny else torch.cuda.max_memory_allocated()
     return found | {"peak_GiB": peak / 2**30, "torch": torch.__version__}
-
-
-PROGRAMS: dict[str, Callable[..., dict[str, Any]]] = {"meshwright": meshwright, "transformers": transformers}
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from meshwright.errors import PlacementError
 from meshwright.models import (
     MLSTMState,
     init_mlstm_state,
+    mlstm,
     mlstm_chunks,
     mlstm_chunkwise,
 )
@@ -63,6 +64,19 @@ def test_every_gradient_equals_that_of_the_parallel_form(form, segments):
     expected, reference = value_and_gradients("parallel")(*args)
     assert_close([h], [reference])
     assert_close(ours, expected)
+
+
+def test_gpus_read_the_memory_in_parts():
+    rng = np.random.default_rng(3)
+    q, c = rng.standard_normal((2, 2, 96)), rng.standard_normal((2, 2, 96, 8))
+    (read, pull), given = jax.vjp(mlstm._sums, *(x.astype(np.float32) for x in (q, c))), weights((2, 2, 8))
+    assert "reduce_sum" in str(jax.make_jaxpr(mlstm._sums)(q, c)).split("optimization_barrier")[1]  # three parts
+    expected = (
+        np.einsum("bhk,bhkv->bhv", q, c),
+        np.einsum("bhv,bhkv->bhk", given, c),
+        q[..., None] * given[:, :, None],
+    )
+    assert_close((read, *pull(given)), expected, names=("read", "q", "memory"))
 
 
 def test_without_segments_all_tokens_are_one_document():

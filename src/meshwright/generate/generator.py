@@ -10,6 +10,8 @@ Shapes: B rows, S tokens, V tokens in the vocabulary.
 from __future__ import annotations
 
 import functools
+import os
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,8 +36,13 @@ from meshwright.types import PyTree
 _NONE = -1  # in the place of a token after the end of a row
 _SCORED = 128  # positions whose logits are in memory at once
 _LEAST_PROMPT = 16
-# XLA would merge the matmuls that share a token, and copy their weights next to each other for every token.
-_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
+_DISABLED = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
+_OPTIONS = {
+    # XLA:GPU would merge the matmuls that share a token, and copy their weights next to each other for every token.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    # For one row, it would store all products of a weight with the token, rounded to the dtype of both, and add them.
+    "xla_disable_hlo_passes": ",".join([*_DISABLED, "dot-strength-reduction"]),
+}
 
 
 def make_generator(

@@ -1,0 +1,131 @@
+"""One token of the mLSTM recurrence: time on one GPU, or the bytes that its compiled program moves.
+
+    PYTHONPATH=src python3 benchmarks/mlstm_step.py           # one GPU, about two minutes
+    PYTHONPATH=src python3 benchmarks/mlstm_step.py --bytes   # compiled for an H200; needs JAX's CUDA plugin, but no GPU
+
+The least that a token moves is its state, read once and written once: 2 x B x H x K x V x 4 bytes, in float32. *one
+sum* is the plain form, `q C` as one sum over all keys; *parts* is `mlstm_recurrent`, which sums over parts of the keys
+first if there are few rows. `--tiny` runs a small shape on a CPU, where both are the same matmul.
+
+Times are of `--tokens` tokens in one program with donated state, medians of `--rounds` calls of each form in a drawn
+order, beside the least at 4.8 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+from measure import machine, table, versions
+from traffic import kernels_of
+
+from meshwright.models import MLSTMState, init_mlstm_state, mlstm, mlstm_recurrent
+from meshwright.plan.compiled.topology import target_devices
+
+# B, H, K, V: heads of the xLSTMs "1b" and "7b", and smaller ones
+SHAPES = [(rows, *heads) for heads in ((4, 256, 512), (8, 256, 512), (16, 128, 256)) for rows in (1, 4, 8, 32, 128)]
+TINY_SHAPES = [(2, 2, 64, 64)]
+RATE = 4.8e12
+FORMS = {"one sum": lambda q, c: jnp.sum(q[..., None] * c, axis=-2), "parts": mlstm._sums}
+
+
+def main() -> None:
+    args = arguments()
+    shapes = TINY_SHAPES if args.tiny else SHAPES
+    print(f"{'compiled for an H200' if args.bytes else jax.devices()[0].device_kind}; {machine()}; {versions('jax')}")
+    lines = [line for shape in shapes for line in (count(shape) if args.bytes else measure(shape, args))]
+    counted, timed = ["kernels", "bytes / state", "kernels with all of it"], ["us per token", "range", "of the least"]
+    print(table(["B, H, K, V", "form", "state, MB", *(counted if args.bytes else timed)], lines))
+
+
+def inputs(shape: tuple[int, ...], put: Any = lambda x: x) -> tuple[Any, ...]:
+    rows, heads, keys, values = shape
+    q, v = jnp.ones((rows, 1, heads, keys), jnp.bfloat16), jnp.ones((rows, 1, heads, values), jnp.bfloat16)
+    gates = jnp.zeros((rows, 1, heads))
+    state = init_mlstm_state(rows, heads, key_dim=keys, value_dim=values)
+    result: tuple[Any, ...] = jax.tree.map(put, (state, q, q / 16, v, gates, gates + 3))
+    return result
+
+
+def step(state: MLSTMState, *tokens: Any) -> tuple[Any, MLSTMState]:
+    return mlstm_recurrent(*tokens, state=state)
+
+
+def count(shape: tuple[int, ...]) -> list[list[object]]:
+    sharding = SingleDeviceSharding(target_devices("h200:1x1")[0])
+    abstract = jax.eval_shape(lambda: inputs(shape))
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract)
+    lines: list[list[object]] = []
+    for name, read in FORMS.items():
+        with mock.patch.object(mlstm, "_sums", read):
+            # A new function for each form, because JAX keeps traces by function.
+            program = jax.jit(lambda *args: step(*args), donate_argnums=0).lower(*given).compile()
+        kernels = kernels_of(program.as_text())
+        size = size_of(shape)
+        large = [kernel for kernel in kernels if max(*kernel.read, *kernel.written) >= size]
+        ratio = sum(kernel.moved for kernel in kernels) / size
+        lines.append([", ".join(map(str, shape)), name, f"{size / 1e6:.1f}", len(kernels), f"{ratio:.2f}", len(large)])
+    return lines
+
+
+def measure(shape: tuple[int, ...], args: argparse.Namespace) -> list[list[object]]:
+    state, *tokens = inputs(shape)
+    programs, states, times = {}, {}, {name: list[float]() for name in FORMS}
+    for name, read in FORMS.items():
+
+        def run(state: MLSTMState, *tokens: Any) -> Any:
+            # The next query depends on the last output, as in a model.
+            def token(_: Any, carry: Any) -> Any:
+                state, q, h = carry
+                h, state = mlstm_recurrent(q, *tokens[1:], state=state)
+                return state, q + 0 * h[..., : q.shape[-1]], h
+
+            return lax.fori_loop(0, args.tokens, token, (state, tokens[0], jnp.zeros_like(tokens[2])))
+
+        with mock.patch.object(mlstm, "_sums", read):
+            programs[name] = jax.jit(run, donate_argnums=0).lower(state, *tokens).compile()
+        states[name] = jax.tree.map(jnp.copy, state)
+    results = {}
+    order = list(FORMS)
+    for number in range(args.rounds + 1):
+        random.Random(number).shuffle(order)
+        for name in order:
+            start = time.perf_counter()
+            states[name], _, results[name] = jax.block_until_ready(programs[name](states[name], *tokens))
+            if number:  # the first round warms up
+                times[name].append((time.perf_counter() - start) / args.tokens * 1e6)
+    one, parts = (result.astype(jnp.float32) for result in results.values())
+    apart = float(jnp.linalg.norm(one - parts) / jnp.linalg.norm(one))
+    print(f"{shape}: outputs of both forms {apart:.1e} apart", flush=True)
+    least = 2 * size_of(shape) / RATE * 1e6
+    return [
+        [", ".join(map(str, shape)), name, f"{size_of(shape) / 1e6:.1f}", f"{statistics.median(found):.1f}",
+         f"{min(found):.1f}-{max(found):.1f}", f"{statistics.median(found) / least:.2f}"]
+        for name, found in times.items()
+    ]  # fmt: skip
+
+
+def size_of(shape: tuple[int, ...]) -> int:
+    rows, heads, keys, values = shape
+    return 4 * rows * heads * keys * values
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", action="store_true", help="count the bytes of programs compiled for an H200")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per call (default: 64)")
+    parser.add_argument("--tiny", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
