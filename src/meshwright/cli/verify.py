@@ -11,6 +11,7 @@ from meshwright.cli import show, simulate_devices
 from meshwright.errors import ConfigError, JobError, MeshError
 from meshwright.train.fine_tuning.lora import adapt_job
 from meshwright.train.jobs.job_loading import job_errors, load_job
+from meshwright.train.jobs.language_job import with_execution
 
 
 def verify(
@@ -24,6 +25,9 @@ def verify(
     precision: str = "float32",
     remat: Literal["none", "dots", "full", "offload"] = "none",
     sync: Literal["auto", "every", "hybrid", "once"] = "auto",
+    pipeline: Literal["gpipe", "circular", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"] | None = None,
+    pipeline_rounds: int | None = None,
+    microbatches: int | None = None,
     mask: int | None = None,
     freeze: tuple[str, ...] = (),
     train: tuple[str, ...] = (),
@@ -54,6 +58,10 @@ def verify(
         precision: compute precision: float32, mixed, bfloat16 or fp8.
         remat: activations to recompute in the backward pass: none, dots, full or offload.
         sync: how often devices exchange gradients in the local view: every, hybrid or once (default: hybrid).
+        pipeline: schedule on meshes with a pp axis: gpipe, circular, 1f1b, interleaved-1f1b, zb-h1 or zb-v
+            (default: the job's).
+        pipeline_rounds: stages per device with interleaved-1f1b and circular (default: 2).
+        microbatches: number of microbatches in a pipeline (default: the job's, or twice the number of stages).
         mask: seed for random masks or weights, in place of those of the batch.
         freeze: regexes of parameters to freeze, as for `train`.
         train: regexes; if given, freeze all parameters without a match.
@@ -78,7 +86,17 @@ def verify(
     def progress(line: str) -> None:
         print(f"comparing {line}", file=sys.stderr, flush=True)
 
-    loaded = adapt_job(load_job(job), freeze=freeze, train=train, adapters=lora)
+    changes = {"pipeline": pipeline, "pipeline_rounds": pipeline_rounds, "num_microbatches": microbatches}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    loaded = load_job(job)
+    if changes:
+        if mesh not in ((), ("all",)) and not any("pp" in text for text in mesh):
+            raise ConfigError(
+                "--pipeline, --pipeline-rounds and --microbatches would have no effect: no mesh has a pp axis.",
+                hint="leave them out, or compare e.g. --mesh pp:2,dp:4.",
+            )
+        loaded = with_execution(loaded, **changes)
+    loaded = adapt_job(loaded, freeze=freeze, train=train, adapters=lora)
     if fuzz is not None:
         given = {
             "--mesh": mesh != (),

@@ -6,7 +6,6 @@ state may come from a checkpoint in that folder.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -55,6 +54,7 @@ from meshwright.loop.safety.watchdog import Watchdog
 from meshwright.loop.settings.choices import MeshChoice, choose_mesh, device_memory, make_model
 from meshwright.loop.settings.config import TrainConfig
 from meshwright.loop.settings.optimizers import OptimizerChoice, choose_optimizer
+from meshwright.loop.settings.pipeline_options import pipeline_line, require_rows, with_pipeline
 from meshwright.loop.sources import (
     HeldOut,
     Source,
@@ -75,7 +75,6 @@ from meshwright.loop.weights.origin import (
 )
 from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
-from meshwright.specs import round_up
 from meshwright.train import NonFiniteGuard, RunState, Step, language_job, make_train_step, state_layout
 from meshwright.train.fine_tuning.lora import adapt_job
 from meshwright.train.job import check_axes
@@ -175,6 +174,7 @@ def _decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSe
     model, job, source, held_out = _load(config, origin, tell)
     if origin is not None:
         origin = replace(origin, model=model)
+    job = together("choosing a pipeline", lambda: with_pipeline(job, config.placement))
     adapted: Any = {"freeze": config.adapt.freeze, "train": config.adapt.train, "adapters": config.adapt.lora}
     job = together("adapting the job", lambda: adapt_job(job, **adapted))
     precision: str = config.placement.precision
@@ -214,7 +214,9 @@ def _decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSe
         ema=ema,
     )
     tell(f"view: {step.view}")
-    _require_rows(step, job, config.placement.minibatches)
+    if (line := pipeline_line(step, job, config.placement)) is not None:
+        tell(line)
+    require_rows(step, job, config.placement)
     url = None if remote is None else remote.url
     folder = RunFolder.open(config, name=named if config.model.job is None else "job", url=url)
     if tokenizer is not None:  # the original may disappear, the copy stays
@@ -281,18 +283,6 @@ def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, prec
         heads=getattr(model, "num_heads", None),
         kv_heads=getattr(model, "num_kv_heads", None),
     )
-
-
-def _require_rows(step: Step, job: Any, minibatches: int) -> None:
-    step.batch_shardings(job.batch)
-    rows = rows_of(job)
-    parts = minibatches * math.prod(step.layout.mesh.shape[axis] for axis in step.row_axes)
-    if rows % parts:
-        down, up = rows // parts * parts, round_up(rows, parts)
-        raise ConfigError(
-            f"cannot split a batch of {rows} rows into {minibatches} minibatches for {parts // minibatches} devices.",
-            hint=f"use --batch-size {f'{down} or {up}' if down else up}.",
-        )
 
 
 def _devices() -> str:

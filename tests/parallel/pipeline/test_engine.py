@@ -1,6 +1,5 @@
 """Pipelines equal one device in loss and gradients, for any mesh, schedule and number of microbatches."""
 
-import faulthandler
 import functools
 import warnings
 
@@ -12,7 +11,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.parallel.dropout import dropout
 from meshwright.parallel.local_map import local_map
 from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.pipeline.schedule import (
@@ -24,75 +22,7 @@ from meshwright.parallel.pipeline.schedule import (
 )
 from meshwright.parallel.rows import row_key
 
-VOCAB, WIDTH, HIDDEN, LAYERS = 11, 8, 16, 8
-
-
-@pytest.fixture(autouse=True)
-def time_limit():
-    """Ends the process on a deadlock, which compiled code cannot interrupt."""
-    faulthandler.dump_traceback_later(300, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-
-
-# --- A model with an embedding, layers and a head ---
-
-
-def make_params(num_layers=LAYERS):
-    keys = jax.random.split(jax.random.key(0), 4)
-    return {
-        "embed": jax.random.normal(keys[0], (VOCAB, WIDTH)),
-        "layers": {
-            "up": jax.random.normal(keys[1], (num_layers, WIDTH, HIDDEN)) / 4,
-            "down": jax.random.normal(keys[2], (num_layers, HIDDEN, WIDTH)) / 4,
-            "scale": jnp.linspace(0.5, 1.5, num_layers * WIDTH).reshape(num_layers, WIDTH),
-            "number": jnp.arange(num_layers),
-        },
-        "head": jax.random.normal(keys[3], (WIDTH, VOCAB)),
-    }
-
-
-def make_batch(rows):
-    tokens = jax.random.randint(jax.random.key(1), (rows, 3), 0, VOCAB)
-    mask = jax.random.bernoulli(jax.random.key(2), 0.7, (rows, 3)).astype(jnp.float32)
-    gain = jnp.linspace(0.5, 2.0, rows).reshape(rows, 1, 1)  # an extra argument that every layer uses
-    return {"tokens": tokens, "gain": gain, "targets": jnp.flip(tokens, 1), "mask": mask}
-
-
-def layer(p, h, gain, *, rng=None, tp=None):
-    """One residual layer that ends with x/|x|, whose gradient is NaN on the zeros of an empty pipeline."""
-    inner = jnp.tanh((h * gain * p["scale"]) @ p["up"]) @ p["down"]
-    inner = lax.psum(inner, tp) if tp else inner
-    if rng is not None:
-        inner = dropout(inner, 0.3, jax.random.fold_in(rng, p["number"]))
-    h = h + inner
-    return h / jnp.sqrt((h**2).sum(-1, keepdims=True))
-
-
-def stage(params, h, gain, **options):
-    return lax.scan(lambda h, p: (layer(p, h, gain, **options), None), h, params)[0]
-
-
-def embed(table, tokens):
-    return table[tokens]
-
-
-def head_loss(head, h, batch):
-    logits = jax.nn.log_softmax(h @ head)
-    picked = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
-    return -(picked * batch["mask"]).sum()
-
-
-def one_device_loss(params, batch, rng=None):
-    h = embed(params["embed"], batch["tokens"])
-    h = stage(params["layers"], h, batch["gain"], rng=rng)
-    return head_loss(params["head"], h, batch)
-
-
-def split_numbers(params):
-    """Separates the integers, which cannot be differentiated."""
-    layers = dict(params["layers"])
-    return {**params, "layers": layers}, layers.pop("number")
+from .tiny_model import assert_close, embed, head_loss, mesh_of, one_device, stage, value_and_grads
 
 
 def piped_loss(mesh, *, num_microbatches, schedule="gpipe", num_rounds=1, rng=None, **options):
@@ -139,29 +69,6 @@ def piped_loss(mesh, *, num_microbatches, schedule="gpipe", num_rounds=1, rng=No
     return loss
 
 
-def value_and_grads(loss, params, batch):
-    weights, numbers = split_numbers(params)
-
-    def of_weights(weights, batch):
-        return loss({**weights, "layers": {**weights["layers"], "number": numbers}}, batch)
-
-    return jax.jit(jax.value_and_grad(of_weights))(weights, batch)
-
-
-def assert_close(got, expected, tolerance=1e-5):
-    for (path, a), (_, b) in zip(jax.tree.leaves_with_path(got), jax.tree.leaves_with_path(expected), strict=True):
-        scale = max(float(np.abs(b).max()), 1e-30)
-        assert np.abs(np.asarray(a) - np.asarray(b)).max() / scale < tolerance, jax.tree_util.keystr(path)
-
-
-@functools.cache
-def one_device(rows, seed):
-    """Arguments and the expected loss and gradients, for all meshes and schedules."""
-    params, batch = make_params(), make_batch(rows)
-    rng = None if seed is None else row_key(jax.random.key(seed))
-    return params, batch, value_and_grads(functools.partial(one_device_loss, rng=rng), params, batch)
-
-
 def check_against_one_device(mesh, *, rows, seed=None, **options):
     params, batch, expected = one_device(rows, seed)
     rng = None if seed is None else jax.random.key(seed)
@@ -170,11 +77,6 @@ def check_against_one_device(mesh, *, rows, seed=None, **options):
         got = value_and_grads(piped_loss(mesh, rng=rng, **options), params, batch)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got))
     assert_close(got, expected)
-
-
-def mesh_of(text):
-    size = int(np.prod([int(part.split(":")[1]) for part in text.split(",")]))
-    return mw.create_mesh(text, devices=size)
 
 
 TABLE = [

@@ -166,8 +166,8 @@ class TrainConfig:
 
 
 _COUNTS = (
-    "batch_size num_tokens epochs devices minibatches steps keep_last keep_every keep_local upload_every eval_batches "
-    "patience max_skipped"
+    "batch_size num_tokens epochs devices minibatches microbatches pipeline_rounds steps keep_last keep_every "
+    "keep_local upload_every eval_batches patience max_skipped"
 )
 _RATES = "learning_rate final_learning_rate weight_decay beta1 beta2"
 # Options that must not be empty texts.

@@ -108,6 +108,12 @@ class PlacementOptions:
     """Number of minibatches per step (gradient accumulation)."""
     sync: Literal["auto", "every", "hybrid", "once"] = "auto"
     """How often devices exchange gradients during accumulation."""
+    pipeline: Literal["gpipe", "circular", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"] = "gpipe"
+    """Pipeline schedule, on a mesh with a pp axis; may change on resume."""
+    pipeline_rounds: int | None = None
+    """Stages per device with interleaved-1f1b and circular (default: 2)."""
+    microbatches: int | None = None
+    """Number of microbatches per minibatch in a pipeline (default: twice the number of stages)."""
     zero_axis: str | None = None
     """Mesh axis that also shards the optimizer state (ZeRO-1)."""
     pad: tuple[str, ...] = ()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.errors import PlacementError
+from meshwright.errors import JobError, PlacementError
 from meshwright.metrics import Sum
 from meshwright.models.execution import Execution, Remat
 from meshwright.models.language import LanguageModel
@@ -71,6 +72,28 @@ def language_job(
         model=model,
         execution=execution,
     )
+
+
+def with_execution(job: Any, **changes: Any) -> Any:
+    """Returns a language model's job with some of its execution options changed.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> with_execution(job, pipeline="zb-v", num_microbatches=8).execution.pipeline
+        'zb-v'
+    """
+    loss = getattr(job, "loss", None)
+    if not isinstance(job, Job) or not isinstance(loss, functools.partial) or loss.func is not _loss:
+        names = " and ".join(changes)
+        raise JobError(
+            f"this job sets its own execution options, so {names} cannot be changed.",
+            hint="use a job of mw.language_job(model, ...), or set Execution(...) in the job.",
+        )
+    model, execution, *others = loss.args
+    execution = replace(execution, **changes)
+    changed = functools.partial(loss.func, model, execution, *others, **loss.keywords)
+    return replace(job, loss=changed, execution=execution)
 
 
 def _random_batch(shapes: dict[str, Any], vocab_size: int, seed: int) -> dict[str, Any]:

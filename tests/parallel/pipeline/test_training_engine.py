@@ -1,0 +1,211 @@
+"""Training schedules equal one device in loss and every gradient, and their memory does not grow with microbatches."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import meshwright as mw
+from meshwright.parallel.local_map import local_map
+from meshwright.parallel.pipeline.named_schedules import make_schedule
+from meshwright.parallel.pipeline.stage_moves import make_moves
+from meshwright.parallel.pipeline.training_engine import pipeline_loss
+from meshwright.parallel.rows import row_key
+
+from .tiny_model import assert_close, embed, head_loss, mesh_of, one_device, stage, value_and_grads
+
+
+def scheduled_loss(mesh, schedule, *, tied=False, seed=None, remat=True, factor=1.0):
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    tp = "tp" if "tp" in sizes else None
+    rows = P("dp" if "dp" in sizes else None)
+    layers = {"up": P("pp", None, tp), "down": P("pp", tp), "scale": P("pp"), "number": P("pp")}
+    specs = ({"embed": P(), "layers": layers, "head": P()}, rows)
+
+    def local(params, batch):
+        key = None
+        if seed is not None:
+            first = lax.axis_index("dp") * batch["gain"].shape[0] if "dp" in sizes else 0
+            key = row_key(jax.random.key(seed), first)
+
+        def last(head, h, batch):
+            loss = head_loss(head, h, batch)
+            return loss, {"copy": loss, "rows": jnp.int32(h.shape[0])}
+
+        loss, sums = pipeline_loss(
+            functools.partial(stage, tp=tp),
+            params["layers"],
+            batch["tokens"],
+            batch["gain"],
+            axis="pp",
+            schedule=schedule,
+            first=embed,
+            first_params=params["embed"],
+            last=last,
+            last_params={"table": params["embed"]} if tied else params["head"],
+            targets={"targets": batch["targets"], "mask": batch["mask"]},
+            rng=key,
+            remat=remat,
+        )
+        # The other sums have no gradient, whatever happens to them.
+        loss = factor * loss + 0 * sums["copy"] + (sums["copy"] - lax.stop_gradient(sums["copy"])) + 0.0 * sums["rows"]
+        return lax.psum(loss, tuple(axis for axis in sizes if axis != "tp"))
+
+    return local_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+
+
+# Few microbatches, incomplete groups, and many; both ways to keep activations; dropout and masks everywhere.
+CASES = [
+    ("pp:4", "1f1b", 3, {"remat": True, "tied": True}),
+    ("pp:2,dp:2,tp:2", "1f1b", 4, {"remat": False}),
+    ("pp:2", "interleaved-1f1b", 5, {"remat": False, "rounds": 4, "tied": True}),
+    ("pp:4,tp:2", "interleaved-1f1b", 8, {"remat": True}),
+    ("pp:4,dp:2", "zb-h1", 8, {"remat": False, "tied": True}),
+    ("pp:2,tp:2", "zb-h1", 1, {"remat": True}),
+    ("pp:2,dp:2,tp:2", "zb-v", 3, {"remat": True, "tied": True}),
+    ("pp:4,dp:2", "zb-v", 8, {"remat": False}),
+    ("pp:4", "circular", 6, {"remat": False}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "name", "num_microbatches", "options"), CASES)
+def test_loss_and_gradients_equal_one_device(mesh, name, num_microbatches, options):
+    options = dict(options)
+    mesh, rounds, tied = mesh_of(mesh), options.pop("rounds", None), options.get("tied", False)
+    schedule = make_schedule(name, mesh.shape["pp"], num_microbatches, num_rounds=rounds)
+    params, batch, expected = one_device(num_microbatches * 4, 5, tied=tied)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mw.MeshwrightWarning)  # fewer microbatches than stages
+        got = value_and_grads(scheduled_loss(mesh, schedule, seed=5, **options), params, batch)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got))
+    assert_close(got, expected)
+
+
+def test_a_factor_of_the_loss_scales_gradients_on_all_stages():
+    params, batch, (loss, grads) = one_device(16, None)
+    got = value_and_grads(
+        scheduled_loss(mesh_of("pp:2"), make_schedule("zb-v", 2, 4), factor=3.0, remat=False), params, batch
+    )
+    assert_close(got, (3 * loss, jax.tree.map(lambda grad: 3 * grad, grads)))
+
+
+# --- What runs ---
+
+
+def stages_only(mesh, schedule, *, remat):
+    """A pipeline of matrices `[16, 16]`, with the loss as a sum."""
+
+    def run(layers, h):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, layers)[0]
+
+    def local(layers, x):
+        loss, _ = pipeline_loss(
+            run, layers, x, axis="pp", schedule=schedule, last=lambda _, h: (h.sum(), {}), remat=remat
+        )
+        return lax.psum(loss, "pp")
+
+    mapped = local_map(local, mesh=mesh, in_specs=(P("pp"), P()), out_specs=P())
+    x = jax.ShapeDtypeStruct((4 * schedule.num_microbatches, 16), jnp.float32)
+    return jax.jit(jax.grad(mapped)), jax.ShapeDtypeStruct((8, 16, 16), jnp.float32), x
+
+
+def scans(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from scans(inner)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+def test_the_loop_runs_the_ticks_of_the_schedule(name):
+    """One loop of as many steps as ticks; each sends one message in each direction that the schedule needs."""
+    schedule = make_schedule(name, 4, 8)
+    step, layers, x = stages_only(mesh_of("pp:4"), schedule, remat=True)
+    (loop,) = [
+        scan for scan in scans(jax.make_jaxpr(step)(layers, x).jaxpr)
+        if any(eqn.primitive.name == "ppermute" for eqn in scan.params["jaxpr"].jaxpr.eqns)
+    ]  # fmt: skip
+    formula = {"1f1b": 2 * (8 + 3), "interleaved-1f1b": 2 * (16 + 3), "zb-h1": 3 * 8 + 3, "zb-v": 6 * 8 + 3}
+    assert loop.params["length"] == schedule.num_ticks == formula[name]
+    sends = [eqn.params["perm"] for eqn in loop.params["jaxpr"].jaxpr.eqns if eqn.primitive.name == "ppermute"]
+    assert len(sends) == 2
+    wraps = any((3, 0) in perm for perm in sends)
+    assert wraps == (name == "interleaved-1f1b")
+
+
+@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+def test_compiled_memory_does_not_grow_with_microbatches(name, remat):
+    """GPipe, which keeps the input of every microbatch, needs at least 24 x 256 bytes more."""
+
+    def temp_bytes(name, num_microbatches):
+        step, *arguments = stages_only(mesh_of("pp:4"), make_schedule(name, 4, num_microbatches), remat=remat)
+        return step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+    assert temp_bytes(name, 32) - temp_bytes(name, 8) < 256  # one activation of a microbatch
+    if name == "1f1b":
+        assert temp_bytes("gpipe", 32) - temp_bytes("gpipe", 8) >= 24 * 256
+
+
+def test_layers_move_to_their_stages_and_back():
+    """Every piece of the stack is sent at most once, and each device sends and receives one per round."""
+    for schedule in (make_schedule("interleaved-1f1b", 4, 8, num_rounds=3), make_schedule("zb-v", 8, 8)):
+        n, rounds = schedule.num_stages, schedule.num_rounds
+        moves = make_moves(schedule.devices, n)
+        sent = sorted((home, one.taken[home]) for one in moves.rounds for home in range(n))
+        assert sent == [(home, piece) for home in range(n) for piece in range(rounds)]
+        assert all(sorted(one.sends) == list(range(n)) for one in moves.rounds)
+        for one in moves.rounds:
+            for home, device in enumerate(one.sends):
+                stage = home * rounds + one.taken[home]
+                assert schedule.devices[stage] == device
+                assert [s for s, d in enumerate(schedule.devices) if d == device][one.put[device]] == stage
+    assert make_moves((0, 1, 2), 3).rounds == ()
+
+
+# --- Bad inputs ---
+
+
+def run_bad(*, mesh="pp:2", layers=None, x=None, grad_of=0, **options):
+    options = {
+        "schedule": make_schedule("1f1b", 2, 2),
+        "last": lambda _, h: (h.sum(), {}),
+        "stage": lambda layers, h: h * layers["w"][0],
+        **options,
+    }
+    stage_fn = options.pop("stage")
+    layers = {"w": jnp.ones(4)} if layers is None else layers
+    run = local_map(
+        lambda layers, x: lax.psum(pipeline_loss(stage_fn, layers, x, axis="pp", **options)[0], "pp"),
+        mesh=mesh_of(mesh), in_specs=(P("pp"), P()), out_specs=P(),
+    )  # fmt: skip
+    return jax.eval_shape(jax.grad(run, argnums=grad_of), layers, jnp.ones((4, 1)) if x is None else x)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": make_schedule("1f1b", 4, 2)}, "is for 4 stages; the pipeline has 2"),
+        ({"schedule": make_schedule("zb-v", 2, 2), "layers": {"w": jnp.ones(6)}}, r"6 % 4 = 2\.\nhint: use 4 or 8"),
+        ({"layers": {"w": jnp.ones(4), "b": jnp.ones(2)}}, r"different leading dims: \[1, 2\]"),
+        ({"schedule": make_schedule("1f1b", 2, 3)}, "cannot cut a batch of 4 rows into 3 microbatches"),
+        ({"grad_of": 1}, r"computes gradients of parameters only(.|\n)*stop_gradient"),
+        ({"last": lambda _, h: (h, {})}, "must return a scalar loss"),
+        ({"last": lambda _, h: h.sum()}, "must return a scalar loss"),
+        (
+            {"first": lambda _, x: (x, jnp.int32(1)), "stage": lambda _, h: h, "last": lambda _, h: (h[0].sum(), {})},
+            r"a stage passes int32\[\] on, which has no gradient",
+        ),
+    ],
+)
+def test_bad_inputs(options, message):
+    with pytest.raises(mw.MeshwrightError, match=message):
+        run_bad(**options)
