@@ -214,6 +214,9 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
         if piped and stages.again:
             gathers, scatters = gathers + 2, scatters + 2
         ends = {"all-gather": 2, "reduce-scatter": 1 if piped else 2}
+        if stages.is_scheduled:  # the loss's rows once; in a V, the first device has the embedding as well
+            embeds = stages.schedule == "zb-v"
+            ends = {"all-gather": 1 + embeds, "reduce-scatter": 1 + embeds * (1 + stages.again)}
         if not profile.learns_layers and not piped:  # the backward pass ends at the final norm
             gathers, scatters, ends["all-gather"] = 2, 2, 1
         for kind, count in (("all-gather", gathers), ("reduce-scatter", scatters)):
@@ -233,8 +236,7 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
         found.append(Traffic(TENSOR_AXIS, "all-gather", "loss statistics", numbers, parts, False))
     if piped:
         # One microbatch per tick, forward and backward; tp splits its rows between blocks.
-        ticks = stages.microbatches * stages.rounds if stages.is_scheduled else stages.ticks
-        times = 2 * setup.num_minibatches * ticks
+        times = setup.num_minibatches * stages.messages
         sent = times * one / parts / tp
         found.append(Traffic(PIPELINE_AXIS, "collective-permute", "activations between stages", sent, times, False))
     return found

@@ -8,6 +8,7 @@ stage.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 from meshwright.parallel.pipeline.named_schedules import make_schedule
@@ -32,7 +33,7 @@ class Stages:
         >>> two.ticks, two.idle, Stages(1, 1).idle
         (5, 0.2, 0.0)
         >>> {name: round(Stages(4, 8, name, again=False).idle, 3) for name in ("gpipe", "1f1b", "zb-h1")}
-        {'gpipe': 0.273, '1f1b': 0.385, 'zb-h1': 0.111}
+        {'gpipe': 0.273, '1f1b': 0.4, 'zb-h1': 0.111}
     """
 
     count: int
@@ -74,6 +75,13 @@ class Stages:
         return _slots(self.schedule, self.count, self.microbatches, self.rounds, self.again)
 
     @property
+    def messages(self) -> int:
+        """Number of arrays that a device sends to its neighbors, also while it is idle, when they are zeros."""
+        if not self.is_scheduled:
+            return 2 * self.ticks
+        return self.ticks * _directions(self.schedule, self.count, self.microbatches, self.rounds)
+
+    @property
     def moves(self) -> int:
         """Number of virtual stages that a device sends to another, as layers are stored in their order."""
         return _moves(self.schedule, self.count, self.microbatches, self.rounds) if self.rounds > 1 else 0
@@ -113,4 +121,16 @@ def _slots(name: str, count: int, microbatches: int, rounds: int, again: bool) -
 
 @functools.lru_cache(maxsize=2048)
 def _moves(name: str, count: int, microbatches: int, rounds: int) -> int:
-    return len(make_moves(_table(name, count, microbatches, rounds).devices, count).rounds)
+    moves = make_moves(_table(name, count, microbatches, rounds).devices, count)
+    return sum(any(target != source for source, target in enumerate(one.sends)) for one in moves.rounds)
+
+
+@functools.lru_cache(maxsize=2048)
+def _directions(name: str, count: int, microbatches: int, rounds: int) -> int:
+    devices = _table(name, count, microbatches, rounds).devices
+    return len({place for one, other in itertools.pairwise(devices) for place in _both(other - one, count)})
+
+
+def _both(by: int, count: int) -> tuple[int, ...]:
+    """Returns the directions of a stage's result and of its gradient, without those to the same device."""
+    return () if by % count == 0 else (by % count, -by % count)
