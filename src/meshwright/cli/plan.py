@@ -239,6 +239,8 @@ class _Planner:
             "precision": options.precision,
             "num_minibatches": 1 if options.minibatches is None else options.minibatches,
             "sync": options.sync,
+            "pipeline": options.pipeline,
+            "num_microbatches": options.microbatches,
             "overlap": options.overlap,
             "optimizer": options.optimizer,
         }
@@ -278,6 +280,7 @@ class _Planner:
         options, rows = self.options, self.setup().rows
         batch = None if rows is None else f"{rows} rows"
         asked = {"remat": options.remat, "minibatches": options.minibatches, "sync": options.sync, "batch": batch}
+        asked |= {"pipeline": options.pipeline, "microbatches": options.microbatches}
         narrowed = [constraints, *(f"{name}={value}" for name, value in asked.items() if value is not None)]
         with self.errors():
             found = search_plans(

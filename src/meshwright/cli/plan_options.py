@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.errors import ConfigError
+from meshwright.parallel.pipeline.named_schedules import ScheduleName
 from meshwright.plan.goodput import RESTART_S, Reliability
 
 
@@ -26,11 +27,13 @@ class StepOptions:
         precision: Precision of the step.
         minibatches: Number of minibatches per step, for gradient accumulation; if unset, 1, and a search tries 1 to 32.
         sync: How often devices exchange the gradients of minibatches; if unset, hybrid, and a search also tries once.
+        pipeline: Pipeline schedule; if unset, the job's (gpipe), and a search tries all.
+        microbatches: Number of microbatches in a pipeline; if unset, twice the number of stages, and a search tries 4x.
         overlap: Ask the compiler to overlap collectives with matmuls.
         optimizer: Name of an optax optimizer.
         compile: Compile the step for the machine, if its compiler is installed.
         python: Interpreter whose compilers to use; if unset, this one.
-        timeout: Time limit per compilation, in seconds, not counting time in which other programs use the cores.
+        timeout: Time limit per compilation, in seconds without those in which other programs use the cores.
         price: Price per device-hour, in dollars.
         mtbf: Mean hours between two failures of one chip; if set, the plan has the expected goodput.
         restart: Seconds from a failure until the checkpoint begins to load, with --mtbf; 300 if unset.
@@ -49,6 +52,8 @@ class StepOptions:
     precision: Literal["float32", "mixed", "bfloat16", "fp8"] = "mixed"
     minibatches: int | None = None
     sync: Literal["every", "hybrid", "once"] | None = None
+    pipeline: ScheduleName | None = None
+    microbatches: int | None = None
     overlap: bool = True
     optimizer: str = "adamw"
     compile: bool = True
@@ -64,6 +69,7 @@ class StepOptions:
     def check(self, top: int = 1) -> None:
         """Raises a `ConfigError` if a number is out of range."""
         counts = {"batch-size": self.batch_size, "num-tokens": self.num_tokens, "minibatches": self.minibatches}
+        counts["microbatches"] = self.microbatches
         for name, value in {**counts, "top": top}.items():
             if value is not None and value < 1:
                 hint = f"pass a positive whole number, e.g. --{name} 8."

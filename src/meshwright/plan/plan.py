@@ -29,9 +29,10 @@ from meshwright.plan.costs.communication import (
     host_copies,
     step_traffic,
 )
-from meshwright.plan.costs.job_costs import PIPELINE_AXIS, TENSOR_AXIS, JobCosts, Stages, each_count, profile_job
+from meshwright.plan.costs.job_costs import PIPELINE_AXIS, TENSOR_AXIS, JobCosts, each_count, profile_job
 from meshwright.plan.costs.links import axis_links
 from meshwright.plan.costs.memory import MemoryPlan, plan_memory
+from meshwright.plan.costs.stages import Stages
 from meshwright.plan.costs.step_time import TimePlan, step_time
 from meshwright.plan.goodput import Goodput
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer, view_of_setup
@@ -200,7 +201,7 @@ class Prepared:
     def row_parts(self) -> int:
         """Number of parts that rows are split into, over devices, minibatches and microbatches."""
         sizes = self.layout.mesh.shape
-        parts = self.setup.num_minibatches * self.profile.stages(sizes).microbatches
+        parts = self.setup.num_minibatches * self.profile.stages(sizes, self.setup).microbatches
         return int(sizes.get("dp", 1) * sizes.get("fsdp", 1) * parts)
 
 
@@ -253,7 +254,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
     profile, layout, target, setup = prepared.profile, prepared.layout, prepared.target, prepared.setup
     spec, view, notes = prepared.spec, prepared.view, prepared.notes
     sizes = dict(layout.mesh.shape)
-    stages = profile.stages(sizes)
+    stages = profile.stages(sizes, setup)
     check_rows(prepared, rows)
     if setup.remat not in profile.needs:
         raise MeshwrightError(
@@ -262,7 +263,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         )
     needs = profile.needs[setup.remat]
     flops = each_count(lambda count: count * rows, needs.flops)
-    if stages.count > 1:  # every backward tick recomputes its forward pass
+    if stages.count > 1 and not stages.is_scheduled:  # every backward tick recomputes its forward pass
         forward = each_count(lambda count: count * rows, profile.forward)
         flops = replace(
             each_count(int.__add__, flops, forward),
@@ -303,7 +304,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         memory=plan_memory(profile, layout, target, setup, rows=rows, compiled=compiled),
         flops=flops,
         sent=sent,
-        time=step_time(profile, layout, target, flops, sent, is_compiled=ran is not None, tokens=tokens),
+        time=step_time(profile, layout, target, flops, sent, stages, is_compiled=ran is not None, tokens=tokens),
         tokens_per_step=tokens,
         peak_flops=None if target.chip is None else target.chip.peak(dtype),
         view=view,
@@ -315,7 +316,9 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
     )
 
 
-def mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple[str, str] | None:
+def mesh_problem(
+    job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Setup | None = None
+) -> tuple[str, str] | None:
     """Returns why a job cannot run on a mesh, as a short reason and a sentence; None if it can."""
     tp, pp = sizes.get(TENSOR_AXIS, 1), sizes.get(PIPELINE_AXIS, 1)
     run = execution_of(job) or Execution()
@@ -330,6 +333,13 @@ def mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int]) -> tuple
         return "no pipeline stages", "only built-in models can be split into pipeline stages"
     if profile.num_layers % pp:
         return "layers not divisible", f"pp={pp} does not divide {profile.num_layers} layers"
+    if setup is not None and pp > 1:
+        stages = profile.stages(sizes, setup)
+        if profile.num_layers % (pp * stages.rounds):
+            return "layers not divisible", (
+                f"{stages.schedule} cuts {profile.num_layers} layers into {pp} x {stages.rounds} stages, which do not "
+                "divide them"
+            )
     return None
 
 
@@ -345,7 +355,7 @@ def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Set
     check_mesh_axes(job, sizes, setup)
     if profile.d_model is None:
         return
-    problem = mesh_problem(job, profile, sizes)
+    problem = mesh_problem(job, profile, sizes, setup)
     if problem is None:
         return
     axis = PIPELINE_AXIS if problem[0] == "layers not divisible" else TENSOR_AXIS
@@ -375,7 +385,7 @@ def check_rows(prepared: Prepared, rows: int) -> None:
         if count < 1:
             raise PlacementError(f"the number of {name} must be at least 1; got {count}.", hint=f"add {name}.")
     if rows % ways:
-        stages = prepared.profile.stages(prepared.layout.mesh.shape)
+        stages = prepared.profile.stages(prepared.layout.mesh.shape, setup)
         devices = ways // (setup.num_minibatches * stages.microbatches)
         parts = f"{devices} devices and {setup.num_minibatches} minibatches"
         parts += f" of {stages.microbatches} microbatches" if stages.count > 1 else ""

@@ -32,7 +32,16 @@ from meshwright.plan.plan import (
     one_of,
     prepare,
 )
-from meshwright.plan.search_limits import AXES, MINIBATCHES, SYNCS, Constraints, parse_constraints
+from meshwright.plan.search_limits import (
+    AXES,
+    MICROBATCHES,
+    MINIBATCHES,
+    MOST_STAGES,
+    PIPELINES,
+    SYNCS,
+    Constraints,
+    parse_constraints,
+)
 from meshwright.plan.step_setup import Setup, batch_of
 from meshwright.plan.target import Target, parse_target
 from meshwright.train.job import unused_axes
@@ -139,8 +148,10 @@ def search(
         view = choose_view(job, mesh_sizes(spec))
         if view.view == "global" and "sync" in constraints.choices:
             layout = "sync in the global view", f"the step runs in the global view ({view.reason}), without sync modes"
-        for setup in _variants(first, constraints, remats, view.view):
-            if isinstance(layout, Layout):
+        for setup in _variants(first, constraints, remats, view.view, mesh_sizes(spec).get("pp", 1)):
+            if isinstance(layout, Layout) and (problem := mesh_problem(job, profile, mesh_sizes(spec), setup)):
+                found = Rejected(setup, *problem)
+            elif isinstance(layout, Layout):
                 found = _judge(Prepared(profile, layout, target, spec, setup, view), rows, price)
             else:
                 found = Rejected(setup, *layout)
@@ -262,7 +273,22 @@ def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-def _variants(first: Setup, constraints: Constraints, remats: Sequence[str], view: View) -> Iterator[Setup]:
+def _variants(
+    first: Setup, constraints: Constraints, remats: Sequence[str], view: View, stages: int
+) -> Iterator[Setup]:
+    schedules = constraints.choices.get("pipeline") if stages > 1 else None
+    asked = next((number for sign, number in constraints.limits.get("microbatches", ()) if sign == "="), None)
+    if stages > 1 and view == "local" and (schedules or stages <= MOST_STAGES):
+        # Microbatches accumulate gradients, so minibatches on top of them would only add bubbles.
+        for name in schedules or PIPELINES:
+            counts = [asked] if asked else [size * stages for size in MICROBATCHES]
+            counts = [count for count in counts if constraints.allows("microbatches", count)]
+            if name != "gpipe" and constraints.allows("minibatches", 1):
+                for remat in remats:
+                    yield from (replace(first, remat=remat, pipeline=name, num_microbatches=one) for one in counts)
+    if schedules and "gpipe" not in schedules:
+        return
+    first = replace(first, num_microbatches=asked if stages > 1 else None)
     for remat in remats:
         for count in MINIBATCHES:
             if not constraints.allows("minibatches", count):

@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.errors import ConfigError, MeshwrightError, did_you_mean
+from meshwright.parallel.pipeline.named_schedules import SCHEDULE_NAMES
 from meshwright.plan.costs.job_costs import REMATS
 
 AXES = ("dp", "fsdp", "pp", "tp")
 SYNCS = ("hybrid", "once")
 MINIBATCHES = (1, 2, 4, 8, 16, 32)
+PIPELINES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+"""Schedules that a search tries beside the job's own."""
+MICROBATCHES = (2, 4)
+"""Numbers of microbatches that a search tries for them, per stage."""
+MOST_STAGES = 16
+"""The longest pipelines for which a search tries them."""
 _TERM = re.compile(r"(?P<name>[a-z_]+)\s*(?P<sign><=|>=|=|<|>)\s*(?P<value>[^,<>=]+)")
 # Limits on several names need commas between them: "tp<=8 pp=1" is two.
 _NEXT_TERM = re.compile(r"\s+(?=[a-z_]+\s*(?:<=|>=|=|<|>))")
@@ -24,7 +31,7 @@ class Constraints:
 
     Args:
         limits: (comparison, number) pairs for mesh axes and `minibatches`.
-        choices: allowed values of `remat` and `sync`.
+        choices: allowed values of `remat`, `sync` and `pipeline`.
         batch_tokens, rows: the batch size; if both are None, the job's.
     """
 
@@ -56,7 +63,7 @@ def parse_constraints(text: str) -> Constraints:
     limits: dict[str, list[tuple[str, int]]] = {}
     choices: dict[str, tuple[str, ...]] = {}
     tokens = rows = None
-    known = (*AXES, "minibatches", "remat", "sync", "batch")
+    known = (*AXES, "minibatches", "microbatches", "remat", "sync", "pipeline", "batch")
     for part in filter(None, (part.strip() for whole in text.split(",") for part in _NEXT_TERM.split(whole))):
         match = _TERM.fullmatch(part.replace("==", "=", 1))
         if match is None or match["name"] not in known:
@@ -64,8 +71,8 @@ def parse_constraints(text: str) -> Constraints:
             hint = did_you_mean(wrong, known) or f"constrain one of {', '.join(known)}, e.g. tp<=8."
             raise MeshwrightError(f"cannot parse the constraint {part!r}.", hint=hint)
         name, sign, value = match["name"], match["sign"], match["value"].strip()
-        if name in ("remat", "sync"):
-            allowed = REMATS if name == "remat" else (*SYNCS, "every")
+        if name in ("remat", "sync", "pipeline"):
+            allowed = {"remat": REMATS, "sync": (*SYNCS, "every"), "pipeline": SCHEDULE_NAMES}[name]
             chosen = tuple(word.strip() for word in value.split("|"))
             bad = [word for word in chosen if word not in allowed]
             if sign != "=" or bad:

@@ -13,6 +13,7 @@ import numpy as np
 from meshwright.errors import JobError, MeshwrightError, did_you_mean
 from meshwright.mesh.build import AnyMesh
 from meshwright.parallel.rows import count_rows
+from meshwright.train.jobs.language_job import with_execution
 from meshwright.train.optimizer.muon import muon
 from meshwright.train.precision import Precision
 from meshwright.train.state import require_loss, state_layout
@@ -35,6 +36,8 @@ class Setup:
         precision: "float32", "mixed", "bfloat16", "fp8", or the `Precision` fields that differ from the defaults.
         optimizer: name of an optax optimizer.
         zero_axis: argument of `state_layout`.
+        pipeline: name of a pipeline schedule (default: the job's); see `meshwright.parallel.make_schedule`.
+        num_microbatches: number of microbatches in a pipeline (default: the job's, or twice the number of stages).
         pad: regexes of parameters whose dims may be padded if the mesh does not divide them.
         overlap: sets the compiler options that overlap collectives with compute on the target (`overlap_options`).
         compiler_options: further XLA options.
@@ -53,6 +56,8 @@ class Setup:
     precision: str | Mapping[str, str] = "mixed"
     optimizer: str = "adamw"
     zero_axis: str | None = None
+    pipeline: str | None = None
+    num_microbatches: int | None = None
     pad: tuple[str, ...] = ()
     clip: float | None = 1.0
     overlap: bool = True
@@ -133,6 +138,7 @@ def batch_of(job: Any, rows: int | None) -> PyTree:
 def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
     """Returns the train step of a setup on a mesh, and the shapes of its batch."""
     require_loss(job, who="plan")
+    job = with_schedule(job, setup)
     optimizer = make_optimizer(setup.optimizer)
     layout = state_layout(
         job, optimizer, mesh, zero_axis=setup.zero_axis, precision=setup.dtypes, pad=setup.pad or False
@@ -151,6 +157,15 @@ def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
         compiler_options=dict(setup.compiler_options) or None,
     )
     return step, batch_of(job, setup.rows)
+
+
+def with_schedule(job: Any, setup: Setup) -> Any:
+    """Returns the job with the pipeline schedule of a setup; raises if it is not a language job of Meshwright's."""
+    asked = {"pipeline": setup.pipeline, "num_microbatches": setup.num_microbatches}
+    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if not changes:
+        return job
+    return with_execution(job, **changes)
 
 
 def view_of_setup(job: Any, sizes: Mapping[str, int], setup: Setup) -> ViewChoice:

@@ -73,6 +73,8 @@ class Collective:
     @property
     def wire_bytes(self) -> float:
         """Bytes that each device sends, with the algorithm that sends the fewest."""
+        if self.kind == "collective-permute" and self.partners and all(len(set(pair)) == 1 for pair in self.partners):
+            return 0.0  # each device keeps its own
         share = (self.group_size - 1) / self.group_size
         factor = {"all-gather": share, "reduce-scatter": share, "all-to-all": share, "all-reduce": 2 * share}
         return self.bytes_moved * factor.get(self.kind, 1.0)

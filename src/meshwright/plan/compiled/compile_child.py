@@ -19,14 +19,18 @@ import jax
 from meshwright.errors import MeshwrightError
 from meshwright.layout.leaf import format_bytes
 from meshwright.loop.logging.memory_use import peak_resident
+from meshwright.parallel.pipeline.named_schedules import check_rounds
 from meshwright.plan.compiled.collectives import ProgramSchedule, read_schedule
 from meshwright.plan.compiled.compile import PARENT, WIDENED, Compiled
 from meshwright.plan.compiled.fp8_matmuls import check_fp8
+from meshwright.plan.compiled.idle_ticks import without_idle
 from meshwright.plan.compiled.topology import assumed_cudnn, mesh_on_target, require_compiler, stand_in_for_cudnn
 from meshwright.plan.compiled.verdict import CompiledCollective, judge, timed_schedule
-from meshwright.plan.step_setup import Setup, build_step, step_options
+from meshwright.plan.costs.stages import Stages
+from meshwright.plan.step_setup import Setup, build_step, step_options, with_schedule
 from meshwright.plan.target import Target, parse_target
 from meshwright.train.fine_tuning.lora import adapt_job
+from meshwright.train.job import execution_of, model_of
 from meshwright.train.jobs.job_loading import load_job
 from meshwright.train.step import Step
 
@@ -100,7 +104,7 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
     text = compiled.as_text()
     if request["text_path"] is not None:
         Path(request["text_path"]).write_text(text)
-    schedule = read_schedule(text, with_steps=True)
+    schedule = _of_one_device(read_schedule(text, with_steps=True), step, with_schedule(job, setup))
     collectives = _judged(schedule, target, setup, step)
     memory, peak = _memory(compiled.memory_analysis(), target)
     if target.platform == "cpu" and setup.dtypes.compute.itemsize < 4:
@@ -123,6 +127,28 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
         notes=tuple(notes),
         steps=timed_schedule(schedule, target, setup.mesh, dtype=setup.dtypes.compute.name),
     ).to_json()
+
+
+def _of_one_device(schedule: ProgramSchedule, step: Step, job: Any) -> ProgramSchedule:
+    """Returns the schedule without the branches of a pipeline that a device does not take."""
+    run, count = execution_of(job), dict(step.layout.mesh.shape).get("pp", 1)
+    if run is None or count == 1 or step.view.view != "local":
+        return schedule
+    stages = Stages(
+        count,
+        run.num_microbatches or 2 * count,
+        run.pipeline,
+        check_rounds(run.pipeline, run.pipeline_rounds),
+    )
+    model = model_of(job)
+    tied = model is not None and model.tied_embeddings
+    return without_idle(
+        schedule,
+        busy=stages.microbatches * stages.rounds,
+        ticks=stages.ticks,
+        rounds=stages.rounds,
+        ends="together" if stages.schedule == "zb-v" else "tied" if tied else "apart",
+    )
 
 
 def _judged(schedule: ProgramSchedule, target: Target, setup: Setup, step: Step) -> tuple[CompiledCollective, ...]:

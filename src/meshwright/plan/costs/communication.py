@@ -20,8 +20,9 @@ from meshwright.mesh.string import MeshSpec
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.costs import Basis
-from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, PIPELINE_AXIS, TENSOR_AXIS, JobCosts, Stages
+from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, PIPELINE_AXIS, TENSOR_AXIS, JobCosts
 from meshwright.plan.costs.links import Link, host_link, slowest_link, transfer_seconds
+from meshwright.plan.costs.stages import Stages
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target
 from meshwright.specs import spec_axes
@@ -91,8 +92,9 @@ def local_size(leaf: LeafLayout) -> int:
 def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> list[Traffic]:
     often = setup.num_minibatches
     rounds = 1 if setup.sync == "once" else often
-    sums = often if setup.sync == "every" else 1
-    fsdp, stages = sizes.get(GATHER_AXIS, 1), profile.stages(sizes)
+    # libtpu sums the gradients of minibatches first and sends them once, also with "every".
+    sums = often if setup.sync == "every" and profile.platform != "tpu" else 1
+    fsdp, stages = sizes.get(GATHER_AXIS, 1), profile.stages(sizes, setup)
     data = [axis for axis in layout.mesh.axis_names if axis in ("dp", GATHER_AXIS, PIPELINE_AXIS) and sizes[axis] > 1]
     tensor = sizes.get(TENSOR_AXIS, 1) if profile.d_model is not None else 1
     finer = [leaf.name.rpartition("/params/")[2] for leaf in layout.leaves if leaf.reason.startswith("ZeRO-1")]
@@ -101,12 +103,16 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
     gathered, scattered = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}  # by whether they hide
     summed: dict[str, float] = {}
     counts = [0, 0]
-    zero_scattered = zero_gathered = 0.0
+    zero_scattered = zero_gathered = moved = 0.0
     wire = int(profile.precision.reduce.itemsize)
     for leaf in param_leaves(layout):
         name = leaf.name.removeprefix("params/")
         size, width, learns = local_size(leaf), profile.widths[name], name not in profile.frozen
         split = [axis for axis in spec_axes(leaf.spec) if sizes.get(axis, 1) > 1]
+        if stages.moves and name.startswith(LAYERS):
+            # Layers go to the devices of their virtual stages, and gradients in float32 back.
+            own = int(leaf.dtype.itemsize) if GATHER_AXIS in split else width
+            moved += often * stages.moves * size / stages.rounds * (own + learns * max(own, 4))
         if GATHER_AXIS in split:
             in_layers = name.startswith(LAYERS)
             layers = profile.num_layers // stages.count if in_layers else 1
@@ -151,6 +157,8 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
         ]
     for axes, sent in summed.items():
         found.append(Traffic(axes, "all-reduce", "gradients", sent, sums, sums > 1))
+    count = 2 * often * stages.moves
+    found.append(Traffic(PIPELINE_AXIS, "collective-permute", "layers to their stages", moved, count, False))
     if setup.zero_axis is not None:
         found.append(Traffic(setup.zero_axis, "reduce-scatter", "gradients (ZeRO-1)", zero_scattered, 1, False))
         found.append(Traffic(setup.zero_axis, "all-gather", "updated parameters (ZeRO-1)", zero_gathered, 1, False))
@@ -163,7 +171,13 @@ def _times(stages: Stages, name: str, *, layers: int, by_layer: bool, profile: J
     if stages.count > 1 and by_layer:
         # Each microbatch gathers in the forward pass, when its tick is recomputed, and for a layer's gradient. The
         # last stage has the head, and the embedding only if they are tied.
-        ends = 0 if name.startswith("embed/") and not profile.tied else 2
+        ends: float = 0 if name.startswith("embed/") and not profile.tied else 2
+        if stages.is_scheduled:
+            # The loss and its gradient share a gather. In a V, the first device has the embedding as well.
+            embeds = name.startswith("embed/") and stages.schedule == "zb-v"
+            again = 2 + stages.again
+            gathers, scatters = (again * layers, layers) if in_layers else (ends / 2 + embeds * (again - 1), ends / 2)
+            return stages.microbatches * gathers, stages.microbatches * max(scatters, float(embeds))
         gathers, scatters = (3 * layers, layers) if in_layers else (ends, ends / 2)
         return stages.microbatches * gathers, stages.microbatches * scatters
     if by_layer and layers > 1:
@@ -173,7 +187,7 @@ def _times(stages: Stages, name: str, *, layers: int, by_layer: bool, profile: J
 
 
 def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, rows: int) -> list[Traffic]:
-    tp, stages = sizes.get(TENSOR_AXIS, 1), profile.stages(sizes)
+    tp, stages = sizes.get(TENSOR_AXIS, 1), profile.stages(sizes, setup)
     data = sizes.get("dp", 1) * sizes.get(GATHER_AXIS, 1)
     if profile.d_model is None and tp > 1:
         sent = CUSTOM_SENT * profile.needs["none"].kept_per_row * rows / data * (tp - 1) / tp
@@ -188,14 +202,21 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
     if tp > 1:
         share = (tp - 1) / tp
         # Each of the two blocks of a layer has one gather and one scatter, forward and backward.
-        if setup.remat == "full":
-            gathers, scatters = 6, 5  # recomputation gathers in both blocks, and scatters in the first
+        if setup.remat == "full" and not stages.is_scheduled:
+            # Recomputation gathers in both blocks, and scatters in the first. Weight gradients use what it gathered,
+            # but not on TPUs, whose rings keep their gathers apart.
+            gathers, scatters = 6, 5
+            if profile.platform == "tpu" and not profile.saves_gathered:
+                gathers = 8
         else:
             gathers, scatters = 4 if profile.saves_gathered else 6, 4  # weight gradients gather the rows again
         # Embedding and loss have one each. A pipeline recomputes every tick, and its last stage has only the loss.
-        if piped:
+        if piped and stages.again:
             gathers, scatters = gathers + 2, scatters + 2
         ends = {"all-gather": 2, "reduce-scatter": 1 if piped else 2}
+        if stages.is_scheduled:  # the loss's rows once; in a V, the first device has the embedding as well
+            embeds = stages.schedule == "zb-v"
+            ends = {"all-gather": 1 + embeds, "reduce-scatter": 1 + embeds * (1 + stages.again)}
         if not profile.learns_layers and not piped:  # the backward pass ends at the final norm
             gathers, scatters, ends["all-gather"] = 2, 2, 1
         for kind, count in (("all-gather", gathers), ("reduce-scatter", scatters)):
@@ -206,15 +227,16 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
             # Neighbors gather the key and value heads they share, again if a tick or a layer is recomputed, and sum
             # their gradients in the backward pass.
             sent = layers * rows / data * profile.shared_bytes(together)
-            for kind, count in (("all-gather", 1 + piped + (setup.remat != "none")), ("reduce-scatter", 1)):
+            again = (piped and stages.again) + (setup.remat != "none" and not (stages.is_scheduled and stages.again))
+            for kind, count in (("all-gather", 1 + again), ("reduce-scatter", 1)):
                 times = 2 * int(layers) * count * parts
                 found.append(Traffic(TENSOR_AXIS, kind, "shared key/value heads", count * sent, times, False))
         # Each device sends five float32 per token: maxima, sums, the logit of the target.
-        numbers = rows / data * profile.tokens_per_row * 5 * 4 * tp * share * (2 if piped else 1)
+        numbers = rows / data * profile.tokens_per_row * 5 * 4 * tp * share * (2 if piped and not stages.is_scheduled else 1)
         found.append(Traffic(TENSOR_AXIS, "all-gather", "loss statistics", numbers, parts, False))
     if piped:
         # One microbatch per tick, forward and backward; tp splits its rows between blocks.
-        times = 2 * setup.num_minibatches * stages.ticks
+        times = setup.num_minibatches * stages.messages
         sent = times * one / parts / tp
         found.append(Traffic(PIPELINE_AXIS, "collective-permute", "activations between stages", sent, times, False))
     return found

@@ -20,9 +20,11 @@ from jax.sharding import AbstractMesh, AxisType
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.hardware.flops import Flops, count_jaxpr
 from meshwright.models.execution import Execution, remat_policy
+from meshwright.parallel.pipeline.named_schedules import check_rounds
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.topology import assumed_cudnn
 from meshwright.plan.costs.saved_activations import REST, bytes_kept
+from meshwright.plan.costs.stages import Stages
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
 from meshwright.train.job import execution_of, model_of, traceable_loss
 from meshwright.train.precision import Precision
@@ -46,34 +48,6 @@ _PLANNED = (*REMATS, "offload")
 _ROWS = 2
 _LEAST = "full"  # the policy that keeps the least
 _KINDS = {"gpu": "NVIDIA H200", "tpu": "TPU v5", "cpu": "cpu"}
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The GPipe pipeline of one minibatch; 1 stage means no pipeline.
-
-    Args:
-        count: number of stages.
-        microbatches: number of microbatches per minibatch.
-
-    Example:
-        >>> two = Stages(2, 4)
-        >>> two.ticks, two.idle, Stages(1, 1).idle
-        (5, 0.2, 0.0)
-    """
-
-    count: int
-    microbatches: int
-
-    @property
-    def ticks(self) -> int:
-        """Ticks of one forward pass."""
-        return self.microbatches + self.count - 1
-
-    @property
-    def idle(self) -> float:
-        """Share of ticks that each stage is idle; exactly 0 without a pipeline."""
-        return (self.count - 1) / self.ticks
 
 
 @dataclass(frozen=True)
@@ -130,6 +104,8 @@ class JobCosts:
         forward: FLOPs per row of the loss without its gradient.
         state: shapes of the train state.
         has_tokens: whether the batch says how many tokens a row has; if not, a row counts as one.
+        pipeline, pipeline_rounds: the job's pipeline schedule (`Execution`).
+        platform: the platform it was traced for.
     """
 
     num_params: int
@@ -153,11 +129,19 @@ class JobCosts:
     frozen: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     has_tokens: bool = True
+    pipeline: str = "gpipe"
+    pipeline_rounds: int | None = None
+    platform: str = "tpu"
 
-    def stages(self, sizes: Mapping[str, int]) -> Stages:
-        """Returns the pipeline on a mesh with these axis sizes."""
+    def stages(self, sizes: Mapping[str, int], setup: Setup) -> Stages:
+        """Returns the pipeline of a setup on a mesh with these axis sizes."""
         count = sizes.get(PIPELINE_AXIS, 1)
-        return Stages(count, self.num_microbatches or 2 * count) if count > 1 else Stages(1, 1)
+        if count == 1:
+            return Stages(1, 1)
+        name = setup.pipeline or self.pipeline
+        microbatches = setup.num_microbatches or self.num_microbatches or 2 * count
+        rounds = check_rounds(name, None if setup.pipeline else self.pipeline_rounds)
+        return Stages(count, microbatches, name, rounds, again=name == "gpipe" or setup.remat == "full")
 
     @property
     def learns_head(self) -> bool:
@@ -281,6 +265,9 @@ def profile_job(
         frozen=frozenset(leaf.name for leaf, own in zip(leaves, learns, strict=True) if not own),
         notes=notes,
         has_tokens=has_tokens,
+        pipeline=run.pipeline,
+        pipeline_rounds=run.pipeline_rounds,
+        platform=platform,
     )
 
 

@@ -11,8 +11,9 @@ from meshwright.layout.leaf import format_bytes
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.costs import Basis
 from meshwright.plan.costs.communication import local_size, param_leaves
-from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, JobCosts, Stages
+from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, JobCosts
 from meshwright.plan.costs.saved_activations import fewer
+from meshwright.plan.costs.stages import Stages
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target
 from meshwright.specs import spec_axes
@@ -142,7 +143,9 @@ def gradient_bytes(profile: JobCosts, layout: Layout, setup: Setup) -> float:
             continue
         width = profile.widths[name]
         gathered = GATHER_AXIS in spec_axes(leaf.spec) and sizes.get(GATHER_AXIS, 1) > 1
-        if setup.num_minibatches > 1:
+        if profile.stages(sizes, setup).is_scheduled:
+            width = max(width, 4)  # the sums over microbatches
+        elif setup.num_minibatches > 1:
             width = int(profile.precision.accumulate.itemsize)
         elif gathered and setup.sync != "once":
             width = max(width, int(profile.precision.reduce.itemsize))
@@ -159,7 +162,7 @@ def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mappin
     note = "two layers, and all weights outside layers" if profile.by_layer else "all weights, from their first use on"
     if setup.sync == "once":
         note = "all weights, from the first minibatch to the last"
-    elif profile.stages(sizes).count > 1:
+    elif profile.stages(sizes, setup).count > 1:
         note = "one layer of the stage, and all weights outside layers"
     gathered = Part("gathered weights", layers + ends, "computed", note)
     narrow = Part("narrow weights", copies, "computed", "copies in the compute dtype")
@@ -178,22 +181,25 @@ def _gathered(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[st
             layers += local_size(leaf) * fsdp * width / profile.num_layers
         else:
             ends += local_size(leaf) * fsdp * width
-    many = 2 if profile.stages(sizes).count == 1 else 1
+    many = 2 if profile.stages(sizes, setup).count == 1 else 1
     return many * layers, ends, copies
 
 
 def _tick_gradients(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> Part:
     """Returns the additional gradients of a pipeline: those of the current tick, and the sum they are added to."""
-    if profile.stages(sizes).count == 1:
+    stages = profile.stages(sizes, setup)
+    if stages.count == 1:
         return Part("gradients of a tick", 0.0, "computed")
     own = gradient_bytes(profile, layout, replace(setup, num_minibatches=1))
+    if stages.is_scheduled:
+        return Part("gradients of a tick", own / stages.rounds, "assumed", "of one stage, added to the sums in place")
     return Part("gradients of a tick", 2 * own, "assumed", "one tick and a copy, fitted to CPU programs")
 
 
 def _activation_parts(
     profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, rows: int, target: Target, reused: float
 ) -> list[Part]:
-    tp, stages = sizes.get("tp", 1), profile.stages(sizes)
+    tp, stages = sizes.get("tp", 1), profile.stages(sizes, setup)
     pp = stages.count
     here = rows / (sizes.get("dp", 1) * sizes.get(GATHER_AXIS, 1)) / setup.num_minibatches / stages.microbatches
     needs = profile.needs[setup.remat]
@@ -222,11 +228,50 @@ def _activation_parts(
     head = 4 * (profile.vocab_size or 0) * (profile.d_model or 0) / tp  # its gradient, accumulated in float32
     head *= profile.learns_head
     working = max(min(_LOSS_BYTES, logits) + head - reused, again)
+    if stages.is_scheduled:
+        loss = min(_LOSS_BYTES, logits) + head
+        return _scheduled_parts(profile, setup, stages, kinds, all_kinds, rows=here, split=tp * pp, tp=tp, loss=loss)
     note = "logits of one chunk and the head's gradient, or one recomputed layer"
     return [
         Part("activations", math.fsum(kept.values()), "computed", f"saved for the backward pass{split}", fewer(kept)),
         _ticks_part(profile, stages, here / tp),
         Part("temporaries", working, "assumed", note),
+    ]
+
+
+def _scheduled_parts(
+    profile: JobCosts,
+    setup: Setup,
+    stages: Stages,
+    kinds: Mapping[str, float],
+    all_kinds: Mapping[str, float],
+    *,
+    rows: float,
+    split: int,
+    tp: int,
+    loss: float,
+) -> list[Part]:
+    """Returns the activations of a schedule with its backward pass; `kinds` are saved per row, `all_kinds` made.
+
+    A device has an inbox for what other stages send, and a store for what backward passes need: everything that the
+    forward pass saved or, if stages start again from their inputs, what weight gradients need after input gradients.
+    Both grow with the number of stages, not with the number of microbatches.
+    """
+    inbox, stored = stages.slots
+    one = rows * profile.tokens_per_row * (profile.d_model or 0) * int(profile.precision.compute.itemsize) / tp
+    saved = {kind: rows * size / split / stages.rounds for kind, size in kinds.items()}
+    made = {kind: rows * size / split / stages.rounds for kind, size in all_kinds.items()}
+    # Weight gradients need the inputs of matmuls, which are saved, and the gradients of their outputs.
+    later = {kind: rows * size / split / stages.rounds for kind, size in all_kinds.items()} if stages.splits else {}
+    slots = _added({} if stages.again else saved, later)
+    kept = {kind: stored * size for kind, size in slots.items()}
+    now = math.fsum((made if stages.again else saved).values()) + math.fsum(later.values())
+    words = "split backward passes" if stages.splits else "backward passes"
+    note = f"for {words} of at most {stored} microbatches in one of {stages.rounds} stages of a device"
+    return [
+        Part("activations", math.fsum(kept.values()), "computed", note, fewer(kept)),
+        Part("ticks", inbox * one, "computed", f"{inbox} inputs and gradients of stages, {format_bytes(one)} each"),
+        Part("temporaries", now + loss, "assumed", "one tick, and the logits of one chunk and the head's gradient"),
     ]
 
 

@@ -9,6 +9,7 @@ from meshwright.layout import Layout
 from meshwright.plan.costs import Basis
 from meshwright.plan.costs.communication import Sent, param_leaves
 from meshwright.plan.costs.job_costs import JobCosts
+from meshwright.plan.costs.stages import Stages
 from meshwright.plan.target import Target
 
 # Measured on one H200 (benchmarks/results/decoder_h200.md) and assumed for all chips: copies reach 4.3 of 4.8 TB/s.
@@ -56,6 +57,7 @@ def step_time(
     target: Target,
     flops: Flops,
     sent: tuple[Sent, ...],
+    stages: Stages,
     *,
     is_compiled: bool,
     tokens: int,
@@ -82,14 +84,14 @@ def step_time(
     # Judged transfers already fit into the compute; the others can hide no longer than compute lasts.
     hidden = sum((item.seconds or 0.0) * item.hidden for item in sent if not item.is_judged)
     exposed = waiting + max(0.0, hidden - compute)
-    stages = profile.stages(sizes)
     bubble, words = 0.0, "no pipeline"
     if stages.count > 1:
-        # The last stage sets the pace, as it also runs the head: its matmul twice, and two for gradients.
-        head = 4 * 2 * (profile.vocab_size or 0) * (profile.d_model or 0) * tokens / devices / rate * ring
+        # The last stage sets the pace, as it also runs the head: its matmul (twice with "gpipe"), and two for gradients.
+        matmuls = 3 if stages.is_scheduled else 4
+        head = matmuls * 2 * (profile.vocab_size or 0) * (profile.d_model or 0) * tokens / devices / rate * ring
         slowest = compute + (stages.count - 1) * head + exposed
         bubble = slowest / (1 - stages.idle) - compute - exposed
-        words = f"{stages.count - 1} of {stages.ticks} ticks idle; the last stage also runs the head"
+        words = f"{stages.words}; the last stage also runs the head"
     step = compute + exposed + bubble + update
     basis: Basis = "compiled" if is_compiled else "computed"
     shares = f"at {chip.rates.matmul:.0%} of the peak, attention at {chip.rates.attention:.0%}: {chip.rates.source}"

@@ -112,6 +112,8 @@ def setup_arguments(setup: Setup) -> list[str]:
         "--precision": setup.precision if isinstance(setup.precision, str) else None,  # the default differs in `train`
         "--minibatches": str(setup.num_minibatches) if setup.num_minibatches > 1 else None,
         "--sync": setup.sync,
+        "--pipeline": setup.pipeline,
+        "--microbatches": None if setup.num_microbatches is None else str(setup.num_microbatches),
         "--view": setup.view,
         "--zero-axis": setup.zero_axis,
     }

@@ -158,7 +158,9 @@ def parse_setup(text: str, base: Setup) -> Setup:
     changes: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
-        name = {"minibatches": "num_minibatches", "batch_size": "rows"}.get(name, name)
+        name = {"minibatches": "num_minibatches", "batch_size": "rows", "microbatches": "num_microbatches"}.get(
+            name, name
+        )
         if not equals or name not in (field.name for field in dataclasses.fields(Setup)):
             raise MeshwrightError(
                 f"{word!r} in {text!r} is not a setup option, and no file has that name.",
@@ -175,7 +177,7 @@ def _value(name: str, text: str, word: str) -> Any:
         return text.lower() == "true"
     if name == "view" and text == "auto":
         return None
-    kind = {"rows": int, "num_minibatches": int, "clip": float}.get(name, str)
+    kind = {"rows": int, "num_minibatches": int, "num_microbatches": int, "clip": float}.get(name, str)
     try:
         value = kind(text)
     except ValueError:

@@ -8,6 +8,7 @@ from meshwright.parallel.pipeline.schedule import IDLE, gpipe_schedule
 from meshwright.plan.costs.communication import Sent
 from meshwright.plan.costs.step_time import TimePlan
 from meshwright.plan.output.schedule_picture import KINDS, ScheduledStep, lanes, words
+from meshwright.plan.output.schedule_section import schedule_section
 from meshwright.plan.output.summary import band_words, time_table
 from meshwright.plan.plan import Plan
 
@@ -97,6 +98,8 @@ def pipeline_section(plan: Plan) -> Section | None:
     stages = plan.stages.count
     if stages == 1:
         return None
+    if plan.stages.is_scheduled:
+        return schedule_section(plan)
     schedule = gpipe_schedule(stages, plan.stages.microbatches)
     tick = 1.0
     if plan.time is not None:

@@ -1,0 +1,136 @@
+"""The pipeline of a plan: its ticks, idle time and microbatches in memory, from the table that the engine runs.
+
+The unit of time is the forward pass of a microbatch through the layers of one device. A backward pass takes two, one
+for the gradients of its inputs and one for those of its weights, and one more if it starts again from the input of its
+stage.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+from meshwright.parallel.pipeline.named_schedules import make_schedule
+from meshwright.parallel.pipeline.slots import assign_slots
+from meshwright.parallel.pipeline.stage_moves import make_moves
+from meshwright.parallel.pipeline.training_schedule import TrainingSchedule
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline of one minibatch; 1 stage means no pipeline.
+
+    Args:
+        count: number of devices in the pipeline.
+        microbatches: number of microbatches per minibatch.
+        schedule: name of the schedule; the backward pass of "gpipe" is derived by JAX, from recomputed ticks.
+        rounds: virtual stages per device.
+        again: whether backward passes start again from the inputs of their stages.
+
+    Example:
+        >>> two = Stages(2, 4)
+        >>> two.ticks, two.idle, Stages(1, 1).idle
+        (5, 0.2, 0.0)
+        >>> {name: round(Stages(4, 8, name, again=False).idle, 3) for name in ("gpipe", "1f1b", "zb-h1")}
+        {'gpipe': 0.273, '1f1b': 0.4, 'zb-h1': 0.111}
+    """
+
+    count: int
+    microbatches: int
+    schedule: str = "gpipe"
+    rounds: int = 1
+    again: bool = True
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether the backward pass is in the table."""
+        return self.count > 1 and self.schedule != "gpipe"
+
+    @property
+    def table(self) -> TrainingSchedule:
+        """The schedule that runs."""
+        return _table(self.schedule, self.count, self.microbatches, self.rounds)
+
+    @property
+    def ticks(self) -> int:
+        """Ticks of one forward pass of "gpipe", or all ticks of another schedule."""
+        return self.table.num_ticks if self.is_scheduled else self.microbatches + self.count - 1
+
+    @property
+    def idle(self) -> float:
+        """Share of the time that each device is idle or waits for its neighbors; exactly 0 without a pipeline."""
+        if not self.is_scheduled:
+            return (self.count - 1) / self.ticks
+        return _idle(self.schedule, self.count, self.microbatches, self.rounds, self.again)
+
+    @property
+    def live(self) -> int:
+        """The most microbatches in one virtual stage each that a device holds activations of."""
+        return max(self.table.peak_residuals) if self.is_scheduled else self.microbatches
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Number of arrays that a device keeps for others, and of places for what backward passes need."""
+        return _slots(self.schedule, self.count, self.microbatches, self.rounds, self.again)
+
+    @property
+    def messages(self) -> int:
+        """Number of arrays that a device sends to its neighbors, also while it is idle, when they are zeros."""
+        if not self.is_scheduled:
+            return 2 * self.ticks
+        return self.ticks * _directions(self.schedule, self.count, self.microbatches, self.rounds)
+
+    @property
+    def moves(self) -> int:
+        """Number of virtual stages that a device sends to another, as layers are stored in their order."""
+        return _moves(self.schedule, self.count, self.microbatches, self.rounds) if self.rounds > 1 else 0
+
+    @property
+    def splits(self) -> bool:
+        """Whether weight gradients have ticks of their own."""
+        return self.is_scheduled and self.table.splits_backward
+
+    @property
+    def words(self) -> str:
+        """The idle time in words."""
+        if not self.is_scheduled:
+            return f"{self.count - 1} of {self.ticks} ticks idle"
+        return f"{self.schedule}, {self.microbatches} microbatches: devices wait {self.idle:.1%} of {self.ticks} ticks"
+
+
+@functools.lru_cache(maxsize=512)
+def _table(name: str, count: int, microbatches: int, rounds: int) -> TrainingSchedule:
+    return make_schedule(name, count, microbatches, num_rounds=rounds)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=2048)
+def _idle(name: str, count: int, microbatches: int, rounds: int, again: bool) -> float:
+    table = _table(name, count, microbatches, rounds)
+    whole = 2.0 + again
+    backward = whole - 1 if table.splits_backward else whole
+    busy = microbatches * rounds * (1.0 + whole)
+    return 1 - busy / table.makespan(forward=1.0, backward=backward, weights=1.0)
+
+
+@functools.lru_cache(maxsize=2048)
+def _slots(name: str, count: int, microbatches: int, rounds: int, again: bool) -> tuple[int, int]:
+    found = assign_slots(_table(name, count, microbatches, rounds), saves=not again)
+    return found.num_inbox + 1, max(found.num_stored, 1)
+
+
+@functools.lru_cache(maxsize=2048)
+def _moves(name: str, count: int, microbatches: int, rounds: int) -> int:
+    moves = make_moves(_table(name, count, microbatches, rounds).devices, count)
+    return sum(any(target != source for source, target in enumerate(one.sends)) for one in moves.rounds)
+
+
+@functools.lru_cache(maxsize=2048)
+def _directions(name: str, count: int, microbatches: int, rounds: int) -> int:
+    devices = _table(name, count, microbatches, rounds).devices
+    return len({place for one, other in itertools.pairwise(devices) for place in _both(other - one, count)})
+
+
+def _both(by: int, count: int) -> tuple[int, ...]:
+    """Returns the directions of a stage's result and of its gradient, without those to the same device."""
+    return () if by % count == 0 else (by % count, -by % count)
