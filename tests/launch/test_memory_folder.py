@@ -70,6 +70,9 @@ def test_only_a_snapshot_of_all_ranks_counts(tmp_path):
     (tmp_path / "10" / "rank-1.data").write_bytes(b"12")
     assert newest_snapshot(tmp_path) == 5
     write(tmp_path / "10", 10, 1)
+    assert newest_snapshot(tmp_path) == 10
+    write(tmp_path / "10", 10, 0, course="b")
+    assert newest_snapshot(tmp_path) == 5
     (tmp_path / "10" / "rank-0.json").unlink()
     assert newest_snapshot(tmp_path) == 5
     shutil.rmtree(tmp_path / "5")
@@ -94,10 +97,10 @@ def test_no_changed_table_is_accepted(tmp_path):
     assert newest_snapshot(tmp_path) is None
 
 
-def write(place, step, rank):
+def write(place, step, rank, course="a"):
     place.mkdir(exist_ok=True)
     (place / f"rank-{rank}.data").write_bytes(b"1234")
-    body = {"step": step, "rank": rank, "num_ranks": 2, "bytes": 4, "shards": [], "facts": {}}
+    body = {"step": step, "course": course, "rank": rank, "num_ranks": 2, "bytes": 4, "shards": [], "facts": {}}
     (place / f"rank-{rank}.json").write_text(json.dumps(body | {"sha256": hash_table(body)}))
 
 

@@ -161,11 +161,9 @@ def _is_whole(place: Path) -> bool:
             return False
         found = [table for table in tables if table is not None]
         sizes = [(place / f"rank-{table['rank']}.data").lstat().st_size == table["bytes"] for table in found]
-        return (
-            all(sizes)
-            and sorted(table["rank"] for table in found) == list(range(len(found)))
-            and ({table["num_ranks"] for table in found} == {len(found)})
-        )
+        is_one = len({(table["course"], table["num_ranks"]) for table in found}) == 1
+        ranks = sorted(table["rank"] for table in found)
+        return all(sizes) and is_one and ranks == list(range(len(found))) and found[0]["num_ranks"] == len(found)
     except (OSError, KeyError, TypeError, ValueError):
         return False
 

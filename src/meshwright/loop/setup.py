@@ -139,7 +139,7 @@ def set_up(config: TrainConfig, tell: Voice, stack: ExitStack, *, began: float |
     with setup.folder.writing():
         start.announce(setup, log, began=began)
     if snapshots is not None:
-        snapshots.keep_only(start.step)
+        snapshots.begin()
     if samples is not None:
         events = setup.folder.path / EVENTS
         samples.begin(start.state, step_in_log(events, start.step, lambda line: line.get("when") == "after"))
@@ -390,7 +390,7 @@ def _make_callbacks(
         spikes = SpikeGuard(factor=config.safety.rollback)
         if start.spikes is not None:
             spikes.state = start.spikes
-        forget = None if snapshots is None else lambda: snapshots.keep_only(None)
+        forget = None if snapshots is None else snapshots.forget
         callbacks.append(Rollback(spikes, checkpoints, data.reopen, forget))
     evaluate = make_evaluation(setup)
     early = make_early_stop(setup, start, checkpoints)

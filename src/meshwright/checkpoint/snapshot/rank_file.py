@@ -55,9 +55,9 @@ def copy_to_host(state: PyTree, layout: Layout) -> dict[Key, np.ndarray]:
 
 
 def write_rank(
-    place: Path, shards: Mapping[Key, np.ndarray], *, rank: int, num_ranks: int, facts: Mapping[str, Any]
+    place: Path, shards: Mapping[Key, np.ndarray], *, rank: int, num_ranks: int, course: str, facts: Mapping[str, Any]
 ) -> None:
-    """Writes the shards of a rank into a step's folder."""
+    """Writes the shards of a rank into a step's folder; `course` is the same on all ranks."""
     place.mkdir(mode=0o700, exist_ok=True)
     ends = list(itertools.accumulate((shard.nbytes for shard in shards.values()), initial=0))
     handle = os.open(place / f"rank-{rank}.data", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -78,19 +78,36 @@ def write_rank(
         {"leaf": name, "index": index, "dtype": str(shard.dtype), "at": at, "sha256": sha256}
         for ((name, index), shard), at, sha256 in zip(shards.items(), ends, hashes, strict=False)
     ]
-    body = {"step": int(place.name), "rank": rank, "num_ranks": num_ranks, "bytes": ends[-1]}
-    body = json.loads(json.dumps(body | {"shards": items, "facts": facts}))
-    write_atomically(place / f"rank-{rank}.json", json.dumps(body | {"sha256": hash_table(body)}))
+    body = {"step": int(place.name), "course": course, "rank": rank, "num_ranks": num_ranks, "bytes": ends[-1]}
+    _write_table(place / f"rank-{rank}.json", body | {"shards": items, "facts": facts})
+
+
+def _write_table(path: Path, body: dict[str, Any]) -> None:
+    body = json.loads(json.dumps(body))  # as it will be read
+    write_atomically(path, json.dumps(body | {"sha256": hash_table(body)}))
+
+
+def move_to_course(place: Path, course: str) -> None:
+    """Lets the snapshots of a step on this host belong to another course of the run, which begins with them."""
+    for path in sorted(place.glob("rank-*.json")):
+        table = read_table(path)
+        if table is not None and table.get("course") != course:
+            _write_table(path, table | {"course": course})
 
 
 class HostStep:
-    """The snapshots of a step on this host, of all ranks that were here."""
+    """The snapshots of a step on this host, of all ranks that were here.
 
-    def __init__(self, place: Path) -> None:
+    Args:
+        course: the course of the run that they belong to. Shards of different courses do not fit together.
+    """
+
+    def __init__(self, place: Path, course: str) -> None:
         self.place = place
         tables = {path.stem: read_table(path) for path in sorted(place.glob("rank-*.json"))}
-        known = {name: table for name, table in tables.items() if table is not None and _has_form(table, place)}
-        self.notes = [f"the table of {name} is damaged" for name in tables if name not in known]
+        whole = {name: table for name, table in tables.items() if table is not None and _has_form(table, place)}
+        self.notes = [f"the table of {name} is damaged" for name in tables if name not in whole]
+        known = {name: table for name, table in whole.items() if table["course"] == course}
         first = min(known.values(), key=lambda table: int(table["rank"]), default=None)
         self.first_rank: int | None = None if first is None else first["rank"]
         self.facts: dict[str, Any] = {} if first is None else first["facts"]
@@ -118,6 +135,12 @@ class HostStep:
         return None
 
 
+def courses_of(place: Path) -> list[str]:
+    """Returns the courses of the run to which the snapshots of a step on this host belong."""
+    tables = [read_table(path) for path in sorted(place.glob("rank-*.json"))]
+    return sorted({table["course"] for table in tables if table is not None and _has_form(table, place)})
+
+
 def _has_form(table: Mapping[str, Any], place: Path) -> bool:
     try:
         for item in table["shards"]:
@@ -126,6 +149,7 @@ def _has_form(table: Mapping[str, Any], place: Path) -> bool:
             if not all(0 <= start <= end for start, end in item["index"]):
                 return False
         is_rank = type(table["rank"]) is int and table["rank"] >= 0
+        is_rank = is_rank and isinstance(table["course"], str)
         return is_rank and table["step"] == int(place.name) and isinstance(table["facts"], dict)
     except (KeyError, TypeError, ValueError):
         return False

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,17 @@ import numpy as np
 from meshwright.checkpoint import arrays
 from meshwright.checkpoint.manifest import plain_facts
 from meshwright.checkpoint.restoring import Restored
-from meshwright.checkpoint.snapshot.rank_file import HostStep, Key, copy_to_host, index_of, write_rank
+from meshwright.checkpoint.snapshot.rank_file import (
+    HostStep,
+    Key,
+    copy_to_host,
+    courses_of,
+    index_of,
+    move_to_course,
+    write_rank,
+)
 from meshwright.checkpoint.snapshot.replicas import fill_from_replicas
-from meshwright.distributed.agreement import gather_texts
+from meshwright.distributed.agreement import as_first, gather_texts
 from meshwright.errors import ConfigError
 from meshwright.files import explain_failure
 from meshwright.launch.memory_folder import open_folder, steps_in
@@ -67,6 +77,8 @@ class Snapshots:
         self._tell = tell
         self._thread: threading.Thread | None = None
         self._writing: int | None = None
+        self._course = ""
+        self._restored: int | None = None
         self._problem = ""
         self._has_failed = False
 
@@ -75,6 +87,7 @@ class Snapshots:
     def take(self, state: PyTree, *, step: int, layout: Layout, facts: Mapping[str, Any]) -> None:
         """Copies the state to host memory, and writes it in the background; returns once its buffers may be donated."""
         self._settle()
+        self._course = self._course or _new_course()
         try:
             shards = copy_to_host(state, layout)
         except MemoryError as error:
@@ -95,7 +108,8 @@ class Snapshots:
 
     def _write(self, place: Path, shards: Mapping[Key, np.ndarray], facts: Mapping[str, Any]) -> None:
         try:
-            write_rank(place, shards, rank=jax.process_index(), num_ranks=jax.process_count(), facts=facts)
+            ranks = {"rank": jax.process_index(), "num_ranks": jax.process_count()}
+            write_rank(place, shards, **ranks, course=self._course, facts=facts)
         except (OSError, MemoryError) as error:
             self._problem = explain_failure(error).replace("the disk is full", "the memory is full")
 
@@ -124,19 +138,24 @@ class Snapshots:
     def restore(self, layout: Layout, *, after: int) -> tuple[Restored | None, list[str]]:
         """Returns the newest complete state after step `after`, and notes on newer snapshots that cannot be used."""
         self.wait()
-        steps = [step for step in steps_in(self.folder) if step > after]
-        texts = gather_texts(" ".join(map(str, steps[:8])))
-        candidates = sorted({int(word) for text in texts for word in text.split()}, reverse=True)
+        steps = [step for step in steps_in(self.folder) if step > after][:8]
+        own = [f"{step} {course}" for step in steps for course in courses_of(self.folder / str(step)) or [""]]
+        found = {line for text in gather_texts("\n".join(own)) for line in text.split("\n") if line}
+        pairs = [(int(step), course) for step, _, course in (line.partition(" ") for line in found)]
+        last = max((course for _, course in pairs), default="")
         notes: list[str] = []
-        for step in candidates:
-            restored, why = self._restore(step, layout)
+        for step, course in sorted(pairs, reverse=True):
+            if course not in (last, ""):  # of a host that was away while the run took another course
+                continue
+            restored, why = self._restore(step, course, layout)
             if restored is not None:
+                self._restored = step
                 return restored, notes
             notes.append(f"skipped the snapshot of step {step} in host memory: {why}")
         return None, notes
 
-    def _restore(self, step: int, layout: Layout) -> tuple[Restored | None, str]:
-        here = HostStep(self.folder / str(step))
+    def _restore(self, step: int, course: str, layout: Layout) -> tuple[Restored | None, str]:
+        here = HostStep(self.folder / str(step), course)
         structs = dict(zip([leaf.name for leaf in layout.leaves], arrays.abstract_leaves(layout), strict=True))
         wanted = {
             name: {device: (name, index_of(index, struct.shape)) for device, index in _places(struct).items()}
@@ -166,12 +185,19 @@ class Snapshots:
         state = arrays.from_stored(arrays.nest(list(structs), leaves), layout)
         return Restored(state, step, facts, [f"step {step} is a snapshot in host memory", *reasons]), ""
 
-    def keep_only(self, step: int | None) -> None:
-        """Removes all snapshots of other steps, which belong to a course of the run that is given up."""
+    def begin(self) -> None:
+        """Begins a course of the run: removes all snapshots but the restored one, which is its first."""
         self.wait()
-        self._writing = None
-        self._remove(lambda other: other != step)
+        self._writing, self._course = None, _new_course()
+        self._remove(lambda other: other != self._restored)
+        if self._restored is not None:
+            move_to_course(self.folder / str(self._restored), self._course)
         gather_texts("")  # nobody takes another one before all have removed theirs
+
+    def forget(self) -> None:
+        """Removes all snapshots, because the run is saved or goes back to a checkpoint."""
+        self._restored = None
+        self.begin()
 
     # --- Memory ---
 
@@ -206,6 +232,15 @@ def open_snapshots(folder: str, every: str, *, tell: Callable[[str], Any] | None
     if not every.isdigit() or int(every) < 1:
         raise ConfigError(f"{every!r} is not a number of steps between snapshots.", hint="pass 1 or more.")
     return Snapshots(open_folder(folder), int(every), tell=tell)
+
+
+def _new_course() -> str:
+    """Returns the name of a course of the run, the same on all processes; later ones are greater.
+
+    A rollback or a restart begins one. A host that was away may hold snapshots of an earlier course, whose shards do
+    not fit to those of others.
+    """
+    return as_first(f"{time.time_ns():020d}-{secrets.token_hex(4)}")
 
 
 def _places(struct: Any) -> dict[Any, Any]:

@@ -60,7 +60,7 @@ class Snapshotting(Callback):
 
     def on_end(self, loop: Loop, why: str) -> None:
         if loop.last_saved == loop.number:
-            self.snapshots.keep_only(None)
+            self.snapshots.forget()
 
     def on_exit(self, loop: Loop) -> None:
         self.snapshots.wait()
