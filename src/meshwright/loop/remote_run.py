@@ -23,6 +23,7 @@ from typing import IO, Any
 import jax
 
 from meshwright.checkpoint import Checkpoints, DurableSteps, Keep, TieredCheckpoints
+from meshwright.data.cache_folder import default_cache
 from meshwright.distributed.agreement import as_first, gather_texts, together
 from meshwright.errors import CheckpointError, ConfigError, StoreError, TrainingError
 from meshwright.files import write_atomically
@@ -31,7 +32,6 @@ from meshwright.loop.fit import Loop
 from meshwright.loop.run_dir import CONFIG, FACTS
 from meshwright.loop.settings.config import TrainConfig
 from meshwright.loop.settings.store_options import StoreOptions
-from meshwright.loop.text_source import default_cache
 from meshwright.remote import Lease, ObjectStore, is_url, open_store, take_lease
 from meshwright.remote.transfer import download_files
 
