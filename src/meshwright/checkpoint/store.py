@@ -48,7 +48,6 @@ class Checkpoints:
 
     Args:
         keep: which steps to keep once a newer one is finished.
-        shared: whether all processes of the run see this folder; if not, `TieredCheckpoints` moves files between them.
         asynchronous: whether to write files in the background while training continues.
         tell: called with ("checkpoint", step, text) when a step is saved, and with ("checkpoint_failed", step, text).
 
@@ -70,16 +69,10 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        folder: Path | str,
-        *,
-        keep: Keep | None = None,
-        asynchronous: bool = True,
-        tell: Tell | None = None,
-        shared: bool = True,
+        self, folder: Path | str, *, keep: Keep | None = None, asynchronous: bool = True, tell: Tell | None = None
     ) -> None:
         self.folder = Path(folder).absolute()
-        self._meetings = Meetings(shared)
+        self._meetings = Meetings(shared=True)
         self.keep = keep or Keep()
         self.problems: list[str] = []
         self.failures: dict[int, str] = {}  # the reason, by step

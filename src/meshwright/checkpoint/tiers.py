@@ -18,7 +18,7 @@ import jax
 from meshwright.checkpoint.durable import DurableSteps, step_files
 from meshwright.checkpoint.file_hashes import compare_files
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
-from meshwright.checkpoint.peers import Meeting
+from meshwright.checkpoint.peers import Meeting, Meetings
 from meshwright.checkpoint.restoring import Restored
 from meshwright.checkpoint.retention import Keep, finished_steps, step_status, unfinished_steps
 from meshwright.checkpoint.step_parts import is_shard, needed_files
@@ -43,6 +43,7 @@ class TieredCheckpoints(Checkpoints):
         keep_local: number of most recent steps to keep in the folder.
         trust_local: whether the folder may hold newer steps than the store, as that of the run's last writer does.
             Otherwise it is only a cache of the store.
+        shared: whether all processes of the run see the folder.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class TieredCheckpoints(Checkpoints):
         durable: DurableSteps,
         keep_local: int = 1,
         trust_local: bool = True,
+        shared: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(folder, **options)
+        self._meetings = Meetings(shared)
         self.durable, self.keep_local, self.trust_local = durable, keep_local, trust_local
         self._uploading: threading.Thread | None = None
         self._upload_step: int | None = None

@@ -36,6 +36,11 @@ _RACY_NS = 2_000_000_000
 _DEAD_SECONDS = 3600
 
 
+def default_cache() -> Path:
+    """Returns the cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
+
+
 def open_or_build(
     folder: Path, fingerprint: str, write: Callable[[Path], dict[str, Any]], *, tell: Tell
 ) -> tuple[Path, dict[str, Any]]:

@@ -11,7 +11,7 @@ import glob
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,17 +71,42 @@ def fetch_data(path: str, folder: Path, *, tell: Callable[[str], None] = lambda 
     base, name = _split(path.strip().rstrip("/"))
     store = open_store(base)
     infos = _find(store, name)
-    sizes = {found: int(info["size"]) for found, info in infos.items()}
-    if not sizes:
+    if not infos:
         raise DataError(f"{path} names no object.", hint="check the URL; a folder needs objects below it.")
-    versions = {
-        found: [sizes[found], *(str(info[key]) for key in _VERSIONS if key in info)] for found, info in infos.items()
-    }
-    fingerprint = hashlib.sha256(json.dumps([base, name, versions]).encode()).hexdigest()
-    write = functools.partial(_download, store, sizes, tell)
-    target, _ = open_or_build(folder, fingerprint, write, tell=tell)
-    root = target / "files"
+    root = _fetch(store, name, infos, folder, tell)
     return LocalData(str(root / name) if name else str(root), root, base)
+
+
+def fetch_named(store: ObjectStore, names: Collection[str], folder: Path) -> Path:
+    """Returns a folder of the cache with the objects of these names; those that do not exist are left out.
+
+    Example:
+        >>> import tempfile
+        >>> from meshwright.remote import open_store
+        >>> store = open_store("memory://bucket/named")
+        >>> store.put("a.json", b"{}")
+        >>> [file.name for file in fetch_named(store, ["a.json", "b.json"], Path(tempfile.mkdtemp())).iterdir()]
+        ['a.json']
+    """
+    infos = {name: info for name, info in store.infos().items() if name in names}
+    return _fetch(store, "", infos, folder, lambda text: None)
+
+
+def versions_of(infos: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Returns the size and version of each object, as its store names it."""
+    return {
+        name: [int(info["size"]), *(str(info[key]) for key in _VERSIONS if key in info)] for name, info in infos.items()
+    }
+
+
+def _fetch(
+    store: ObjectStore, name: str, infos: Mapping[str, Mapping[str, Any]], folder: Path, tell: Callable[[str], None]
+) -> Path:
+    versions = versions_of(infos)
+    fingerprint = hashlib.sha256(json.dumps([store.url, name, versions]).encode()).hexdigest()
+    write = functools.partial(_download, store, {name: int(info["size"]) for name, info in infos.items()}, tell)
+    target, _ = open_or_build(folder, fingerprint, write, tell=tell)
+    return target / "files"
 
 
 def _split(url: str) -> tuple[str, str]:

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 
 from meshwright.bounded_reader import read_bytes
+from meshwright.data.cache_folder import default_cache
 from meshwright.errors import DataError, did_you_mean
+from meshwright.remote import is_url, open_store
 
-# Common names of the end-of-document token, in the order to try.
 _MOST_BYTES, _MOST_TOKENS = 2**29, 2**26
+_BESIDE = ("tokenizer_config.json", "chat_template.jinja")  # files that belong to a tokenizer
+# Common names of the end-of-document token, in the order to try.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
 
@@ -23,7 +26,7 @@ def load_tokenizer(name: str, *, end: str | None = None) -> Tokenizer:
     """Returns the byte tokenizer, or one from a JSON file of the `tokenizers` library.
 
     Args:
-        name: "bytes" (or "auto"), or the path of a `tokenizer.json`.
+        name: "bytes" (or "auto"), or the path or URL of a `tokenizer.json`.
         end: the end-of-document token, if the file has none with a common name.
 
     Example:
@@ -35,12 +38,25 @@ def load_tokenizer(name: str, *, end: str | None = None) -> Tokenizer:
         if end is not None:
             raise DataError(f"the byte tokenizer ends documents with byte 0; got end={end!r}.", hint="remove `end`.")
         return ByteTokenizer()
-    path = Path(name).expanduser()
+    path = tokenizer_path(name)
     if not path.is_file():
         near = path.parent.iterdir() if path.parent.is_dir() else ()
         hint = did_you_mean(path.name, ["bytes", *sorted(entry.name for entry in near)])
         raise DataError(f"there is no tokenizer {name!r}.", hint=hint or 'pass "bytes" or a tokenizer.json.')
     return FileTokenizer(path, end=end)
+
+
+def tokenizer_path(name: str) -> Path:
+    """Returns the path of a tokenizer file; of a URL, that of its copy in the cache, beside its template."""
+    if not is_url(name):
+        return Path(name).expanduser()
+    from meshwright.data.fetched_data import fetch_named  # it needs tokenizers, for packed files
+
+    base, _, file = name.strip().rpartition("/")
+    folder = fetch_named(open_store(base), [file, *_BESIDE], default_cache() / "tokenizers")
+    if not (folder / file).is_file():
+        raise DataError(f"there is no tokenizer {name!r}.", hint="pass the URL of a tokenizer.json.")
+    return folder / file
 
 
 class Tokenizer(abc.ABC):

@@ -23,6 +23,7 @@ from typing import IO, Any
 import jax
 
 from meshwright.checkpoint import Checkpoints, DurableSteps, Keep, TieredCheckpoints
+from meshwright.data.cache_folder import default_cache
 from meshwright.distributed.agreement import as_first, gather_texts, together
 from meshwright.errors import CheckpointError, ConfigError, StoreError, TrainingError
 from meshwright.files import write_atomically
@@ -31,7 +32,6 @@ from meshwright.loop.fit import Loop
 from meshwright.loop.run_dir import CONFIG, FACTS
 from meshwright.loop.settings.config import TrainConfig
 from meshwright.loop.settings.store_options import StoreOptions
-from meshwright.loop.text_source import default_cache
 from meshwright.remote import Lease, ObjectStore, is_url, open_store, take_lease
 from meshwright.remote.transfer import download_files
 
@@ -331,7 +331,9 @@ def read_remote(url: str) -> tuple[Path, Checkpoints]:
     store = open_store(url)
     if not any(store.read(name) for name in (CONFIG, FACTS)):
         raise ConfigError(f"{url} holds no run.", hint="pass the URL that was given to --run.")
-    folder = _cached(url, "read")
+    shared = jax.process_count() == 1
+    # Processes on one machine would write the same files, and those on several machines do not see each other's.
+    folder = _cached(url, "read" if shared else f"read/rank-{jax.process_index()}")
     incoming = folder / f".incoming-{os.getpid()}"
     try:
         incoming.mkdir(parents=True, exist_ok=True)
@@ -342,7 +344,7 @@ def read_remote(url: str) -> tuple[Path, Checkpoints]:
     finally:
         shutil.rmtree(incoming, ignore_errors=True)
     durable = DurableSteps(store.below(CHECKPOINTS))
-    return folder, TieredCheckpoints(folder / CHECKPOINTS, durable=durable, trust_local=False)
+    return folder, TieredCheckpoints(folder / CHECKPOINTS, durable=durable, trust_local=False, shared=shared)
 
 
 def fetch_step(url: str, step: int | None) -> tuple[str, int]:

@@ -20,6 +20,7 @@ from meshwright.checkpoint import Checkpoints, Keep
 from meshwright.checkpoint.arrays import load_ahead
 from meshwright.checkpoint.snapshot import Snapshots
 from meshwright.data import Ledger
+from meshwright.data.cache_folder import default_cache
 from meshwright.distributed.agreement import agree, as_first, together
 from meshwright.errors import ConfigError
 from meshwright.launch.pulse import current_pulse
@@ -58,7 +59,7 @@ from meshwright.loop.settings.config import TrainConfig
 from meshwright.loop.settings.optimizers import OptimizerChoice, choose_optimizer
 from meshwright.loop.settings.pipeline_options import pipeline_line, require_rows, with_pipeline
 from meshwright.loop.sources import HeldOut, Source, make_held_out, make_source, rows_of, with_rows
-from meshwright.loop.text_source import MixedSource, StreamStart, TextSource, default_cache
+from meshwright.loop.text_source import MixedSource, StreamStart, TextSource
 from meshwright.loop.weights.initial_adapters import with_adapters
 from meshwright.loop.weights.origin import (
     Origin,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from meshwright.data import (
     stream_rows,
 )
 from meshwright.data.batches import RowSource
-from meshwright.data.cache_folder import cache_errors
+from meshwright.data.cache_folder import cache_errors, default_cache
 from meshwright.data.documents import find_files
 from meshwright.data.fetched_data import LocalData, fetch_data
 from meshwright.data.formats.bin_tokens import BIN_SUFFIX
@@ -288,8 +287,3 @@ def fetched(data: str, options: DataOptions, tell: Tell) -> LocalData:
     folder = Path(options.data_cache) if options.data_cache else default_cache()
     with cache_errors(folder):
         return fetch_data(data, folder / "fetched", tell=tell)
-
-
-def default_cache() -> Path:
-    """Returns the cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"

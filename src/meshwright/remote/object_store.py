@@ -148,6 +148,11 @@ class ObjectStore:
             except FileNotFoundError:
                 return None
 
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Returns some bytes of an object; fewer if it ends before."""
+        with self._asking(f"read {name} of"):
+            return bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
+
     def blocks(self, name: str, size: int) -> Iterator[bytes]:
         """Yields the bytes of an object of this size, in blocks; fewer if it is shorter by now."""
         for start in range(0, size, BLOCK_BYTES):

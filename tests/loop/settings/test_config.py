@@ -102,9 +102,9 @@ def test_empty_strings_are_rejected(name):
             TrainConfig().changed({name: value})
 
 
-@pytest.mark.parametrize("name", ["local_run", "data_cache", "tokenizer"])
+@pytest.mark.parametrize("name", ["local_run", "data_cache", "init_adapters", "job"])
 def test_urls_are_rejected_instead_of_creating_a_folder_of_that_name(name):
-    with pytest.raises(ConfigError, match=f"{name}=gs://bucket/x is a URL; only --run and --data"):
+    with pytest.raises(ConfigError, match=f"{name}=gs://bucket/x is a URL; only --run, --data, --init-from"):
         TrainConfig().changed({name: "gs://bucket/x"})
 
 

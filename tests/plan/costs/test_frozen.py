@@ -19,7 +19,7 @@ from meshwright.plan import Setup, make_plan
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.step_setup import build_step
-from meshwright.train import language_job
+from meshwright.train import language_job, lora
 
 ROWS, TOKENS, WIDTH, LAYERS, VOCAB, HIDDEN, FLOAT = 16, 64, 64, 2, 256, 128, 4
 ATTENTION, FEED_FORWARD, TABLE = 4 * WIDTH * WIDTH, 3 * WIDTH * HIDDEN, VOCAB * WIDTH
@@ -118,3 +118,30 @@ def test_computed_bytes_match_the_compiled_program(job, mesh, options):
     assert abs(compiled - sent(plan)) < 1024  # sums of scalars
     state = part(plan, "parameters") + part(plan, "optimizer")
     assert program.memory_analysis().argument_size_in_bytes == pytest.approx(state, rel=0.1, abs=40_000)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_loss_that_gets_merged_matrices_needs_memory_for_them(stacked):
+    width, layers = 128, 4
+
+    def init(key):
+        return {"w": jax.random.normal(key, (layers, width, width))} if stacked else {
+            f"w{layer}": jax.random.normal(key, (width, width)) for layer in range(layers)
+        }  # fmt: skip
+
+    def loss(params, batch, rng):
+        h = batch["x"]
+        if stacked:
+            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["w"])
+        for name in () if stacked else sorted(params):
+            h = jnp.tanh(h @ params[name])
+        return jnp.mean(h**2), {}
+
+    batch = {"x": jax.ShapeDtypeStruct((ROWS, width), "float32")}
+    job = lora(mw.Job(init=init, rules=[("w", P())], loss=loss, batch=batch), rank=2, targets="w", base="int8")
+    step, given = build_step(job, mw.create_mesh("dp:8"), Setup(mesh="dp:8", precision="float32"))
+    compiled = step.lower(given).compile().memory_analysis()
+    plan = plan_of(job, "dp:8")
+    peak = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes
+    assert plan.memory.total == pytest.approx(peak, rel=0.2)
+    assert part(plan, "merged matrices") == (2 if stacked else 1) * layers * width**2 * FLOAT

@@ -44,6 +44,7 @@ from meshwright.layout import Layout, make_layout
 from meshwright.layout.leaf import LeafLayout, count_leaves
 from meshwright.mesh.build import create_mesh
 from meshwright.models import Decoder
+from meshwright.remote import ObjectStore
 from meshwright.types import PyTree
 
 TOKENIZER_FILES = [
@@ -81,6 +82,10 @@ class Pretrained:
 class PretrainedFolder:
     """A model folder whose configuration and headers were checked; no weights are read until `leaf` is called.
 
+    Args:
+        ignore: fields of `config.json` that are not supported, but do not change the logits.
+        store: holds the weights, if the files in the folder have only their headers.
+
     Example:
         >>> import tempfile
         >>> model, folder = Decoder.named("tiny"), tempfile.mkdtemp()
@@ -90,13 +95,13 @@ class PretrainedFolder:
         ('llama', (256, 64), 'float32')
     """
 
-    def __init__(self, folder: Path | str, *, ignore: Collection[str] = ()) -> None:
+    def __init__(self, folder: Path | str, *, ignore: Collection[str] = (), store: ObjectStore | None = None) -> None:
         self.folder = Path(folder)
         self.config = read_json(self.folder / CONFIG)
         self.family: Family = family_named(self.config.get("model_type"))
         where = str(self.folder / CONFIG)
         self.model, self.notes = self.family.decoder(ConfigJson(self.config, where=where), ignore=ignore)
-        self.files = TensorFiles(self.folder)
+        self.files = TensorFiles(self.folder, store=store)
         if self.model.tied_embeddings:
             self._require_tied(self.family.names["head/kernel"].name, self.family.names["embed/table"].name)
         shapes = {name: tensor.shape for name, tensor in self.files.tensors.items()}

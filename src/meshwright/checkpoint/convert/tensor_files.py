@@ -17,16 +17,21 @@ from meshwright.checkpoint.convert.tensor_regions import Array, Region, StoredTe
 from meshwright.checkpoint.convert.tensor_writer import DTYPES, INDEX, SINGLE
 from meshwright.errors import CheckpointError, FileFormatError
 from meshwright.files import explain_failure
+from meshwright.remote import ObjectStore
+from meshwright.remote.ranges import RemoteFile
 
 
 class TensorFiles:
     """The tensors of a folder, by name; only headers are read until `fill` is called.
 
     Args:
+        store: holds the weights, if the files in the folder have only their headers.
+
+    Attributes:
         bytes_read: the bytes of weights that this process has read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, store: ObjectStore | None = None) -> None:
         self.folder, self.bytes_read = folder, 0
         self.tensors: dict[str, StoredTensor] = {}
         for path in weight_files(folder):
@@ -43,7 +48,8 @@ class TensorFiles:
                         f"{name} in {path} is {kind}; only {', '.join(DTYPES)} weights are supported.",
                         hint="dequantize the model, or save it in bfloat16.",
                     )
-                self.tensors[name] = StoredTensor(path, tuple(shape), jnp.dtype(DTYPES[kind]), start)
+                place = path if store is None else RemoteFile(store, path.name)
+                self.tensors[name] = StoredTensor(place, tuple(shape), jnp.dtype(DTYPES[kind]), start)
 
     def fill(self, wanted: Mapping[str, Sequence[Region]], new: Sequence[Array] = ()) -> None:
         """Reads regions of tensors, by name, into their targets, parts of arrays that may be `new`."""

@@ -22,7 +22,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright.remote.ranges import RemoteFile
+
 CHUNK = 2**21  # bytes of a read
+_REMOTE_CHUNK = 2**23  # a request costs tens of milliseconds
 _BLOCK, _GAP = 256, 8  # elements; the gap keeps the rows of a block from evicting each other from the cache
 _MOST_WORKERS = 16
 _OWN_PAGES = 2**20  # bytes
@@ -35,7 +38,7 @@ Span = tuple[int, int]
 class StoredTensor(NamedTuple):
     """A tensor in a file, whose first byte is at `start`."""
 
-    path: Path
+    path: Path | RemoteFile
     shape: tuple[int, ...]
     dtype: Any
     start: int
@@ -113,6 +116,8 @@ def fill_regions(wanted: Iterable[tuple[StoredTensor, Sequence[Region]]], new: S
             steps[place](buffer)
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if any(isinstance(task.tensor.path, RemoteFile) for task in tasks):
+        cores = _MOST_WORKERS  # they mostly wait
     workers = min(cores, _MOST_WORKERS, 1 + total // (2 * CHUNK))
     if workers == 1:
         work(0)
@@ -149,8 +154,11 @@ def _tasks(tensor: StoredTensor, regions: Sequence[Region]) -> Iterator[Task]:
                 spans.append(((begin, max(end, stop)), [*members, region]))
             else:
                 spans.append((region.columns, [region]))
+        chunk = CHUNK
+        if isinstance(tensor.path, RemoteFile):  # whole rows: a request for each row would take far longer
+            spans, chunk = [((0, math.prod(tensor.shape[1:])), group)], _REMOTE_CHUNK
         width = sum(stop - start for (start, stop), _ in spans) * tensor.dtype.itemsize
-        step = max(1, CHUNK // max(1, width))
+        step = max(1, chunk // max(1, width))
         step = step if step < _BLOCK else step // _BLOCK * _BLOCK
         for row in range(first, last, step):
             yield Task(tensor, (row, min(last, row + step)), spans)

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwright.bounded_reader import parse_json, read_text
 from meshwright.data.formats.part import TOOLS
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokenizer import Tokenizer, tokenizer_path
 from meshwright.errors import DataError, FileFormatError
 
 ASSISTANT = "assistant"
@@ -31,8 +31,8 @@ def load_chat_template(path: str | None = None, *, tokenizer: str = "bytes") -> 
 
     Args:
         path: a Jinja file, or a `tokenizer_config.json`.
-        tokenizer: the path of a `tokenizer.json`. Without `path`, its folder must have a `chat_template.jinja`, or a
-            `tokenizer_config.json` with a `chat_template`.
+        tokenizer: the path or URL of a `tokenizer.json`. Without `path`, its folder must have a `chat_template.jinja`,
+            or a `tokenizer_config.json` with a `chat_template`.
 
     Example:
         >>> import tempfile
@@ -42,7 +42,7 @@ def load_chat_template(path: str | None = None, *, tokenizer: str = "bytes") -> 
         >>> template.render([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])
         ('<user>Hi</><assistant>Ho</>', [(11, 27)])
     """
-    folder = None if tokenizer in ("auto", "bytes") else Path(tokenizer).expanduser().parent
+    folder = None if tokenizer in ("auto", "bytes") else tokenizer_path(tokenizer).parent
     if path is not None:
         file = Path(path).expanduser()
         text = _read(file)

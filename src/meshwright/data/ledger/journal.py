@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from meshwright.data.stream import PlacedBatch
-from meshwright.distributed.agreement import from_first
+from meshwright.distributed.agreement import gather_texts
 from meshwright.errors import DataError, MeshwrightWarning
 
 FILE_NAME = re.compile(r"start-(\d+)\.rank-(\d+)\.jsonl")
@@ -75,8 +75,8 @@ class Ledger:
         number = self._start
         if number is None:
             number = 1 + max((start for start, _ in ledger_files(self.folder)), default=0)
-            # Other ranks may see an older state of the shared folder.
-            number = number if self.num_ranks == 1 else from_first(number)
+            # Other ranks may see an older state of the shared folder, or have folders of their own.
+            number = number if self.num_ranks == 1 else max(map(int, gather_texts(str(number))))
         else:
             self._start = number + 1
         path = self.folder / f"start-{number:04}.rank-{self.rank:05}.jsonl"

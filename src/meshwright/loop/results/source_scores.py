@@ -12,9 +12,10 @@ import jax
 from jax.sharding import Mesh
 
 from meshwright.data import Documents, Rows, eval_batches, open_documents, prepare_tokens
+from meshwright.data.cache_folder import default_cache
 from meshwright.errors import ConfigError, DataError
 from meshwright.loop.results.saved_run import SavedRun
-from meshwright.loop.text_source import default_cache, fetched
+from meshwright.loop.text_source import fetched
 from meshwright.metrics import compute, merge
 from meshwright.specs import round_up
 from meshwright.train import language_job, make_eval_step

@@ -82,9 +82,10 @@ class TrainConfig:
                 url = re.sub(r"^\w+=", "", value or "")  # NAME=URL is a source of a mixture
                 if not is_url(url):
                     continue
-                if name not in ("run", "data"):
+                if name not in ("run", "data", "init_from", "tokenizer"):
+                    runs = " A job is code, which is not run from a store." if name == "job" else ""
                     raise ConfigError(
-                        f"{name}={value} is a URL; only --run and --data may be one.",
+                        f"{name}={value} is a URL; only --run, --data, --init-from and --tokenizer may be one.{runs}",
                         hint="copy it to a local path first.",
                     )
                 check_scheme(url, writes=name == "run")

@@ -11,8 +11,8 @@ class InitOptions:
     """Initial weights."""
 
     init_from: str | None = None
-    """Start from these weights: a Hugging Face model folder, or a run, its checkpoints folder, or the folder of one
-    step (default: random weights)."""
+    """Start from these weights: the path or URL of a Hugging Face model folder, or of a run, its checkpoints folder, or
+    one step (default: random weights)."""
     init_adapters: str | None = None
     """Also start from these LoRA adapters of --init-from: a PEFT folder; it sets --lora (default: no adapters)."""
     init_step: int | None = None

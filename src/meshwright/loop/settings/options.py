@@ -46,7 +46,7 @@ class DataOptions:
     token_dtype: Literal["uint16", "uint32"] | None = None
     """dtype of token .bin files that have no sidecar (NAME.bin.json)."""
     tokenizer: str = "auto"
-    """bytes, or the path of a Hugging Face tokenizer.json; auto is that of --init-from, or bytes."""
+    """bytes, or the path or URL of a Hugging Face tokenizer.json; auto is that of --init-from, or bytes."""
     tokenize: Literal["cache", "stream"] = "cache"
     """cache: tokenize all text once, before training; stream: while reading, for corpora too large to cache."""
     batch_size: int | None = None

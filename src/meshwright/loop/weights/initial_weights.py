@@ -25,6 +25,7 @@ from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout, count_leaves, text_table
 from meshwright.loop.settings.init_options import InitOptions
 from meshwright.loop.weights.adapted_weights import plain_leaves
+from meshwright.remote import ObjectStore, is_url
 from meshwright.tree import flatten_tree
 
 VOCABULARY = {"embed/table": 0, "head/kernel": 1}
@@ -38,8 +39,8 @@ class FolderWeights:
 
     lora: Mapping[str, Any] | None = None
 
-    def __init__(self, folder: Path, *, ignore: Collection[str] = ()) -> None:
-        self.source = PretrainedFolder(folder, ignore=ignore)
+    def __init__(self, folder: Path, *, ignore: Collection[str] = (), store: ObjectStore | None = None) -> None:
+        self.folder, self.source = folder, PretrainedFolder(folder, ignore=ignore, store=store)
         self.shapes, self.dtypes = self.source.shapes, self.source.dtypes
 
     @property
@@ -119,6 +120,10 @@ def open_weights(options: InitOptions) -> Weights:
         >>> open_weights(InitOptions(init_from=folder)).shapes["head/kernel"]
         (64, 256)
     """
+    if is_url(options.init_from):
+        from meshwright.loop.weights.remote_weights import open_remote_weights
+
+        return open_remote_weights(options)
     folder = Path(options.init_from or "")
     if not os.path.isdir(folder):
         raise ConfigError(

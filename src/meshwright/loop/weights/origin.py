@@ -139,7 +139,7 @@ def find_origin(config: TrainConfig) -> Origin | None:
         held = read_json(copy / MODEL)
         return Origin(copy, model_of_fact(held.get("model")), held.get("pretrained"), None, _tokenizer_in(copy))
     weights = open_weights(config.init)
-    folder = Path(config.init.init_from)
+    folder = weights.folder
     model = weights.model if isinstance(weights.model, LanguageModel) else model_of_fact(weights.model)
     tokenizer = _tokenizer_in(folder)
     if isinstance(weights, StepWeights):

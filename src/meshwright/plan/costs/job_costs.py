@@ -20,12 +20,14 @@ from jax.sharding import AbstractMesh, AxisType
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.hardware.flops import Flops, count_jaxpr
 from meshwright.models.execution import Execution, remat_policy
+from meshwright.parallel.lora.low_rank import BASE, LORA_A
 from meshwright.parallel.pipeline.named_schedules import check_rounds
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.topology import assumed_cudnn
 from meshwright.plan.costs.saved_activations import REST, bytes_kept
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
+from meshwright.train.fine_tuning.lora import MergedFunction
 from meshwright.train.job import execution_of, model_of, traceable_loss
 from meshwright.train.precision import Precision
 from meshwright.train.state import (
@@ -100,6 +102,7 @@ class JobCosts:
         num_microbatches: pipeline microbatches per minibatch; None for the default.
         widths: bytes per element of each parameter in the compute dtype, by name.
         frozen: names of the parameters without a gradient.
+        merged: bytes per stored element of the matrices that a loss gets merged with their adapters.
         needs: costs by remat policy.
         forward: FLOPs per row of the loss without its gradient.
         state: shapes of the train state.
@@ -127,6 +130,7 @@ class JobCosts:
     forward: Flops
     state: Any = field(repr=False, compare=False)
     frozen: frozenset[str] = frozenset()
+    merged: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     has_tokens: bool = True
     pipeline: str = "gpipe"
@@ -233,6 +237,10 @@ def profile_job(
     key = jax.eval_shape(lambda: jax.random.key(0))
     rule = make_optimizer(optimizer)
     state = jax.eval_shape(lambda key: make_state(job, rule, key, precision=dtypes), key)
+    widths = {
+        leaf.name: int(dtype.itemsize)
+        for leaf, dtype in zip(leaves, jax.tree.leaves(dtypes.compute_dtypes(params)), strict=True)
+    }
     if not all(learns):
         notes += (f"{len(leaves) - sum(learns)} of {len(leaves)} parameters are frozen: they have no gradients",)
     if model is None:
@@ -255,20 +263,27 @@ def profile_job(
         head_dim=getattr(model, "head_dim", None) or (model.d_model // heads if model and heads else None),
         num_microbatches=run.num_microbatches,
         precision=dtypes,
-        widths={
-            leaf.name: int(dtype.itemsize)
-            for leaf, dtype in zip(leaves, jax.tree.leaves(dtypes.compute_dtypes(params)), strict=True)
-        },
+        widths=widths,
         needs=needs,
         forward=_forward(job, params, dtypes, platform),
         state=state,
         frozen=frozenset(leaf.name for leaf, own in zip(leaves, learns, strict=True) if not own),
+        merged=_merged(job, widths),
         notes=notes,
         has_tokens=has_tokens,
         pipeline=run.pipeline,
         pipeline_rounds=run.pipeline_rounds,
         platform=platform,
     )
+
+
+def _merged(job: Any, widths: Mapping[str, int]) -> dict[str, int]:
+    """Returns the bases of adapters that the loss gets merged, see `JobCosts`."""
+    if not isinstance(job.loss, MergedFunction):
+        return {}
+    elements = 2 if job.lora.base == "nf4" else 1  # in a byte
+    adapted = [name.removesuffix(f"/{LORA_A}") for name in widths if name.endswith(f"/{LORA_A}")]
+    return {f"{name}/{BASE}": elements * widths[f"{name}/{LORA_A}"] for name in adapted}
 
 
 def each_count(change: Callable[..., int], *flops: Flops) -> Flops:

@@ -166,6 +166,14 @@ def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mappin
         note = "one layer of the stage, and all weights outside layers"
     gathered = Part("gathered weights", layers + ends, "computed", note)
     narrow = Part("narrow weights", copies, "computed", "copies in the compute dtype")
+    if profile.merged:
+        # Of a loop over stacked layers, XLA holds all merged matrices and all their gradients; otherwise the gradient
+        # of a matrix takes its place.
+        held = {leaf.name.removeprefix("params/"): leaf for leaf in param_leaves(layout)}
+        copies = {name: 2 if len(held[name].shape) > 2 else 1 for name in profile.merged}
+        size = math.fsum(copies[name] * local_size(held[name]) * width for name, width in profile.merged.items())
+        merged = Part("merged matrices", size, "assumed", "of the base and its adapters, or their gradients")
+        return [grads, merged, gathered, narrow]
     return [grads, _tick_gradients(profile, layout, setup, sizes), gathered, narrow]
 
 
@@ -305,7 +313,14 @@ def _in_turn(parts: list[Part]) -> list[Part]:
 def _shrunk(parts: list[Part], by: float) -> list[Part]:
     """Takes the bytes that a compiler saved from the parts whose lifetimes may not overlap, activations first."""
     left, made = by, []
-    spared = ("gradients of a tick", "activations", "gradients", "gathered weights", "ticks")
+    spared = (
+        "merged matrices",
+        "gradients of a tick",
+        "activations",
+        "gradients",
+        "gathered weights",
+        "ticks",
+    )
     for part in sorted(parts, key=lambda part: (*spared, part.name).index(part.name)):
         takes = min(left, part.bytes) if part.name in spared else 0.0
         left -= takes
