@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import jax
+from jax._src import compilation_cache as cache_of_programs
 from jax.experimental.compilation_cache import compilation_cache
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
@@ -35,10 +36,35 @@ collect_ignore = ["dev.py", "docs/conf.py", "docs/_build"]
 
 # --- Most of a test's time is compilation ---
 
-# Every program is kept on disk, however small or quick to compile.
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
+# Every program is kept for its other uses in this process, however small or quick to compile: in memory, because to
+# serialize it can take as long as to compile it. With MESHWRIGHT_KEEP_PROGRAMS=1, also on disk for the next run.
+CACHE = str(ROOT / ".cache" / "jax")
+jax.config.update("jax_compilation_cache_dir", CACHE)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+programs = {}  # the last used last
+_read, _write = cache_of_programs.get_executable_and_time, cache_of_programs.put_executable_and_time
+
+
+def read_program(key, *arguments, **options):
+    if jax.config.jax_compilation_cache_dir != CACHE or key not in programs:
+        return _read(key, *arguments, **options)
+    programs[key] = programs.pop(key)
+    return programs[key]
+
+
+def keep_program(key, name, executable, backend, seconds):
+    is_ours = jax.config.jax_compilation_cache_dir == CACHE
+    if is_ours:
+        programs[key] = executable, seconds
+        if len(programs) > 256:
+            del programs[next(iter(programs))]
+    if not is_ours or "MESHWRIGHT_KEEP_PROGRAMS" in os.environ:
+        _write(key, name, executable, backend, seconds)
+
+
+cache_of_programs.get_executable_and_time, cache_of_programs.put_executable_and_time = read_program, keep_program
 
 # Tests call tiny programs a few times, so they are compiled without LLVM's optimizations, in one piece, and with XLA's
 # old code generator for fusions, which needs a third of the time of the new one. Newer versions have only the new one.
@@ -67,8 +93,14 @@ def compile_to_read(lowered, compiler_options=None, **arguments):
 
 jax.stages.Lowered.compile = compile_to_read
 
-# Tracing makes many objects that live until the test ends: looking for dead ones ten times as seldom saves another 3%.
-gc.set_threshold(10_000, 10, 10)
+# Tracing makes many objects that live until the test ends, so dead ones are looked for more seldom, and never among the
+# modules and collected tests.
+gc.set_threshold(50_000, 10, 10)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
 
 
 # --- Pipelines stay out of the cache ---

@@ -130,6 +130,12 @@ def run(folder, name, mesh, **changes):
 
 
 @pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The uninterrupted run of an example on a mesh, with its folder."""
+    return functools.cache(lambda name, mesh: (folder := tmp_path_factory.mktemp("whole"), run(folder, name, mesh)))
+
+
+@pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """The folders of all runs in one process, which was killed after the third of four steps."""
     folders = {each: tmp_path_factory.mktemp("killed") / "run" for each in RUNS}
@@ -140,9 +146,11 @@ def killed(tmp_path_factory):
             flag = option.replace("_", "-")
             command += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
         commands.append(command)
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     done = subprocess.run(
         [sys.executable, "-c", NESTED, json.dumps(commands)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        # The tests below start the same runs again, and find these programs on disk.
+        env=os.environ | environment | {"MESHWRIGHT_KEEP_PROGRAMS": "1"},
         capture_output=True,
         text=True,
         timeout=1200,
@@ -161,11 +169,11 @@ def bits(state):
 
 @pytest.mark.slow  # one process runs all examples before it is killed
 @pytest.mark.parametrize(("name", "mesh"), RUNS)
-def test_a_killed_run_resumes_bitwise(name, mesh, killed, read_run, tmp_path):
-    whole, resumed = run(tmp_path, name, mesh), run(killed[name, mesh], name, mesh, resume=True)
-    assert (whole.why, resumed.why) == ("finished", "finished")
-    assert bits(resumed.state) == bits(whole.state)
-    steps, evaluations, _ = read_run(tmp_path)
+def test_a_killed_run_resumes_bitwise(name, mesh, killed, whole, read_run):
+    (folder, straight), resumed = whole(name, mesh), run(killed[name, mesh], name, mesh, resume=True)
+    assert (straight.why, resumed.why) == ("finished", "finished")
+    assert bits(resumed.state) == bits(straight.state)
+    steps, evaluations, _ = read_run(folder)
     again, same, events = read_run(killed[name, mesh])
     assert [event["step"] for event in events if event["kind"] == "resume"] == [2]
     assert [line["loss"] for line in again] == [line["loss"] for line in steps]
@@ -173,13 +181,13 @@ def test_a_killed_run_resumes_bitwise(name, mesh, killed, read_run, tmp_path):
     assert sorted(evaluations) == [2, 4]
 
 
-@pytest.mark.slow  # compiles a step, an evaluation and predictions, on a mesh and on one device
+@pytest.mark.slow  # compiles a step, an evaluation and predictions
 @pytest.mark.parametrize("name", ["vit_shapes", "nnx_batchnorm"])
-def test_a_run_equals_one_device(name, read_run, monkeypatch, tmp_path):
-    many = run(tmp_path / "many", name, MESHES[2])
+def test_a_run_equals_one_device(name, whole, read_run, monkeypatch, tmp_path):
+    folder, many = whole(name, MESHES[2])
     monkeypatch.setattr("meshwright.loop.setup.create_mesh", ONE_DEVICE)
     run(tmp_path / "one", name, "dp:1")
-    (steps, evaluations, _), (one_steps, one_evaluations, _) = (read_run(tmp_path / which) for which in ("many", "one"))
+    (steps, evaluations, _), (one_steps, one_evaluations, _) = map(read_run, (folder, tmp_path / "one"))
     # Adam divides by the square root of small numbers, which amplifies rounding errors of about 1e-7.
     close = functools.partial(np.testing.assert_allclose, rtol=1e-3)
     close([line["loss"] for line in steps], [line["loss"] for line in one_steps])

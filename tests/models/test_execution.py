@@ -15,14 +15,15 @@ from meshwright.train import language_job
 from meshwright.train.gradients import make_gradients
 from meshwright.train.state import init_state, state_layout
 
-SIZES = {"vocab_size": 64, "num_layers": 5, "d_model": 128, "num_heads": 4, "d_ff": 64}
+SIZES = {"vocab_size": 64, "num_layers": 2, "d_model": 128, "num_heads": 4, "d_ff": 64}
 MODELS = {"decoder": Decoder(**SIZES), "xlstm": XLSTM(**SIZES, chunk_size=8)}
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Lets the loss's kernel take small vocabularies; traces with stand-ins are not reused."""
+    """Lets kernels take small vocabularies and the weights of few layers; traces with stand-ins are not reused."""
     monkeypatch.setattr(gradient_kernels, "_LANES", 16)
+    monkeypatch.setattr(copy_kernels, "_FEW", 1)
     gradient_kernels._norm_gradient.clear_cache()
     yield
     gradient_kernels._norm_gradient.clear_cache()

@@ -65,13 +65,13 @@ def assert_same_change(got, wanted, tolerance=1e-5):
 
 @pytest.fixture(scope="session")
 def lab():
-    """The functions above, and the cached result of two steps on one device."""
+    """The functions above, and cached results of training on one device: by default two steps."""
     known = {}
 
-    def reference(**changes):
-        key = tuple(sorted(changes.items()))
+    def reference(num_steps=2, optimizer=None, clip=None, **changes):
+        key = (num_steps, optimizer, clip, *sorted(changes.items()))
         if key not in known:
-            known[key] = train(decoder_job(**changes), one_device())
+            known[key] = train(decoder_job(**changes), one_device(), num_steps, optimizer, clip=clip)
         return known[key]
 
     return SimpleNamespace(
