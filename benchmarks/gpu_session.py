@@ -7,8 +7,8 @@
 2. The mLSTM cell at six shapes: the XLA form, which was changed after it was last timed, and the kernels.
 3. Losses in fp8 for a third seed, and the step with Muon.
 
-Each command runs in its own process, under a time limit; its output goes to `<out>/<name>.txt`. A command that would not
-fit in `--seconds` is not started. Exits with 1 if a command failed or was not run.
+Each command runs in its own process, under a time limit; its output goes to `<out>/<name>.txt`. A command that would
+not fit in `--seconds` is not started. Exits with 1 if a command failed or was not run.
 """
 
 from __future__ import annotations

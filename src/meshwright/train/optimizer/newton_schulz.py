@@ -81,22 +81,18 @@ def sums_of_squares(x: Any) -> Any:
 
 def _polynomial(x: Any, coefficients: Sequence[tuple[float, ...]], mirror: bool) -> Any:
     """Returns the matrix `[N, m, m]` that multiplies x in some iterations."""
-    total = gram = None
-    if len(coefficients) > 1:
-        gram = _symmetric(x, x, mirror)
+    total, pair = None, (x, x)  # the Gram matrix is the product of the pair
     for number, (a, b, c) in enumerate(coefficients):
         shift, rest = b / (2 * c), a - b * b / (4 * c)
-        is_last = number + 1 == len(coefficients)
-        if number == 0 and is_last:
-            shifted = _symmetric(x, x, mirror, diagonal=shift)
-        elif is_last:  # Nothing else needs the Gram matrix, so the shift is part of its product.
-            shifted = _symmetric(_symmetric(factor, gram, mirror), factor, mirror, diagonal=shift)
+        if number + 1 == len(coefficients):  # Nothing else needs the Gram matrix, so the shift is part of its product.
+            shifted = _symmetric(*pair, mirror, diagonal=shift)
         else:
-            if number:
-                gram = _symmetric(_symmetric(factor, gram, mirror), factor, mirror)
+            gram = _symmetric(*pair, mirror)
             shifted = gram + shift * _identity(gram)
         factor = _symmetric(shifted, shifted, mirror, scale=c, diagonal=rest)
         total = factor if total is None else _symmetric(total, factor, mirror)
+        if number + 1 < len(coefficients):
+            pair = _symmetric(factor, gram, mirror), factor
     return total
 
 
