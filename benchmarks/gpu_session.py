@@ -36,11 +36,15 @@ class Command:
 
 PARTS = {
     1: (
-        Command("mlstm_step", "mlstm_step.py", "", 150),
-        Command("generate_xlstm", "generate.py", "--model xlstm --batches 1 32", 240),
-        Command("generate_decoder", "generate.py", "--batches 1", 150),
+        Command("mlstm_step", "mlstm_step.py", "", 120),
+        Command("generate_decoder", "generate.py", "--batches 1", 130),
+        Command("generate_xlstm", "generate.py", "--model xlstm --batches 1 8", 230),
+        Command("generate_xlstm_32", "generate.py", "--model xlstm --batches 32 --only meshwright", 60),
     ),
-    2: (Command("mlstm_cell", "mlstm_h200.py", "--chunks 256 --rounds 9 --inner 3", 540),),
+    2: (
+        Command("mlstm_cell", "mlstm_h200.py", "--chunks 256 --rounds 9 --inner 3 --shapes 0 1 2", 280),
+        Command("mlstm_cell_long", "mlstm_h200.py", "--chunks 256 --rounds 9 --inner 3 --shapes 3 4 5", 280),
+    ),
     3: (
         Command(
             "fp8_seed_2",
@@ -56,8 +60,10 @@ PARTS = {
 TINY = {
     "mlstm_step": "--tiny --rounds 3 --tokens 4",
     "generate_xlstm": "--tiny --model xlstm --batches 1",
-    "generate_decoder": "--tiny --batches 1 --only meshwright",
+    "generate_xlstm_32": "--tiny --model xlstm --batches 4 --only meshwright",
+    "generate_decoder": "--tiny --batches 1 --only meshwright before",
     "mlstm_cell": "--tiny --rounds 2 --inner 1",
+    "mlstm_cell_long": "--tiny --rounds 1 --inner 1",
     "fp8_seed_2": "--tiny --parts curves --variants bf16 fp8 --curve-steps 4 --shared 2 --seeds 2",
     "muon": "--tiny --only adamw muon --rounds 1 --steps 1",
 }
