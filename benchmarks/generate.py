@@ -10,10 +10,10 @@ of three calls from the prompt to the last token. transformers uses a static cac
 program for all new tokens). Each result is printed as soon as it is there. `--only meshwright` or `--batches 1` leaves
 out the others; `--tiny` checks the script on a CPU.
 
-Two programs are earlier forms of ours. *stored products*: XLA stores the products of each weight with the token, for
-batches of one row. *one sum*: an mLSTM reads its memory by one sum over all keys. `--bytes` needs no GPU, but JAX's
-CUDA plugin: it compiles the program of a token for an H200, with two layers, and counts the bytes that its kernels
-move, beside the least: weights, keys and values once, and states twice.
+Two programs are earlier forms of ours. *one sum*: an mLSTM reads its memory by one sum over all keys. *before*: so it
+does, and for batches of one row XLA stores the products of each weight with the token. `--bytes` needs no GPU, but
+JAX's CUDA plugin: it compiles the program of a token for an H200, with two layers, and counts the bytes that its
+kernels move, beside the least: weights, keys and values once, and states twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from measure import machine, median, table, verdict, versions
 SIZES = {"vocab_size": 32768, "num_layers": 16, "d_model": 2048, "num_heads": 16, "d_ff": 5632}
 XLSTM_SIZES = {"vocab_size": 50304, "num_layers": 24, "d_model": 2048, "num_heads": 4, "d_ff": 5504}
 TINY = {"vocab_size": 512, "num_layers": 2, "d_model": 64, "num_heads": 2, "d_ff": 128}
-EARLIER = {"decoder": ["stored products"], "xlstm": ["one sum", "stored products"]}
+EARLIER = {"decoder": ["before"], "xlstm": ["one sum", "before"]}
 LIMIT = 150  # seconds per program
 
 
@@ -141,20 +141,17 @@ def make_model(args: argparse.Namespace, **sizes: int) -> Any:
 
 def earlier(name: str) -> Any:
     """Returns a context in which programs are traced and compiled in an earlier form."""
-    import jax
     import jax.numpy as jnp
 
     from meshwright.generate import generator
     from meshwright.models import mlstm
 
-    if name == "one sum":
-        return mock.patch.object(mlstm, "_sums", lambda q, c: jnp.sum(q[..., None] * c, axis=-2))
-    if name == "stored products":
-        options = {key: value for key, value in generator._OPTIONS.items() if key != "xla_disable_hlo_passes"}
-        static: Any = {"static_argnames": ("sizes", "mode", "spread"), "donate_argnames": ("rows",)}
-        again = jax.jit(generator._continue.__wrapped__, compiler_options=options, **static)
-        return mock.patch.object(generator, "_continue", again)
-    return contextlib.nullcontext()
+    patches = contextlib.ExitStack()
+    if name in ("one sum", "before"):
+        patches.enter_context(mock.patch.object(mlstm, "_sums", lambda q, c: jnp.sum(q[..., None] * c, axis=-2)))
+    if name == "before":
+        patches.enter_context(mock.patch.object(generator, "_continue_one", generator._continue))
+    return patches
 
 
 def meshwright(args: argparse.Namespace, batch: int) -> dict[str, Any]:
@@ -217,7 +214,7 @@ def count_bytes(args: argparse.Namespace) -> None:
                 least += passes * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(one))
         for name in ["meshwright", *EARLIER[args.model]]:
             with earlier(name):
-                program = generator._continue.lower(*given, spread=Spread(), **static).compile()
+                program = generator.program_of(batch, Spread()).lower(*given, spread=Spread(), **static).compile()
             # A new trace for each form, because JAX keeps traces by function.
             jax.clear_caches()
             kernels = loop_kernels(program.as_text())

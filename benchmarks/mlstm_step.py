@@ -1,7 +1,7 @@
 """One token of the mLSTM recurrence: time on one GPU, or the bytes that its compiled program moves.
 
     PYTHONPATH=src python3 benchmarks/mlstm_step.py           # one GPU, about two minutes
-    PYTHONPATH=src python3 benchmarks/mlstm_step.py --bytes   # compiled for an H200; needs JAX's CUDA plugin, but no GPU
+    PYTHONPATH=src python3 benchmarks/mlstm_step.py --bytes   # compiled for an H200; needs JAX's CUDA plugin, no GPU
 
 The least that a token moves is its state, read once and written once: 2 x B x H x K x V x 4 bytes, in float32. *one
 sum* is the plain form, `q C` as one sum over all keys; *parts* is `mlstm_recurrent`, which sums over parts of the keys

@@ -5,7 +5,9 @@
 First, iterations on matrices of 2048 x 5632 and 2048 x 2048 are compared with float32, and timed. Then all programs are
 compiled, and take turns in a random order, `--steps` synchronized steps each round, with states of their own. The
 variant *XLA* uses no kernel for symmetric products, *plain* neither that nor the Gram form. `--tiny` runs small sizes
-on a CPU, to test the script. `--losses` trains a small decoder for 300 steps with each instead.
+on a CPU, to test the script. `--losses` trains a small decoder for 300 steps with each instead. `--bytes` needs no GPU,
+but JAX's CUDA plugin: it compiles the updates of a decoder with two such layers for an H200, and counts the bytes that
+their kernels move.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ import numpy as np
 import optax
 from decoder_h200 import SIZES, TINY
 from measure import machine, table, versions
+from traffic import kernels_of
 
 import meshwright as mw
 from meshwright.models import Decoder
+from meshwright.plan.compiled.topology import mesh_on_target
 from meshwright.train import init_state, language_job, make_eval_step, make_train_step, muon, state_layout
 from meshwright.train.optimizer import newton_schulz as iterations
 from meshwright.train.optimizer.muon import NOT_MATRICES
@@ -130,10 +134,43 @@ def compare_losses(args: argparse.Namespace) -> None:
     print(table(("optimizer", "rate", "seed 0", "seed 1", "seed 2", "mean held-out loss"), lines), flush=True)
 
 
+def count_bytes(args: argparse.Namespace) -> None:
+    """Prints what the clipped updates of two layers move, per parameter of the layers, without embedding and head."""
+    model = Decoder(**((TINY if args.tiny else SIZES) | {"num_layers": 2}))
+    mesh = mesh_on_target("h200:1x1", "dp:1")
+    whole = jax.NamedSharding(mesh, jax.P())
+    abstract = jax.eval_shape(model.init, jax.random.key(0))["layers"]
+    count, lines = sum(leaf.size for leaf in jax.tree.leaves(abstract)), []
+    for name in args.only or ("adamw", "muon"):
+        optimizer = optax.with_extra_args_support(OPTIMIZERS[name]())
+
+        def step(params: Any, state: Any, grads: Any, optimizer: Any = optimizer) -> Any:
+            grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, 1.0 / optax.global_norm(grads)), grads)
+            specs = jax.tree.map(lambda _: jax.P(), params)
+            updates, state = optimizer.update(grads, state, params, specs=specs)
+            return optax.apply_updates(params, updates), state
+
+        states = jax.eval_shape(optimizer.init, abstract)
+        given = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), (abstract, states, abstract)
+        )
+        with without(name), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            text = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile().as_text()
+        kernels = kernels_of(text)
+        products = [one for one in kernels if one.is_matmul or "symmetric_product" in one.operation]
+        moved, by_products = (sum(one.moved for one in part) / count for part in (kernels, products))
+        lines.append([name, len(kernels), f"{moved - by_products:.2f}", f"{by_products:.2f}"])
+    print(f"{count / 1e6:.0f}M parameters of layers, compiled for an H200; {versions('jax', 'optax')}")
+    print(table(("optimizer", "kernels", "bytes per parameter", "bytes of matmuls"), lines))
+
+
 def main() -> None:
     args = arguments()
     if args.losses:
         compare_losses(args)
+        return
+    if args.bytes:
+        count_bytes(args)
         return
     check_iterations(args)
     sizes, rows, tokens = (TINY, 4, 32) if args.tiny else (SIZES, 16, 2048)
@@ -182,6 +219,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="steps of each optimizer in a round")
     parser.add_argument("--losses", action="store_true", help="only compare held-out losses of a small decoder")
+    parser.add_argument("--bytes", action="store_true", help="only count bytes of updates compiled for an H200")
     parser.add_argument("--tiny", action="store_true")
     return parser.parse_args()
 

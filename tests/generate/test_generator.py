@@ -9,7 +9,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.generate import Sampling, make_generator
-from meshwright.generate.generator import _continue, _start
+from meshwright.generate.generator import _continue, _continue_one, _start, program_of
 from meshwright.generate.passes import logits_of, read_prompts, read_tokens
 from meshwright.generate.spread import Spread
 from meshwright.generate.weights import _needed_copies
@@ -328,3 +328,9 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated(length, tex
     generate = make_generator(MODELS["llama"], length=length)
     with pytest.raises(mw.MeshwrightError, match=text):
         generate.stream(generate.load(sharpened("llama")), [[1]], 3)
+
+
+def test_one_row_per_device_has_a_program_of_its_own():
+    two = Spread.of(mw.create_mesh("dp:2,tp:4"), num_rows=2)
+    found = [program_of(1, Spread()), program_of(2, two), program_of(2, Spread()), program_of(4, two)]
+    assert found == [_continue_one, _continue_one, _continue, _continue]

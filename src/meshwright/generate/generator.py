@@ -37,12 +37,10 @@ _NONE = -1  # in the place of a token after the end of a row
 _SCORED = 128  # positions whose logits are in memory at once
 _LEAST_PROMPT = 16
 _DISABLED = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
-_OPTIONS = {
-    # XLA:GPU would merge the matmuls that share a token, and copy their weights next to each other for every token.
-    "xla_gpu_dot_merger_threshold_mb": 0,
-    # For one row, it would store all products of a weight with the token, rounded to the dtype of both, and add them.
-    "xla_disable_hlo_passes": ",".join([*_DISABLED, "dot-strength-reduction"]),
-}
+# XLA:GPU would merge the matmuls that share a token, and copy their weights next to each other for every token.
+_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
+# For one row, it would store all products of a weight with the token, rounded to the dtype of both, and then add them.
+_ONE_ROW = {"xla_disable_hlo_passes": ",".join([*_DISABLED, "dot-strength-reduction"])}
 
 
 def make_generator(
@@ -230,6 +228,7 @@ class Stream:
         room = room_for(self._rooms, max(padded, longest + min(sizes.chunk, self._num_tokens)))
         rows, drawn = _start(tree, self._tokens, self._lengths, self._ended, *shared, room=room, **self._static)
         yield drawn, 1
+        program = program_of(len(self._tokens), self._weights.spread)
         for done in range(1, self._num_tokens, sizes.chunk):
             steps = min(sizes.chunk, self._num_tokens - done)
             wanted = room_for(self._rooms, longest + done + steps - 1)
@@ -237,7 +236,7 @@ class Stream:
                 room, layers, rows = wanted, list(rows.cache), rows._replace(cache=())
                 targets = cache_shapes(sizes.model, len(self._tokens), room, self._precision)
                 rows = rows._replace(cache=grown(layers, targets, spread=self._weights.spread))
-            rows, drawn = _continue(tree, rows, np.int32(steps), self._ended.copy(), *shared, **self._static)
+            rows, drawn = program(tree, rows, np.int32(steps), self._ended.copy(), *shared, **self._static)
             yield drawn, steps
 
     def _host(self, drawn: Any, count: int) -> list[np.ndarray]:
@@ -302,11 +301,8 @@ def _start(
     return _Rows(cache, *map(spread.everywhere, (token, lengths, done))), spread.everywhere(drawn)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("sizes", "mode", "spread"), donate_argnames=("rows",), compiler_options=_OPTIONS
-)
 @_under_mesh
-def _continue(
+def _generate_chunk(
     weights: PyTree,
     rows: _Rows,
     steps: Any,
@@ -345,6 +341,17 @@ def _continue(
     else:
         _, rows, drawn = jax.lax.while_loop(is_running, one_token, carry)
     return rows, drawn
+
+
+_jit = functools.partial(
+    jax.jit, _generate_chunk, static_argnames=("sizes", "mode", "spread"), donate_argnames=("rows",)
+)
+_continue, _continue_one = _jit(compiler_options=_OPTIONS), _jit(compiler_options=_OPTIONS | _ONE_ROW)
+
+
+def program_of(num_rows: int, spread: Spread) -> Any:
+    """Returns the program that generates a chunk of tokens for each row of a batch."""
+    return _continue_one if num_rows == spread.row_ways else _continue
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "spread"))

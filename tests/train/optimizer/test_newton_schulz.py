@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.hardware.flops import count_flops
 from meshwright.train.optimizer import newton_schulz as module
-from meshwright.train.optimizer.newton_schulz import COEFFICIENTS, newton_schulz
+from meshwright.train.optimizer.newton_schulz import COEFFICIENTS, newton_schulz, sums_of_squares
 
 OTHER = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (2.8769, -3.1427, 1.2046))
 
@@ -41,6 +41,12 @@ def test_iterations_are_those_of_the_definition(columns, coefficients, dtype):
     # Small singular values and their rounding errors grow by `a` in an iteration; Gram matrices of float16 by a^2.
     grows = float(np.prod([a for a, _, _ in five])) / 32
     assert apart < grows * float(jnp.finfo(dtype).eps)
+
+
+def test_transposed_results_and_known_norms():
+    x = jnp.asarray(matrices(8, 16), jnp.float32)
+    turned = newton_schulz(x, squares=sums_of_squares(x), turned=True)
+    np.testing.assert_allclose(jnp.swapaxes(turned, 1, 2), newton_schulz(x), rtol=1e-5, atol=1e-6)
 
 
 def test_wide_float16_matrices_iterate_by_their_gram_matrices():

@@ -30,7 +30,7 @@ from meshwright.hardware.chips import chip_family
 from meshwright.mesh.build import current_mesh
 from meshwright.parallel.local_map import local_map
 from meshwright.specs import dim_axes, round_up
-from meshwright.train.optimizer.newton_schulz import COEFFICIENTS, newton_schulz
+from meshwright.train.optimizer.newton_schulz import COEFFICIENTS, newton_schulz, sums_of_squares
 from meshwright.tree import named_leaves, named_tree_map
 from meshwright.types import PyTree
 
@@ -187,7 +187,7 @@ def orthogonalize(tree: PyTree, *, specs: PyTree = None, num_iterations: int = 5
     return _orthogonalize(tree, specs, functools.partial(newton_schulz, num_iterations=num_iterations), dtype)
 
 
-def _orthogonalize(tree: PyTree, specs: PyTree, iterate: Callable[[Any], Any], dtype: Any) -> PyTree:
+def _orthogonalize(tree: PyTree, specs: PyTree, iterate: Callable[..., Any], dtype: Any) -> PyTree:
     mesh = current_mesh()
     if dtype is None:
         dtype = jnp.float32 if chip_family(mesh) == "cpu" else jnp.bfloat16
@@ -200,6 +200,13 @@ def _orthogonalize(tree: PyTree, specs: PyTree, iterate: Callable[[Any], Any], d
     # Behind a barrier, so that XLA transposes the narrow values and not the momentum that they come from.
     narrow = [lax.optimization_barrier(leaf.value.astype(dtype)) for leaf in named]
     wide = [_turned(leaf, turn) for leaf, turn in zip(narrow, turns, strict=True)]
+    if _is_whole(mesh):
+        # Nothing is exchanged: no stacks, which would be copies, and sums that share the pass over the momentum.
+        for place, (leaf, turn) in enumerate(zip(named, turns, strict=True)):
+            squares = sums_of_squares(_flat(leaf.value))
+            done = iterate(_flat(wide[place]), squares=squares, turned=turn)
+            wide[place] = done.reshape(leaf.value.shape).astype(leaf.value.dtype)
+        return jax.tree.unflatten(structure, wide)
     groups: dict[Any, list[int]] = {}
     for place, (leaf, split) in enumerate(zip(wide, splits, strict=True)):
         lead = tuple(axis for axes in split.lead for axis in axes)
@@ -251,8 +258,6 @@ def _orthogonalize_stack(leaves: list[Any], splits: list[Split], mesh: Any, iter
         parts = [done[end - block.shape[0] : end] for block, end in zip(flat, ends, strict=True)]
         return [part.reshape(block.shape) for part, block in zip(parts, blocks, strict=True)]
 
-    if _is_whole(mesh):  # Nothing is exchanged, so joining them would only copy them.
-        return [iterate(_flat(leaf)).reshape(leaf.shape) for leaf in leaves]
     specs = [split.spec(leaf.ndim) for leaf, split in zip(leaves, splits, strict=True)]
     result: list[Any] = local_map(local, in_specs=(specs,), out_specs=specs)(leaves)
     return result

@@ -36,12 +36,16 @@ def newton_schulz(
     *,
     num_iterations: int = 5,
     coefficients: Sequence[Sequence[float]] = (COEFFICIENTS,),
+    squares: Any = None,
+    turned: bool = False,
     kernels: bool | None = None,
 ) -> Any:
     """Returns stacked matrices `[N, m, n]`, m <= n, with singular values near 1.
 
     Args:
         coefficients: a, b and c of each iteration; the last are used again if there are more iterations.
+        squares: the sum of squares of each matrix, `[N]`, if known.
+        turned: return the matrices transposed, `[N, n, m]`.
         kernels: see `Execution`.
 
     Example:
@@ -49,9 +53,9 @@ def newton_schulz(
         (1, 2, 2)
     """
     given = x.dtype
-    # The norm in float32, because squares of small bfloat16 numbers lose too much.
-    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(-2, -1), keepdims=True))
-    x = x / (norm + 1e-8)
+    if squares is None:
+        squares = sums_of_squares(x)
+    x = x / (jnp.sqrt(squares)[..., None, None] + 1e-8)
     half = given == jnp.bfloat16 and chip_family(current_mesh()) == "gpu"
     x = x.astype(jnp.float16 if half else given)
     num_rows, num_columns = x.shape[-2:]
@@ -60,23 +64,35 @@ def newton_schulz(
     mirror = can_mirror(num_rows, num_rows, x.dtype, kernels=kernels) and num_columns % 64 == 0
     while rest:
         together = min(len(rest), most) if len(rest) <= most else max(most - 1, 1)
-        x = jnp.einsum("Nmk,Nkn->Nmn", _polynomial(x, rest[:together], mirror), x)
-        rest = rest[together:]
+        factor, rest = _polynomial(x, rest[:together], mirror), rest[together:]
+        x = jnp.einsum("Nmk,Nkn->Nnm" if turned and not rest else "Nmk,Nkn->Nmn", factor, x)
     return x.astype(given)
+
+
+def sums_of_squares(x: Any) -> Any:
+    """Returns the sum of squares of each matrix, in float32, because squares of small bfloat16 numbers lose too much.
+
+    Example:
+        >>> sums_of_squares(jnp.ones((2, 3, 4))).tolist()
+        [12.0, 12.0]
+    """
+    return jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(-2, -1))
 
 
 def _polynomial(x: Any, coefficients: Sequence[tuple[float, ...]], mirror: bool) -> Any:
     """Returns the matrix `[N, m, m]` that multiplies x in some iterations."""
-    total = None
-    gram = _symmetric(x, x, mirror) if len(coefficients) > 1 else None
+    total, pair = None, (x, x)  # the Gram matrix is the product of the pair
     for number, (a, b, c) in enumerate(coefficients):
         shift, rest = b / (2 * c), a - b * b / (4 * c)
-        # The shift is part of the product if nothing else needs the Gram matrix.
-        shifted = _symmetric(x, x, mirror, diagonal=shift) if gram is None else gram + shift * _identity(gram)
+        if number + 1 == len(coefficients):  # Nothing else needs the Gram matrix, so the shift is part of its product.
+            shifted = _symmetric(*pair, mirror, diagonal=shift)
+        else:
+            gram = _symmetric(*pair, mirror)
+            shifted = gram + shift * _identity(gram)
         factor = _symmetric(shifted, shifted, mirror, scale=c, diagonal=rest)
         total = factor if total is None else _symmetric(total, factor, mirror)
-        if gram is not None and number + 1 < len(coefficients):
-            gram = _symmetric(_symmetric(factor, gram, mirror), factor, mirror)
+        if number + 1 < len(coefficients):
+            pair = _symmetric(factor, gram, mirror), factor
     return total
 
 
