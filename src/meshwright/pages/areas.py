@@ -140,9 +140,7 @@ def _outline(levels: Sequence[Level], floors: Sequence[float], roofs: Sequence[f
     def x(value: float) -> str:
         return f"{WIDTH * frame.x(value):.0f}"
 
-    there = [
-        f"{x(level.start)} {frame.y(roof):.1f}H{x(level.end)}" for level, roof in zip(levels, roofs, strict=True)
-    ]
+    there = [f"{x(level.start)} {frame.y(roof):.1f}H{x(level.end)}" for level, roof in zip(levels, roofs, strict=True)]
     back = [
         f"{x(level.end)} {frame.y(floor):.1f}H{x(level.start)}"
         for level, floor in reversed(list(zip(levels, floors, strict=True)))

@@ -211,7 +211,7 @@ ENTRY %main (a: f32[8,4]) -> f32[8,4] {{
 
 def test_attributes_with_line_breaks_do_not_end_a_computation():
     """XLA prints kernels' attributes with line breaks, also before a closing brace at the start of a line."""
-    call = '  %kernel = f32[8] custom-call(%x), frontend_attributes={kernel="{\n\"block\": 512\n}}, metadata={}\n'
+    call = '  %kernel = f32[8] custom-call(%x), frontend_attributes={kernel="{\n"block": 512\n}}, metadata={}\n'
     text = ASYNC.replace("\n  %fusion.7 =", f"\n{call}  %fusion.7 =")
     assert text.count("block") == 1
     assert read_schedule(text) == read_schedule(ASYNC)

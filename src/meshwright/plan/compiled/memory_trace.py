@@ -26,7 +26,9 @@ _DONATED = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 _SHARES = re.compile(r'"aliasing_operands":\{"lists":\[(.*?)\]\}[,}]')
 _PASSES = frozenset(("bitcast", "tuple", "get-tuple-element", "while", "optimization-barrier", "after-all"))
 _JOINS = re.compile(r'custom_call_target="(?:ConcatBitcast|AsyncCollectiveStart|Sharding|SPMDFullToShardShape)"')
-_ELEMENTWISE = frozenset(("add", "subtract", "multiply", "divide", "negate", "select", "maximum", "minimum", "and", "or"))
+_ELEMENTWISE = frozenset(
+    ("add", "subtract", "multiply", "divide", "negate", "select", "maximum", "minimum", "and", "or")
+)
 PARTS = ("parameters", "optimizer", "gradients", "gathered weights", "narrow weights", "activations", "temporaries")
 
 
@@ -108,9 +110,7 @@ class _Walker:
         frame, _ = self._assign(self.program.entry, arguments, kept)
         self._sweep(frame, self.buffers[:num_arguments])
 
-    def _assign(
-        self, computation: str, arguments: Mapping[int, Tree], kept: Mapping[int, Tree]
-    ) -> tuple[_Frame, Tree]:
+    def _assign(self, computation: str, arguments: Mapping[int, Tree], kept: Mapping[int, Tree]) -> tuple[_Frame, Tree]:
         """Finds the buffers of a computation and their lifetimes; its results overwrite `kept`, by index."""
         inside = self.program.computations.get(computation, [])
         frame = _Frame(computation)
@@ -141,7 +141,7 @@ class _Walker:
             known = self.buffers[place]
             if known.part != "temporaries":
                 continue
-            if self._sums_gradients(known):
+            if "jvp(" not in known.source.replace("transpose(jvp(", "") and self._sums_gradients(known):
                 known.part = "gradients"
             elif known.is_forward and 0 <= known.last < len(inside) and is_backward(inside[known.last].op_name):
                 known.part = "activations"  # the forward pass writes it, and the backward pass reads it
@@ -172,7 +172,7 @@ class _Walker:
         """Whether a buffer is in float32 and has the dims of a parameter, or those of one that is gathered."""
         dims = array_dims(known.shape)
         return known.shape.startswith("f32") and any(
-            len(dims) == len(other)
+            len(dims) == len(other) > 1
             and not any(mine % size for mine, size in zip(dims, other, strict=True))
             and sum(mine != size for mine, size in zip(dims, other, strict=True)) < 2
             for other in self.trained
@@ -283,9 +283,7 @@ class _Walker:
                         found[out] = operands[int(inner.operands)]
         return found
 
-    def _new(
-        self, one: Instruction, shape: str, at: int, part: str, shared: Mapping[int, Tree] | None = None
-    ) -> Tree:
+    def _new(self, one: Instruction, shape: str, at: int, part: str, shared: Mapping[int, Tree] | None = None) -> Tree:
         if shape.startswith("("):
             parts = tuple_parts(shape)
             return [
@@ -294,7 +292,9 @@ class _Walker:
             ]
         if shared and 0 in shared:
             taken = frozenset(_leaves(shared[0]))
-            self._name_by_writer(frozenset(place for place in taken if place < self.begin), not is_backward(one.op_name))
+            self._name_by_writer(
+                frozenset(place for place in taken if place < self.begin), not is_backward(one.op_name)
+            )
             return taken
         size = buffer_bytes(shape)
         if not size:
@@ -355,4 +355,5 @@ def _part(one: Instruction) -> str:
 
 
 def is_backward(name: str) -> bool:
+    """Whether an operation belongs to the backward pass, by its name."""
     return "transpose(" in name

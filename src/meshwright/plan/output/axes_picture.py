@@ -80,9 +80,7 @@ def _torus(target: Target, spec: MeshSpec) -> list[Place]:
     ]
     found += [Place(f"{per_chip} devices of a chip", per_chip, tuple(chips))] if chips else []
     if target.num_slices > 1:
-        crossing = [
-            (axis.name, count) for axis, count in zip(spec.axes, spec.dcn_sizes, strict=True) if count > 1
-        ]
+        crossing = [(axis.name, count) for axis, count in zip(spec.axes, spec.dcn_sizes, strict=True) if count > 1]
         found.append(Place(f"{target.num_slices} slices (network)", target.num_slices, tuple(crossing)))
     return found
 

@@ -98,9 +98,7 @@ def computed_levels(plan: Plan) -> list[Level]:
     return levels
 
 
-def _part_of(
-    sizes: Mapping[str, float], *, activations: float, gradients: float, working: float
-) -> dict[str, float]:
+def _part_of(sizes: Mapping[str, float], *, activations: float, gradients: float, working: float) -> dict[str, float]:
     """Returns the parts at one moment, with these shares of activations, gradients and temporaries."""
     shares = {"activations": activations, "ticks": activations, "gradients": gradients, "temporaries": working}
     shares |= {"gradients of a tick": gradients, "gathered weights": max(working, float(activations > 0))}

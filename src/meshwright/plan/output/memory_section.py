@@ -28,7 +28,10 @@ def memory_section(plan: Plan, made: ScheduledStep | None = None) -> Section:
     rows = [(part.name, part.basis, part.note) for part in memory.parts]
     known = table(("part", "basis", "note"), rows, sortable=False)
     named = tag("h3", "Where the figures come from")
-    return Section("Memory", join([prose(*_verdict(plan)), bar, memory_chart(plan, made), *_splits(plan), named, known, _own(plan)]))
+    return Section(
+        "Memory",
+        join([prose(*_verdict(plan)), bar, memory_chart(plan, made), *_splits(plan), named, known, _own(plan)]),
+    )
 
 
 def _splits(plan: Plan) -> list[Markup]:

@@ -104,7 +104,8 @@ def words(made: ScheduledStep) -> list[str]:
     if made.loops:
         counts = ", ".join(f"{count:,}" for count in dict.fromkeys(made.loops))
         said.append(
-            f"Of each loop ({counts} rounds), the first {ROUNDS} rounds are drawn one by one, and the others as one block."
+            f"Of each loop ({counts} rounds), the first {ROUNDS} rounds are drawn one by one, and the others as one "
+            "block."
         )
     if made.late > 1e-3 * made.seconds:
         said.append(
