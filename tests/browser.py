@@ -88,7 +88,7 @@ if (zoom) {
   found.zoomed_out = wide() === before;
 }
 found.tips = {};
-for (const kind of [".span", ".point.front"]) {
+for (const kind of [".span", ".plot .point.front"]) {
   const node = document.querySelector(kind);
   if (!node) continue;
   node.dispatchEvent(new PointerEvent("pointerover", { bubbles: true, clientX: 40, clientY: 40 }));

@@ -142,7 +142,7 @@ def test_a_page_responds_to_keys_and_pointer(browse, tmp_path):
     assert found["zoomed_out"]
     assert found["tips"] == {
         ".span": [visible(f"{NASTY}: 2 s, from 0 s"), "block"],
-        ".point.front": [visible(f"{NASTY} 1: 100, 1 GiB"), "block"],
+        ".plot .point.front": [visible(f"{NASTY} 1: 100, 1 GiB"), "block"],
     }
 
 

@@ -19,7 +19,8 @@ from meshwright.plan.plan import Plan
 ROUNDS = 2  # of each loop, drawn one by one
 KINDS = ("matmuls", "memory traffic", "optimizer", "hidden communication", "exposed communication", "pipeline bubble")
 HIDDEN, EXPOSED = "hidden communication", "exposed communication"
-_FINEST = 1 / 5000  # of the step; shorter bars next to each other become one
+_FINEST = 1 / 5000  # of the step; shorter bars next to each other become one, and four times as long ones of many
+_MANY = 1500
 _ATTENTION_BACKWARD = 2.5  # time of attention's backward pass, in forward passes
 
 
@@ -84,7 +85,7 @@ def scheduled_step(plan: Plan) -> ScheduledStep | None:
 def lanes(made: ScheduledStep) -> list[Lane]:
     """Returns the lanes of a timeline, compute first."""
     found: dict[str, list[Span]] = {"compute": []}
-    least = made.seconds * _FINEST
+    least = made.seconds * (_FINEST if len(made.bars) <= _MANY else 4 * _FINEST)
     for bar in made.bars:
         spans = found.setdefault(bar.lane, [])
         last = spans[-1] if spans else None
@@ -217,7 +218,7 @@ class _Drawing:
     def _transfer(self, place: int, start: float, seconds: float, kind: str) -> None:
         one = self.compiled.collectives[place]
         self.free[self.lanes[place]] = start + seconds
-        detail = f"{one.serves or one.source}; {one.state}" + (f": {one.reason}" if one.reason else "")
+        detail = one.serves or one.source.rpartition("/")[2]
         self.made.bars.append(Bar(self.lanes[place], start, seconds, kind, one.kind, detail))
 
     def _loop(self, loop: Loop, at: float) -> float:
