@@ -79,7 +79,7 @@ if (zoom) {
   const before = wide();
   for (let times = 0; times < 4; times++) zoom.dispatchEvent(new KeyboardEvent("keydown", { key: "+" }));
   found.zoomed = Math.round(100 * wide() / before) / 100;
-  const layer = zoom.querySelector(".zoomed > g");
+  const layer = zoom.querySelector(".zoomed > g:last-child");
   found.finer_ticks = [...layer.querySelectorAll(".tick")].map((tick) => tick.textContent);
   const event = new WheelEvent("wheel", { ctrlKey: true, deltaY: -100, clientX: innerWidth / 2, cancelable: true });
   zoom.dispatchEvent(event);

@@ -19,8 +19,8 @@ from meshwright.plan.plan import Plan
 ROUNDS = 2  # of each loop, drawn one by one
 KINDS = ("matmuls", "memory traffic", "optimizer", "hidden communication", "exposed communication", "pipeline bubble")
 HIDDEN, EXPOSED = "hidden communication", "exposed communication"
-_FINEST = 1 / 5000  # of the step; shorter bars next to each other become one, and four times as long ones of many
-_MANY = 1500
+_FINEST = 1 / 5000  # of the step
+_MANY = 2500  # bars
 _ATTENTION_BACKWARD = 2.5  # time of attention's backward pass, in forward passes
 
 
@@ -83,9 +83,18 @@ def scheduled_step(plan: Plan) -> ScheduledStep | None:
 
 
 def lanes(made: ScheduledStep) -> list[Lane]:
-    """Returns the lanes of a timeline, compute first."""
+    """Returns the lanes of a timeline, compute first; neighbors that are too short to see are one bar."""
+    least = made.seconds * _FINEST
+    found = _merged(made, least)
+    while sum(map(len, found.values())) > _MANY and least < 0.01 * made.seconds:
+        least *= 2
+        found = _merged(made, least)
+    return [Lane(name, spans) for name, spans in found.items() if spans]
+
+
+def _merged(made: ScheduledStep, least: float) -> dict[str, list[Span]]:
+    """Returns the bars of each lane; those shorter than `least` join their neighbors of the same kind."""
     found: dict[str, list[Span]] = {"compute": []}
-    least = made.seconds * (_FINEST if len(made.bars) <= _MANY else 4 * _FINEST)
     for bar in made.bars:
         spans = found.setdefault(bar.lane, [])
         last = spans[-1] if spans else None
@@ -96,7 +105,7 @@ def lanes(made: ScheduledStep) -> list[Lane]:
         else:
             detail = bar.kind if not bar.detail else f"{bar.kind}; {bar.detail}"
             spans.append(Span(bar.start, bar.start + bar.seconds, bar.label, tone, detail))
-    return [Lane(name, spans) for name, spans in found.items() if spans]
+    return found
 
 
 def words(made: ScheduledStep) -> list[str]:
