@@ -73,11 +73,43 @@ if (device) {
   document.activeElement.blur();
   found.dark_again = document.querySelectorAll(".lit").length === 0;
 }
+const zoom = document.querySelector(".zoom");
+if (zoom) {
+  const wide = () => zoom.firstElementChild.getBoundingClientRect().width;
+  const before = wide();
+  for (let times = 0; times < 4; times++) zoom.dispatchEvent(new KeyboardEvent("keydown", { key: "+" }));
+  found.zoomed = Math.round(100 * wide() / before) / 100;
+  const layer = zoom.querySelector(".zoomed > g:last-child");
+  found.finer_ticks = [...layer.querySelectorAll(".tick")].map((tick) => tick.textContent);
+  const event = new WheelEvent("wheel", { ctrlKey: true, deltaY: -100, clientX: innerWidth / 2, cancelable: true });
+  zoom.dispatchEvent(event);
+  found.zoomed_by_wheel = event.defaultPrevented && Math.round(100 * wide() / before) / 100 > found.zoomed;
+  zoom.previousElementSibling.querySelector('[aria-label="Show all"]').click();
+  found.zoomed_out = wide() === before;
+}
+found.tips = {};
+for (const kind of [".span", ".plot .point.front"]) {
+  const node = document.querySelector(kind);
+  if (!node) continue;
+  node.dispatchEvent(new PointerEvent("pointerover", { bubbles: true, clientX: 40, clientY: 40 }));
+  const tip = document.querySelector(".tip");
+  found.tips[kind] = [tip.textContent, getComputedStyle(tip).display];
+  document.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
+}
+found.width = innerWidth;
+const squeezed = [...document.querySelectorAll("td:not(.number)")].filter((cell) => cell.clientHeight > 120);
+found.squeezed = squeezed.map((cell) => cell.textContent);
 found.buttons = [...document.querySelectorAll(".command button")].map((button) => button.textContent);
 found.paper = getComputedStyle(document.body).backgroundColor;
 found.network = performance.getEntriesByType("resource").map((entry) => entry.name);
 document.documentElement.dataset.found = JSON.stringify(found);
+parent.postMessage(document.documentElement.dataset.found, "*");
 """
+# Windows are at least 500 pixels wide; a narrower page is shown in a frame, which sends what it found.
+FRAME = """<body><iframe src="looked_at.html" style="border:0" width="WIDTH" height="900"></iframe><script>
+addEventListener("message", (event) => { document.documentElement.dataset.found = event.data; });
+</script></body>"""
+NARROWEST = 500
 
 
 @dataclass(frozen=True)
@@ -100,9 +132,17 @@ def browse(path, folder, *, width=1200, dark=False):
     html = html.replace("</body>", f"<script>{SCRIPT}</script></body>")
     copy = Path(folder) / "looked_at.html"
     copy.write_text(html, encoding="utf-8")
+    if width < NARROWEST:
+        copy = copy.with_name("frame.html")
+        copy.write_text(FRAME.replace("WIDTH", str(width)), encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"]
     options += ["--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking", "--no-first-run"]
-    options += [f"--user-data-dir={Path(folder) / 'profile'}", f"--window-size={width},1000", "--dump-dom"]
+    options += [
+        f"--user-data-dir={Path(folder) / 'profile'}",
+        f"--window-size={max(width, NARROWEST)},1000",
+        "--dump-dom",
+    ]
+    options += ["--virtual-time-budget=5000"] if width < NARROWEST else []
     options += ["--blink-settings=preferredColorScheme=0"] if dark else []
     done = subprocess.run([program, *options, copy.as_uri()], capture_output=True, text=True, timeout=120, check=True)
     console = [line.partition("CONSOLE")[2] for line in done.stderr.splitlines() if "CONSOLE" in line]

@@ -7,14 +7,17 @@ from meshwright.pages import (
     Bar,
     Figure,
     Lane,
+    Level,
     Mark,
     Markup,
     Moment,
+    Point,
     Section,
     Series,
     Span,
     Tile,
     TileGrid,
+    area_chart,
     command,
     headline,
     join,
@@ -22,6 +25,7 @@ from meshwright.pages import (
     make_page,
     mesh_picture,
     prose,
+    scatter_chart,
     side_by_side,
     stacked_bars,
     stacked_columns,
@@ -33,6 +37,11 @@ from meshwright.pages import (
 
 STEPS = list(range(1, 101))
 NASTY = "</script><script>alert(1)</script>\"'&<b>\x00\ud800"
+
+
+def visible(words):
+    """Returns a text as a page shows it, without control characters and lone surrogates."""
+    return words.replace("\x00", "\\x00").replace("\ud800", "\\ud800")
 
 
 def every_piece():
@@ -51,6 +60,21 @@ def every_piece():
         timeline(
             "Overlap",
             [Lane("compute", [Span(0, 2, NASTY)]), Lane("links", [Span(1, 3, "gather", 2)], [Moment(2, "m")])],
+        ),
+        area_chart(
+            "Areas",
+            [Level(at, at + 1, {NASTY: 3.0, "activations": at % 7}) for at in range(400)],
+            x_name="time",
+            x_unit="ms",
+            capacity=10,
+        ),
+        scatter_chart(
+            "Dots",
+            [Point(at, 100 / at, f"{NASTY} {at}", at < 8) for at in range(1, 10)],
+            x_name="memory",
+            x_unit="GiB",
+            y_name="time",
+            limit=8,
         ),
         mesh_picture("Mesh", {"dp": 2, "fsdp": 2, "tp": 2}),
         mesh_picture("Large", {"pp": 2, "dp": 16, "fsdp": 64, "tp": 8}),
@@ -88,11 +112,13 @@ def test_sections_are_in_the_contents():
 def test_every_piece_is_drawn_in_a_browser(browse, tmp_path, dark):
     path = tmp_path / "page.html"
     path.write_text(every_piece(), encoding="utf-8")
-    seen = browse(path, dark=dark, width=500 if dark else 1200)
+    seen = browse(path, dark=dark, width=390 if dark else 1200)
     assert seen.console == []
     assert seen.found["problems"] == []
+    assert seen.found["width"] == (390 if dark else 1200)
     assert seen.found["network"] == []
-    assert seen.found["curves"] == 6  # each step, evaluations and their dots; Spikes, Log and the dot of One
+    # Each step, evaluations and their dots; Spikes, Log, the dot of One and two areas.
+    assert seen.found["curves"] == 8
     assert seen.found["paper"] == ("rgb(19, 21, 25)" if dark else "rgb(255, 255, 255)")
 
 
@@ -110,6 +136,14 @@ def test_a_page_responds_to_keys_and_pointer(browse, tmp_path):
     assert found["lit_by_key"] == "1"
     assert found["dark_again"]
     assert found["buttons"] == ["Copy"]
+    assert found["zoomed"] == 16
+    assert found["finer_ticks"] == ["1.5 s", "1.6 s"]
+    assert found["zoomed_by_wheel"]
+    assert found["zoomed_out"]
+    assert found["tips"] == {
+        ".span": [visible(f"{NASTY}: 2 s, from 0 s"), "block"],
+        ".plot .point.front": [visible(f"{NASTY} 1: 100, 1 GiB"), "block"],
+    }
 
 
 def test_the_browser_detects_broken_pages(browse, tmp_path):

@@ -186,6 +186,8 @@ function zoomable(zoom) {
   }));
   const seconds = parseFloat(svg.dataset.seconds), bottom = svg.getAttribute("height") - 24;
   const layer = svg.appendChild(document.createElementNS(svg.namespaceURI, "g"));
+  const lines = document.createElementNS(svg.namespaceURI, "g");
+  svg.prepend(lines);
   let scale = 1;
   const draw = (name, attributes, text = "") => {
     const node = document.createElementNS(svg.namespaceURI, name);
@@ -196,21 +198,24 @@ function zoomable(zoom) {
   };
   const label = () => {
     layer.replaceChildren();
+    lines.replaceChildren();
     svg.classList.toggle("zoomed", scale > 1);
     for (const name of svg.querySelectorAll(".lane-name")) name.setAttribute("x", scale > 1 ? zoom.scrollLeft : 0);
     if (scale === 1) return;
     const width = wide.clientWidth, from = zoom.scrollLeft, to = from + zoom.clientWidth;
     for (const { rect, left, share, name } of spans) {
       const start = Math.max(left * width, from), end = Math.min((left + share) * width, to);
-      if (end - start < 7.5 * name.length + 8) continue;
+      // "attention, backward", or at least "attention".
+      const fits = [name, name.split(", ")[0]].find((text) => end - start >= 7.5 * text.length + 8);
+      if (!fits) continue;
       const tone = rect.getAttribute("fill").match(/\d+/)[0] % 6;
-      draw("text", { x: (start + end) / 2, y: +rect.getAttribute("y") + 16, class: `part-label halo-${tone}` }, name);
+      draw("text", { x: (start + end) / 2, y: +rect.getAttribute("y") + 16, class: `part-label halo-${tone}` }, fits);
     }
     if (!(seconds > 0)) return;
     const step = roundStep(seconds * zoom.clientWidth / width / Math.max(2, zoom.clientWidth / 160));
     for (let tick = Math.ceil(seconds * from / width / step); tick * step <= seconds * to / width; tick++) {
       const x = tick * step / seconds * width;
-      layer.prepend(draw("line", { x1: x, x2: x, y1: 0, y2: bottom, class: "grid" }));
+      lines.append(draw("line", { x1: x, x2: x, y1: 0, y2: bottom, class: "grid" }));
       draw("text", { x, y: bottom + 16, class: "tick x" }, shortTime(tick * step));
     }
   };

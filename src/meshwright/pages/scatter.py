@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,7 +77,7 @@ def scatter_chart(
     frame = Frame(0.0, right, best / 1.1, top, height, log=top > 4 * best)
     dots = [_dot(point, frame, show, x_unit, "point" if point.fits else "point over") for point in others]
     dots += [_dot(point, frame, show, x_unit, "point front", focus=True) for point in front]
-    lines = [_stair(frame, first, second) for first, second in zip(front, front[1:], strict=False)]
+    lines = [_stair(frame, first, second) for first, second in itertools.pairwise(front)]
     edge = None
     if limit is not None:
         x = f"{100 * frame.x(limit):.3f}%"

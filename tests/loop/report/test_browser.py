@@ -26,7 +26,7 @@ def test_a_narrow_dark_page_of_a_run_that_was_killed(fake_run, browse):
     folder = fake_run(steps=120, finished=False, mfu=True, mesh="dp:2,fsdp:4,tp:8")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 121, "loss": NaN}\n{"step": 122, "lo')
-    seen = browse(build_report(folder), width=500, dark=True)
+    seen = browse(build_report(folder), width=390, dark=True)
     assert seen.console == []
     assert seen.found["problems"] == []
     assert seen.found["network"] == []

@@ -157,8 +157,9 @@ def test_a_narrow_dark_page_with_a_pipeline_on_slices(browse, tmp_path):
     assert "2 stages process 4 microbatches; each is idle 20.0% of the time (computed)." in text
     # On v5e only dims of size 16 wrap around.
     assert "Chips of each of 2 slices are linked along x (4, a line), y (4, a line)." in text
-    seen = browse(path, width=500, dark=True)
+    seen = browse(path, width=390, dark=True)
     assert seen.console == []
+    assert seen.found["squeezed"] == []
     assert seen.found["problems"] == []
     assert seen.found["network"] == []
     assert seen.found["paper"] == "rgb(19, 21, 25)"

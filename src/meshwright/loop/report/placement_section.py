@@ -72,28 +72,32 @@ def layout_section(run: RunRecord) -> Section:
     often = ", without replication." if copies < 1.005 else f", so each byte is stored {copies:.1f} times on average."
     rows = leaf_rows(layout.leaves)
     rows = sorted(rows, key=lambda row: (not row[0].startswith("params/"), row[0]))
-    shown = table(HEADINGS, rows[:MAX_ROWS], right=(5,), code=(0, 1, 2, 3, 4))
-    rest = None
-    if len(rows) > MAX_ROWS:
-        others = table(HEADINGS, rows[MAX_ROWS:], right=(5,), code=(0, 1, 2, 3, 4))
-        rest = fold(f"{len(rows) - MAX_ROWS:,} more rows", others)
     folded = f", in {len(rows):,} rows" if len(rows) < len(layout.leaves) else ""
-    pictures = [leaf_picture(leaf, layout) for leaf in _largest(layout)]
     text = prose(counted, stored + often, "Hover over a device to see its tiles.")
-    leaves = fold(f"All {len(layout.leaves):,} leaves{folded}", shown, rest)
-    return Section("Layout", join([text, held, side_by_side(*pictures), leaves]))
-
-
-def _largest(layout: Layout) -> list[LeafLayout]:
-    """Returns the largest parameters, one per shape and spec, and only one replicated leaf."""
+    leaves = fold(f"All {len(layout.leaves):,} leaves{folded}", leaf_table(rows))
     params = [leaf for leaf in layout.leaves if leaf.name.startswith("params/")] or list(layout.leaves)
+    return Section("Layout", join([text, held, leaf_pictures(params, layout), leaves]))
+
+
+def leaf_table(rows: Sequence[Sequence[str]]) -> Markup:
+    """Returns the table of `leaf_rows`, with most of a long one folded."""
+
+    def shown(some: Sequence[Sequence[str]]) -> Markup:
+        return table(HEADINGS, some, right=(5,), code=(0, 1, 2, 3, 4))
+
+    more = fold(f"{len(rows) - MAX_ROWS:,} more rows", shown(rows[MAX_ROWS:])) if len(rows) > MAX_ROWS else None
+    return join([shown(rows[:MAX_ROWS]), more])
+
+
+def leaf_pictures(leaves: Sequence[LeafLayout], layout: Layout) -> Markup:
+    """Returns pictures of the largest leaves, one per shape and spec, and only one replicated leaf."""
     found: dict[Any, LeafLayout] = {}
-    for leaf in sorted(params, key=lambda leaf: -leaf.bytes_total):
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.bytes_total):
         found.setdefault(None if leaf.is_replicated else (leaf.stored_shape, leaf.spec), leaf)
-    return list(found.values())[:MAX_PICTURES]
+    return side_by_side(*(_leaf_picture(leaf, layout) for leaf in list(found.values())[:MAX_PICTURES]))
 
 
-def leaf_picture(leaf: LeafLayout, layout: Layout) -> Markup:
+def _leaf_picture(leaf: LeafLayout, layout: Layout) -> Markup:
     """Returns a picture of the tiles of a leaf and the devices that hold them."""
     grids = [
         TileGrid(

@@ -23,7 +23,6 @@ from meshwright.plan.compiled.hlo import (
     tuple_parts,
 )
 from meshwright.plan.compiled.matmuls import Matmuls, estimated_cycles, merged_hops
-from meshwright.plan.compiled.memory_trace import trace_memory
 from meshwright.plan.compiled.origin import Origins
 from meshwright.plan.compiled.scheduled_steps import Recorder, Steps
 
@@ -174,7 +173,7 @@ def read_schedule(text: str, *, with_steps: bool = False) -> ProgramSchedule:
         1
     """
     program = parse_program(text)
-    recorder = Recorder(trace_memory(program).live, has_cycles="estimated_cycles" in text) if with_steps else None
+    recorder = Recorder(program, has_cycles="estimated_cycles" in text) if with_steps else None
     reader = _Reader(program, recorder)
     reader.walk(reader.program.entry, 1)
     return ProgramSchedule(

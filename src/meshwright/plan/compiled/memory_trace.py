@@ -141,7 +141,7 @@ class _Walker:
             known = self.buffers[place]
             if known.part != "temporaries":
                 continue
-            if self._sums_gradients(known):
+            if "jvp(" not in known.source.replace("transpose(jvp(", "") and self._sums_gradients(known):
                 known.part = "gradients"
             elif known.is_forward and 0 <= known.last < len(inside) and is_backward(inside[known.last].op_name):
                 known.part = "activations"  # the forward pass writes it, and the backward pass reads it
@@ -172,7 +172,7 @@ class _Walker:
         """Whether a buffer is in float32 and has the dims of a parameter, or those of one that is gathered."""
         dims = array_dims(known.shape)
         return known.shape.startswith("f32") and any(
-            len(dims) == len(other)
+            len(dims) == len(other) > 1
             and not any(mine % size for mine, size in zip(dims, other, strict=True))
             and sum(mine != size for mine, size in zip(dims, other, strict=True)) < 2
             for other in self.trained
@@ -355,4 +355,5 @@ def _part(one: Instruction) -> str:
 
 
 def is_backward(name: str) -> bool:
+    """Whether an operation belongs to the backward pass, by its name."""
     return "transpose(" in name

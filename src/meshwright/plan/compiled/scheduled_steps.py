@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from meshwright.plan.compiled.hlo import Instruction
-from meshwright.plan.compiled.memory_trace import buffer_bytes, is_backward
+from meshwright.plan.compiled.hlo import Instruction, Program
+from meshwright.plan.compiled.memory_trace import buffer_bytes, is_backward, trace_memory
 from meshwright.plan.compiled.origin import last_scope
 
 _SHAPES = re.compile(r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?")
@@ -25,7 +26,7 @@ class Work:
         name: part of the model and pass, e.g. "attention, backward".
         flops: FLOPs of its matmuls.
         cycles: the compiler's cycle estimate (TPUs), or 0.
-        moved: bytes that its instructions read and write, at most.
+        moved: bytes that its instructions write.
         live: the most bytes that are live during it, by part.
         stretch: index into `ProgramSchedule.stretches`; -1 if no transfer is in flight.
         kernels: number of kernels, whose FLOPs and cycles the compiler does not know.
@@ -77,14 +78,15 @@ Steps: TypeAlias = tuple[Step, ...]
 class Recorder:
     """Builds the steps of a program while a reader walks it."""
 
-    def __init__(self, live: Mapping[tuple[str, str], Mapping[str, int]], *, has_cycles: bool) -> None:
-        self._live, self._has_cycles = live, has_cycles
+    def __init__(self, program: Program, *, has_cycles: bool) -> None:
+        self._program, self._has_cycles = program, has_cycles
+        self._live = trace_memory(program).live
         self._open: list[list[Step]] = [[]]
 
     def work(self, computation: str, one: Instruction, *, flops: float, cycles: int, stretch: int) -> None:
         """Adds an instruction, to the last work if it continues it or takes no time."""
         live = self._live.get((computation, one.name), {})
-        moved = 0.0 if one.opcode in _FREE else float(_bytes(one.result))
+        moved = 0.0 if one.opcode in _FREE else float(self._written(computation, one))
         added = Work(part_of(one.op_name), flops, cycles, moved, live, stretch, int(_KERNEL in one.attributes))
         here = self._open[-1]
         last = here[-1] if here else None
@@ -93,6 +95,14 @@ class Recorder:
             here[-1] = _together(last, added, last.name)
         else:
             here.append(added)
+
+    def _written(self, computation: str, one: Instruction) -> int:
+        """Returns the bytes that an instruction writes; an update in place writes only its slice."""
+        whole = _bytes(one.result)
+        if "dynamic-update-slice" not in one.opcode + one.name.replace("_", "-"):
+            return whole
+        operands = (self._program.instruction(computation, name) for name in one.inputs)
+        return sum(size for known in operands if known is not None and (size := _bytes(known.result)) < whole)
 
     def wait(self, place: int) -> None:
         self._open[-1].append(Wait(place))
@@ -223,7 +233,7 @@ def _fewer(steps: list[Step]) -> list[Step]:
     while sum(isinstance(one, Work) for one in steps) > MAX_WORKS:
         pairs = [
             (_size(first) + _size(second), place)
-            for place, (first, second) in enumerate(zip(steps, steps[1:], strict=False))
+            for place, (first, second) in enumerate(itertools.pairwise(steps))
             if isinstance(first, Work) and isinstance(second, Work) and first.stretch == second.stretch
         ]
         if not pairs:

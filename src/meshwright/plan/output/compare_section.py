@@ -48,12 +48,9 @@ def compare_section(plans: Sequence[Plan], subject: PlannedJob, found: Search | 
         made.append(candidates_chart(found))
     if timed:
         times = [{part: getattr(plan.time, part).value for part in PARTS} for plan in timed]
-        names = [
-            f"{place}. {plan.setup.mesh} ({band_words(plan.time)})"
-            for place, plan in enumerate(timed, 1)
-            if plan.time is not None
-        ]
-        made += [time_bars(names, times), ranking_table(timed).markup()]
+        names = [f"{place}. {plan.setup.mesh}" for place, plan in enumerate(timed, 1)]
+        bands = [f" ({band_words(plan.time)})" for plan in timed if plan.time is not None]
+        made += [time_bars(list(map(str.__add__, names, bands)), times), ranking_table(timed).markup()]
         made.append(tag("h3", "Commands"))
         for label, plan in zip(names, timed, strict=True):
             line = train_command(plan, subject)

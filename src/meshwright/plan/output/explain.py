@@ -107,16 +107,16 @@ def explain(before: PlanData, after: PlanData) -> tuple[Explanation, ...]:
 
 
 def band_of(plan: PlanData) -> str:
-    """Returns the band of a plan's step time in parentheses; "" if it has none.
+    """Returns the band of a plan's step time; "" if it has none.
 
     >>> band_of({"time": {"step": {"value": 1.0}, "error": 0.25}}), band_of({"time": None})
-    (' (800 ms to 1.25 s per step)', '')
+    ('800 ms to 1.25 s', '')
     """
     error = (plan["time"] or {}).get("error")
     if not error:
         return ""
     step = _seconds(plan, "step")
-    return f" ({duration(step / (1 + error))} to {duration(step * (1 + error))} per step)"
+    return f"{duration(step / (1 + error))} to {duration(step * (1 + error))}"
 
 
 def signed(value: float, unit: str) -> str:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from meshwright.layout import Layout, LeafLayout, format_bytes
-from meshwright.layout.leaf import HEADINGS, leaf_rows
-from meshwright.loop.report.placement_section import leaf_picture
+from meshwright.layout.leaf import leaf_rows
+from meshwright.loop.report.placement_section import leaf_pictures, leaf_table
 from meshwright.mesh.string import parse_mesh
-from meshwright.pages import Markup, Section, fold, join, mesh_picture, prose, side_by_side, table
+from meshwright.pages import Markup, Section, fold, join, mesh_picture, prose, table
 from meshwright.plan.costs.links import LINK_SHARE, axis_links
 from meshwright.plan.output.axes_picture import axes_picture
 from meshwright.plan.plan import Plan
 from meshwright.plan.target import Target
 
-MAX_ROWS, MAX_PICTURES = 60, 4
 LARGE = 2**20  # bytes; smaller replicated parameters are not mentioned
 
 
@@ -64,15 +62,8 @@ def layout_section(layout: Layout) -> Section:
         _copies(params, layout.mesh.size),
         "Hover over a device to see its shard.",
     )
-    rows = leaf_rows(params)
-    options: dict[str, Any] = {"right": (5,), "code": (0, 1, 2, 3, 4)}
-    pictures = side_by_side(*(leaf_picture(leaf, layout) for leaf in _largest(params)))
-    made = [said, pictures, table(HEADINGS, rows[:MAX_ROWS], **options)]
-    if len(rows) > MAX_ROWS:
-        made.append(fold(f"{len(rows) - MAX_ROWS:,} more rows", table(HEADINGS, rows[MAX_ROWS:], **options)))
-    other = leaf_rows(rest)
-    made.append(fold(f"Optimizer and other state, {len(rest):,} leaves", table(HEADINGS, other, **options)))
-    return Section("Parameters", join(made))
+    other = fold(f"Optimizer and other state, {len(rest):,} leaves", leaf_table(leaf_rows(rest)))
+    return Section("Parameters", join([said, leaf_pictures(params, layout), leaf_table(leaf_rows(params)), other]))
 
 
 def _copies(params: Sequence[LeafLayout], num_devices: int) -> str:
@@ -82,11 +73,3 @@ def _copies(params: Sequence[LeafLayout], num_devices: int) -> str:
     named = ", ".join(f"{leaf.name} ({format_bytes(leaf.bytes_total)})" for leaf in whole[:4])
     more = f" and {len(whole) - 4} more" if len(whole) > 4 else ""
     return f"Every device holds a full copy of {named}{more}."
-
-
-def _largest(params: Sequence[LeafLayout]) -> list[LeafLayout]:
-    """Returns the largest leaves with different shapes or specs; at most one that is replicated."""
-    found: dict[Any, LeafLayout] = {}
-    for leaf in sorted(params, key=lambda leaf: -leaf.bytes_total):
-        found.setdefault(None if leaf.is_replicated else (leaf.stored_shape, leaf.spec), leaf)
-    return list(found.values())[:MAX_PICTURES]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from meshwright.layout import format_bytes
 from meshwright.pages import Level, Markup, area_chart, percent
@@ -26,16 +26,25 @@ def memory_chart(plan: Plan, made: ScheduledStep | None) -> Markup:
     else:
         levels, note = compiled_levels(plan, made)
     low, high = levels[0].start, levels[-1].end
+    # Round numbers of the unit that the peak has.
+    unit = max(size for size in (1, 2**10, 2**20, 2**30, 2**40) if size <= max(plan.memory.total, 1.0))
     scale = (1e3 if timed else 100) / ((1.0 if timed else high - low) or 1.0)
     return area_chart(
         "Memory over the step",
-        [Level((one.start - low) * scale, (one.end - low) * scale, one.amounts) for one in levels],
+        [
+            Level(
+                (one.start - low) * scale,
+                (one.end - low) * scale,
+                {name: size / unit for name, size in one.amounts.items()},
+            )
+            for one in levels
+        ],
         unit=plan.memory.basis if made is not None else "computed",
         x_name="time" if timed else "bytes written so far",
         x_unit="ms" if timed else "%",
-        capacity=plan.memory.capacity,
+        capacity=None if plan.memory.capacity is None else plan.memory.capacity / unit,
         capacity_label=f"{plan.target.kind} has",
-        show=format_bytes,
+        show=lambda amount: format_bytes(amount * unit),
         note=note,
     )
 
@@ -103,8 +112,3 @@ def _part_of(sizes: Mapping[str, float], *, activations: float, gradients: float
     shares = {"activations": activations, "ticks": activations, "gradients": gradients, "temporaries": working}
     shares |= {"gradients of a tick": gradients, "gathered weights": max(working, float(activations > 0))}
     return {name: size * shares.get(name, 1.0) for name, size in sizes.items()}
-
-
-def peak_of(levels: Sequence[Level]) -> float:
-    """Returns the highest total."""
-    return max(level.total for level in levels)

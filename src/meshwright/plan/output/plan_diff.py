@@ -248,7 +248,8 @@ def _both(one: str, other: str) -> str:
 def _title(plan: PlanData) -> str:
     setup = {name: value for name, value in plan["setup"].items() if name not in ("mesh", "rows")}
     words = " ".join([plan["setup"]["mesh"], *(f"{name}={value}" for name, value in setup.items())])
-    verdict = f"{plan['memory']['verdict']}{band_of(plan)}"
+    band = band_of(plan)
+    verdict = plan["memory"]["verdict"] + (f" A step takes {band}." if band else "")
     return f"{words}, {plan['rows']:,} rows on {plan['target']['title']}: {verdict}"
 
 

@@ -292,31 +292,44 @@ def build_diff_page(compared: PlanDiff, path: str | Path) -> Path:
 def render_diff(compared: PlanDiff) -> str:
     """Returns the page about a difference: a single HTML file that needs no network access."""
     sides = (compared.before, compared.after)
-    names = [f"{letter}: {plan['setup']['mesh']}" for letter, plan in zip("AB", sides, strict=True)]
-    banded = [f"{name}{band_of(plan)}" for name, plan in zip(names, sides, strict=True)]
-    targets = " and ".join(dict.fromkeys(plan["target"]["name"] for plan in sides))
-    head = [tag("p", "Two plans", class_="eyebrow"), tag("h1", f"{' and '.join(names)} on {targets}")]
+    names = [f"{letter}: {words}" for letter, words in zip("AB", _told_apart(sides), strict=True)]
+    targets = dict.fromkeys(plan["target"]["name"] for plan in sides)
+    title = " and ".join(names) + (f" on {next(iter(targets))}" if len(targets) == 1 else "")
+    head = [tag("p", "Two plans", class_="eyebrow"), tag("h1", title)]
     head += [tag("p", one.headline) for one in compared.explanations]
     figures = [part for part in compared.summary().parts if isinstance(part, Table)]
     shown = [join([tag("h3", one.title), one.markup()]) for one in figures]
     sections = [
         why_section(compared),
-        Section("Side by side", join(_side_by_side(sides, banded))),
+        Section("Side by side", join(_side_by_side(sides, names))),
         Section("All figures", join(shown) if shown else tag("p", "No figure differs.")),
     ]
     made = time.strftime("%Y-%m-%d", time.gmtime())
     return make_page(
-        f"{' and '.join(names)} on {targets} \u00b7 difference",
+        f"{title} \u00b7 difference",
         head=join(head),
         sections=sections,
         foot=f"Made by Meshwright on {made}. Nothing was run. This file needs no network access.",
     )
 
 
+def _told_apart(plans: Sequence[PlanData]) -> list[str]:
+    """Returns the mesh of each plan and the options in which they differ, and their targets if those differ."""
+    options = [name for name in plans[0]["setup"] | plans[1]["setup"] if name not in ("mesh", "rows")]
+    setups = [plan["setup"] for plan in plans]
+    differ = [name for name in options if setups[0].get(name) != setups[1].get(name)]
+    shown = [" ".join([one["mesh"], *(f"{name}={one[name]}" for name in differ if name in one)]) for one in setups]
+    targets = [plan["target"]["name"] for plan in plans]
+    return (
+        shown if targets[0] == targets[1] else [f"{one} on {where}" for one, where in zip(shown, targets, strict=True)]
+    )
+
+
 def _side_by_side(plans: Sequence[PlanData], names: Sequence[str]) -> list[Markup]:
     made = []
     if all(plan["time"] is not None for plan in plans):
-        made.append(time_bars(names, [{part: plan["time"][part]["value"] for part in PARTS} for plan in plans]))
+        banded = [f"{name} ({band_of(plan) or 'no band'})" for name, plan in zip(names, plans, strict=True)]
+        made.append(time_bars(banded, [{part: plan["time"][part]["value"] for part in PARTS} for plan in plans]))
     sizes = [{part["name"]: part["bytes"] for part in plan["memory"]["parts"]} for plan in plans]
     # Bookkeeping is a few bytes.
     kinds = {

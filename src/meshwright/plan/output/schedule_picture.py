@@ -19,7 +19,8 @@ from meshwright.plan.plan import Plan
 ROUNDS = 2  # of each loop, drawn one by one
 KINDS = ("matmuls", "memory traffic", "optimizer", "hidden communication", "exposed communication", "pipeline bubble")
 HIDDEN, EXPOSED = "hidden communication", "exposed communication"
-_FINEST = 1 / 5000  # of the step; shorter bars next to each other become one
+_FINEST = 1 / 5000  # of the step
+_MANY = 2500  # bars
 _ATTENTION_BACKWARD = 2.5  # time of attention's backward pass, in forward passes
 
 
@@ -82,9 +83,18 @@ def scheduled_step(plan: Plan) -> ScheduledStep | None:
 
 
 def lanes(made: ScheduledStep) -> list[Lane]:
-    """Returns the lanes of a timeline, compute first."""
-    found: dict[str, list[Span]] = {"compute": []}
+    """Returns the lanes of a timeline, compute first; neighbors that are too short to see are one bar."""
     least = made.seconds * _FINEST
+    found = _merged(made, least)
+    while sum(map(len, found.values())) > _MANY and least < 0.01 * made.seconds:
+        least *= 2
+        found = _merged(made, least)
+    return [Lane(name, spans) for name, spans in found.items() if spans]
+
+
+def _merged(made: ScheduledStep, least: float) -> dict[str, list[Span]]:
+    """Returns the bars of each lane; those shorter than `least` join their neighbors of the same kind."""
+    found: dict[str, list[Span]] = {"compute": []}
     for bar in made.bars:
         spans = found.setdefault(bar.lane, [])
         last = spans[-1] if spans else None
@@ -95,7 +105,7 @@ def lanes(made: ScheduledStep) -> list[Lane]:
         else:
             detail = bar.kind if not bar.detail else f"{bar.kind}; {bar.detail}"
             spans.append(Span(bar.start, bar.start + bar.seconds, bar.label, tone, detail))
-    return [Lane(name, spans) for name, spans in found.items() if spans]
+    return found
 
 
 def words(made: ScheduledStep) -> list[str]:
@@ -104,7 +114,8 @@ def words(made: ScheduledStep) -> list[str]:
     if made.loops:
         counts = ", ".join(f"{count:,}" for count in dict.fromkeys(made.loops))
         said.append(
-            f"Of each loop ({counts} rounds), the first {ROUNDS} rounds are drawn one by one, and the others as one block."
+            f"Of each loop ({counts} rounds), the first {ROUNDS} rounds are drawn one by one, and the others as one "
+            "block."
         )
     if made.late > 1e-3 * made.seconds:
         said.append(
@@ -216,7 +227,7 @@ class _Drawing:
     def _transfer(self, place: int, start: float, seconds: float, kind: str) -> None:
         one = self.compiled.collectives[place]
         self.free[self.lanes[place]] = start + seconds
-        detail = f"{one.serves or one.source}; {one.state}" + (f": {one.reason}" if one.reason else "")
+        detail = one.serves or one.source.rpartition("/")[2]
         self.made.bars.append(Bar(self.lanes[place], start, seconds, kind, one.kind, detail))
 
     def _loop(self, loop: Loop, at: float) -> float:

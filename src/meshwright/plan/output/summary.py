@@ -252,7 +252,7 @@ def ranking_table(plans: Sequence[Plan]) -> Table:
                 *((percent(plan.goodput.share),) if plan.goodput is not None else ()),
             )
         )
-    right = (3, 5, 6, 7, 8, 9, *((11,) if planned else ()))
+    right = (3, 4, 5, 6, 7, 8, 9, *((11,) if planned else ()))
     return Table("Best plans (times assumed)", tuple(headings), tuple(rows), right)
 
 

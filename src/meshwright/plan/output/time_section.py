@@ -39,7 +39,10 @@ def _picture(plan: Plan, time: TimePlan, made: ScheduledStep | None) -> Markup:
     title = "One step on one device"
     if made is None:
         why = "Computed, because nothing was compiled. It adds up time by kind: how long each takes, not when it runs."
-        return timeline(title, _lanes(plan, time), unit="computed, by kind; assumed times", keys=KEYS, note=why)
+        drawn = _lanes(plan, time)
+        used = {span.tone for lane in drawn for span in lane.spans}
+        keys = {kind: fill for kind, fill in KEYS.items() if fill in used}
+        return timeline(title, drawn, unit="computed, by kind; assumed times", keys=keys, note=why)
     keys = {kind: fill for kind, fill in KEYS.items() if made.total(kind) > 0}
     said = [
         "The compiled program in the order of its schedule, with the plan's times.",
