@@ -51,14 +51,15 @@ class LocalRanks:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._relays: dict[int, Relay] = {}
         self._oom_kills = 0
-        self._port = free_port()
+        self._port: socket.socket | None = None  # held for rank 0
 
     def start(self, slots: Sequence[int], extra: Sequence[str]) -> None:
         """Starts one rank for each slot; a slot has the same GPUs in every attempt."""
         for old in self.beats.glob("*.beat"):
             old.unlink()
         self._oom_kills = count_oom_kills()
-        self._port.close()
+        if self._port is not None:
+            self._port.close()
         self._port = free_port()
         port = int(self._port.getsockname()[1])
         for rank, slot in enumerate(slots):
@@ -119,7 +120,8 @@ class LocalRanks:
             process.wait()
         for relay in self._relays.values():
             relay.finish()
-        self._port.close()
+        if self._port is not None:
+            self._port.close()
 
     def _environment(self, rank: int, slot: int) -> dict[str, str]:
         own = {pulse.FOLDER: str(self.beats), pulse.RANK: str(rank), pulse.PARENT: str(os.getpid())}
