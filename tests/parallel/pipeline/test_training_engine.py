@@ -155,20 +155,32 @@ def test_compiled_memory_does_not_grow_with_microbatches(name, remat):
         assert temp_bytes("gpipe", 32) - temp_bytes("gpipe", 8) >= 24 * 256
 
 
-def test_layers_move_to_their_stages_and_back():
-    """Every piece of the stack is sent at most once, and each device sends and receives one per round."""
-    for schedule in (make_schedule("interleaved-1f1b", 4, 8, num_rounds=3), make_schedule("zb-v", 8, 8)):
-        n, rounds = schedule.num_stages, schedule.num_rounds
-        moves = make_moves(schedule.devices, n)
-        sent = sorted((home, one.taken[home]) for one in moves.rounds for home in range(n))
-        assert sent == [(home, piece) for home in range(n) for piece in range(rounds)]
-        assert all(sorted(one.sends) == list(range(n)) for one in moves.rounds)
-        for one in moves.rounds:
-            for home, device in enumerate(one.sends):
-                stage = home * rounds + one.taken[home]
-                assert schedule.devices[stage] == device
-                assert [s for s, d in enumerate(schedule.devices) if d == device][one.put[device]] == stage
-    assert make_moves((0, 1, 2), 3).rounds == ()
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_layers", "num_exchanges"),
+    [("interleaved-1f1b", 4, 24, 3), ("zb-v", 8, 16, 2), ("zb-v", 4, 30, 8), ("zb-v", 4, 12, 3), ("zb-h1", 4, 30, 0)],
+)
+def test_every_layer_moves_once_to_its_stage(name, num_stages, num_layers, num_exchanges):
+    schedule = make_schedule(name, num_stages, 8, num_rounds=3 if name == "interleaved-1f1b" else None)
+    moves, devices = make_moves(schedule.devices, num_stages, num_layers), schedule.devices
+    assert len(moves.rounds) == num_exchanges
+    assert sum(map(sum, moves.counts)) == num_layers
+    for one in moves.rounds:
+        assert max(len({move.source for move in one}), len({move.target for move in one})) == len(one)
+    where = {}
+    for move in (move for one in moves.rounds for move in one):
+        stored = -(-num_layers // num_stages)
+        for layer in range(moves.size):
+            where[move.source * stored + move.piece * moves.size + layer] = (
+                move.target,
+                move.slot * moves.size + layer,
+            )
+    expected, layer = {}, 0
+    for number, device in enumerate(devices):
+        turn = devices[:number].count(device)
+        for place in range(moves.counts[device][turn]):
+            expected[layer] = (device, turn * moves.num_slots + place)
+            layer += 1
+    assert not where or where == expected
 
 
 # --- Bad inputs ---
@@ -194,7 +206,11 @@ def run_bad(*, mesh="pp:2", layers=None, x=None, grad_of=0, **options):
     ("options", "message"),
     [
         ({"schedule": make_schedule("1f1b", 4, 2)}, "is for 4 stages; the pipeline has 2"),
-        ({"schedule": make_schedule("zb-v", 2, 2), "layers": {"w": jnp.ones(6)}}, r"6 % 4 = 2\.\nhint: use 4 or 8"),
+        (
+            {"schedule": make_schedule("zb-v", 2, 2), "layers": {"w": jnp.ones(6)}},
+            r"6 layers cannot be cut evenly into the 2 x 2 stages(.|\n)*takes no num_layers(.|\n)*multiple of 4",
+        ),
+        ({"num_layers": 9}, "2 devices hold 2 layers each, which does not fit num_layers=9"),
         ({"layers": {"w": jnp.ones(4), "b": jnp.ones(2)}}, r"different leading dims: \[1, 2\]"),
         ({"schedule": make_schedule("1f1b", 2, 3)}, "cannot cut a batch of 4 rows into 3 microbatches"),
         ({"grad_of": 1}, r"computes gradients of parameters only(.|\n)*stop_gradient"),
