@@ -79,7 +79,7 @@ def open_folder(path: Path | str) -> Path:
     """Returns the folder, made if it is missing; raises unless it is in memory and this user's alone.
 
     Example:
-        >>> open_folder("/tmp/snapshots")
+        >>> open_folder("/sys/snapshots")
         Traceback (most recent call last):
         meshwright.errors.ConfigError: snapshots need /dev/shm in memory, and this host has none.
         hint: leave out --snapshot-every; checkpoints work without it.
