@@ -68,6 +68,7 @@ def save(checkpoints, *steps):
     for step in steps:
         checkpoints.save(state(step), step=step, layout=layout, facts={"x": step})
     checkpoints.close()
+    multihost_utils.sync_global_devices("process 0 has finished the last upload")
 """
 
 STEPS = """

@@ -176,7 +176,9 @@ def start_writing_alone(folder: Path, tree: Nested) -> Any:
         use_compression=False,
         multiprocessing_options=alone,
     )
-    checkpointer = ocp.AsyncCheckpointer(handler, multiprocessing_options=alone)
+    # Otherwise Orbax signals that the folder exists under a name without the process, so one could start too early.
+    directly = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    checkpointer = ocp.AsyncCheckpointer(handler, multiprocessing_options=alone, async_options=directly)
     checkpointer.save(folder, args=ocp.args.PyTreeSave(tree))
     return _AloneResponse(checkpointer)
 

@@ -170,8 +170,8 @@ def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mappin
         # Of a loop over stacked layers, XLA holds all merged matrices and all their gradients; otherwise the gradient
         # of a matrix takes its place.
         held = {leaf.name.removeprefix("params/"): leaf for leaf in param_leaves(layout)}
-        copies = {name: 2 if len(held[name].shape) > 2 else 1 for name in profile.merged}
-        size = math.fsum(copies[name] * local_size(held[name]) * width for name, width in profile.merged.items())
+        times = {name: 2 if len(held[name].shape) > 2 else 1 for name in profile.merged}
+        size = math.fsum(times[name] * local_size(held[name]) * width for name, width in profile.merged.items())
         merged = Part("merged matrices", size, "assumed", "of the base and its adapters, or their gradients")
         return [grads, merged, gathered, narrow]
     return [grads, _tick_gradients(profile, layout, setup, sizes), gathered, narrow]
