@@ -229,9 +229,9 @@ def search_summary(
 
 def ranking_table(plans: Sequence[Plan]) -> Table:
     """Returns one row per plan."""
-    headings = ("", "mesh", "setup", "step", "MFU", "tokens/s", "memory", "sent", "exposed", "memory and links")
     planned = any(plan.goodput is not None for plan in plans)
-    headings += ("goodput",) if planned else ()
+    headings: tuple[str, ...] = ("", "mesh", "setup", "step", "MFU", "tokens/s", "memory", "sent", "exposed")
+    headings += ("memory and links", "goodput") if planned else ("memory and links",)
     rows = []
     for place, plan in enumerate(plans, 1):
         assert plan.time is not None
