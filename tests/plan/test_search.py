@@ -1,6 +1,8 @@
 """The search: candidates, ranking, rejections and speed."""
 
 import functools
+import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,9 +12,10 @@ from meshwright.models import Decoder
 from meshwright.plan import search as search_module
 from meshwright.plan.compiled.compile import Compiled, CompileError
 from meshwright.plan.costs.job_costs import profile_job
+from meshwright.plan.output.commands import PlannedJob, train_command
 from meshwright.plan.plan import make_plan, mesh_problem
 from meshwright.plan.search import compile_best, largest_batch, search
-from meshwright.plan.search_limits import parse_constraints
+from meshwright.plan.search_limits import MICROBATCHES, PIPELINES, parse_constraints
 from meshwright.plan.step_setup import Setup
 from meshwright.train.jobs.language_job import language_job
 
@@ -95,7 +98,7 @@ def test_rejections_have_reasons():
 def test_axes_that_do_not_divide_the_model():
     model = Decoder.named("tiny", num_layers=6)  # 8 heads
     job = language_job(model, batch_size=256, num_tokens=64)
-    result = search(job, "h200:2x8", constraints="dp=1, fsdp=1, minibatches=1")
+    result = search(job, "h200:2x8", constraints="dp=1, fsdp=1, minibatches=1, pipeline=gpipe")
     reasons = {item.setup.mesh: item.reason for item in result.rejected}
     assert reasons == {
         "tp:16": "heads not divisible",
@@ -147,6 +150,21 @@ def test_jobs_without_tokens_are_not_refused_for_them():
     assert mesh_problem(seven()[0], replace(without, has_tokens=True), {"tp": 2}) is not None
     assert mesh_problem(seven()[0], without, {"tp": 2}) is None
     assert replace(found(constraints="tp=1, pp=1"), profile=without).batch_words == "256 rows"
+
+
+def test_pipeline_schedules_are_searched():
+    result = found("v5p:2x2x4", "pp=4, tp=1, remat=dots, minibatches=1, batch=512 rows")
+    tried = [*(plan.setup for plan in result.ranked), *(item.setup for item in result.rejected)]
+    names = Counter((setup.pipeline, setup.num_microbatches) for setup in tried if setup.mesh == "fsdp:4,pp:4")
+    assert set(names) == {(None, None), *itertools.product(PIPELINES, [4 * each for each in MICROBATCHES])}
+    fit = {(plan.setup.pipeline, plan.setup.num_microbatches): plan for plan in result.ranked}
+    one, zero = fit["1f1b", 64], fit["zb-v", 64]
+    assert zero.time.bubble.value < one.time.bubble.value / 3
+    command = train_command(zero, PlannedJob(model="decoder-7b", num_tokens=4096))
+    assert command.endswith("--precision mixed --pipeline zb-v --microbatches 64")
+    only = found("v5p:2x2x4", "pp=4, tp=1, remat=dots, batch=512 rows, pipeline=zb-v, microbatches=16")
+    tried = [item.setup for item in (*only.ranked, *only.rejected)]
+    assert {(setup.pipeline, setup.num_microbatches) for setup in tried} == {("zb-v", 16)}
 
 
 def test_only_dp_crosses_slices():

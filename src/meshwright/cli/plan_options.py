@@ -28,7 +28,7 @@ class StepOptions:
         minibatches: Number of minibatches per step, for gradient accumulation; if unset, 1, and a search tries 1 to 32.
         sync: How often devices exchange the gradients of minibatches; if unset, hybrid, and a search also tries once.
         pipeline: Pipeline schedule; if unset, the job's (gpipe), and a search tries all.
-        microbatches: Number of microbatches in a pipeline; if unset, twice the number of stages, and a search tries 4x.
+        microbatches: Number of microbatches in a pipeline; if unset, 2 per stage, and a search tries 2 to 32.
         overlap: Ask the compiler to overlap collectives with matmuls.
         optimizer: Name of an optax optimizer.
         compile: Compile the step for the machine, if its compiler is installed.
@@ -37,7 +37,7 @@ class StepOptions:
         price: Price per device-hour, in dollars.
         mtbf: Mean hours between two failures of one chip; if set, the plan has the expected goodput.
         restart: Seconds from a failure until the checkpoint begins to load, with --mtbf; 300 if unset.
-        storage_rate: GiB per second that all hosts together write and read, with --mtbf; 1 per host and at most 100 if unset.
+        storage_rate: GiB/s that all hosts together write and read, with --mtbf; 1 per host, at most 100, if unset.
         json: Print JSON.
         html: Write an HTML page to this file.
     """

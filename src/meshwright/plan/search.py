@@ -149,6 +149,7 @@ def search(
         if view.view == "global" and "sync" in constraints.choices:
             layout = "sync in the global view", f"the step runs in the global view ({view.reason}), without sync modes"
         for setup in _variants(first, constraints, remats, view.view, mesh_sizes(spec).get("pp", 1)):
+            found: Plan | Rejected
             if isinstance(layout, Layout) and (problem := mesh_problem(job, profile, mesh_sizes(spec), setup)):
                 found = Rejected(setup, *problem)
             elif isinstance(layout, Layout):

@@ -15,7 +15,7 @@ SYNCS = ("hybrid", "once")
 MINIBATCHES = (1, 2, 4, 8, 16, 32)
 PIPELINES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 """Schedules that a search tries beside the job's own."""
-MICROBATCHES = (2, 4)
+MICROBATCHES = (2, 4, 8, 16, 32)
 """Numbers of microbatches that a search tries for them, per stage."""
 MOST_STAGES = 16
 """The longest pipelines for which a search tries them."""
@@ -50,7 +50,7 @@ class Constraints:
 
 
 def parse_constraints(text: str) -> Constraints:
-    """Parses constraints, separated by commas or spaces: `tp<=8`, `pp=1`, `batch=4M tokens`, `batch=512 rows`, `remat=full|dots`.
+    """Parses constraints, separated by commas or spaces: `tp<=8`, `pp=1`, `batch=4M tokens`, `remat=full|dots`.
 
     Example:
         >>> parse_constraints("tp<=8, batch=4M tokens, remat=full|dots").batch_tokens

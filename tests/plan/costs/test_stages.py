@@ -6,6 +6,7 @@ import pytest
 
 from meshwright.models import Decoder
 from meshwright.parallel import make_schedule
+from meshwright.parallel.pipeline.slots import assign_slots
 from meshwright.plan.compiled.compile import compile_step
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.costs.stages import Stages
@@ -44,6 +45,18 @@ def test_idle_time_is_that_of_the_table(name, again):
     backward = 2 + again - table.splits_backward
     span = table.makespan(forward=1, backward=backward, weights=1)
     assert stages.idle == pytest.approx(1 - 8 * stages.rounds * (3 + again) / span)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("microbatches", [23, 64])
+def test_figures_of_many_microbatches_are_those_of_the_whole_table(name, microbatches):
+    for again in (True, False):
+        stages, table = Stages(4, microbatches, name, rounds_of(name), again), make_schedule(name, 4, microbatches)
+        span = table.makespan(forward=1, backward=2 + again - table.splits_backward, weights=1)
+        assert (stages.ticks, stages.live) == (table.num_ticks, max(table.peak_residuals))
+        assert stages.idle == pytest.approx(1 - microbatches * stages.rounds * (3 + again) / span, abs=1e-9)
+        slots = assign_slots(table, saves=not again)
+        assert stages.slots == (slots.num_inbox + 1, max(slots.num_stored, 1))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -36,8 +36,8 @@ MEMORY_LIMIT = 8 * 2**30
 PARENT = "MESHWRIGHT_PLAN_PARENT"
 """Variable that tells the compiling process who waits for it."""
 WIDENED = (
-    "XLA's CPU compiler sends 16-bit values as float32, so gathers and activations have up to twice the bytes they have "
-    "on TPUs and GPUs"
+    "XLA's CPU compiler sends 16-bit values as float32, so gathers and activations have up to twice the bytes that "
+    "they have on TPUs and GPUs"
 )
 """Note of programs with 16-bit values that were compiled for simulated devices."""
 Reason = Literal["missing", "refused", "crash", "timeout", "memory"]

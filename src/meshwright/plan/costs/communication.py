@@ -232,7 +232,9 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
                 times = 2 * int(layers) * count * parts
                 found.append(Traffic(TENSOR_AXIS, kind, "shared key/value heads", count * sent, times, False))
         # Each device sends five float32 per token: maxima, sums, the logit of the target.
-        numbers = rows / data * profile.tokens_per_row * 5 * 4 * tp * share * (2 if piped and not stages.is_scheduled else 1)
+        numbers = (
+            rows / data * profile.tokens_per_row * 5 * 4 * tp * share * (2 if piped and not stages.is_scheduled else 1)
+        )
         found.append(Traffic(TENSOR_AXIS, "all-gather", "loss statistics", numbers, parts, False))
     if piped:
         # One microbatch per tick, forward and backward; tp splits its rows between blocks.

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.parallel.pipeline.named_schedules import make_schedule
 from meshwright.parallel.pipeline.slots import assign_slots
 from meshwright.parallel.pipeline.stage_moves import make_moves
 from meshwright.parallel.pipeline.training_schedule import TrainingSchedule
+
+SETTLED = 4
+"""From this many microbatches per stage on, figures are extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -55,41 +59,58 @@ class Stages:
     @property
     def ticks(self) -> int:
         """Ticks of one forward pass of "gpipe", or all ticks of another schedule."""
-        return self.table.num_ticks if self.is_scheduled else self.microbatches + self.count - 1
+        if not self.is_scheduled:
+            return self.microbatches + self.count - 1
+        return round(self._grown(lambda count: _table(self.schedule, self.count, count, self.rounds).num_ticks))
 
     @property
     def idle(self) -> float:
         """Share of the time that each device is idle or waits for its neighbors; exactly 0 without a pipeline."""
         if not self.is_scheduled:
             return (self.count - 1) / self.ticks
-        return _idle(self.schedule, self.count, self.microbatches, self.rounds, self.again)
+        span = self._grown(lambda count: _span(self.schedule, self.count, count, self.rounds, self.again))
+        return 1 - self.microbatches * self.rounds * (3.0 + self.again) / span
+
+    @property
+    def _settled(self) -> int:
+        """The number of microbatches, or a smaller one from which on each more takes the same time and no memory."""
+        return min(self.microbatches, SETTLED * self.count + self.microbatches % self.count)
+
+    def _grown(self, of: Callable[[int], float]) -> float:
+        """Returns a figure that grows evenly from `_settled` microbatches on; large tables would take minutes."""
+        few, less = self._settled, self._settled - self.count
+        if few == self.microbatches:
+            return of(few)
+        return of(few) + (of(few) - of(less)) / self.count * (self.microbatches - few)
 
     @property
     def live(self) -> int:
         """The most microbatches in one virtual stage each that a device holds activations of."""
-        return max(self.table.peak_residuals) if self.is_scheduled else self.microbatches
+        if not self.is_scheduled:
+            return self.microbatches
+        return max(_table(self.schedule, self.count, self._settled, self.rounds).peak_residuals)
 
     @property
     def slots(self) -> tuple[int, int]:
         """Number of arrays that a device keeps for others, and of places for what backward passes need."""
-        return _slots(self.schedule, self.count, self.microbatches, self.rounds, self.again)
+        return _slots(self.schedule, self.count, self._settled, self.rounds, self.again)
 
     @property
     def messages(self) -> int:
         """Number of arrays that a device sends to its neighbors, also while it is idle, when they are zeros."""
         if not self.is_scheduled:
             return 2 * self.ticks
-        return self.ticks * _directions(self.schedule, self.count, self.microbatches, self.rounds)
+        return self.ticks * _directions(self.schedule, self.count, self.rounds)
 
     @property
     def moves(self) -> int:
         """Number of virtual stages that a device sends to another, as layers are stored in their order."""
-        return _moves(self.schedule, self.count, self.microbatches, self.rounds) if self.rounds > 1 else 0
+        return _moves(self.schedule, self.count, self.rounds) if self.rounds > 1 else 0
 
     @property
     def splits(self) -> bool:
         """Whether weight gradients have ticks of their own."""
-        return self.is_scheduled and self.table.splits_backward
+        return self.is_scheduled and _table(self.schedule, self.count, self._settled, self.rounds).splits_backward
 
     @property
     def words(self) -> str:
@@ -105,12 +126,9 @@ def _table(name: str, count: int, microbatches: int, rounds: int) -> TrainingSch
 
 
 @functools.lru_cache(maxsize=2048)
-def _idle(name: str, count: int, microbatches: int, rounds: int, again: bool) -> float:
+def _span(name: str, count: int, microbatches: int, rounds: int, again: bool) -> float:
     table = _table(name, count, microbatches, rounds)
-    whole = 2.0 + again
-    backward = whole - 1 if table.splits_backward else whole
-    busy = microbatches * rounds * (1.0 + whole)
-    return 1 - busy / table.makespan(forward=1.0, backward=backward, weights=1.0)
+    return table.makespan(forward=1.0, backward=2.0 + again - table.splits_backward, weights=1.0)
 
 
 @functools.lru_cache(maxsize=2048)
@@ -120,14 +138,14 @@ def _slots(name: str, count: int, microbatches: int, rounds: int, again: bool) -
 
 
 @functools.lru_cache(maxsize=2048)
-def _moves(name: str, count: int, microbatches: int, rounds: int) -> int:
-    moves = make_moves(_table(name, count, microbatches, rounds).devices, count)
+def _moves(name: str, count: int, rounds: int) -> int:
+    moves = make_moves(_table(name, count, count, rounds).devices, count)
     return sum(any(target != source for source, target in enumerate(one.sends)) for one in moves.rounds)
 
 
 @functools.lru_cache(maxsize=2048)
-def _directions(name: str, count: int, microbatches: int, rounds: int) -> int:
-    devices = _table(name, count, microbatches, rounds).devices
+def _directions(name: str, count: int, rounds: int) -> int:
+    devices = _table(name, count, count, rounds).devices
     return len({place for one, other in itertools.pairwise(devices) for place in _both(other - one, count)})
 
 

@@ -86,7 +86,7 @@ def step_time(
     exposed = waiting + max(0.0, hidden - compute)
     bubble, words = 0.0, "no pipeline"
     if stages.count > 1:
-        # The last stage sets the pace, as it also runs the head: its matmul (twice with "gpipe"), and two for gradients.
+        # The last stage sets the pace, as it also runs the head: its matmul, twice with "gpipe", and two for gradients.
         matmuls = 3 if stages.is_scheduled else 4
         head = matmuls * 2 * (profile.vocab_size or 0) * (profile.d_model or 0) * tokens / devices / rate * ring
         slowest = compute + (stages.count - 1) * head + exposed

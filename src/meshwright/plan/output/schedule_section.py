@@ -27,9 +27,8 @@ def schedule_section(plan: Plan) -> Section:
     """
     stages, table = plan.stages, plan.stages.table
     whole = 2.0 + stages.again
-    costs = {"forward": 1.0, "backward": whole - stages.splits, "weights": 1.0}
-    starts = table.start_times(**costs)
-    seconds = [*costs.values()]
+    seconds = [1.0, whole - stages.splits, 1.0]
+    starts = table.start_times(forward=seconds[0], backward=seconds[1], weights=seconds[2])
     tick = 1.0
     if plan.time is not None:
         spent = plan.time.step.value - plan.time.optimizer.value
