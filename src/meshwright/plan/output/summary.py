@@ -214,7 +214,7 @@ def ranking_table(plans: Sequence[Plan]) -> Table:
                 plan.memory.basis,
             )
         )
-    return Table("Best plans (times assumed)", headings, tuple(rows), (3, 5, 6, 7, 8, 9))
+    return Table("Best plans (times assumed)", headings, tuple(rows), (3, 4, 5, 6, 7, 8, 9))
 
 
 def rejected_table(found: Search) -> Table:
