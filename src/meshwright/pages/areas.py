@@ -77,7 +77,7 @@ def area_chart(
         "svg", *areas, width="100%", height=height, viewBox=f"0 0 {WIDTH} {height}", preserveAspectRatio="none"
     )
     middle = (peak.start + peak.end) / 2
-    said = f"peak {show(peak.total)} at {number(float(f'{middle:.3g}'))} {x_unit}"
+    said = f"peak {show(peak.total)} at {number(float(f'{middle:.3g}'))}{'' if x_unit == '%' else ' '}{x_unit}"
     lines = [_level_line(frame, peak.total, said, "peak", frame.x(middle))]
     if capacity is not None and is_near:
         lines.append(_level_line(frame, capacity, f"{capacity_label} {show(capacity)}", "capacity", 1.0))

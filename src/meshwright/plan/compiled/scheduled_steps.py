@@ -87,7 +87,7 @@ class Recorder:
         """Adds an instruction, to the last work if it continues it or takes no time."""
         live = self._live.get((computation, one.name), {})
         moved = 0.0 if one.opcode in _FREE else float(self._written(computation, one))
-        added = Work(part_of(one.op_name), flops, cycles, moved, live, stretch, int(_KERNEL in one.attributes))
+        added = Work(part_of(self._named(one)), flops, cycles, moved, live, stretch, int(_KERNEL in one.attributes))
         here = self._open[-1]
         last = here[-1] if here else None
         takes_time = flops or cycles or added.kernels or (moved and not self._has_cycles)
@@ -95,6 +95,11 @@ class Recorder:
             here[-1] = _together(last, added, last.name)
         else:
             here.append(added)
+
+    def _named(self, one: Instruction) -> str:
+        """Returns the name of an operation, or of one inside of it; compilers name not every fusion."""
+        inside = (inner.op_name for name in one.called for inner in self._program.computations.get(name, ()))
+        return one.op_name or next(filter(None, inside), "")
 
     def _written(self, computation: str, one: Instruction) -> int:
         """Returns the bytes that an instruction writes; an update in place writes only its slice."""
@@ -135,7 +140,10 @@ def part_of(op_name: str) -> str:
         which = "backward"
     elif "jvp(" in op_name:
         which = "forward"
-    scope = "weights" if "params[" in op_name else last_scope(op_name)
+    tokens = op_name.split("/")
+    # The outermost scope is the part of the model; kernels have names of their own inside of it.
+    outer = (last_scope("/".join([*tokens[:count], ""])) for count in range(1, len(tokens)))
+    scope = "weights" if "params[" in op_name else next(filter(None, outer), "")
     return f"{scope or 'layers'}, {which}" if which else OUTSIDE
 
 

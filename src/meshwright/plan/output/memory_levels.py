@@ -61,7 +61,7 @@ def compiled_levels(plan: Plan, made: ScheduledStep) -> tuple[list[Level], str]:
     if abs(missing) > 0.001 * peak:
         note += (
             f" The difference of {percent(abs(missing) / peak)}, "
-            + ("gaps between buffers and scratch memory, is drawn as the rest." if missing > 0 else
+            + ("gaps between buffers, code and scratch memory, is drawn as the rest." if missing > 0 else
                "buffers that share memory in ways that the schedule does not show, is taken off the temporaries.")
         )  # fmt: skip
     levels = [Level(one.start, one.end, _moved(one.live, missing)) for one in made.levels]
