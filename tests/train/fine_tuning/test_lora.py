@@ -16,6 +16,7 @@ from meshwright.models import XLSTM
 from meshwright.parallel.lora.block_quantize import NF4_LEVELS, dequantize_blocks, quantize_blocks
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.train import LoraSettings, language_job, lora, make_gradients, merged
+from meshwright.train.fine_tuning.adapting import with_fields
 from meshwright.tree import named_leaves
 
 WIDTH, HIDDEN, RANK, ROWS = 16, 32, 2, 16
@@ -59,7 +60,7 @@ def moved_init(init, key):
 
 
 def moved(job):
-    return mw.train.adapting.with_fields(job, init=functools.partial(moved_init, job.init))
+    return with_fields(job, init=functools.partial(moved_init, job.init))
 
 
 def on(mesh):
@@ -223,7 +224,7 @@ def test_a_loss_that_gathers_its_parameters_gets_leaves_as_it_knows_them():
     def gathers(params, batch, rng, *, gather=None):
         return loss(params if gather is None else gather(params), batch, rng)
 
-    job = lora(mw.train.adapting.with_fields(PLAIN, loss=gathers), rank=RANK, alpha=4, targets="up|down")
+    job = lora(with_fields(PLAIN, loss=gathers), rank=RANK, alpha=4, targets="up|down")
     params, grads = gradients(moved(job), "dp:2,fsdp:4", "local", make_batch())
     wanted = dense_gradients(params, make_batch(), scale=2.0)
     close(grads["up"]["lora_a"], wanted["up"]["lora_a"])
