@@ -100,6 +100,11 @@ class Environment:
         """Run a tool of this environment in the repository root."""
         return subprocess.run([self.program(command[0]), *command[1:]], cwd=ROOT).returncode
 
+    def start(self, command: list[str]) -> subprocess.Popen[str]:
+        """Start a tool of this environment in the repository root; it writes all its output to one pipe."""
+        words = [str(self.program(command[0])), *command[1:]]
+        return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
     def install(self, wanted: str) -> None:
         """Create the environment and install the set `wanted`, unless the stamp says it is there already."""
         enough = {fingerprint("dev"), fingerprint(wanted)}
@@ -146,15 +151,18 @@ class Environment:
 
 
 def check(env: Environment, names: list[str]) -> int:
-    """Run the checks named, or all; continue after a failure, so that one run shows everything."""
+    """Run the checks named, or all, at the same time; show everything, also after a failure."""
     unknown = [name for name in names if name not in CHECKS]
     if unknown:
         fail(f"there is no check called `{unknown[0]}`.", f"the checks are {', '.join(CHECKS)}")
     env.install("dev")
     failed = []
-    for name in names or CHECKS:
+    running = {name: env.start(CHECKS[name]) for name in names or CHECKS}
+    for name, process in running.items():
+        output, _ = process.communicate()
         note(f"{name}: {' '.join(CHECKS[name])}")
-        if env.run(CHECKS[name]):
+        print(output, end="", flush=True)
+        if process.returncode:
             failed.append(name)
     note(f"failed: {', '.join(failed)}" if failed else "all checks passed")
     return 1 if failed else 0
