@@ -47,9 +47,10 @@ programs = {}  # the last used last
 _read, _write = cache_of_programs.get_executable_and_time, cache_of_programs.put_executable_and_time
 
 
-def read_program(key, *arguments, **options):
-    if jax.config.jax_compilation_cache_dir != CACHE or key not in programs:
-        return _read(key, *arguments, **options)
+def read_program(key, options, backend, devices, *callbacks):
+    # Newer versions of jax give a program its host callbacks only when they load it.
+    if jax.config.jax_compilation_cache_dir != CACHE or key not in programs or any(callbacks):
+        return _read(key, options, backend, devices, *callbacks)
     programs[key] = programs.pop(key)
     return programs[key]
 

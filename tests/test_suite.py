@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax._src import compilation_cache as cache_of_programs
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
@@ -20,6 +22,19 @@ def test_pipelines_stay_out_of_the_compilation_cache(order):
     mapped = mw.parallel.local_map(run, mesh=mesh, in_specs=(P("pp"), P()), out_specs=P())
     assert jax.jit(mapped)(jnp.array([2.0, 3.0]), jnp.ones((2, 1))).tolist() == [[6.0], [6.0]]
     assert not jax.config.jax_enable_compilation_cache
+
+
+def test_programs_are_kept_in_memory_but_not_with_their_callbacks():
+    programs = cache_of_programs.get_executable_and_time.__globals__["programs"]
+
+    def run(number):
+        return jax.jit(lambda x: jax.pure_callback(lambda x: np.float32(x + number), x, x))(jnp.float32(1))
+
+    assert [float(run(number)) for number in (1, 2)] == [2, 3]
+    before = set(programs)
+    first, second = (np.asarray(jax.jit(lambda x: jnp.sin(x) * 7)(np.arange(3.0, dtype=np.float32))) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert len(set(programs) - before) == 1
 
 
 @pytest.mark.parametrize(("platform", "level"), [("cpu", None), ("tpu", 3)])
