@@ -156,7 +156,8 @@ def test_pipeline_schedules_are_searched():
     result = found("v5p:2x2x4", "pp=4, tp=1, remat=dots, minibatches=1, batch=512 rows")
     tried = [*(plan.setup for plan in result.ranked), *(item.setup for item in result.rejected)]
     names = Counter((setup.pipeline, setup.num_microbatches) for setup in tried if setup.mesh == "fsdp:4,pp:4")
-    assert set(names) == {(None, None), *itertools.product(PIPELINES, [4 * each for each in MICROBATCHES])}
+    every = itertools.product(PIPELINES, [4 * each for each in MICROBATCHES])
+    assert set(names) == {(None, None), *every} - {("gpipe", 8)}
     fit = {(plan.setup.pipeline, plan.setup.num_microbatches): plan for plan in result.ranked}
     one, zero = fit["1f1b", 64], fit["zb-v", 64]
     assert zero.time.bubble.value < one.time.bubble.value / 3

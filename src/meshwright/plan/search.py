@@ -283,8 +283,10 @@ def _variants(
         # Microbatches accumulate gradients, so minibatches on top of them would only add bubbles.
         for name in schedules or PIPELINES:
             counts = [asked] if asked else [size * stages for size in MICROBATCHES]
+            if name == "gpipe":  # the default number is tried below, with minibatches
+                counts = [] if asked else counts[1:]
             counts = [count for count in counts if constraints.allows("microbatches", count)]
-            if name != "gpipe" and constraints.allows("minibatches", 1):
+            if constraints.allows("minibatches", 1):
                 for remat in remats:
                     yield from (replace(first, remat=remat, pipeline=name, num_microbatches=one) for one in counts)
     if schedules and "gpipe" not in schedules:
