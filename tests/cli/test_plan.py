@@ -268,7 +268,8 @@ def test_a_difference_is_explained_in_text_and_on_a_page(cli, tmp_path):
     assert "all-reduce over dp: devices wait for 0 s in B" in out
     assert "MiB optimizer: " in out.replace("KiB", "MiB")
     html = page.read_text()
-    for words in ("Why they differ", "Peak memory per device", "devices wait for", "A: dp:4 and B: fsdp:4"):
+    title = "A: dp:4 remat=full and B: fsdp:4 on v5p:2x2x1"
+    for words in ("Why they differ", "Peak memory per device", "devices wait for", title):
         assert words in html
     assert "http://" not in html.replace("http://www.w3.org", "")
 
