@@ -86,6 +86,17 @@ def test_every_form_equals_one_device(ways, form):
     check(ways, local_loss(ways, form=form, grad_form=form))
 
 
+@pytest.mark.parametrize("form", TABLE_FORMS, ids=str)
+def test_gathered_rows_keep_their_order(form):
+    """Alone: after a scatter with the same mistake, rows would be back in their places."""
+    x, gate, *_ = problem(4)
+    gather = jax.jit(local_map(
+        lambda x, w: gather_matmul(x, w, axis="tp", form=form),
+        mesh=mesh_of(4), in_specs=(ROWS, UP), out_specs=P("dp", None, "tp"),
+    ))  # fmt: skip
+    np.testing.assert_allclose(gather(x, gate), x @ gate, atol=1e-5)
+
+
 @pytest.mark.parametrize("form", [None, "ring", "both_ways", "parts", "whole"])
 @pytest.mark.parametrize("ways", [3, 8])
 def test_named_forms_and_the_table_equal_one_device(ways, form):
