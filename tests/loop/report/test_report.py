@@ -298,3 +298,17 @@ def test_an_unwritable_path_is_an_error(fake_run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(MeshwrightError, match=r"(?s)hint: choose another file with --out"):
         build_report(fake_run(steps=3), out=tmp_path / "file" / "page.html")
+
+
+def test_the_seconds_of_each_step_leave_out_compiling(fake_run):
+    folder = fake_run()
+    append(folder / "metrics.jsonl", {"step": 301, "loss": 2.0, "seconds": {"step": 0.4, "compile": 30.0}})
+    html = render(read_run(folder), now=0.0)
+    whole, each = (
+        html[html.index(f"<b>{title}</b>") :].partition("</figure>")[0] for title in ("All steps", "Per step")
+    )
+    assert "compile 30 s" in whole
+    assert "without compiling" in each
+    names = [one["name"] for one in json.loads(re.search(r"json\">(.*?)</script>", each)[1])["series"]]
+    assert "step" in names
+    assert "compile" not in names
