@@ -57,6 +57,10 @@ def test_a_run_resumes_with_another_schedule(make_config, read_run, stop_at, tmp
             r"8 rows into 1 minibatches of 3 microbatches for 4 devices.\nhint: use --batch-size 12",
         ),
         ({"pipeline_rounds": 2}, "'1f1b' has 1 virtual stage per device; got 2"),
+        (
+            {"pipeline": "zb-v", "model_options": ["num_layers=3"], "pad": ["layers/"]},
+            "3 layers cannot be cut into 2 x 2",
+        ),
         ({"microbatches": 0}, "microbatches=0 is out of range"),
     ],
 )
