@@ -69,12 +69,12 @@ class ScheduledStep:
 
 
 def scheduled_step(plan: Plan) -> ScheduledStep | None:
-    """Returns the scheduled step of a compiled plan; None if nothing was compiled.
+    """Returns the scheduled step of a compiled plan; None without one, or if its stages take different branches.
 
     Without a known chip, lengths are bytes written instead of seconds, and there are no transfers.
     """
     compiled = plan.compiled
-    if compiled is None or not compiled.steps:
+    if compiled is None or not compiled.steps or plan.stages.is_scheduled:
         return None
     found = _Drawing(compiled, _lengths(plan, compiled), plan)
     found.run(compiled.steps, 0.0)

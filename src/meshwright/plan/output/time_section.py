@@ -38,7 +38,10 @@ def time_section(plan: Plan, made: ScheduledStep | None = None) -> Section:
 def _picture(plan: Plan, time: TimePlan, made: ScheduledStep | None) -> Markup:
     title = "One step on one device"
     if made is None:
-        why = "Computed, because nothing was compiled. It adds up time by kind: how long each takes, not when it runs."
+        why = "nothing was compiled"
+        if plan.compiled is not None and plan.stages.is_scheduled:
+            why = "a compiled pipeline has the branches of all stages"
+        why = f"Computed, because {why}. It adds up time by kind: how long each takes, not when it runs."
         drawn = _lanes(plan, time)
         used = {span.tone for lane in drawn for span in lane.spans}
         keys = {kind: fill for kind, fill in KEYS.items() if fill in used}
