@@ -59,6 +59,8 @@ def test_functions_that_raise(job, tmp_path):
         ({"minibatches": (0,)}, r"num_minibatches must be at least 1; got \(0,\)\.\nhint: pass 1"),
         ({"minibatches": (1, -2)}, r"num_minibatches .* got \(1, -2\)"),
         ({"minibatches": ()}, r"num_minibatches .* got \(\)"),
+        ({"pipeline": "zb-v", "mesh": ("fsdp:8",)}, r"--pipeline, .* would have no effect: no mesh has a pp axis"),
+        ({"pipeline": "zb-v"}, r"sets its own execution options, so pipeline cannot be changed"),
         ({"seed": -1}, r"seed must be from 0 to 4294967295; got -1\."),
         ({"seed": 2**32}, "seed .* got 4294967296"),
         ({"devices": -3}, "cannot compare -3 devices with one"),

@@ -37,16 +37,16 @@ def mesh_of(text):
     return mw.create_mesh(text, devices=int(np.prod([int(part.split(":")[1]) for part in text.split(",")])))
 
 
-def loss_and_gradients(job, mesh, **options):
-    layout = state_layout(job, optax.sgd(0.1), mesh)
+def loss_and_gradients(job, mesh, *, pad=False, **options):
+    layout = state_layout(job, optax.sgd(0.1), mesh, pad=pad)
     params = init_state(job, optax.sgd(0.1), layout, jax.random.key(0)).params
     result, _ = jax.jit(make_gradients(job, layout, **options))(params, job.make_batch(0), jax.random.key(1))
     return jax.device_get((result.loss, result.metrics, result.grads))
 
 
 @functools.cache
-def one_device(tied):
-    return loss_and_gradients(make_job(tied=tied), mesh_of("dp:1"))
+def one_device(tied, **changes):
+    return loss_and_gradients(make_job(tied=tied, **changes), mesh_of("dp:1"))
 
 
 # Covers every pair of: schedule, size of pp, kind of other axis, tied or untied embeddings, accumulation, remat.
@@ -64,13 +64,30 @@ CASES = [
 
 @pytest.mark.parametrize(("schedule", "mesh", "tied", "num_minibatches", "remat"), CASES)
 def test_loss_and_gradients_equal_one_device(schedule, mesh, tied, num_minibatches, remat):
-    job = make_job(tied=tied, run=Execution(pipeline=schedule, num_microbatches=2))
-    got = loss_and_gradients(job, mesh_of(mesh), num_minibatches=num_minibatches, remat=remat)
+    mesh = mesh_of(mesh)
+    job = make_job(tied=tied, run=Execution(pipeline=schedule, num_microbatches=mesh.shape["pp"]))
+    got = loss_and_gradients(job, mesh, num_minibatches=num_minibatches, remat=remat)
     for (path, a), (_, b) in zip(
         jax.tree.leaves_with_path(got), jax.tree.leaves_with_path(one_device(tied)), strict=True
     ):
         # The norm after an embedding of size 0.02 amplifies rounding: dp:2,fsdp:2,tp:2 differs by 1.7e-5 as well.
         np.testing.assert_allclose(a, b, rtol=0, atol=4e-5 * np.abs(b).max(), err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh"), [("gpipe", "pp:4,dp:2"), ("zb-h1", "pp:4,fsdp:2"), ("zb-v", "pp:2,tp:2")]
+)
+def test_stages_that_do_not_divide_the_layers(schedule, mesh):
+    """Seven layers are stored as eight, and are stages of 2, 2, 2 and 1 layers on four devices or two."""
+    job = make_job(tied=False, num_layers=7, run=Execution(pipeline=schedule, num_microbatches=4))
+    loss, _, grads = loss_and_gradients(job, mesh_of(mesh), pad=("layers/",))
+    expected_loss, _, expected = one_device(False, num_layers=7)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for (path, a), (_, b) in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves_with_path(expected), strict=True):
+        assert not np.any(a[b.shape[0] :])  # the padding
+        np.testing.assert_allclose(
+            a[: b.shape[0]], b, rtol=0, atol=4e-5 * np.abs(b).max(), err_msg=jax.tree_util.keystr(path)
+        )
 
 
 def test_adapters_and_evaluation():
@@ -101,7 +118,7 @@ def test_bad_inputs():
         gradients = jax.jit(make_gradients(job, layout, **options))
         return gradients.eval_shape(jax.eval_shape(job.init, jax.random.key(0)), job.batch, None)
 
-    with pytest.raises(mw.LayoutError, match="4 layers cannot be cut into the 4 x 2 stages of the pipeline sch"):
+    with pytest.raises(mw.LayoutError, match="4 layers cannot be cut into 4 x 2 pipeline stages of at least one"):
         shapes(make_job(tied=True, num_layers=4, run=Execution(pipeline="zb-v")))
     with pytest.raises(mw.MeshwrightError, match='remat="offload" does not work with a pipeline schedule'):
         shapes(make_job(tied=True, run=Execution(pipeline="zb-v")), remat="offload")

@@ -36,7 +36,7 @@ from meshwright.parallel.pipeline.training_engine import pipeline_loss
 from meshwright.parallel.tensor import column_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_embed
 from meshwright.rules import Rules
-from meshwright.specs import round_up, spec_axes
+from meshwright.specs import ceil_div, round_up, spec_axes
 from meshwright.types import PRNGKeyArray, PyTree
 
 _AMAXES = "fp8"  # the key of the amaxes among the parameters of a layer
@@ -215,8 +215,21 @@ class LanguageModel(abc.ABC):
             embedded = vocab_embed(tokens, table, axis=run.tensor(), sequence_parallel=run.sequence_parallel)
             return _rows_split(self.enter(embedded), run)
 
-        def stage(params: PyTree, h: Any, extras: PyTree, *, rng: Any = None) -> Any:
+        num_stages = 1 if stages is None else jax.lax.axis_size(stages)
+        count = int(jax.tree.leaves(params["layers"])[0].shape[0])
+        if count != ceil_div(self.num_layers, num_stages) or self.num_layers <= (num_stages - 1) * count:
+            raise LayoutError(
+                f"{self._kind} has {self.num_layers} layers, but the parameters hold {num_stages} x {count}.",
+                hint="split the stacked layers over the pipeline axis only, with at least one layer per stage.",
+            )
+
+        def stage(params: PyTree, h: Any, extras: PyTree, *, rng: Any = None, num_layers: Any = None) -> Any:
             layers, first = params
+            # Stages may differ in their number of layers; the places after the last one are computed and ignored.
+            ignores, end = num_layers is not None, first[0] + num_layers if num_layers is not None else self.num_layers
+            if num_layers is None and count * num_stages != self.num_layers:
+                ignores, used = True, first[0] + jnp.arange(count) < self.num_layers
+                layers = jax.tree.map(lambda leaf: _filled(leaf, used), layers)
             positions, segment_ids = extras["positions"], extras["segment_ids"]
             shared = self.prepare(_positions(segment_ids, tokens.shape[-1]) if positions is None else positions)
 
@@ -228,7 +241,8 @@ class LanguageModel(abc.ABC):
                 key = None if rng is None else jax.random.fold_in(rng, number)
                 layer = layer if lora is None else lora.weights(layer, key)
                 context = Context(run, segment_ids, shared, key, self.dropout, self.norm_eps, number)
-                return _rows_split(self.layer(layer, h, context), run)
+                made = _rows_split(self.layer(layer, h, context), run)
+                return jnp.where(number < end, made, h) if ignores else made
 
             return run_layers(
                 block,
@@ -256,13 +270,6 @@ class LanguageModel(abc.ABC):
             logits, cap = logits.astype(jnp.float32), self.logit_soft_cap
             return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-        count = int(jax.tree.leaves(params["layers"])[0].shape[0])
-        num_stages = 1 if stages is None else jax.lax.axis_size(stages)
-        if count * num_stages != self.num_layers:
-            raise LayoutError(
-                f"{self._kind} has {self.num_layers} layers, but the parameters hold {num_stages} x {count}.",
-                hint="split the stacked layers over the pipeline axis only.",
-            )
         if stages is None:
             h = stage((layers, jnp.zeros(1, jnp.int32)), enter(params["embed"], tokens), extras, rng=rng)
             return last(ends, h, targets)
@@ -288,7 +295,13 @@ class LanguageModel(abc.ABC):
 
         schedule = make_schedule(run.pipeline, num_stages, num_microbatches, num_rounds=run.pipeline_rounds)
         total, (valid, metrics) = pipeline_loss(
-            stage, *inputs, schedule=schedule, last=loss, remat=recomputes_stages(remat), **both
+            stage,
+            *inputs,
+            schedule=schedule,
+            last=loss,
+            remat=recomputes_stages(remat),
+            num_layers=self.num_layers,
+            **both,
         )
         return (total, valid), metrics
 
@@ -335,6 +348,11 @@ def _beside(gather: Gather, name: str, tree: PyTree) -> Gather:
 def _whole(params: PyTree, gather: Gather | None, name: str, lora: Adapters | None) -> PyTree:
     whole = params if gather is None else gather[name](params)
     return whole if lora is None else lora.merged(whole)
+
+
+def _filled(leaf: Any, used: Any) -> Any:
+    """Returns stacked layers with the first one in place of padding, whose zeros might give NaN."""
+    return jnp.where(jnp.reshape(used, (-1, *(1,) * (leaf.ndim - 1))), leaf, leaf[:1])
 
 
 def _rows_split(h: Any, run: Execution) -> Any:

@@ -33,7 +33,14 @@ from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.axis_errors import axis_errors
 from meshwright.train.fp8_scaling import Fp8
 from meshwright.train.job import check_axes, execution_of
-from meshwright.train.padding import cut, fill, needs_global_view, pads_in_local_view, part_leaves
+from meshwright.train.padding import (
+    cut,
+    fill,
+    is_padded_along_others,
+    needs_global_view,
+    pads_in_local_view,
+    part_leaves,
+)
 from meshwright.train.precision import Precision
 from meshwright.train.state import gradient_specs, only_trainable, params_layout, require_loss, trainable_leaves
 from meshwright.train.sync import Sync
@@ -107,7 +114,9 @@ def make_gradients(
     split_axes = [axis for leaf in layout.leaves for axis in spec_axes(leaf.spec)]
     check_axes(job, mesh.shape, data_axes=data_axes, split_axes=split_axes)
     choice = resolve_view(job, mesh, view, data_axes=row_axes)
-    if choice.view == "local" and (padded := needs_global_view(params.leaves)) is not None:
+    run = execution_of(job)
+    piped = () if run is None else [axis for axis in PIPELINE_AXES if axis == run.pipeline_axis]
+    if choice.view == "local" and (padded := needs_global_view(params.leaves, also=piped)) is not None:
         if view is not None:
             raise pads_in_local_view(padded)
         choice = ViewChoice("global", f"`{padded.name}` is padded")
@@ -126,7 +135,7 @@ def make_gradients(
     # With sync="once", parameters are gathered before the minibatches, so layers have nothing to gather.
     by_layer = view == "local" and sync != "once" and bool(gather_axes) and "gather" in takes
     # Padding is cut between gathering parameters and the loss, so a loss cannot gather padded parameters itself.
-    by_layer = by_layer and not any(leaf.is_padded for leaf in params.leaves)
+    by_layer = by_layer and not any(is_padded_along_others(leaf, piped) for leaf in params.leaves)
     gather, dtypes = None, precision.compute_dtypes(params.abstract)
     if by_layer:
         gather = Gather(params.specs, gather_axes, dtypes, grad_scatter_dtype=precision.reduce)

@@ -61,9 +61,18 @@ def split_evenly(tree: PyTree, layout: Layout) -> PyTree:
     return _each(constrain, tree, layout.leaves)
 
 
-def needs_global_view(leaves: Sequence[LeafLayout]) -> LeafLayout | None:
-    """Returns the first parameter that is padded along an axis over which the local view does not gather, or None."""
-    return next((leaf for leaf in leaves if set(_padded_axes(leaf)) - set(GATHER_AXES)), None)
+def needs_global_view(leaves: Sequence[LeafLayout], *, also: Sequence[str] = ()) -> LeafLayout | None:
+    """Returns the first parameter that is padded along an axis over which the local view does not gather, or None.
+
+    Args:
+        also: axes along which the loss takes padded slices, such as that of a pipeline.
+    """
+    return next((leaf for leaf in leaves if is_padded_along_others(leaf, (*GATHER_AXES, *also))), None)
+
+
+def is_padded_along_others(leaf: LeafLayout, axes: Sequence[str]) -> bool:
+    """Returns whether a leaf is padded along an axis that is not among these."""
+    return bool(set(_padded_axes(leaf)) - set(axes))
 
 
 def pads_in_local_view(leaf: LeafLayout) -> LayoutError:

@@ -53,7 +53,9 @@ def scheduled_loss(mesh, schedule, *, tied=False, seed=None, remat=True, factor=
             remat=remat,
         )
         # The other sums have no gradient, whatever happens to them.
-        loss = factor * loss + 0 * sums["copy"] + (sums["copy"] - lax.stop_gradient(sums["copy"])) + 0.0 * sums["rows"]
+        # On the other devices, the cotangent of the loss is zero.
+        loss = jnp.where(lax.axis_index("pp") == schedule.num_stages - 1, factor, 0.0) * loss
+        loss = loss + 0 * sums["copy"] + (sums["copy"] - lax.stop_gradient(sums["copy"])) + 0.0 * sums["rows"]
         return lax.psum(loss, tuple(axis for axis in sizes if axis != "tp"))
 
     return local_map(local, mesh=mesh, in_specs=specs, out_specs=P())
@@ -129,13 +131,14 @@ def test_the_loop_runs_the_ticks_of_the_schedule(name):
     """One loop of as many steps as ticks; each sends one message in each direction that the schedule needs."""
     schedule = make_schedule(name, 4, 8)
     step, layers, x = stages_only(mesh_of("pp:4"), schedule, remat=True)
-    (loop,) = [
-        scan for scan in scans(jax.make_jaxpr(step)(layers, x).jaxpr)
-        if any(eqn.primitive.name == "ppermute" for eqn in scan.params["jaxpr"].jaxpr.eqns)
-    ]  # fmt: skip
+    found = []
+    for scan in scans(jax.make_jaxpr(step)(layers, x).jaxpr):
+        body = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
+        sends = [eqn.params["perm"] for eqn in body.eqns if eqn.primitive.name == "ppermute"]
+        found += [(scan.params["length"], sends)] if sends else []
+    ((length, sends),) = found
     formula = {"1f1b": 2 * (8 + 3), "interleaved-1f1b": 2 * (16 + 3), "zb-h1": 3 * 8 + 3, "zb-v": 6 * 8 + 3}
-    assert loop.params["length"] == schedule.num_ticks == formula[name]
-    sends = [eqn.params["perm"] for eqn in loop.params["jaxpr"].jaxpr.eqns if eqn.primitive.name == "ppermute"]
+    assert length == schedule.num_ticks == formula[name]
     assert len(sends) == 2
     wraps = any((3, 0) in perm for perm in sends)
     assert wraps == (name == "interleaved-1f1b")
@@ -155,20 +158,32 @@ def test_compiled_memory_does_not_grow_with_microbatches(name, remat):
         assert temp_bytes("gpipe", 32) - temp_bytes("gpipe", 8) >= 24 * 256
 
 
-def test_layers_move_to_their_stages_and_back():
-    """Every piece of the stack is sent at most once, and each device sends and receives one per round."""
-    for schedule in (make_schedule("interleaved-1f1b", 4, 8, num_rounds=3), make_schedule("zb-v", 8, 8)):
-        n, rounds = schedule.num_stages, schedule.num_rounds
-        moves = make_moves(schedule.devices, n)
-        sent = sorted((home, one.taken[home]) for one in moves.rounds for home in range(n))
-        assert sent == [(home, piece) for home in range(n) for piece in range(rounds)]
-        assert all(sorted(one.sends) == list(range(n)) for one in moves.rounds)
-        for one in moves.rounds:
-            for home, device in enumerate(one.sends):
-                stage = home * rounds + one.taken[home]
-                assert schedule.devices[stage] == device
-                assert [s for s, d in enumerate(schedule.devices) if d == device][one.put[device]] == stage
-    assert make_moves((0, 1, 2), 3).rounds == ()
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_layers", "num_exchanges"),
+    [("interleaved-1f1b", 4, 24, 3), ("zb-v", 8, 16, 2), ("zb-v", 4, 30, 8), ("zb-v", 4, 12, 3), ("zb-h1", 4, 30, 0)],
+)
+def test_every_layer_moves_once_to_its_stage(name, num_stages, num_layers, num_exchanges):
+    schedule = make_schedule(name, num_stages, 8, num_rounds=3 if name == "interleaved-1f1b" else None)
+    moves, devices = make_moves(schedule.devices, num_stages, num_layers), schedule.devices
+    assert len(moves.rounds) == num_exchanges
+    assert sum(map(sum, moves.counts)) == num_layers
+    for one in moves.rounds:
+        assert max(len({move.source for move in one}), len({move.target for move in one})) == len(one)
+    where = {}
+    for move in (move for one in moves.rounds for move in one):
+        stored = -(-num_layers // num_stages)
+        for layer in range(moves.size):
+            where[move.source * stored + move.piece * moves.size + layer] = (
+                move.target,
+                move.slot * moves.size + layer,
+            )
+    expected, layer = {}, 0
+    for number, device in enumerate(devices):
+        turn = devices[:number].count(device)
+        for place in range(moves.counts[device][turn]):
+            expected[layer] = (device, turn * moves.num_slots + place)
+            layer += 1
+    assert not where or where == expected
 
 
 # --- Bad inputs ---
@@ -190,11 +205,20 @@ def run_bad(*, mesh="pp:2", layers=None, x=None, grad_of=0, **options):
     return jax.eval_shape(jax.grad(run, argnums=grad_of), layers, jnp.ones((4, 1)) if x is None else x)
 
 
+def test_few_microbatches_warn():
+    with pytest.warns(mw.MeshwrightWarning, match="1 microbatches on 2 stages leave the devices idle 50% of the time"):
+        run_bad(schedule=make_schedule("1f1b", 2, 1))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"schedule": make_schedule("1f1b", 4, 2)}, "is for 4 stages; the pipeline has 2"),
-        ({"schedule": make_schedule("zb-v", 2, 2), "layers": {"w": jnp.ones(6)}}, r"6 % 4 = 2\.\nhint: use 4 or 8"),
+        (
+            {"schedule": make_schedule("zb-v", 2, 2), "layers": {"w": jnp.ones(6)}},
+            r"6 layers cannot be cut evenly into the 2 x 2 stages(.|\n)*takes no num_layers(.|\n)*multiple of 4",
+        ),
+        ({"num_layers": 9}, "2 devices hold 2 layers each, which does not fit num_layers=9"),
         ({"layers": {"w": jnp.ones(4), "b": jnp.ones(2)}}, r"different leading dims: \[1, 2\]"),
         ({"schedule": make_schedule("1f1b", 2, 3)}, "cannot cut a batch of 4 rows into 3 microbatches"),
         ({"grad_of": 1}, r"computes gradients of parameters only(.|\n)*stop_gradient"),

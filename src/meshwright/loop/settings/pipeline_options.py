@@ -9,10 +9,11 @@ from meshwright.errors import ConfigError
 from meshwright.loop.settings.options import PlacementOptions
 from meshwright.loop.sources import rows_of
 from meshwright.parallel.pipeline.named_schedules import make_schedule
+from meshwright.parallel.pipeline.stage_moves import make_moves
 from meshwright.specs import round_up
 from meshwright.train import Step
 from meshwright.train.gradients import PIPELINE_AXES
-from meshwright.train.job import execution_of
+from meshwright.train.job import execution_of, model_of
 from meshwright.train.jobs.language_job import with_execution
 
 
@@ -48,6 +49,8 @@ def pipeline_line(step: Step, job: Any, options: PlacementOptions) -> str | None
         return None
     count = run.num_microbatches or 2 * num_stages
     schedule = make_schedule(run.pipeline, num_stages, count, num_rounds=run.pipeline_rounds)
+    if (model := model_of(job)) is not None and run.pipeline != "gpipe":
+        make_moves(schedule.devices, num_stages, model.num_layers)  # raises if the layers do not fit
     return (
         f"pipeline: {run.pipeline}, {num_stages} stages, {count} microbatches; {schedule.num_ticks} ticks, "
         f"{schedule.bubble_fraction:.1%} idle"

@@ -52,10 +52,10 @@ class Functions:
         """Returns the output of a stage."""
         return self.stage(params, h, self.rows(microbatch)[1], self.keys(microbatch))
 
-    def stage(self, params: PyTree, h: PyTree, extras: Any, keys: dict[str, PyTree]) -> PyTree:
+    def stage(self, params: PyTree, h: PyTree, extras: Any, keywords: dict[str, PyTree]) -> PyTree:
         """Returns the output of a stage, given its other arguments."""
         with branch():
-            return self.stage_fn(params, h, *extras, **keys)
+            return self.stage_fn(params, h, *extras, **keywords)
 
     def in_branch(self) -> contextlib.AbstractContextManager[None]:
         """Marks code that only some devices run."""

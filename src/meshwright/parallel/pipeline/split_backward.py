@@ -122,10 +122,8 @@ def _split_eqn(eqn: Any, outs: Sequence[bool]) -> tuple[Op, Op | None] | None:
 
 
 def _split_call(eqn: Any, outs: Sequence[bool]) -> tuple[Op, Op | None] | None:
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    jaxpr, consts = getattr(inner, "jaxpr", inner), list(getattr(inner, "consts", ()))
+    jaxpr, known = _opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
     parts = split_jaxpr(jaxpr, outs)
-    known: Env = dict(zip(jaxpr.constvars, consts, strict=True))
     made = values_made(parts.first)
     later = values_made(parts.second)
     pairs = list(zip(eqn.outvars, jaxpr.outvars, strict=True))
@@ -156,6 +154,12 @@ def _split_call(eqn: Any, outs: Sequence[bool]) -> tuple[Op, Op | None] | None:
     return op, second
 
 
+def _opened(jaxpr: Any) -> tuple[Any, Env]:
+    """Returns a jaxpr, closed or not, and the values of its constants."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return inner, dict(zip(inner.constvars, getattr(jaxpr, "consts", ()), strict=True))
+
+
 def _behind_barrier(value: Any) -> Any:
     """Keeps XLA from merging a recomputation with the original computation, as `jax.checkpoint` does.
 
@@ -167,8 +171,11 @@ def _behind_barrier(value: Any) -> Any:
 
 def _split_scan(eqn: Any, outs: list[bool]) -> tuple[Op, Op | None] | None:
     params = eqn.params
-    closed, num_consts, num_carry = params["jaxpr"], params["num_consts"], params["num_carry"]
-    body = closed.jaxpr
+    body, known = _opened(params["jaxpr"])
+    if "num_consts" in params:
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+    else:  # since jax 0.11
+        num_consts, num_carry, _ = (len(part) for part in params["ft_in"].unpack())
     loop = {name: params[name] for name in ("length", "reverse", "unroll")}
     const_in, carry_in, x_in = _thirds(body.invars, num_consts, num_carry)
     outer_const, outer_carry, outer_x = _thirds(eqn.invars, num_consts, num_carry)
@@ -189,7 +196,6 @@ def _split_scan(eqn: Any, outs: list[bool]) -> tuple[Op, Op | None] | None:
         return None
     now_carry, now_y = outs[:num_carry], outs[num_carry:]
     carry_out, y_out = body.outvars[:num_carry], body.outvars[num_carry:]
-    consts = dict(zip(body.constvars, closed.consts, strict=True))
     used_now, used_later = {*values_read(parts.first), *_pick(body.outvars, outs)}, values_read(parts.second)
     sources = values_made(parts.first) | set(_pick(carry_in, now_carry))
     stacked = [var for var in used_later if var in sources]
@@ -205,7 +211,7 @@ def _split_scan(eqn: Any, outs: list[bool]) -> tuple[Op, Op | None] | None:
 
     def now(*values: Any) -> list[Any]:
         given_consts, start, xs = _thirds(values, sum(first_const), sum(now_carry))
-        given = {**consts, **dict(zip(_pick(const_in, first_const), given_consts, strict=True))}
+        given = {**known, **dict(zip(_pick(const_in, first_const), given_consts, strict=True))}
         with _scope(eqn):
             carry, ys = lax.scan(lambda carry, x: first_step(given, carry, x), start, xs, **loop)
         return [*carry, *ys]
@@ -221,7 +227,7 @@ def _split_scan(eqn: Any, outs: list[bool]) -> tuple[Op, Op | None] | None:
 
     def afterwards(*values: Any) -> list[Any]:
         given_consts, start, xs = _thirds(values, sum(second_const), sum(later_carry))
-        given = {**consts, **dict(zip(_pick(const_in, second_const), given_consts, strict=True))}
+        given = {**known, **dict(zip(_pick(const_in, second_const), given_consts, strict=True))}
         with _scope(eqn):
             carry, ys = lax.scan(lambda carry, x: second_step(given, carry, x), start, xs, **loop)
         return [*carry, *ys]

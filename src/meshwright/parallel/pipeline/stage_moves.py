@@ -4,13 +4,16 @@ Parameters are stored as contiguous layers: device `d` of a pipeline has the `d`
 checkpoints do not depend on the schedule. In an interleaved or V schedule, its virtual stages are elsewhere in the
 stack. Each device then sends and receives every layer at most once, in rounds of one `ppermute` each, and the gradients
 take the way back.
+
+If the stages do not divide the layers, the first stages have one layer more, and the others an empty place, which holds
+a copy of their first layer so that a stage that computes and ignores it gets ordinary numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,109 +21,150 @@ from jax import lax
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.axes import axis_index
-from meshwright.specs import round_up
+from meshwright.specs import ceil_div
 
 
-@dataclass(frozen=True)
-class Round:
-    """One exchange: each device sends one piece of what it has, and receives one."""
+class Move(NamedTuple):
+    """The way of one piece of the stack."""
 
-    sends: tuple[int, ...]
-    """The device to which each device sends."""
-    taken: tuple[int, ...]
-    """The piece that each device sends, by its place in the stack."""
-    put: tuple[int, ...]
-    """The place of the piece that each device receives, by its turn among the device's virtual stages."""
+    source: int
+    piece: int
+    """Its place among the pieces that the source stores."""
+    target: int
+    slot: int
+    """Its place among the pieces that the target computes, stage by stage."""
 
 
 @dataclass(frozen=True)
 class StageMoves:
-    """The exchanges between the stored order of layers and virtual stages on `devices`."""
+    """The exchanges between the stored order of layers and the virtual stages of each device.
 
-    devices: tuple[int, ...]
-    num_rounds: int
-    rounds: tuple[Round, ...]
+    Args:
+        counts: `[devices][rounds]`, the number of layers of each virtual stage.
+        num_slots: places for layers in each virtual stage.
+        size: layers per piece.
+        rounds: the moves of each exchange; each device is the source of at most one, and the target of at most one.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    num_slots: int
+    size: int
+    rounds: tuple[tuple[Move, ...], ...]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all virtual stages have the same number of layers."""
+        return all(count == self.num_slots for turns in self.counts for count in turns)
 
     def to_stages(self, layers: Any, axis: str) -> Any:
-        """Returns this device's layers `[layers, ...]` as its virtual stages `[rounds, layers per stage, ...]`."""
-        pieces = jnp.reshape(layers, (self.num_rounds, -1, *layers.shape[1:]))
-        return self._exchange(pieces, axis, back=False)
+        """Returns this device's layers `[layers, ...]` as its virtual stages `[rounds, places, ...]`."""
+        num_rounds, rest = len(self.counts[0]), layers.shape[1:]
+        if self.rounds:
+            pieces = jnp.reshape(layers, (-1, self.size, *rest))
+            layers = self._exchange(pieces, num_rounds * self.num_slots // self.size, axis, back=False)
+        stages = jnp.reshape(layers, (num_rounds, self.num_slots, *rest))
+        if self.is_even:
+            return stages
+        counts = jnp.asarray(np.array(self.counts))[axis_index(axis, who="pipeline")]
+        used = jnp.arange(self.num_slots) < counts[:, None]
+        return jnp.where(jnp.reshape(used, (*used.shape, *(1,) * len(rest))), stages, stages[:, :1])
 
-    def from_stages(self, stages: Any, axis: str) -> Any:
-        """The inverse of `to_stages`."""
-        pieces = self._exchange(stages, axis, back=True)
-        return jnp.reshape(pieces, (-1, *pieces.shape[2:]))
-
-    def _exchange(self, pieces: Any, axis: str, *, back: bool) -> Any:
+    def from_stages(self, stages: Any, num_layers: int, axis: str) -> Any:
+        """The inverse of `to_stages`, for `num_layers` stored layers."""
+        rest = stages.shape[2:]
         if not self.rounds:
-            return pieces
-        place, found = axis_index(axis, who="pipeline"), jnp.zeros_like(pieces)
-        for one in self.rounds:
-            pairs = [(target, source) if back else (source, target) for source, target in enumerate(one.sends)]
-            taken, put = (np.array(places, np.int32) for places in (one.taken, one.put))
-            taken, put = (put, taken) if back else (taken, put)
+            return jnp.reshape(stages, (num_layers, *rest))
+        pieces = self._exchange(jnp.reshape(stages, (-1, self.size, *rest)), num_layers // self.size, axis, back=True)
+        return jnp.reshape(pieces, (num_layers, *rest))
+
+    def _exchange(self, pieces: Any, num_found: int, axis: str, *, back: bool) -> Any:
+        place = axis_index(axis, who="pipeline")
+        # The last place takes what arrives on devices that receive nothing in a round.
+        found = jnp.zeros_like(pieces, shape=(num_found + 1, *pieces.shape[1:]))
+        for moves in self.rounds:
+            taken, put = np.zeros(len(self.counts), np.int32), np.full(len(self.counts), num_found, np.int32)
+            pairs = []
+            for move in moves:
+                source, piece, target, slot = (move[2:] + move[:2]) if back else move
+                taken[source], put[target] = piece, slot
+                pairs.append((source, target))
             piece = lax.dynamic_index_in_dim(pieces, jnp.asarray(taken)[place], keepdims=False)
             arrived = lax.ppermute(piece, axis, pairs)
             found = lax.dynamic_update_index_in_dim(found, arrived, jnp.asarray(put)[place], 0)
-        return found
+        return found[:-1]
 
 
-def make_moves(devices: Sequence[int], num_stages: int) -> StageMoves:
+def make_moves(devices: Sequence[int], num_stages: int, num_layers: int) -> StageMoves:
     """Returns the exchanges for a schedule whose virtual stage `s` runs on `devices[s]`.
 
+    Each device stores `ceil(num_layers / num_stages)` layers, the last one possibly fewer.
+
     Example:
-        >>> len(make_moves((0, 1, 1, 0), 2).rounds), len(make_moves((0, 1), 2).rounds)
+        >>> len(make_moves((0, 1, 1, 0), 2, 8).rounds), len(make_moves((0, 1), 2, 8).rounds)
         (2, 0)
+        >>> make_moves((0, 1, 1, 0), 2, 6).counts  # stages of 2, 2, 1 and 1 layers
+        ((2, 1), (2, 1))
     """
-    num_rounds = len(devices) // num_stages
-    turns = [devices[:stage].count(device) for stage, device in enumerate(tuple(devices))]
-    left = [[*range(home * num_rounds, (home + 1) * num_rounds)] for home in range(num_stages)]
-    if all(devices[stage] == home for home, stages in enumerate(left) for stage in stages):
-        return StageMoves(tuple(devices), num_rounds, ())
-    rounds = []
-    for _ in range(num_rounds):
-        chosen = _one_each(left, devices)
-        for home, stage in enumerate(chosen):
-            left[home].remove(stage)
-        put = [0] * num_stages
-        for stage in chosen:
-            put[devices[stage]] = turns[stage]
-        taken = [stage - home * num_rounds for home, stage in enumerate(chosen)]
-        rounds.append(Round(tuple(devices[stage] for stage in chosen), tuple(taken), tuple(put)))
-    return StageMoves(tuple(devices), num_rounds, tuple(rounds))
-
-
-def _one_each(left: list[list[int]], devices: Sequence[int]) -> list[int]:
-    """Returns a stage of each home such that no two run on one device, by augmenting paths.
-
-    One exists, because every home has as many stages left as every device is still to receive (Koenig's theorem).
-    """
-    taken_by: dict[int, tuple[int, int]] = {}  # device: home and stage
-
-    def find(home: int, seen: set[int]) -> bool:
-        for stage in left[home]:
-            device = devices[stage]
-            if device in seen:
-                continue
-            seen.add(device)
-            if device not in taken_by or find(taken_by[device][0], seen):
-                taken_by[device] = (home, stage)
-                return True
-        return False
-
-    for home in range(len(left)):
-        assert find(home, set())
-    chosen = dict(taken_by.values())
-    return [chosen[home] for home in range(len(left))]
-
-
-def check_layers(num_layers: int, schedule_name: str, *, num_stages: int, num_rounds: int) -> None:
-    """Raises if the virtual stages of a schedule do not divide the layers."""
-    chunks = num_stages * num_rounds
-    if num_layers % chunks:
-        near = sorted({max(num_layers // chunks, 1) * chunks, round_up(num_layers, chunks)})
+    num_virtual, stored = len(devices), ceil_div(num_layers, num_stages)
+    num_rounds = num_virtual // num_stages
+    if num_layers < num_virtual or num_layers <= (num_stages - 1) * stored:
         raise LayoutError(
-            f"{num_layers} layers cannot be cut into the {num_stages} x {num_rounds} stages of the pipeline schedule "
-            f"{schedule_name!r}: {num_layers} % {chunks} = {num_layers % chunks}.",
-            hint=f"use {' or '.join(map(str, near))} layers, or another schedule.",
+            f"{num_layers} layers cannot be cut into {num_stages} x {num_rounds} pipeline stages of at least one "
+            "layer.",
+            hint="use fewer devices along the pipeline axis, or a schedule with fewer stages per device.",
         )
+    turns = [list(devices[:stage]).count(device) for stage, device in enumerate(devices)]
+    if num_rounds == 1:
+        sizes = [min(stored, num_layers - stage * stored) for stage in range(num_virtual)]
+    else:
+        sizes = [num_layers // num_virtual + (stage < num_layers % num_virtual) for stage in range(num_virtual)]
+    counts = [[0] * num_rounds for _ in range(num_stages)]
+    for stage, device in enumerate(devices):
+        counts[device][turns[stage]] = sizes[stage]
+    num_slots, firsts = max(sizes), np.cumsum([0, *sizes])
+    size = num_slots if num_layers == num_virtual * num_slots else 1
+    moves = [
+        Move(
+            layer // stored, layer % stored // size, devices[stage], (turns[stage] * num_slots + layer - first) // size
+        )
+        for stage, first in enumerate(firsts[:-1].tolist())
+        for layer in range(first, first + sizes[stage], size)
+    ]
+    in_place = all(move.source == move.target and move.piece == move.slot for move in moves)
+    rounds = () if in_place else _in_rounds(moves, num_stages)
+    return StageMoves(tuple(map(tuple, counts)), num_slots, size, rounds)
+
+
+def _in_rounds(moves: Sequence[Move], num_devices: int) -> tuple[tuple[Move, ...], ...]:
+    """Splits moves into rounds, as few as the busiest device needs.
+
+    With moves of nothing, every device has equally many as a source and as a target. Then each round can take one of
+    every source and target (Koenig's theorem), found by augmenting paths.
+    """
+    left: list[list[Move]] = [[move for move in moves if move.source == home] for home in range(num_devices)]
+    arriving = [sum(move.target == device for move in moves) for device in range(num_devices)]
+    most = max([*map(len, left), *arriving])
+    idle = iter([device for device, count in enumerate(arriving) for _ in range(most - count)])
+    for home, own in enumerate(left):
+        own += [Move(home, -1, next(idle), -1) for _ in range(most - len(own))]
+    rounds = []
+    for _ in range(most):
+        taken: dict[int, Move] = {}
+
+        def find(home: int, seen: set[int], taken: dict[int, Move]) -> bool:
+            for move in left[home]:
+                if move.target in seen:
+                    continue
+                seen.add(move.target)
+                if move.target not in taken or find(taken[move.target].source, seen, taken):
+                    taken[move.target] = move
+                    return True
+            return False
+
+        for home in range(num_devices):
+            found = find(home, set(), taken)
+            assert found
+        for move in taken.values():
+            left[move.source].remove(move)
+        rounds.append(tuple(sorted(move for move in taken.values() if move.piece >= 0)))
+    return tuple(rounds)

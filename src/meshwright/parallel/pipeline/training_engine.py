@@ -11,6 +11,8 @@ neighbor. Sums over the pipeline's axis stay outside of these branches, in which
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,14 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from meshwright.errors import MeshwrightError, PlacementError
+from meshwright.errors import LayoutError, MeshwrightError, MeshwrightWarning, PlacementError
 from meshwright.mesh.axes import axis_index, axis_size, pcast_varying, varying_axes
 from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.pipeline.flow import Functions, in_mesh_order
-from meshwright.parallel.pipeline.stage_moves import check_layers
 from meshwright.parallel.pipeline.training_loop import TrainingLoop
 from meshwright.parallel.pipeline.training_schedule import TrainingSchedule
 from meshwright.parallel.rows import split_rows
+from meshwright.specs import ceil_div
 from meshwright.types import PyTree
 
 
@@ -44,6 +46,7 @@ def pipeline_loss(
     targets: PyTree = None,
     rng: PyTree = None,
     remat: bool = True,
+    num_layers: int | None = None,
 ) -> tuple[Any, PyTree]:
     """Returns the loss of a batch, and other sums, computed with their gradients by a training schedule.
 
@@ -60,6 +63,9 @@ def pipeline_loss(
             has one gradient, the sum of both.
         remat: whether backward passes start from the inputs of their stages. If False, forward passes save what
             `jax.vjp` needs, except what depends on parameters alone.
+        num_layers: number of layers on all devices, if the last one has fewer (default: what they hold). If stages
+            differ in their number of layers, `stage_fn` is also passed `num_layers=`, an array, and must ignore its
+            layers after so many, for example by `jnp.where`.
 
     Example:
         >>> import meshwright as mw
@@ -83,18 +89,37 @@ def pipeline_loss(
     num_stages = axis_size(axis, who="pipeline_loss")
     if schedule.num_stages != num_stages:
         raise MeshwrightError(f"the schedule is for {schedule.num_stages} stages; the pipeline has {num_stages}.")
+    if schedule.num_microbatches < num_stages:
+        warnings.warn(
+            f"pipeline_loss: {schedule.num_microbatches} microbatches on {num_stages} stages leave the devices idle "
+            f"{schedule.bubble_fraction:.0%} of the time.\nhint: use at least {num_stages} microbatches.",
+            MeshwrightWarning,
+            stacklevel=2,
+        )
     data = (x, extras, targets)
     shared = in_mesh_order(frozenset({axis}).union(*map(varying_axes, jax.tree.leaves(data))))
     ends, unpack, places = _joined_ends(first_params, last_params)
     # Mark everything here: inside a branch, the marks' gradients would deadlock.
     layers, ends, data = pcast_varying((layers, ends, data), shared)
-    counts = {int(leaf.shape[0]) if leaf.ndim else 0 for leaf in jax.tree.leaves(layers)}
-    if len(counts) != 1:
+    sizes = {int(leaf.shape[0]) if leaf.ndim else 0 for leaf in jax.tree.leaves(layers)}
+    if len(sizes) != 1:
         raise PlacementError(
-            f"pipeline_loss: the leaves of layers have different leading dims: {sorted(counts)}.",
+            f"pipeline_loss: the leaves of layers have different leading dims: {sorted(sizes)}.",
             hint="stack the layers along the leading dim of each leaf.",
         )
-    check_layers(counts.pop() * num_stages, schedule.name, num_stages=num_stages, num_rounds=schedule.num_rounds)
+    stored = sizes.pop()
+    total = stored * num_stages if num_layers is None else num_layers
+    if ceil_div(total, num_stages) != stored:
+        raise LayoutError(
+            f"pipeline_loss: {num_stages} devices hold {stored} layers each, which does not fit num_layers={total}."
+        )
+    if total % schedule.num_virtual_stages and not _takes_count(stage_fn):
+        raise LayoutError(
+            f"{total} layers cannot be cut evenly into the {num_stages} x {schedule.num_rounds} stages of the pipeline "
+            f"schedule {schedule.name!r}, and stage_fn takes no num_layers.",
+            hint="let it take num_layers=, and ignore the layers after so many; or use a multiple of "
+            f"{schedule.num_virtual_stages} layers.",
+        )
 
     @jax.custom_vjp
     def run(layers: PyTree, ends: list[Any], data: PyTree, rng: PyTree) -> tuple[Any, PyTree]:
@@ -117,7 +142,7 @@ def pipeline_loss(
         layers, ends, data, rng = jax.tree.map(lambda leaf: leaf.value, (layers, ends, data, rng), is_leaf=_is_primal)
         parts = split_rows(data, schedule.num_microbatches, who="pipeline", part="microbatch")
         functions = Functions(stage_fn, first, last, parts, rng)
-        loop = TrainingLoop(functions, schedule, axis, learns[0], learns[1], unpack, places, remat)
+        loop = TrainingLoop(functions, schedule, axis, learns[0], learns[1], unpack, places, remat, total)
         return loop.run(layers, ends)
 
     def backward(grads: tuple[PyTree, list[Any]], cotangents: tuple[Any, PyTree]) -> Any:
@@ -136,6 +161,11 @@ def pipeline_loss(
     run.defvjp(start, backward, symbolic_zeros=True)
     loss, aux = run(layers, ends, data, rng)
     return loss, lax.stop_gradient(aux)
+
+
+def _takes_count(stage_fn: Callable[..., Any]) -> bool:
+    known = inspect.signature(stage_fn).parameters
+    return "num_layers" in known or any(kind.kind == kind.VAR_KEYWORD for kind in known.values())
 
 
 def _is_primal(node: Any) -> bool:

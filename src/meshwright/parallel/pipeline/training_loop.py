@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ class TrainingLoop:
         learned_layers, learned_ends: whether each leaf of the layers, and each array of the ends, has a gradient.
         unpack: returns the parameters of `first` and `last` from the arrays of both.
         places: the places of the parameters of `first` and of `last` among these arrays.
-        remat: see `pipeline_loss`.
+        remat, num_layers: see `pipeline_loss`.
     """
 
     functions: Functions
@@ -43,20 +43,21 @@ class TrainingLoop:
     unpack: Callable[[Sequence[Any]], tuple[PyTree, PyTree]]
     places: tuple[Sequence[int], Sequence[int]]
     remat: bool
+    num_layers: int
 
     def run(self, layers: PyTree, ends: Sequence[Any]) -> tuple[tuple[Any, PyTree], tuple[PyTree, list[Any]]]:
         """Returns the loss and the other sums, on the last device, and the gradients of layers and ends."""
         schedule, axis = self.schedule, self.axis
-        moves = make_moves(schedule.devices, schedule.num_stages)
+        moves = make_moves(schedule.devices, schedule.num_stages, self.num_layers)
         leaves: list[Any]
         structure: Any
         leaves, structure = jax.tree.flatten(layers)
         stages = [moves.to_stages(leaf, axis) for leaf in leaves]
-        cells = Cells(self, stages, structure, ends)
+        cells = Cells(self, stages, structure, ends, None if moves.is_even else np.array(moves.counts, np.int32))
         (result, stage_grads, end_grads) = cells.run_all()
         found = iter(stage_grads)
         grads = [
-            moves.from_stages(next(found).astype(leaf.dtype), axis) if learns else None
+            moves.from_stages(next(found).astype(leaf.dtype), leaf.shape[0], axis) if learns else None
             for leaf, learns in zip(leaves, self.learned_layers, strict=True)
         ]
         home, last = schedule.devices[-1], schedule.num_stages - 1
@@ -73,13 +74,23 @@ class TrainingLoop:
 class Cells:
     """The work of one device at each tick."""
 
-    def __init__(self, loop: TrainingLoop, stages: list[Any], structure: Any, ends: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        stages: list[Any],
+        structure: Any,
+        ends: Sequence[Any],
+        counts: np.ndarray[Any, Any] | None,
+    ) -> None:
         self.loop, self.stages, self.structure, self.ends = loop, stages, structure, ends
         self.f, schedule = loop.functions, loop.schedule
+        # The number of layers of each of this device's stages, if they differ.
+        self.counts = None if counts is None else jnp.asarray(counts)[axis_index(loop.axis, who="pipeline_loss")]
         zero = pcast_varying(jnp.int32(0), loop.axis)
         first_params, last_params = loop.unpack(ends)
         own = structure.unflatten(self._own(zero))
-        self.h_type, self.out_type = flow(self.f, (own, first_params, last_params), loop.axis)
+        given = replace(self.f, stage_fn=functools.partial(self.f.stage_fn, **self._count(zero)))
+        self.h_type, self.out_type = flow(given, (own, first_params, last_params), loop.axis)
         self._check()
         self.stage = self._traced(zero)
         self.slots = assign_slots(schedule, saves=not loop.remat)
@@ -192,7 +203,8 @@ class Cells:
     def _forward(self, turn: Any, microbatch: Any, x: PyTree) -> tuple[PyTree, list[Any]]:
         """Returns the output of a stage, and what its backward pass needs."""
         if self.loop.remat:
-            return mark(self.f.run(self.structure.unflatten(self._own(turn)), x, microbatch), self.h_type), []
+            own, extras = self.structure.unflatten(self._own(turn)), self.f.rows(microbatch)[1]
+            return mark(self.f.stage(own, x, extras, self._keywords(turn, microbatch)), self.h_type), []
         env = self.stage.start(self._free(turn, microbatch), jax.tree.leaves(x))
         y = self.stage.run_forward(env)
         return self._h(y), [env[var] for var in self.stage.saved]
@@ -217,20 +229,26 @@ class Cells:
         return [lax.dynamic_index_in_dim(leaf, turn, keepdims=False) for leaf in self.stages]
 
     def _free(self, turn: Any, microbatch: Any) -> list[Any]:
-        return jax.tree.leaves((self._own(turn), self.f.rows(microbatch)[1], self.f.keys(microbatch)))
+        return jax.tree.leaves((self._own(turn), self.f.rows(microbatch)[1], self._keywords(turn, microbatch)))
+
+    def _keywords(self, turn: Any, microbatch: Any) -> dict[str, Any]:
+        return self.f.keys(microbatch) | self._count(turn)
+
+    def _count(self, turn: Any) -> dict[str, Any]:
+        return {} if self.counts is None else {"num_layers": self.counts[turn]}
 
     def _traced(self, zero: Any) -> StageBackward:
-        given = (self._own(zero), self.f.rows(zero)[1], self.f.keys(zero))
+        given = (self._own(zero), self.f.rows(zero)[1], self._keywords(zero, zero))
         structure: Any = jax.tree.structure(given)
         learns = self.loop.learned_layers
 
         def both(free: list[Any], x: list[Any], dy: list[Any]) -> list[Any]:
-            leaves, extras, keys = structure.unflatten(free)
+            leaves, extras, keywords = structure.unflatten(free)
 
             def call(learned: list[Any], x: list[Any]) -> list[Any]:
                 rest = iter(learned)
                 whole = [next(rest) if learn else leaf for leaf, learn in zip(leaves, learns, strict=True)]
-                y = self.f.stage(self.structure.unflatten(whole), self._h(x), extras, keys)
+                y = self.f.stage(self.structure.unflatten(whole), self._h(x), extras, keywords)
                 return jax.tree.leaves(mark(y, self.h_type))
 
             learned = [leaf for leaf, learn in zip(leaves, learns, strict=True) if learn]
