@@ -139,8 +139,9 @@ def _slots(name: str, count: int, microbatches: int, rounds: int, again: bool) -
 
 @functools.lru_cache(maxsize=2048)
 def _moves(name: str, count: int, rounds: int) -> int:
-    moves = make_moves(_table(name, count, count, rounds).devices, count)
-    return sum(any(target != source for source, target in enumerate(one.sends)) for one in moves.rounds)
+    devices = _table(name, count, count, rounds).devices
+    found = make_moves(devices, count, len(devices))  # one layer per virtual stage
+    return sum(any(move.source != move.target for move in moves) for moves in found.rounds)
 
 
 @functools.lru_cache(maxsize=2048)
