@@ -344,9 +344,15 @@ def mesh_problem(
 
 
 def check_mesh_axes(job: Any, sizes: Mapping[str, int], setup: Setup) -> None:
-    """Raises a `MeshError` if an axis of the mesh splits nothing, or if the job cannot run in the setup's view."""
+    """Raises a `MeshError` if an axis of the mesh or an option splits nothing, or if the job cannot run in the view."""
     zero = () if setup.zero_axis is None else (setup.zero_axis,)
     check_axes(job, {axis: size for axis, size in sizes.items() if axis not in zero})
+    if (setup.pipeline or setup.num_microbatches) and sizes.get(PIPELINE_AXIS, 1) == 1:
+        raise MeshError(
+            "a pipeline schedule or a number of microbatches has no effect: the mesh has no axis pp with 2 or more "
+            "devices.",
+            hint="leave it out, or use e.g. pp:2,fsdp:4.",
+        )
     view_of_setup(job, sizes, setup)
 
 
@@ -363,7 +369,7 @@ def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Set
     fit = [
         size
         for size in range(1, devices + 1)
-        if devices % size == 0 and mesh_problem(job, profile, {axis: size}) is None
+        if devices % size == 0 and mesh_problem(job, profile, {axis: size}, setup) is None
     ]
     raise MeshError(f"{problem[1]}, so the model cannot run on this mesh.", hint=f"set {axis} to {one_of(fit)}.")
 

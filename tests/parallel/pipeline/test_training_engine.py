@@ -205,6 +205,11 @@ def run_bad(*, mesh="pp:2", layers=None, x=None, grad_of=0, **options):
     return jax.eval_shape(jax.grad(run, argnums=grad_of), layers, jnp.ones((4, 1)) if x is None else x)
 
 
+def test_few_microbatches_warn():
+    with pytest.warns(mw.MeshwrightWarning, match="1 microbatches on 2 stages leave the devices idle 50% of the time"):
+        run_bad(schedule=make_schedule("1f1b", 2, 1))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

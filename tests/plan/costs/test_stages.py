@@ -4,6 +4,7 @@ import functools
 
 import pytest
 
+from meshwright.errors import MeshError
 from meshwright.models import Decoder
 from meshwright.parallel import make_schedule
 from meshwright.parallel.pipeline.slots import assign_slots
@@ -69,6 +70,13 @@ def test_memory_does_not_grow_with_microbatches(name):
     assert sum(part.bytes for part in piped[0].memory.parts if part.name == "ticks") < sum(
         part.bytes for part in piped[1].memory.parts if part.name == "ticks"
     )
+
+
+def test_schedules_that_cannot_run():
+    with pytest.raises(MeshError, match=r"has no effect: the mesh has no axis pp[\s\S]*hint: leave it out"):
+        plan_of("zb-v", "fsdp:2")
+    with pytest.raises(MeshError, match=r"zb-v cuts 8 layers into 8 x 2 stages[\s\S]*set pp to 1, 2 or 4"):
+        plan_of("zb-v", "pp:8", "cpu:8")
 
 
 # The meshes and policies whose programs differ: gathers in the cells, rings in the cells, layers that move.

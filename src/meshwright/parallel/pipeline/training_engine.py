@@ -12,6 +12,7 @@ neighbor. Sums over the pipeline's axis stay outside of these branches, in which
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from meshwright.errors import LayoutError, MeshwrightError, PlacementError
+from meshwright.errors import LayoutError, MeshwrightError, MeshwrightWarning, PlacementError
 from meshwright.mesh.axes import axis_index, axis_size, pcast_varying, varying_axes
 from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.pipeline.flow import Functions, in_mesh_order
@@ -88,6 +89,13 @@ def pipeline_loss(
     num_stages = axis_size(axis, who="pipeline_loss")
     if schedule.num_stages != num_stages:
         raise MeshwrightError(f"the schedule is for {schedule.num_stages} stages; the pipeline has {num_stages}.")
+    if schedule.num_microbatches < num_stages:
+        warnings.warn(
+            f"pipeline_loss: {schedule.num_microbatches} microbatches on {num_stages} stages leave the devices idle "
+            f"{schedule.bubble_fraction:.0%} of the time.\nhint: use at least {num_stages} microbatches.",
+            MeshwrightWarning,
+            stacklevel=2,
+        )
     data = (x, extras, targets)
     shared = in_mesh_order(frozenset({axis}).union(*map(varying_axes, jax.tree.leaves(data))))
     ends, unpack, places = _joined_ends(first_params, last_params)

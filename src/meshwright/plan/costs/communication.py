@@ -110,9 +110,9 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
         size, width, learns = local_size(leaf), profile.widths[name], name not in profile.frozen
         split = [axis for axis in spec_axes(leaf.spec) if sizes.get(axis, 1) > 1]
         if stages.moves and name.startswith(LAYERS):
-            # Layers go to the devices of their virtual stages, and gradients in float32 back.
+            # Layers go to the devices of their virtual stages, and their gradients back, in the same dtype.
             own = int(leaf.dtype.itemsize) if GATHER_AXIS in split else width
-            moved += often * stages.moves * size / stages.rounds * (own + learns * max(own, 4))
+            moved += often * stages.moves * size / stages.rounds * own * (1 + learns)
         if GATHER_AXIS in split:
             in_layers = name.startswith(LAYERS)
             layers = profile.num_layers // stages.count if in_layers else 1
@@ -175,7 +175,8 @@ def _times(stages: Stages, name: str, *, layers: int, by_layer: bool, profile: J
         if stages.is_scheduled:
             # The loss and its gradient share a gather. In a V, the first device has the embedding as well.
             embeds = name.startswith("embed/") and stages.schedule == "zb-v"
-            again = 2 + stages.again
+            # libtpu gathers once for a stage's recomputation and its gradient (one program for v5p:2x2x1).
+            again = 2 + (stages.again and profile.platform != "tpu")
             gathers, scatters = (again * layers, layers) if in_layers else (ends / 2 + embeds * (again - 1), ends / 2)
             return stages.microbatches * gathers, stages.microbatches * max(scatters, float(embeds))
         gathers, scatters = (3 * layers, layers) if in_layers else (ends, ends / 2)

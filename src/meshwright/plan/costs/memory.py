@@ -275,7 +275,8 @@ def _scheduled_parts(
     kept = {kind: stored * size for kind, size in slots.items()}
     now = math.fsum((made if stages.again else saved).values()) + math.fsum(later.values())
     words = "split backward passes" if stages.splits else "backward passes"
-    note = f"for {words} of at most {stored} microbatches in one of {stages.rounds} stages of a device"
+    each = f" in one of {stages.rounds} stages of a device" if stages.rounds > 1 else ""
+    note = f"for {words} of at most {stored} microbatches{each}"
     return [
         Part("activations", math.fsum(kept.values()), "computed", note, fewer(kept)),
         Part("ticks", inbox * one, "computed", f"{inbox} inputs and gradients of stages, {format_bytes(one)} each"),
