@@ -165,3 +165,19 @@ def test_a_search_keeps_tp_for_a_loss_that_does_not_know_it_and_every_plan_runs(
 def test_an_empty_step_is_rejected(rows, parts, name, got):
     with pytest.raises(PlacementError, match=f"the number of {name} must be at least 1; got {got}"):
         make_plan(decoder(), "h200:1x8", Setup(mesh="fsdp:8", rows=rows, num_minibatches=parts))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"precision": "fp8"}, "a pipeline does not run in fp8.\nhint: use another"),
+        (
+            {"pipeline": "1f1b", "remat": "offload"},
+            "remat=offload does not work with the pipeline schedule 1f1b.\nhint: use another",
+        ),
+    ],
+)
+def test_options_that_a_pipeline_does_not_take(options, says):
+    with pytest.raises(MeshError, match=says):
+        make_plan(language_job(Decoder.named("956m"), batch_size=16, num_tokens=64), "h200:1x8",
+                  Setup(mesh="dp:4,pp:2", **options))  # fmt: skip

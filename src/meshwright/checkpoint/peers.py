@@ -203,6 +203,8 @@ class OwnFolders:
             self._tell("save/hashes", own)
             self._take(place, own, self._hear("save/manifest", 0))
             self._tell("save/finished", True)
+            # Until then, this process keeps the step before: process 0 may still fail or end.
+            self._hear("committed", 0)
             return ""
         hashes, differ = dict(own), set()
         for peer in range(1, self._count):
@@ -215,6 +217,7 @@ class OwnFolders:
         for peer in range(1, self._count):
             self._hear("save/finished", peer)
         write_manifest(place, manifest)  # last, since the other processes use what is finished here
+        self._tell("committed", True)
         self._box.remove("save")
         differ -= top.keys()
         return f"replicas differ in {len(differ)} files, such as {min(differ)}; the first ones count" if differ else ""

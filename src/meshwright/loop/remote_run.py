@@ -24,7 +24,7 @@ import jax
 
 from meshwright.checkpoint import Checkpoints, DurableSteps, Keep, TieredCheckpoints
 from meshwright.data.cache_folder import default_cache
-from meshwright.distributed.agreement import as_first, gather_texts, together
+from meshwright.distributed.agreement import as_first, from_first, gather_texts, together
 from meshwright.errors import CheckpointError, ConfigError, StoreError, TrainingError
 from meshwright.files import write_atomically
 from meshwright.loop.callbacks import Callback
@@ -348,14 +348,18 @@ def read_remote(url: str) -> tuple[Path, Checkpoints]:
 
 
 def fetch_step(url: str, step: int | None) -> tuple[str, int]:
-    """Returns a local copy of a run that holds a verified step, and its number (default: the last good one)."""
-    folder, checkpoints = read_remote(url)
+    """Returns a local copy of a run that holds a verified step, and its number (default: the last good one).
+
+    All processes call it.
+    """
+    folder, checkpoints = together("reading a run in a store", lambda: read_remote(url))
     if step is None:
         step, notes = checkpoints.last_good(pass_unreadable=False)
         problems = [] if step is not None else notes or ["no step is finished"]
     else:
         problems = [f"step {step} is not finished"]
-        if step in checkpoints.steps():
+        there = together("listing the steps of a run", checkpoints.steps)
+        if from_first(int(step in there)):
             problems = checkpoints.verify(step)
     if step is None or problems:
         raise CheckpointError(f"{url}: {problems[0]}.", hint="`meshwright checkpoint ls` lists the steps.")

@@ -166,7 +166,7 @@ def _decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSe
     """Makes all decisions, the same on all processes; writes only the empty run folder."""
     if config.run.run is not None:
         config = with_own_tokenizer(config, Path(config.run.run))
-    origin = together("reading --init-from", lambda: find_origin(config))
+    origin = find_origin(config)
     config, tokenizer = without_auto(config, origin)
     config = together("reading --init-adapters", lambda: with_adapters(config))
     if tokenizer is not None:

@@ -316,6 +316,10 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
     )
 
 
+NOT_IN_PIPELINES = "not in pipelines"
+"""Why a candidate with options that a pipeline does not take is rejected."""
+
+
 def mesh_problem(
     job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Setup | None = None
 ) -> tuple[str, str] | None:
@@ -337,9 +341,13 @@ def mesh_problem(
         stages = profile.stages(sizes, setup)
         if profile.num_layers % (pp * stages.rounds):
             return "layers not divisible", (
-                f"{stages.schedule} cuts {profile.num_layers} layers into {pp} x {stages.rounds} stages, which do not "
-                "divide them"
+                f"{stages.schedule} cuts {profile.num_layers} layers into {pp} x {stages.rounds} stages of different "
+                "lengths, which plans do not price"
             )
+        if setup.dtypes.fp8 is not None:
+            return NOT_IN_PIPELINES, "a pipeline does not run in fp8"
+        if stages.is_scheduled and setup.remat == "offload":
+            return NOT_IN_PIPELINES, f"remat=offload does not work with the pipeline schedule {stages.schedule}"
     return None
 
 
@@ -364,6 +372,8 @@ def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Set
     problem = mesh_problem(job, profile, sizes, setup)
     if problem is None:
         return
+    if problem[0] == NOT_IN_PIPELINES:
+        raise MeshError(f"{problem[1]}.", hint="use another precision or remat, or a mesh without pp.")
     axis = PIPELINE_AXIS if problem[0] == "layers not divisible" else TENSOR_AXIS
     devices = math.prod(sizes.values())
     fit = [
@@ -371,7 +381,7 @@ def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Set
         for size in range(1, devices + 1)
         if devices % size == 0 and mesh_problem(job, profile, {axis: size}, setup) is None
     ]
-    raise MeshError(f"{problem[1]}, so the model cannot run on this mesh.", hint=f"set {axis} to {one_of(fit)}.")
+    raise MeshError(f"{problem[1]}, so this mesh cannot be planned.", hint=f"set {axis} to {one_of(fit)}.")
 
 
 def one_of(sizes: list[int]) -> str:
@@ -397,7 +407,8 @@ def check_rows(prepared: Prepared, rows: int) -> None:
         parts += f" of {stages.microbatches} microbatches" if stages.count > 1 else ""
         raise PlacementError(
             f"{rows} rows do not divide over {parts}.",
-            hint=f"use {max(1, rows // ways) * ways} rows, or another number of minibatches.",
+            hint=f"use {max(1, rows // ways) * ways} rows, or another number of "
+            f"{'microbatches' if stages.count > 1 else 'minibatches'}.",
         )
 
 

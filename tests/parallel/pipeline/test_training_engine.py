@@ -233,3 +233,19 @@ def test_few_microbatches_warn():
 def test_bad_inputs(options, message):
     with pytest.raises(mw.MeshwrightError, match=message):
         run_bad(**options)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_one_stage_runs_without_a_schedule(name):
+    def loss(layers, x):
+        def layer(h, w):
+            return h * w, None
+
+        schedule = make_schedule(name, 1, 4)
+        run = functools.partial(pipeline_loss, lambda layers, h: lax.scan(layer, h, layers)[0], layers, x)
+        return run(axis="pp", schedule=schedule, last=lambda _, h: (h.sum(), {"rows": jnp.int32(h.shape[0])}))[0]
+
+    mesh = mw.create_mesh("pp:1", devices=1)
+    both = local_map(jax.value_and_grad(loss), mesh=mesh, in_specs=(P("pp"), P()), out_specs=(P(), P("pp")))
+    value, grads = jax.jit(both)(jnp.full(4, 2.0), jnp.ones((8, 1)))
+    assert (float(value), grads.tolist()) == (128.0, [64.0] * 4)

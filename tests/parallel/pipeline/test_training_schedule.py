@@ -110,3 +110,11 @@ def test_wrong_arguments_raise():
             rows[:, tick, device] = work, stage, 0
     with pytest.raises(mw.MeshwrightError, match="stage 0 is on device 0 and stage 1 on device 2"):
         TrainingSchedule(*rows)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 5])
+@pytest.mark.parametrize("num_rounds", [2, 3])
+def test_interleaved_schedules_take_any_number_of_microbatches(num_stages, num_rounds):
+    for count in range(1, 3 * num_stages):
+        schedule = make_schedule("interleaved-1f1b", num_stages, count, num_rounds=num_rounds)
+        assert sum(1 for _ in schedule.cells()) == 2 * num_stages * num_rounds * count

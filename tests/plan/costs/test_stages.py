@@ -34,7 +34,7 @@ def plan_of(name, mesh="pp:2", target="cpu:2", **options):
 
 
 def rounds_of(name):
-    return 2 if name in ("zb-v", "interleaved-1f1b") else 1
+    return 2 if name in ("zb-v", "interleaved-1f1b", "circular") else 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -48,7 +48,7 @@ def test_idle_time_is_that_of_the_table(name, again):
     assert stages.idle == pytest.approx(1 - 8 * stages.rounds * (3 + again) / span)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "circular"])
 @pytest.mark.parametrize("microbatches", [23, 64])
 def test_figures_of_many_microbatches_are_those_of_the_whole_table(name, microbatches):
     for again in (True, False):

@@ -33,6 +33,7 @@ def find_snapshots(setup: RunSetup) -> Snapshots | None:
     except ConfigError as error:
         if not setup.folder.resumed:
             raise
+        snapshots.forget()  # they would be older than what this attempt trains
         tell(f"warning: the run continues without snapshots: {error}")
         return None
     tell(f"snapshots: every {snapshots.every} steps, in host memory ({text})")

@@ -108,8 +108,8 @@ class PlacementOptions:
     """Number of minibatches per step (gradient accumulation)."""
     sync: Literal["auto", "every", "hybrid", "once"] = "auto"
     """How often devices exchange gradients during accumulation."""
-    pipeline: Literal["gpipe", "circular", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"] = "gpipe"
-    """Pipeline schedule, on a mesh with a pp axis; may change on resume."""
+    pipeline: Literal["gpipe", "circular", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"] | None = None
+    """Pipeline schedule, on a mesh with a pp axis (default: the job's, or gpipe); may change on resume."""
     pipeline_rounds: int | None = None
     """Stages per device with interleaved-1f1b and circular (default: 2)."""
     microbatches: int | None = None

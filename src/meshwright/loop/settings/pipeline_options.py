@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.errors import ConfigError
 from meshwright.loop.settings.options import PlacementOptions
 from meshwright.loop.sources import rows_of
+from meshwright.models.execution import recomputes_stages
 from meshwright.parallel.pipeline.named_schedules import make_schedule
 from meshwright.parallel.pipeline.stage_moves import make_moves
 from meshwright.specs import round_up
@@ -20,7 +21,7 @@ from meshwright.train.jobs.language_job import with_execution
 def pipeline_changes(options: PlacementOptions) -> dict[str, Any]:
     """Returns the fields of `Execution` that the options change."""
     wanted = {
-        "pipeline": options.pipeline if options.pipeline != "gpipe" else None,
+        "pipeline": options.pipeline,
         "pipeline_rounds": options.pipeline_rounds,
         "num_microbatches": options.microbatches,
     }
@@ -41,7 +42,9 @@ def pipeline_line(step: Step, job: Any, options: PlacementOptions) -> str | None
     if changes and (num_stages == 1 or step.view.view != "local"):
         names = " and ".join(_OPTIONS[name] for name in changes)
         if num_stages == 1:
-            why, hint = "the mesh has no axis pp with 2 or more devices", "leave it out, or use e.g. --mesh pp:2,dp:4."
+            why = "the mesh has no axis pp with 2 or more devices"
+            none = " ".join(f"{_OPTIONS[name]} None" for name in changes)
+            hint = f"leave it out (a resumed run: pass {none}), or use e.g. --mesh pp:2,dp:4."
         else:
             why, hint = "XLA runs no pipeline in the global view", "use --view local."
         raise ConfigError(f"{names} would have no effect: {why}.", hint=hint)
@@ -50,6 +53,7 @@ def pipeline_line(step: Step, job: Any, options: PlacementOptions) -> str | None
     count = run.num_microbatches or 2 * num_stages
     schedule = make_schedule(run.pipeline, num_stages, count, num_rounds=run.pipeline_rounds)
     if (model := model_of(job)) is not None and run.pipeline != "gpipe":
+        recomputes_stages(options.remat)  # raises if stages cannot do it
         make_moves(schedule.devices, num_stages, model.num_layers)  # raises if the layers do not fit
     return (
         f"pipeline: {run.pipeline}, {num_stages} stages, {count} microbatches; {schedule.num_ticks} ticks, "
@@ -62,14 +66,17 @@ def require_rows(step: Step, job: Any, options: PlacementOptions) -> None:
     step.batch_shardings(job.batch)
     rows, minibatches = rows_of(job), options.minibatches
     devices = math.prod(step.layout.mesh.shape[axis] for axis in step.row_axes)
-    micro = (options.microbatches or 1) if step.view.view == "local" else 1
+    num_stages, run = math.prod(step.layout.mesh.shape.get(axis, 1) for axis in PIPELINE_AXES), execution_of(job)
+    micro = 1
+    if step.view.view == "local" and num_stages > 1 and run is not None:
+        micro = run.num_microbatches or 2 * num_stages
     parts = minibatches * devices * micro
     if rows % parts:
         down, up = rows // parts * parts, round_up(rows, parts)
         of = f" of {micro} microbatches" if micro > 1 else ""
         raise ConfigError(
             f"cannot split a batch of {rows} rows into {minibatches} minibatches{of} for {devices} devices.",
-            hint=f"use --batch-size {f'{down} or {up}' if down else up}.",
+            hint=f"use --batch-size {f'{down} or {up}' if down else up}{', or other --microbatches' * (micro > 1)}.",
         )
 
 

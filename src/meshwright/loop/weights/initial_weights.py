@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from meshwright.checkpoint.convert.pretrained import PretrainedFolder
 from meshwright.checkpoint.manifest import MANIFEST, STATE
 from meshwright.checkpoint.restoring import part_of
 from meshwright.checkpoint.retention import all_steps
+from meshwright.distributed.agreement import together
 from meshwright.dtypes import is_float
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.layout import Layout
@@ -109,7 +111,7 @@ Weights = FolderWeights | StepWeights
 
 
 def open_weights(options: InitOptions) -> Weights:
-    """Opens the weights that `--init-from` names; reads no weights yet.
+    """Opens the weights that `--init-from` names, on all processes; reads no weights yet.
 
     Example:
         >>> import tempfile
@@ -120,10 +122,19 @@ def open_weights(options: InitOptions) -> Weights:
         >>> open_weights(InitOptions(init_from=folder)).shapes["head/kernel"]
         (64, 256)
     """
-    if is_url(options.init_from):
-        from meshwright.loop.weights.remote_weights import open_remote_weights
+    found = together("reading --init-from", lambda: _find(options))
+    if not callable(found):
+        return found
+    step = found()  # processes choose and verify a step together, so an error of one must not end this early
+    return together("reading --init-from", lambda: StepWeights(step))
 
-        return open_remote_weights(options)
+
+def _find(options: InitOptions) -> Weights | Callable[[], Path]:
+    """Returns the weights, or a function that returns the folder of their step, which all processes must call."""
+    if is_url(options.init_from):
+        from meshwright.loop.weights.remote_weights import find_remote_weights
+
+        return find_remote_weights(options)
     folder = Path(options.init_from or "")
     if not os.path.isdir(folder):
         raise ConfigError(
@@ -136,7 +147,7 @@ def open_weights(options: InitOptions) -> Weights:
             raise ConfigError("--init-step has no effect: --init-from is the folder of a step.", hint="leave it out.")
         return StepWeights(folder)
     if all_steps(steps):
-        return StepWeights(_choose_step(steps, options.init_step))
+        return functools.partial(_choose_step, steps, options.init_step)
     if os.path.exists(folder / ADAPTER_CONFIG) and not os.path.exists(folder / CONFIG):
         raise ConfigError(
             f"--init-from {folder} holds only adapters.",

@@ -17,7 +17,7 @@ from meshwright.checkpoint.convert.config_json import CONFIG, read_json
 from meshwright.checkpoint.convert.import_export import COPY
 from meshwright.checkpoint.convert.pretrained import copy_tokenizer
 from meshwright.checkpoint.manifest import model_fact
-from meshwright.distributed.agreement import as_first
+from meshwright.distributed.agreement import as_first, gather_texts, together
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError
 from meshwright.files import write_atomically
 from meshwright.layout import Layout
@@ -131,14 +131,28 @@ def copy_of_tokenizer(run: Path) -> Path:
 
 
 def find_origin(config: TrainConfig) -> Origin | None:
-    """Returns the origin of a run, from the run's copy if it is resumed, or None without `--init-from`."""
+    """Returns the origin of a run, from the run's copy if it is resumed, or None without `--init-from`.
+
+    All processes call it. Weights that they choose or fetch together are opened outside of `together`.
+    """
     if config.init.init_from is None:
         return None
-    copy = None if config.run.run is None else Path(config.run.run) / COPY
-    if config.run.resume and copy is not None and (copy / MODEL).is_file():
-        held = read_json(copy / MODEL)
-        return Origin(copy, model_of_fact(held.get("model")), held.get("pretrained"), None, _tokenizer_in(copy))
+    copied = together("reading the copy of --init-from", lambda: _copied(config))
+    if all(gather_texts("" if copied is None else "copied")):
+        return copied
     weights = open_weights(config.init)
+    return together("reading --init-from", lambda: _origin_of(weights))
+
+
+def _copied(config: TrainConfig) -> Origin | None:
+    copy = None if config.run.run is None else Path(config.run.run) / COPY
+    if not config.run.resume or copy is None or not (copy / MODEL).is_file():
+        return None
+    held = read_json(copy / MODEL)
+    return Origin(copy, model_of_fact(held.get("model")), held.get("pretrained"), None, _tokenizer_in(copy))
+
+
+def _origin_of(weights: Weights) -> Origin:
     folder = weights.folder
     model = weights.model if isinstance(weights.model, LanguageModel) else model_of_fact(weights.model)
     tokenizer = _tokenizer_in(folder)

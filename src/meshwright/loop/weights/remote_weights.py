@@ -6,7 +6,7 @@ import atexit
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,15 @@ from meshwright.data.fetched_data import fetch_named, versions_of
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.layout.leaf import LeafLayout
 from meshwright.loop.settings.init_options import InitOptions
-from meshwright.loop.weights.initial_weights import FolderWeights, StepWeights
+from meshwright.loop.weights.initial_weights import FolderWeights
 from meshwright.remote import ObjectStore, open_store
 
 _MOST_HEADER = 100_000_000  # bytes, as safetensors itself limits it
 _STEP = re.compile(r"(?P<run>.+)/checkpoints(/(?P<step>[0-9]+))?")
 
 
-def open_remote_weights(options: InitOptions) -> RemoteFolderWeights | StepWeights:
-    """Opens the weights at the URL that `--init-from` names."""
+def find_remote_weights(options: InitOptions) -> RemoteFolderWeights | Callable[[], Path]:
+    """Returns the weights at the URL that `--init-from` names, or a function that fetches their step."""
     url = (options.init_from or "").strip().rstrip("/")
     store = open_store(url)
     infos = store.infos()
@@ -52,8 +52,12 @@ def open_remote_weights(options: InitOptions) -> RemoteFolderWeights | StepWeigh
             f"--init-from {url} holds neither {CONFIG} nor checkpoints.",
             hint="pass the URL of a Hugging Face model folder, a run, or a step.",
         )
-    folder, step = fetch_step(url if found is None else found["run"], step)
-    return StepWeights(Path(folder) / "checkpoints" / str(step))
+
+    def fetch() -> Path:
+        folder, number = fetch_step(url if found is None else found["run"], step)
+        return Path(folder) / "checkpoints" / str(number)
+
+    return fetch
 
 
 class RemoteFolderWeights(FolderWeights):

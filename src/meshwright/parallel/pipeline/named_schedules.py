@@ -23,6 +23,7 @@ import numpy as np
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.parallel.pipeline.schedule import IDLE, circular_schedule, gpipe_schedule
 from meshwright.parallel.pipeline.training_schedule import TrainingSchedule, Work, work_before
+from meshwright.specs import round_up
 
 ScheduleName = Literal["gpipe", "circular", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"]
 SCHEDULE_NAMES: tuple[str, ...] = get_args(ScheduleName)
@@ -122,16 +123,16 @@ def _one_f_one_b(device: int, num_stages: int, num_microbatches: int) -> Order:
 
 
 def _interleaved(device: int, num_stages: int, num_rounds: int, num_microbatches: int) -> Order:
-    """Microbatches take turns in groups of `num_stages`, as in the circular schedule."""
-    groups = [
-        range(first, min(first + num_stages, num_microbatches)) for first in range(0, num_microbatches, num_stages)
-    ]
+    """Microbatches take turns in whole groups of `num_stages`, without those that there are not."""
+    whole = round_up(num_microbatches, num_stages)
+    groups = [range(first, first + num_stages) for first in range(0, whole, num_stages)]
     rounds = range(num_rounds)
     forward = [(Work.FORWARD, turn * num_stages + device, p) for group in groups for turn in rounds for p in group]
     backward = [
         (Work.BACKWARD, turn * num_stages + device, p) for group in groups for turn in reversed(rounds) for p in group
     ]
-    return _alternating(forward, backward, ahead=2 * (num_stages - device - 1) + (num_rounds - 1) * num_stages)
+    order = _alternating(forward, backward, ahead=2 * (num_stages - device - 1) + (num_rounds - 1) * num_stages)
+    return [cell for cell in order if cell[2] < num_microbatches]
 
 
 def _alternating(forward: Order, backward: Order, *, ahead: int) -> Order:

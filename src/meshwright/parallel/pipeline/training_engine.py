@@ -89,6 +89,12 @@ def pipeline_loss(
     num_stages = axis_size(axis, who="pipeline_loss")
     if schedule.num_stages != num_stages:
         raise MeshwrightError(f"the schedule is for {schedule.num_stages} stages; the pipeline has {num_stages}.")
+    if num_stages == 1:  # there is nothing to schedule
+        loss, aux = pipeline(
+            stage_fn, layers, x, *extras, axis=axis, num_microbatches=schedule.num_microbatches, first=first,
+            first_params=first_params, last=last, last_params=last_params, targets=targets, rng=rng, combine="sum",
+        )  # fmt: skip
+        return loss, lax.stop_gradient(aux)
     if schedule.num_microbatches < num_stages:
         warnings.warn(
             f"pipeline_loss: {schedule.num_microbatches} microbatches on {num_stages} stages leave the devices idle "

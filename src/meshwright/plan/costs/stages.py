@@ -73,7 +73,7 @@ class Stages:
 
     @property
     def _settled(self) -> int:
-        """The number of microbatches, or a smaller one from which on each more takes the same time and no memory."""
+        """The number of microbatches, or a smaller one from which on each more takes the same."""
         return min(self.microbatches, SETTLED * self.count + self.microbatches % self.count)
 
     def _grown(self, of: Callable[[int], float]) -> float:
@@ -88,12 +88,20 @@ class Stages:
         """The most microbatches in one virtual stage each that a device holds activations of."""
         if not self.is_scheduled:
             return self.microbatches
-        return max(_table(self.schedule, self.count, self._settled, self.rounds).peak_residuals)
+        return round(
+            self._grown(lambda parts: max(_table(self.schedule, self.count, parts, self.rounds).peak_residuals))
+        )
 
     @property
     def slots(self) -> tuple[int, int]:
         """Number of arrays that a device keeps for others, and of places for what backward passes need."""
-        return _slots(self.schedule, self.count, self._settled, self.rounds, self.again)
+
+        def count(of: int) -> int:
+            return round(
+                self._grown(lambda parts: _slots(self.schedule, self.count, parts, self.rounds, self.again)[of])
+            )
+
+        return count(0), count(1)
 
     @property
     def messages(self) -> int:
