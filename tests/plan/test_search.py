@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models import Decoder
 from meshwright.plan import search as search_module
 from meshwright.plan.compiled.compile import Compiled, CompileError
@@ -232,3 +232,10 @@ def test_the_best_are_compiled_and_ranked_again(monkeypatch):
     assert len(told) == 3
     assert asked[0][1] == {"timeout_s": 1}
     assert done[0].memory.basis == "compiled"
+
+
+@pytest.mark.parametrize("limits", ["pp=1, pipeline=zb-v", "pp=1, microbatches=8", "microbatches=8, microbatches=16"])
+def test_pipeline_options_without_effect_are_errors(limits):
+    job = language_job(Decoder.named("tiny", num_layers=4), batch_size=64, num_tokens=16)
+    with pytest.raises(ConfigError, match=r"would have no effect.*\nhint: leave it out, or allow pp of 2 or more"):
+        search(job, "h200:1x4", constraints=limits)

@@ -316,8 +316,8 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
     )
 
 
-NOT_IN_PIPELINES = "not in pipelines"
-"""Why a candidate with options that a pipeline does not take is rejected."""
+NO_STAGES, NOT_IN_PIPELINES = "no pipeline stages", "not in pipelines"
+"""Why candidates are rejected: the job has no stages, or its pipeline does not take an option."""
 
 
 def mesh_problem(
@@ -334,7 +334,7 @@ def mesh_problem(
         if run.sequence_parallel and profile.has_tokens and profile.tokens_per_row % tp:
             return "tokens not divisible", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
     if pp > 1 and not profile.by_layer:
-        return "no pipeline stages", "only built-in models can be split into pipeline stages"
+        return NO_STAGES, "only built-in models can be split into pipeline stages"
     if profile.num_layers % pp:
         return "layers not divisible", f"pp={pp} does not divide {profile.num_layers} layers"
     if setup is not None and pp > 1:

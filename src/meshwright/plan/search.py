@@ -21,6 +21,7 @@ from meshwright.plan.compiled.compile import CompileError, compile_step
 from meshwright.plan.costs.job_costs import REMATS, JobCosts, profile_job
 from meshwright.plan.nearest import Nearest, find_nearest
 from meshwright.plan.plan import (
+    NO_STAGES,
     Plan,
     Prepared,
     assemble,
@@ -164,6 +165,7 @@ def search(
                     closest = found
             else:
                 ranked.append(found)
+    _require_stages(constraints, ranked, rejected)
     ranked.sort(key=_rank)
     nearest = None if ranked or closest is None else find_nearest(job, profile, closest)
     seconds = time.perf_counter() - begin
@@ -291,6 +293,8 @@ def _variants(
                     yield from (replace(first, remat=remat, pipeline=name, num_microbatches=one) for one in counts)
     if schedules and "gpipe" not in schedules:
         return
+    if stages > 1 and view == "local" and not constraints.allows("microbatches", asked or 2 * stages):
+        return
     first = replace(first, num_microbatches=asked if stages > 1 else None)
     for remat in remats:
         for count in MINIBATCHES:
@@ -299,6 +303,18 @@ def _variants(
             # In the global view, XLA decides when to exchange gradients.
             for sync in constraints.choices.get("sync", SYNCS) if count > 1 and view == "local" else (None,):
                 yield replace(first, remat=remat, num_minibatches=count, sync=sync)
+
+
+def _require_stages(constraints: Constraints, ranked: Sequence[Plan], rejected: Sequence[Rejected]) -> None:
+    """Raises if pipeline options were given, but no candidate has stages to which they apply."""
+    names = [name for name in ("pipeline", "microbatches") if name in constraints.choices or name in constraints.limits]
+    setups = [one.setup for one in ranked]
+    setups += [one.setup for one in rejected if one.reason != NO_STAGES]
+    if names and not any(mesh_sizes(parse_mesh(setup.mesh)).get("pp", 1) > 1 for setup in setups):
+        raise ConfigError(
+            f"{' and '.join(names)} would have no effect: no candidate is a pipeline with them.",
+            hint="leave it out, or allow pp of 2 or more; only built-in models can be split into pipeline stages.",
+        )
 
 
 def _check_possible(target: Target, constraints: Constraints) -> None:
