@@ -10,7 +10,7 @@ of three calls from the prompt to the last token. transformers uses a static cac
 program for all new tokens). Each result is printed as soon as it is there. `--only meshwright` or `--batches 1` leaves
 out the others; `--tiny` checks the script on a CPU.
 
-Two programs are earlier forms of ours. *one sum*: an mLSTM reads its memory by one sum over all keys. *before*: so it
+Two programs are earlier forms. *one sum*: an mLSTM reads its memory by one sum over all keys. *before*: so it
 does, and for batches of one row XLA stores the products of each weight with the token. `--bytes` needs no GPU, but
 JAX's CUDA plugin: it compiles the program of a token for an H200, with two layers, and counts the bytes that its
 kernels move, beside the least: weights, keys and values once, and states twice.

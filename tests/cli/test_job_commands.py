@@ -60,6 +60,7 @@ def test_functions_that_raise(job, tmp_path):
         ({"minibatches": (1, -2)}, r"num_minibatches .* got \(1, -2\)"),
         ({"minibatches": ()}, r"num_minibatches .* got \(\)"),
         ({"pipeline": "zb-v", "mesh": ("fsdp:8",)}, r"--pipeline, .* would have no effect: no mesh has a pp axis"),
+        ({"pipeline": "zb-v", "mesh": ("pp:2,dp:4",), "view": "both"}, r"--pipeline, .* no effect in the global view"),
         ({"pipeline": "zb-v"}, r"sets its own execution options, so pipeline cannot be changed"),
         ({"seed": -1}, r"seed must be from 0 to 4294967295; got -1\."),
         ({"seed": 2**32}, "seed .* got 4294967296"),

@@ -82,7 +82,7 @@ out["other mesh"] = restore(open_tiers(), other)
 multihost_utils.sync_global_devices("before the damage")
 if rank == 0:
     open_tiers().durable.remove(3)
-# One process lost its disk, and the other has a flipped bit: what is missing is fetched.
+# One process lost its disk, and the other has a flipped bit: missing files are fetched.
 if rank == 1:
     shutil.rmtree(folder / "2")
 else:

@@ -95,6 +95,13 @@ def verify(
                 "--pipeline, --pipeline-rounds and --microbatches would have no effect: no mesh has a pp axis.",
                 hint="leave them out, or compare e.g. --mesh pp:2,dp:4.",
             )
+        if view in ("global", "both"):
+            raise ConfigError(
+                "--pipeline, --pipeline-rounds and --microbatches would have no effect in the global view, in which "
+                "XLA runs no pipeline.",
+                hint="leave out --view.",
+            )
+        view = "local"  # the other view would equal one device whatever the schedule does
         loaded = with_execution(loaded, **changes)
     loaded = adapt_job(loaded, freeze=freeze, train=train, adapters=lora)
     if fuzz is not None:

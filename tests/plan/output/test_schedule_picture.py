@@ -91,7 +91,7 @@ def test_the_bars_add_up_to_the_figures_of_the_plan(trips, target, cycles):
     for lane in lanes(made):
         ends = [span.end for span in lane.spans]
         assert all(span.start >= end - 1e-12 for span, end in zip(lane.spans[1:], ends, strict=False)), lane.name
-    # What is drawn has these lengths too, up to the three decimals of the picture.
+    # The bars have these lengths too, up to the three decimals of the picture.
     html = timeline("t", lanes(made), keys=dict.fromkeys(KINDS, 0))
     for name, kind in (("fsdp", EXPOSED), ("fsdp", HIDDEN)):
         pattern = rf'width="([\d.]+)%"[^>]*class="span"><title>[^<]*{kind}'

@@ -1,7 +1,7 @@
 """Goodput at scale: the share of time that trains if chips fail, and the checkpoint interval that makes it largest.
 
 Failures come at random, at a constant rate per chip. After a failure the run restarts, loads the last checkpoint and
-trains again what came after it. With `r` failures per second of the whole machine, `T` seconds of training between
+repeats the steps after it. With `r` failures per second of the whole machine, `T` seconds of training between
 saves of `C` seconds, and `D` seconds to restart and load, which failures interrupt as well, a stretch of `T` takes
 
     E = exp(r D) (exp(r (T + C)) - 1) / r

@@ -109,7 +109,7 @@ def _merged(made: ScheduledStep, least: float) -> dict[str, list[Span]]:
 
 
 def words(made: ScheduledStep) -> list[str]:
-    """Returns sentences about what is drawn, and how."""
+    """Returns sentences about the picture."""
     said = []
     if made.loops:
         counts = ", ".join(f"{count:,}" for count in dict.fromkeys(made.loops))
