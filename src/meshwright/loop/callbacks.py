@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from meshwright.errors import StoreError
+from meshwright.loop.logging.memory_use import MemoryMeter
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import Checkpoints
@@ -107,6 +108,7 @@ class StepLog(Callback):
         peak_flops: peak FLOP/s of all devices together.
         rows_per_step: rows of a batch.
         goodput: goodput of the run so far.
+        memory: reads the memory in use; a step may get a reading that is up to a second old.
     """
 
     learning_rates: Any = None
@@ -115,10 +117,9 @@ class StepLog(Callback):
     peak_flops: float | None = None
     rows_per_step: int | None = None
     goodput: RunningGoodput | None = None
+    memory: MemoryMeter = field(default_factory=MemoryMeter)
 
     def on_metrics(self, loop: Loop, record: StepRecord) -> None:
-        from meshwright.loop.logging.memory_use import read_memory
-
         line, metrics = record.line, record.metrics
         if self.learning_rates is not None:
             # The schedule does not advance on skipped steps.
@@ -134,7 +135,7 @@ class StepLog(Callback):
             line["rows_per_second"] = self.rows_per_step / training
         if self.flops_per_step and self.peak_flops:
             line["mfu"] = self.flops_per_step / training / self.peak_flops
-        line["memory_bytes"] = read_memory().of_a_step
+        line["memory_bytes"] = self.memory.read().of_a_step
         loop.log.metrics(record.number, line)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
-from meshwright.loop.logging.memory_use import peak_resident, read_memory
+from meshwright.loop.logging.memory_use import Memory, MemoryMeter, peak_resident, read_memory
 
 
 def device(process=0, **stats):
@@ -53,3 +53,11 @@ def test_the_peak_stays_after_memory_is_freed():
     held = peak_resident()
     del block
     assert peak_resident() >= held > 50 * 2**20
+
+
+def test_a_meter_reads_again_only_after_its_time():
+    readings = iter([Memory(1, 1, "process"), Memory(2, 2, "process"), Memory(3, 3, "process")])
+    rare = MemoryMeter(60.0, read=lambda: next(readings))
+    assert [rare.read().bytes for _ in range(3)] == [1, 1, 1]
+    always = MemoryMeter(0.0, read=lambda: next(readings))
+    assert [always.read().bytes for _ in range(2)] == [2, 3]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,28 @@ def read_memory(devices: Sequence[Any] | None = None) -> Memory:
     except OSError:  # not on Linux
         now = peak
     return Memory(now, max(now, peak), "process")
+
+
+class MemoryMeter:
+    """Reads memory use at most once per `seconds`, because reading it takes about as long as logging a step.
+
+    Example:
+        >>> meter = MemoryMeter(60.0)
+        >>> meter.read() is meter.read()
+        True
+    """
+
+    def __init__(self, seconds: float = 1.0, *, read: Callable[[], Memory] = read_memory) -> None:
+        self._seconds, self._read = seconds, read
+        self._read_at = 0.0
+        self._last: Memory | None = None
+
+    def read(self) -> Memory:
+        """Returns the newest reading, which is at most `seconds` old."""
+        now = time.monotonic()
+        if self._last is None or now - self._read_at >= self._seconds:
+            self._last, self._read_at = self._read(), now
+        return self._last
 
 
 def peak_resident() -> int:
