@@ -88,6 +88,7 @@ def plan_search(
     constraints: str = "",
     top: int = 3,
     against: str | None = None,
+    pad: tuple[str, ...] = (),
     step: _Step = StepOptions(),  # noqa: B008
 ) -> int:
     """Rank all meshes, remat policies, minibatch counts and sync modes by estimated step time, and compile the best.
@@ -99,16 +100,17 @@ def plan_search(
         constraints: Limits on the search, e.g. "tp<=8, pp=1, batch=4M tokens, remat=full|dots".
         top: Number of plans to show and compile.
         against: Plan to compare the best with: a file written by --json, or a setup like "dp:32,fsdp:8 remat=full".
+        pad: Regexes of parameters whose dims may be padded with zeros on meshes that do not divide them.
     """
     step.check(top)
     if against is not None:
         _check_file(against)
     planner = _Planner(job, step)
-    base = planner.setup()
+    base = planner.setup(pad=pad)
     if against is not None and not _is_file(against):
         planner.check(parse_setup(against, base))  # fail before minutes of compiling
     given = None if against is None or not _is_file(against) else read_plan(against)
-    found, best, failed = planner.search(constraints, top)
+    found, best, failed = planner.search(constraints, top, pad)
     compared = None
     if against is not None and best:
         if given is None:
@@ -275,7 +277,9 @@ class _Planner:
             return made
         return make_plan(self.job, self.target, made.setup, compiled=compiled, price=self.options.price)
 
-    def search(self, constraints: str, top: int) -> tuple[Search, Sequence[Plan], Sequence[Rejected]]:
+    def search(
+        self, constraints: str, top: int, pad: tuple[str, ...]
+    ) -> tuple[Search, Sequence[Plan], Sequence[Rejected]]:
         """Returns a search, its best plans (compiled if possible), and those that failed to compile or do not fit."""
         options, rows = self.options, self.setup().rows
         batch = None if rows is None else f"{rows} rows"
@@ -290,6 +294,7 @@ class _Planner:
                 precision=options.precision,
                 optimizer=options.optimizer,
                 price=options.price,
+                pad=pad,
             )
         best = tuple(map(self.with_goodput, found.ranked[:top]))
         if not (self.compiles and best):

@@ -29,7 +29,7 @@ from meshwright.plan.costs.communication import (
     host_copies,
     step_traffic,
 )
-from meshwright.plan.costs.job_costs import PIPELINE_AXIS, TENSOR_AXIS, JobCosts, each_count, profile_job
+from meshwright.plan.costs.job_costs import LAYERS, PIPELINE_AXIS, TENSOR_AXIS, JobCosts, each_count, profile_job
 from meshwright.plan.costs.links import axis_links
 from meshwright.plan.costs.memory import MemoryPlan, plan_memory
 from meshwright.plan.costs.stages import Stages
@@ -270,6 +270,12 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
             recomputed=flops.recomputed + forward.matmul,
             masked=flops.masked,
         )
+    if stages.extra > 1:
+        flops = _with_ignored_layers(flops, profile, stages, rows)
+        notes += (
+            f"{profile.num_layers} layers in {stages.count} x {stages.rounds} pipeline stages of different lengths: "
+            f"devices compute as many as in {stages.count * stages.computed_layers}",
+        )
     links = axis_links(target, spec)
     dtype = profile.precision.compute.name
     ran = compiled if compiled is not None and compiled.does_not_fit is None else None
@@ -316,6 +322,17 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
     )
 
 
+def _with_ignored_layers(flops: Flops, profile: JobCosts, stages: Stages, rows: int) -> Flops:
+    """Adds the layers that shorter stages compute and ignore; like recomputed matmuls, the model does not need them."""
+    matmuls = 3 if stages.is_scheduled else 4  # of the head, once per step whatever the stages
+    head = matmuls * 2 * (profile.vocab_size or 0) * (profile.d_model or 0) * rows * profile.tokens_per_row
+    factor = 1 + (stages.extra - 1) * max(0.0, 1 - head / flops.matmul)
+    more = each_count(lambda count: round(count * factor), flops)
+    attention, model = round(flops.attention * stages.extra), flops.matmul - flops.recomputed
+    masked = flops.masked
+    return replace(more, attention=attention, recomputed=more.matmul - model, masked=masked)
+
+
 NO_STAGES, NOT_IN_PIPELINES = "no pipeline stages", "not in pipelines"
 """Why candidates are rejected: the job has no stages, or its pipeline does not take an option."""
 
@@ -335,14 +352,14 @@ def mesh_problem(
             return "tokens not divisible", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
     if pp > 1 and not profile.by_layer:
         return NO_STAGES, "only built-in models can be split into pipeline stages"
-    if profile.num_layers % pp:
+    if profile.num_layers % pp and not (setup is not None and setup.pad):
         return "layers not divisible", f"pp={pp} does not divide {profile.num_layers} layers"
     if setup is not None and pp > 1:
         stages = profile.stages(sizes, setup)
-        if profile.num_layers % (pp * stages.rounds):
+        if profile.num_layers <= (pp - 1) * stages.stored_layers or profile.num_layers < pp * stages.rounds:
             return "layers not divisible", (
-                f"{stages.schedule} cuts {profile.num_layers} layers into {pp} x {stages.rounds} stages of different "
-                "lengths, which plans do not price"
+                f"{profile.num_layers} layers cannot be cut into {pp} x {stages.rounds} pipeline stages of at least "
+                "one layer"
             )
         if setup.dtypes.fp8 is not None:
             return NOT_IN_PIPELINES, "a pipeline does not run in fp8"
@@ -381,7 +398,9 @@ def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Set
         for size in range(1, devices + 1)
         if devices % size == 0 and mesh_problem(job, profile, {axis: size}, setup) is None
     ]
-    raise MeshError(f"{problem[1]}, so this mesh cannot be planned.", hint=f"set {axis} to {one_of(fit)}.")
+    pads = axis == PIPELINE_AXIS and profile.num_layers > sizes[axis] and not setup.pad
+    other = f", or pass --pad {LAYERS}, which stores empty layers at the end" if pads else ""
+    raise MeshError(f"{problem[1]}, so this mesh cannot be planned.", hint=f"set {axis} to {one_of(fit)}{other}.")
 
 
 def one_of(sizes: list[int]) -> str:

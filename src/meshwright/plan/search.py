@@ -116,8 +116,12 @@ def search(
     optimizer: str = "adamw",
     profile: JobCosts | None = None,
     price: float | None = None,
+    pad: tuple[str, ...] = (),
 ) -> Search:
     """Ranks all setups of a job on a target by estimated step time; nothing is compiled.
+
+    Args:
+        pad: regexes of parameters whose dims may be padded on meshes that do not divide them.
 
     Example:
         >>> from meshwright.models import Decoder
@@ -144,8 +148,10 @@ def search(
     closest: Plan | None = None
     for mesh in _meshes(target, constraints):
         spec = parse_mesh(mesh)
-        first = Setup(mesh=mesh, rows=rows, precision=precision, optimizer=optimizer)
+        first = Setup(mesh=mesh, rows=rows, precision=precision, optimizer=optimizer, pad=pad)
         layout = _layout_or_problem(job, profile, target, spec, first)
+        if isinstance(layout, Layout) and not any(leaf.is_padded for leaf in layout.leaves):
+            first = replace(first, pad=())
         view = choose_view(job, mesh_sizes(spec))
         if view.view == "global" and "sync" in constraints.choices:
             layout = "sync in the global view", f"the step runs in the global view ({view.reason}), without sync modes"
@@ -350,7 +356,7 @@ def _layout_or_problem(
 ) -> Layout | tuple[str, str]:
     """Returns the layout of a mesh, or the reason and detail of its rejection."""
     sizes = mesh_sizes(spec)
-    if (problem := mesh_problem(job, profile, sizes)) is not None:
+    if (problem := mesh_problem(job, profile, sizes, setup)) is not None:
         return problem
     if unused := unused_axes(job, sizes):
         return "unused axis", f"the job splits nothing over {unused[0]}"

@@ -19,18 +19,18 @@ NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 
 
 @functools.cache
-def job():
-    return language_job(Decoder.named("tiny", num_layers=8), batch_size=16, num_tokens=32)
+def job(num_layers=8):
+    return language_job(Decoder.named("tiny", num_layers=num_layers), batch_size=16, num_tokens=32)
 
 
 @functools.cache
-def profile():
-    return profile_job(job(), precision="float32", platform="cpu", remats=("none", "full"))
+def profile(num_layers=8):
+    return profile_job(job(num_layers), precision="float32", platform="cpu", remats=("none", "full"))
 
 
-def plan_of(name, mesh="pp:2", target="cpu:2", **options):
+def plan_of(name, mesh="pp:2", target="cpu:2", num_layers=8, **options):
     setup = Setup(mesh=mesh, pipeline=name, precision="float32", **options)
-    return make_plan(job(), target, setup, profile=profile())
+    return make_plan(job(num_layers), target, setup, profile=profile(num_layers))
 
 
 def rounds_of(name):
@@ -75,23 +75,51 @@ def test_memory_does_not_grow_with_microbatches(name):
 def test_schedules_that_cannot_run():
     with pytest.raises(MeshError, match=r"has no effect: the mesh has no axis pp[\s\S]*hint: leave it out"):
         plan_of("zb-v", "fsdp:2")
-    with pytest.raises(MeshError, match=r"zb-v cuts 8 layers into 8 x 2 stages[\s\S]*set pp to 1, 2 or 4"):
+    with pytest.raises(MeshError, match=r"8 layers cannot be cut into 8 x 2 pipeline stages[\s\S]*set pp to 1, 2 or 4"):
         plan_of("zb-v", "pp:8", "cpu:8")
+    with pytest.raises(MeshError, match=r"pp=4 does not divide 7 layers[\s\S]*set pp to 1, or pass --pad layers/"):
+        plan_of("1f1b", "pp:4", "cpu:4", num_layers=7)
+    with pytest.raises(MeshError, match=r"6 layers cannot be cut into 4 x 1 pipeline stages"):  # 2, 2, 2 and 0
+        plan_of("1f1b", "pp:4", "cpu:4", num_layers=6, pad=("layers/",))
 
 
-# The meshes and policies whose programs differ: gathers in the cells, rings in the cells, layers that move.
-COMPILED = [("1f1b", "fsdp:2,pp:2", "none"), ("zb-v", "fsdp:2,pp:2", "full"), ("zb-h1", "pp:2,tp:2", "none")]
+def test_stages_of_different_lengths_take_as_long_as_the_longest():
+    """Seven layers on four devices: each computes two for a microbatch, and the last one ignores the second."""
+    uneven = plan_of("1f1b", "pp:4", "cpu:4", num_layers=7, pad=("layers/",), num_microbatches=8)
+    even = plan_of("1f1b", "pp:4", "cpu:4", num_microbatches=8)
+    layer = (profile(8).needs["none"].flops.matmul - profile(7).needs["none"].flops.matmul) * 16
+    assert uneven.flops.matmul == pytest.approx(even.flops.matmul, rel=1e-6)
+    assert even.flops.model - uneven.flops.model == pytest.approx(
+        layer - (even.flops.masked - uneven.flops.masked), rel=1e-6
+    )
+    for part, other in zip(uneven.memory.parts, even.memory.parts, strict=True):
+        assert part.bytes == pytest.approx(other.bytes, rel=0.01), part.name
+    assert "7 layers in 4 x 1 pipeline stages of different lengths: devices compute as many as in 8" in uneven.notes
+    assert not any("different lengths" in note for note in even.notes)
 
 
-@pytest.mark.parametrize(("name", "mesh", "remat"), COMPILED)
-def test_compiled_bytes_match_the_computed_ones(name, mesh, remat, tmp_path):
+# The meshes and policies whose programs differ: gathers in the cells, rings in the cells, layers that move. With 6 or 7
+# layers, stages are longer than what a device stores, places are empty, and layers move one by one.
+COMPILED = [
+    ("1f1b", "fsdp:2,pp:2", "none", 8),
+    ("zb-v", "fsdp:2,pp:2", "full", 8),
+    ("zb-h1", "pp:2,tp:2", "none", 8),
+    ("gpipe", "fsdp:2,pp:2", "full", 7),
+    ("interleaved-1f1b", "fsdp:2,pp:2", "full", 7),
+    ("zb-v", "pp:2,tp:2", "none", 6),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "remat", "num_layers"), COMPILED)
+def test_compiled_bytes_match_the_computed_ones(name, mesh, remat, num_layers, tmp_path):
     """A compiled plan counts the branches that a device takes."""
     path = tmp_path / "piped_job.py"
     path.write_text(
         "from meshwright.models import Decoder\nfrom meshwright.train import language_job\n"
-        "job = language_job(Decoder.named('tiny', num_layers=8), batch_size=16, num_tokens=32)\n"
+        f"job = language_job(Decoder.named('tiny', num_layers={num_layers}), batch_size=16, num_tokens=32)\n"
     )
-    plan = plan_of(name, mesh, "cpu:4", remat=remat)
+    pad = ("layers/",) if num_layers % 2 else ()
+    plan = plan_of(name, mesh, "cpu:4", num_layers, remat=remat, pad=pad)
     found = compile_step(f"{path}:job", "cpu:4", plan.setup)
     computed = sum(item.wire_bytes for item in plan.sent)
     assert found.wire_bytes == pytest.approx(computed, rel=0.02)

@@ -112,18 +112,19 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
         if stages.moves and name.startswith(LAYERS):
             # Layers go to the devices of their virtual stages, and their gradients back, in the same dtype.
             own = int(leaf.dtype.itemsize) if GATHER_AXIS in split else width
-            moved += often * stages.moves * size / stages.rounds * own * (1 + learns)
+            moved += often * stages.moved_layers * size / stages.stored_layers * own * (1 + learns)
         if GATHER_AXIS in split:
             in_layers = name.startswith(LAYERS)
-            layers = profile.num_layers // stages.count if in_layers else 1
             by_layer = profile.by_layer and setup.sync != "once"
+            stored = stages.stored_layers if in_layers else 1
+            layers = stages.computed_layers if in_layers and by_layer else stored
             gathers, scatters = _times(stages, name, layers=layers, by_layer=by_layer, profile=profile)
             whole = size * fsdp
             # No compute overlaps with a single exchange per step, or with embedding and head of a pipeline. How much
             # does if the parameters are not gathered layer by layer is not known: compilers hid 0% to 72% of it.
             hides = by_layer and (in_layers or stages.count == 1)
-            gathered[hides] += rounds * gathers / layers * whole * width * (fsdp - 1) / fsdp
-            scattered[hides] += learns * rounds * scatters / layers * whole * wire * (fsdp - 1) / fsdp
+            gathered[hides] += rounds * gathers / stored * whole * width * (fsdp - 1) / fsdp
+            scattered[hides] += learns * rounds * scatters / stored * whole * wire * (fsdp - 1) / fsdp
             # The matrices of a layer travel together.
             counts[0] = max(counts[0], int(rounds * (gathers if by_layer else 1)))
             counts[1] = max(counts[1], learns * int(rounds * (scatters if by_layer else 1)))
@@ -197,7 +198,7 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
         return []
     width = int(profile.precision.compute.itemsize)
     one = rows / data * profile.tokens_per_row * profile.d_model * width
-    layers, found = profile.num_layers / stages.count, []
+    layers, found = stages.computed_layers, []
     piped = stages.count > 1
     parts = setup.num_minibatches * stages.microbatches
     if tp > 1:
@@ -230,7 +231,7 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
             sent = layers * rows / data * profile.shared_bytes(together)
             again = (piped and stages.again) + (setup.remat != "none" and not (stages.is_scheduled and stages.again))
             for kind, count in (("all-gather", 1 + again), ("reduce-scatter", 1)):
-                times = 2 * int(layers) * count * parts
+                times = 2 * layers * count * parts
                 found.append(Traffic(TENSOR_AXIS, kind, "shared key/value heads", count * sent, times, False))
         # Each device sends five float32 per token: maxima, sums, the logit of the target.
         numbers = (

@@ -141,11 +141,12 @@ class JobCosts:
         """Returns the pipeline of a setup on a mesh with these axis sizes."""
         count = sizes.get(PIPELINE_AXIS, 1)
         if count == 1:
-            return Stages(1, 1)
+            return Stages(1, 1, num_layers=self.num_layers)
         name = setup.pipeline or self.pipeline
         microbatches = setup.num_microbatches or self.num_microbatches or 2 * count
         rounds = check_rounds(name, None if setup.pipeline else self.pipeline_rounds)
-        return Stages(count, microbatches, name, rounds, again=name == "gpipe" or setup.remat == "full")
+        again = name == "gpipe" or setup.remat == "full"
+        return Stages(count, microbatches, name, rounds, again, self.num_layers)
 
     @property
     def learns_head(self) -> bool:

@@ -136,24 +136,27 @@ def gradient_bytes(profile: JobCosts, layout: Layout, setup: Setup) -> float:
     Minibatches are accumulated in the accumulation dtype. Scattered gradients arrive in the reduction dtype; others,
     and those scattered once per step, are in the compute dtype.
     """
-    sizes, total = dict(layout.mesh.shape), 0
+    sizes, total = dict(layout.mesh.shape), 0.0
+    stages = profile.stages(sizes, setup)
     for leaf in param_leaves(layout):
         name = leaf.name.removeprefix("params/")
         if name in profile.frozen:
             continue
         width = profile.widths[name]
         gathered = GATHER_AXIS in spec_axes(leaf.spec) and sizes.get(GATHER_AXIS, 1) > 1
-        if profile.stages(sizes, setup).is_scheduled:
+        if stages.is_scheduled:
             width = max(width, 4)  # the sums over microbatches
         elif setup.num_minibatches > 1:
             width = int(profile.precision.accumulate.itemsize)
         elif gathered and setup.sync != "once":
             width = max(width, int(profile.precision.reduce.itemsize))
-        whole = local_size(leaf)
+        whole: float = local_size(leaf)
+        if stages.is_scheduled and name.startswith(LAYERS):  # summed in the order of the stages
+            whole *= stages.computed_layers / stages.stored_layers
         if setup.sync == "once" and gathered:
             whole *= sizes[GATHER_AXIS]
         total += whole * width
-    return float(total)
+    return total
 
 
 def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> list[Part]:
@@ -179,17 +182,17 @@ def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mappin
 
 def _gathered(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> tuple[float, float, float]:
     """Returns the bytes of gathered layers, of other gathered weights, and of weights copied in the compute dtype."""
-    fsdp = sizes.get(GATHER_AXIS, 1)
+    fsdp, stages = sizes.get(GATHER_AXIS, 1), profile.stages(sizes, setup)
     copies = layers = ends = 0.0
     for leaf in param_leaves(layout):
         width = profile.widths[leaf.name.removeprefix("params/")]
         if GATHER_AXIS not in spec_axes(leaf.spec) or fsdp == 1:
             copies += local_size(leaf) * width if width != int(leaf.dtype.itemsize) else 0
         elif leaf.name.startswith(f"params/{LAYERS}") and profile.by_layer and setup.sync != "once":
-            layers += local_size(leaf) * fsdp * width / profile.num_layers
+            layers += local_size(leaf) * fsdp * width / stages.stored_layers
         else:
             ends += local_size(leaf) * fsdp * width
-    many = 2 if profile.stages(sizes, setup).count == 1 else 1
+    many = 2 if stages.count == 1 else 1
     return many * layers, ends, copies
 
 
@@ -208,7 +211,7 @@ def _activation_parts(
     profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, rows: int, target: Target, reused: float
 ) -> list[Part]:
     tp, stages = sizes.get("tp", 1), profile.stages(sizes, setup)
-    pp = stages.count
+    pp, parts = stages.count, tp * stages.count / stages.extra
     here = rows / (sizes.get("dp", 1) * sizes.get(GATHER_AXIS, 1)) / setup.num_minibatches / stages.microbatches
     needs = profile.needs[setup.remat]
     split = "" if tp == pp == 1 else ", split over tp" if pp == 1 else ", for one microbatch in one stage"
@@ -221,13 +224,13 @@ def _activation_parts(
         split += "; unrolled layers load offloaded activations back early"
     each, whole = (math.fsum(sizes.values()) for sizes in (kinds, all_kinds))
     kept = _added(
-        {kind: here * size / (tp * pp) for kind, size in kinds.items()},
+        {kind: here * size / parts for kind, size in kinds.items()},
         {kind: size / tp for kind, size in needs.fixed.items()},
     )
     # Devices that share a key/value head each hold all of it.
     shared = here * profile.shared_bytes(profile.sharing(tp))
     if shared and setup.remat == "none":
-        kept = _added(kept, {"attention": shared * profile.num_layers / pp})
+        kept = _added(kept, {"attention": shared * stages.computed_layers})
     layer = here * whole / profile.num_layers / tp + shared
     again = _LAYER_FACTOR[target.platform] * (layer - here * each / profile.num_layers / tp)
     if target.platform == "cpu":
@@ -238,7 +241,7 @@ def _activation_parts(
     working = max(min(_LOSS_BYTES, logits) + head - reused, again)
     if stages.is_scheduled:
         loss = min(_LOSS_BYTES, logits) + head
-        return _scheduled_parts(profile, setup, stages, kinds, all_kinds, rows=here, split=tp * pp, tp=tp, loss=loss)
+        return _scheduled_parts(profile, setup, stages, kinds, all_kinds, rows=here, split=parts, tp=tp, loss=loss)
     note = "logits of one chunk and the head's gradient, or one recomputed layer"
     return [
         Part("activations", math.fsum(kept.values()), "computed", f"saved for the backward pass{split}", fewer(kept)),
@@ -255,7 +258,7 @@ def _scheduled_parts(
     all_kinds: Mapping[str, float],
     *,
     rows: float,
-    split: int,
+    split: float,
     tp: int,
     loss: float,
 ) -> list[Part]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from meshwright.parallel.pipeline.named_schedules import make_schedule
 from meshwright.parallel.pipeline.slots import assign_slots
 from meshwright.parallel.pipeline.stage_moves import make_moves
 from meshwright.parallel.pipeline.training_schedule import TrainingSchedule
+from meshwright.specs import ceil_div
 
 SETTLED = 4
 """From this many microbatches per stage on, figures are extrapolated."""
@@ -31,6 +33,7 @@ class Stages:
         schedule: name of the schedule; the backward pass of "gpipe" is derived by JAX, from recomputed ticks.
         rounds: virtual stages per device.
         again: whether backward passes start again from the inputs of their stages.
+        num_layers: number of layers on all devices; None if the stages divide them.
 
     Example:
         >>> two = Stages(2, 4)
@@ -38,6 +41,9 @@ class Stages:
         (5, 0.2, 0.0)
         >>> {name: round(Stages(4, 8, name, again=False).idle, 3) for name in ("gpipe", "1f1b", "zb-h1")}
         {'gpipe': 0.273, '1f1b': 0.4, 'zb-h1': 0.111}
+        >>> uneven = Stages(2, 4, "zb-v", rounds=2, num_layers=6)  # stages of 2, 2, 1 and 1 layers
+        >>> uneven.stored_layers, uneven.computed_layers, round(uneven.extra, 3)
+        (3, 4, 1.333)
     """
 
     count: int
@@ -45,6 +51,7 @@ class Stages:
     schedule: str = "gpipe"
     rounds: int = 1
     again: bool = True
+    num_layers: int | None = None
 
     @property
     def is_scheduled(self) -> bool:
@@ -111,9 +118,40 @@ class Stages:
         return self.ticks * _directions(self.schedule, self.count, self.rounds)
 
     @property
+    def stored_layers(self) -> int:
+        """Number of layers that a device stores; the last one may store fewer."""
+        return ceil_div(self._layers, self.count)
+
+    @property
+    def computed_layers(self) -> int:
+        """Number of layers that a device computes for a microbatch: its stages all have as many as the longest one.
+
+        What a shorter stage computes beyond its layers is ignored.
+        """
+        return self.rounds * ceil_div(self._layers, self.count * self.rounds)
+
+    @property
+    def extra(self) -> float:
+        """Layers that all devices compute, relative to those that there are; 1 if the stages have the same length."""
+        return self.count * self.computed_layers / self._layers
+
+    @property
     def moves(self) -> int:
-        """Number of virtual stages that a device sends to another, as layers are stored in their order."""
-        return _moves(self.schedule, self.count, self.rounds) if self.rounds > 1 else 0
+        """Number of exchanges that bring layers from their devices in the stored order to those of their stages."""
+        return self._moves[0]
+
+    @property
+    def moved_layers(self) -> int:
+        """Number of layers that a device sends in these exchanges."""
+        return math.prod(self._moves)
+
+    @property
+    def _layers(self) -> int:
+        return self.count * self.rounds if self.num_layers is None else self.num_layers
+
+    @property
+    def _moves(self) -> tuple[int, int]:
+        return _moves(self.schedule, self.count, self.rounds, self._layers) if self.rounds > 1 else (0, 1)
 
     @property
     def splits(self) -> bool:
@@ -146,10 +184,10 @@ def _slots(name: str, count: int, microbatches: int, rounds: int, again: bool) -
 
 
 @functools.lru_cache(maxsize=2048)
-def _moves(name: str, count: int, rounds: int) -> int:
-    devices = _table(name, count, count, rounds).devices
-    found = make_moves(devices, count, len(devices))  # one layer per virtual stage
-    return sum(any(move.source != move.target for move in moves) for moves in found.rounds)
+def _moves(name: str, count: int, rounds: int, num_layers: int) -> tuple[int, int]:
+    """Returns the number of exchanges, and of the layers in each."""
+    found = make_moves(_table(name, count, count, rounds).devices, count, num_layers)
+    return sum(any(move.source != move.target for move in moves) for moves in found.rounds), found.size
 
 
 @functools.lru_cache(maxsize=2048)
