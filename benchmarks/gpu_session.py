@@ -53,7 +53,7 @@ PARTS = {
             "--seconds 230",
             260,
         ),
-        Command("muon", "muon_h200.py", "--only adamw muon --rounds 3", 280),
+        Command("muon", "muon_h200.py", "--rounds 3", 330),
     ),
 }
 # In place of the options that choose sizes.
@@ -65,7 +65,7 @@ TINY = {
     "mlstm_cell": "--tiny --rounds 2 --inner 1",
     "mlstm_cell_long": "--tiny --rounds 1 --inner 1",
     "fp8_seed_2": "--tiny --parts curves --variants bf16 fp8 --curve-steps 4 --shared 2 --seeds 2",
-    "muon": "--tiny --only adamw muon --rounds 1 --steps 1",
+    "muon": "--tiny --rounds 1 --steps 1",
 }
 
 

@@ -37,8 +37,8 @@ PRODUCTS: list[tuple[int, int, tuple[int, ...], int, int, str]] = [
 ]
 # Number of matrices, their rows and features, dtype.
 MIRRORS: list[tuple[int, int, int, str]] = [
-    (1, 256, 64, "bfloat16"),
-    (2, 512, 128, "float16"),
+    (1, 128, 64, "bfloat16"),
+    (2, 384, 128, "float16"),
     (16, 2048, 2048, "float16"),
     (4, 2048, 5632, "float16"),
 ]

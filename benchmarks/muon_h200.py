@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import random
 import statistics
@@ -38,11 +39,11 @@ from meshwright.plan.compiled.topology import mesh_on_target
 from meshwright.train import init_state, language_job, make_eval_step, make_train_step, muon, state_layout
 from meshwright.train.optimizer import newton_schulz as iterations
 from meshwright.train.optimizer.muon import NOT_MATRICES
-from meshwright.train.optimizer.newton_schulz import newton_schulz
+from meshwright.train.optimizer.newton_schulz import COEFFICIENTS, DION_COEFFICIENTS, newton_schulz
 from meshwright.tree import named_tree_map
 
 RATE, LIMIT = 1e-4, 1.10
-DION = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046))
+FIVE = {"num_iterations": 5, "coefficients": (COEFFICIENTS,)}  # as optax's
 WITHOUT = {"XLA": {"can_mirror": lambda *_, **__: False}}  # replaced in the module of the iterations
 WITHOUT["plain"] = WITHOUT["XLA"] | {"_TOGETHER": 1}
 
@@ -66,7 +67,7 @@ OPTIMIZERS = {
     "muon": lambda: muon(RATE),
     "muon, XLA": lambda: muon(RATE),
     "muon, plain": lambda: muon(RATE),
-    "muon, 4 iterations": lambda: muon(RATE, num_iterations=4, coefficients=DION),
+    "muon, 5 iterations": lambda: muon(RATE, **FIVE),
     "optax.contrib.muon": optax_muon,
 }
 
@@ -80,17 +81,18 @@ def without(name: str) -> Any:
 def check_iterations(args: argparse.Namespace) -> None:
     """Compares iterations on random matrices of falling singular values with float32, and times them."""
     rows, count = (256, 2) if args.tiny else (2048, 16)
+    iterate = functools.partial(newton_schulz, num_iterations=4, coefficients=DION_COEFFICIENTS)  # as muon does
     mesh = mw.create_mesh("dp:1", devices=1)
     lines = []
     for columns in (rows, 11 * rows // 4):
         left, right = (jax.random.normal(jax.random.key(i), (count, n, n)) for i, n in enumerate((rows, columns)))
         x = (left / jnp.arange(1, rows + 1)) @ right[:, :rows]
         with jax.default_matmul_precision("highest"):
-            true = jax.jit(newton_schulz)(x)
+            true = jax.jit(iterate)(x)
         for name, dtype in (("muon", "bfloat16"), ("muon, XLA", "bfloat16"), ("muon, plain", "bfloat16")):
             with without(name), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 # A new function for each form, because JAX keeps traces by function.
-                run = jax.jit(lambda x: newton_schulz(x)).lower(x.astype(dtype)).compile()
+                run = jax.jit(lambda x: iterate(x)).lower(x.astype(dtype)).compile()
             found = run(x.astype(dtype))
             apart = float(jnp.linalg.norm(found.astype(jnp.float32) - true) / jnp.linalg.norm(true))
             begun = time.perf_counter()
@@ -98,7 +100,7 @@ def check_iterations(args: argparse.Namespace) -> None:
                 found = run(x.astype(dtype))
             found.block_until_ready()
             taken = (time.perf_counter() - begun) / 5
-            flops = 5 * count * rows**2 * (4 * columns + 2 * rows)
+            flops = 4 * count * rows**2 * (4 * columns + 2 * rows)
             shape, rate = f"{count} of {rows} x {columns}", f"{flops / taken / 1e12:.0f}"
             lines.append([shape, name, f"{apart:.1e}", f"{1e3 * taken:.2f}", rate])
     print(table(("matrices", "form", "from float32", "ms", "TFLOP/s of the plain form"), lines), flush=True)
@@ -111,8 +113,7 @@ def compare_losses(args: argparse.Namespace) -> None:
     text = np.frombuffer(b"\n".join(path.read_bytes() for path in files), np.uint8).astype(np.int32)
     text = text[: len(text) // (length + 1) * (length + 1)].reshape(-1, length + 1)
     job = language_job(Decoder.named("small"), batch_size=rows, num_tokens=length)
-    four = {"num_iterations": 4, "coefficients": DION}
-    rates: dict[str, Any] = {"adamw": (3e-3, {}), "muon": (1e-2, {}), "muon, 4 iterations": (1e-2, four)}
+    rates: dict[str, Any] = {"adamw": (3e-3, {}), "muon": (1e-2, {}), "muon, 5 iterations": (1e-2, FIVE)}
     lines = []
     for name, (rate, options) in rates.items():
         schedule = optax.warmup_cosine_decay_schedule(0.0, rate, 20, 300, rate / 10)

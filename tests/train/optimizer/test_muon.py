@@ -15,6 +15,7 @@ from meshwright import P
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.plan.compiled.topology import can_compile_for
 from meshwright.train import init_state, make_train_step, muon, state_layout
+from meshwright.train.optimizer.newton_schulz import COEFFICIENTS, DION_COEFFICIENTS
 
 RULES = mw.Rules(
     [
@@ -53,13 +54,16 @@ JOB = mw.Job(init=init, rules=RULES, loss=loss, batch=make_batch())
 OPTIONS = {"weight_decay": 0.1, "rms": 0.2}
 
 
-def by_optax(num_steps):
+PUBLISHED = {"num_iterations": 5, "coefficients": (COEFFICIENTS,)}  # optax's defaults
+
+
+def by_optax(num_steps, **options):
     """The steps of `optax.contrib.muon` on one device."""
     matrix, batch = MuonDimensionNumbers(-2, -1), make_batch()
     numbers = {name: matrix if name not in ("embed", "norm") else None for name in SHAPES}
     optimizer = optax.contrib.muon(
         0.1, weight_decay=0.1, adam_weight_decay=0.1, adam_b2=0.95, consistent_rms=0.2,
-        muon_weight_dimension_numbers=numbers,
+        muon_weight_dimension_numbers=numbers, **options,
     )  # fmt: skip
     params = init(jax.random.split(jax.random.key(0))[0])
     state = optimizer.init(params)
@@ -77,7 +81,7 @@ def by_optax(num_steps):
 
 @functools.cache
 def reference():
-    return by_optax(3)
+    return by_optax(3, ns_coeffs=DION_COEFFICIENTS, ns_steps=4)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +98,22 @@ def reference():
     ],
 )
 def test_the_steps_are_those_of_optax_on_every_mesh(mesh, zero_axis):
-    optimizer = muon(0.1, **OPTIONS)
+    check_steps(muon(0.1, **OPTIONS), reference(), mesh, zero_axis)
+
+
+def test_published_coefficients_are_the_defaults_of_optax():
+    check_steps(muon(0.1, **OPTIONS, **PUBLISHED), by_optax(3), "dp:2,fsdp:2,tp:2")
+
+
+def check_steps(optimizer, steps_of_optax, mesh, zero_axis=None):
     mesh = mw.create_mesh(mesh, devices=1 if mesh == "dp:1" else None)
     layout = state_layout(JOB, optimizer, mesh, zero_axis=zero_axis)
     state = init_state(JOB, optimizer, layout, jax.random.key(0))
     step = make_train_step(JOB, optimizer, layout, view="global", donate=False)
     for _ in range(3):
         state, _ = step(state, make_batch())
-    for name, expected in reference().items():
-        # Each of five iterations multiplies small singular values and their rounding errors by up to 3.44.
+    for name, expected in steps_of_optax.items():
+        # Iterations multiply small singular values and their rounding errors: five by 3.44^5, four of Dion's by 174.
         atol = 485 * np.finfo(np.float32).eps * np.abs(expected).max()
         np.testing.assert_allclose(state.params[name], expected, atol=atol, err_msg=name)
 
@@ -160,7 +171,7 @@ def test_a_7b_update_on_64_chips_is_one_exchange_each_way(run_compiler):
 
 
 def test_numbers_out_of_range_are_rejected():
-    with pytest.raises(mw.MeshwrightError, match=r"num_iterations must be at least 1; got 0.\nhint: use 5"):
+    with pytest.raises(mw.MeshwrightError, match=r"num_iterations must be at least 1; got 0.\nhint: use 4"):
         muon(0.1, num_iterations=0)
     with pytest.raises(mw.MeshwrightError, match=r"beta must be at least 0 and below 1; got 1.0"):
         muon(0.1, beta=1.0)

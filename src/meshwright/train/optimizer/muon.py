@@ -30,7 +30,7 @@ from meshwright.hardware.chips import chip_family
 from meshwright.mesh.build import current_mesh
 from meshwright.parallel.local_map import local_map
 from meshwright.specs import dim_axes, round_up
-from meshwright.train.optimizer.newton_schulz import COEFFICIENTS, newton_schulz, sums_of_squares
+from meshwright.train.optimizer.newton_schulz import DION_COEFFICIENTS, newton_schulz, sums_of_squares
 from meshwright.tree import named_leaves, named_tree_map
 from meshwright.types import PyTree
 
@@ -64,7 +64,7 @@ def muon(
     learning_rate: Any,
     *,
     beta: float = 0.95,
-    num_iterations: int = 5,
+    num_iterations: int = 4,
     weight_decay: float = 0.0,
     weight_decay_mask: Any = None,
     adam_beta1: float = 0.9,
@@ -72,7 +72,7 @@ def muon(
     rms: float | None = 0.2,
     is_matrix: Callable[[str, Any], bool] | None = None,
     dtype: Any = None,
-    coefficients: Sequence[Sequence[float]] = (COEFFICIENTS,),
+    coefficients: Sequence[Sequence[float]] = DION_COEFFICIENTS,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the Muon optimizer with the updates of `optax.contrib.muon`; `make_train_step` tells it the layout.
 
@@ -89,7 +89,9 @@ def muon(
         dtype: dtype of the iterations and of the values sent (default: bfloat16 on GPUs and TPUs, float32 on CPUs). On
             GPUs, iterations on bfloat16 values run in float16.
         coefficients: three numbers for each iteration, see `newton_schulz`; the last are used again if there are more
-            iterations.
+            iterations. The defaults are the first four triples of optax's `ns_coeffs="dion"`. They take a fifth less
+            time than optax's defaults, which are `num_iterations=5` with `newton_schulz.COEFFICIENTS`, and reached the
+            same losses where both were measured.
 
     Example:
         >>> params = {"up": jnp.eye(2, 4) * jnp.array([[1.0], [5.0]]), "norm": jnp.ones(4)}
@@ -99,7 +101,7 @@ def muon(
         Array([0.1, 0.1], dtype=float32)
     """
     if num_iterations < 1:
-        raise MeshwrightError(f"num_iterations must be at least 1; got {num_iterations}.", hint="use 5.")
+        raise MeshwrightError(f"num_iterations must be at least 1; got {num_iterations}.", hint="use 4.")
     if not 0 <= beta < 1:
         raise MeshwrightError(f"beta must be at least 0 and below 1; got {beta}.", hint="use 0.95.")
     if not coefficients or any(len(one) != 3 or not one[2] for one in coefficients):
@@ -134,10 +136,10 @@ def _is_matrix(name: str, leaf: Any) -> bool:
 def scale_by_muon(
     *,
     beta: float = 0.95,
-    num_iterations: int = 5,
+    num_iterations: int = 4,
     rms: float | None = None,
     dtype: Any = None,
-    coefficients: Sequence[Sequence[float]] = (COEFFICIENTS,),
+    coefficients: Sequence[Sequence[float]] = DION_COEFFICIENTS,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the part of `muon` for matrices, without learning rate and weight decay.
 
@@ -171,12 +173,19 @@ def _size(leaf: Any, rms: float | None) -> float:
     return math.sqrt(max(1, columns / rows)) if rms is None else rms * math.sqrt(max(rows, columns))
 
 
-def orthogonalize(tree: PyTree, *, specs: PyTree = None, num_iterations: int = 5, dtype: Any = None) -> PyTree:
+def orthogonalize(
+    tree: PyTree,
+    *,
+    specs: PyTree = None,
+    num_iterations: int = 4,
+    dtype: Any = None,
+    coefficients: Sequence[Sequence[float]] = DION_COEFFICIENTS,
+) -> PyTree:
     """Returns a tree of matrices (or stacks of them) with singular values near 1.
 
     Args:
         specs: the spec of each leaf on the current mesh; the tree may have more leaves.
-        dtype: see `muon`.
+        num_iterations, dtype, coefficients: see `muon`.
 
     Example:
         >>> tall = orthogonalize({"w": jax.random.normal(jax.random.key(0), (8, 4))}, num_iterations=9)["w"]
@@ -184,7 +193,8 @@ def orthogonalize(tree: PyTree, *, specs: PyTree = None, num_iterations: int = 5
         >>> bool((values > 0.6).all() and (values < 1.3).all())
         True
     """
-    return _orthogonalize(tree, specs, functools.partial(newton_schulz, num_iterations=num_iterations), dtype)
+    iterate = functools.partial(newton_schulz, num_iterations=num_iterations, coefficients=coefficients)
+    return _orthogonalize(tree, specs, iterate, dtype)
 
 
 def _orthogonalize(tree: PyTree, specs: PyTree, iterate: Callable[..., Any], dtype: Any) -> PyTree:
@@ -200,14 +210,19 @@ def _orthogonalize(tree: PyTree, specs: PyTree, iterate: Callable[..., Any], dty
     # Behind a barrier, so that XLA transposes the narrow values and not the momentum that they come from.
     narrow = [lax.optimization_barrier(leaf.value.astype(dtype)) for leaf in named]
     wide = [_turned(leaf, turn) for leaf, turn in zip(narrow, turns, strict=True)]
-    if _is_whole(mesh):
-        # Nothing is exchanged: no stacks, which would be copies, and sums that share the pass over the momentum.
-        for place, (leaf, turn) in enumerate(zip(named, turns, strict=True)):
-            squares = sums_of_squares(_flat(leaf.value))
-            done = iterate(_flat(wide[place]), squares=squares, turned=turn)
-            wide[place] = done.reshape(leaf.value.shape).astype(leaf.value.dtype)
-        return jax.tree.unflatten(structure, wide)
     groups: dict[Any, list[int]] = {}
+    if _is_whole(mesh):
+        # Nothing is exchanged, so sums share the pass over the momentum, and results are transposed by the last matmul.
+        for place, (leaf, turn) in enumerate(zip(wide, turns, strict=True)):
+            groups.setdefault((leaf.shape[-2:], turn), []).append(place)
+        for (_, turn), places in groups.items():
+            leaves = [named[place].value for place in places]
+            squares = jnp.concatenate([sums_of_squares(_flat(leaf)) for leaf in leaves])
+            stack = jnp.concatenate([_flat(wide[place]) for place in places])
+            done = _parts(iterate(stack, squares=squares, turned=turn), leaves)
+            for place, leaf in zip(places, done, strict=True):
+                wide[place] = leaf.astype(named[place].value.dtype)
+        return jax.tree.unflatten(structure, wide)
     for place, (leaf, split) in enumerate(zip(wide, splits, strict=True)):
         lead = tuple(axis for axes in split.lead for axis in axes)
         groups.setdefault((leaf.shape[-2:], lead, split.rows, split.columns), []).append(place)
@@ -251,12 +266,8 @@ def _orthogonalize_stack(leaves: list[Any], splits: list[Split], mesh: Any, iter
     """Returns leaves with matrices of one shape and split, orthogonalized."""
 
     def local(blocks: list[Any]) -> list[Any]:
-        flat = [_flat(block) for block in blocks]
-        moved, back = _share(jnp.concatenate(flat), splits[0], mesh)
-        done = back(iterate(moved))
-        ends = itertools.accumulate(block.shape[0] for block in flat)
-        parts = [done[end - block.shape[0] : end] for block, end in zip(flat, ends, strict=True)]
-        return [part.reshape(block.shape) for part, block in zip(parts, blocks, strict=True)]
+        moved, back = _share(jnp.concatenate([_flat(block) for block in blocks]), splits[0], mesh)
+        return _parts(back(iterate(moved)), blocks)
 
     specs = [split.spec(leaf.ndim) for leaf, split in zip(leaves, splits, strict=True)]
     result: list[Any] = local_map(local, in_specs=(specs,), out_specs=specs)(leaves)
@@ -265,6 +276,14 @@ def _orthogonalize_stack(leaves: list[Any], splits: list[Split], mesh: Any, iter
 
 def _flat(leaf: Any) -> Any:
     return leaf.reshape(-1, *leaf.shape[-2:])
+
+
+def _parts(stack: Any, leaves: Sequence[Any]) -> list[Any]:
+    """Returns the parts of a stack with the shapes of the leaves that it was made of."""
+    counts = [math.prod(leaf.shape[:-2]) for leaf in leaves]
+    ends = itertools.accumulate(counts)
+    parts = [stack[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    return [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
 
 
 def _share(stack: Any, split: Split, mesh: Any) -> tuple[Any, Callable[[Any], Any]]:
