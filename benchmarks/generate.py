@@ -184,8 +184,8 @@ def count_bytes(args: argparse.Namespace) -> None:
     from meshwright.generate import generator
     from meshwright.generate.draw import Sampling
     from meshwright.generate.limits import cache_shapes
+    from meshwright.generate.loaded_weights import unstacked
     from meshwright.generate.spread import Spread
-    from meshwright.generate.weights import unstacked
     from meshwright.models import MLSTMState
     from meshwright.plan.compiled.topology import target_devices
     from meshwright.train import Precision

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from meshwright import interrupts
-from meshwright.interrupts import GRACE, EarlySignals, Interrupted, Watch
+from meshwright.interrupts import GRACE, EarlySignals, Interrupted, InterruptWatch
 from meshwright.loop.safety.preemption import Preemption
 
 LOADS = "import sys, meshwright.__main__; print(sorted({'jax', 'numpy', 'typing', 'signal'} & set(sys.modules)))"
@@ -107,7 +107,7 @@ def follow(monkeypatch):
     monkeypatch.setattr(interrupts, "GRACE", 0.01)
 
     def run(*groups, can_save=False, excuse=()):
-        watch, ended = Watch(trains=True), []
+        watch, ended = InterruptWatch(trains=True), []
         watch.end = ended.append
         watch.can_save = can_save
         reads, writes = os.pipe()
@@ -137,7 +137,7 @@ def test_the_watch_waits_only_for_a_run_that_saves(follow):
 
 
 def test_the_line_is_said_once(capfd):
-    watch = Watch(trains=False)
+    watch = InterruptWatch(trains=False)
     watch.say("interrupted")
     watch.say("interrupted")
     assert capfd.readouterr().err == "interrupted\n"

@@ -66,7 +66,7 @@ def outcome(number: int, *, trains: bool) -> tuple[str, int]:
 # --- The process of a command ---
 
 
-class Watch:
+class InterruptWatch:
     """Counts the signals of a process in a thread, and ends the process if nobody answers one within `GRACE` seconds.
 
     Attributes:
@@ -134,7 +134,7 @@ class Watch:
                     signal.signal(number, signal.SIG_DFL)
 
 
-watch: Watch | None = None
+watch: InterruptWatch | None = None
 """The watch of this process, if it runs the `meshwright` command."""
 
 
@@ -145,7 +145,7 @@ def guard_process(arguments: list[str]) -> None:
         arguments: the command line, without the program's name.
     """
     global watch
-    watch = Watch(trains=arguments[:1] == ["train"])
+    watch = InterruptWatch(trains=arguments[:1] == ["train"])
     watch.start()
 
 

@@ -193,7 +193,7 @@ _HOW: dict[type, How] = {Sum: "sum", Max: "max", Min: "min", Last: "last"}
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Part:
+class MetricPart:
     """A metric of some of the rows. A mean is a total and a count, which are both summed; other kinds have no count."""
 
     total: Any
@@ -203,22 +203,22 @@ class Part:
 
 
 def parts_of(metrics: PyTree, weight: Any = None) -> PyTree:
-    """Returns each metric as a `Part`; `weight` is that of plain values and of means without a weight."""
+    """Returns each metric as a `MetricPart`; `weight` is that of plain values and of means without a weight."""
 
-    def part(node: Any) -> Part:
+    def part(node: Any) -> MetricPart:
         pair = _pair_of(node)
         if pair is not None:
             total, count = (wide(item) for item in pair)
-            return Part(jnp.where(count > 0, total, jnp.zeros_like(total)), count, "sum", _form(node))
+            return MetricPart(jnp.where(count > 0, total, jnp.zeros_like(total)), count, "sum", _form(node))
         if isinstance(node, Metric) and not isinstance(node, Mean):
             value = wide(node.value) if isinstance(node, Sum) else jnp.asarray(node.value)
-            return Part(value, None, _HOW[type(node)], type(node).__name__)
+            return MetricPart(value, None, _HOW[type(node)], type(node).__name__)
         own = node.weight if isinstance(node, Mean) else None
         count = weight if own is None else own
         if count is None:
             raise TreeError("a Mean without a weight cannot be merged.", hint="pass Mean(value, weight=...).")
         count = wide(count)
-        return Part(times(node.value if isinstance(node, Mean) else node, count), count, "sum", _form(node))
+        return MetricPart(times(node.value if isinstance(node, Mean) else node, count), count, "sum", _form(node))
 
     return jax.tree.map(part, metrics, is_leaf=_is_declared)
 
@@ -238,9 +238,9 @@ def combine(first: PyTree, second: PyTree) -> PyTree:
         "last": lambda _, later: later,
     }
 
-    def one(a: Part, b: Part) -> Part:
+    def one(a: MetricPart, b: MetricPart) -> MetricPart:
         count = None if a.count is None else a.count + b.count
-        return Part(how[a.how](a.total, b.total), count, a.how, a.form)
+        return MetricPart(how[a.how](a.total, b.total), count, a.how, a.form)
 
     return jax.tree.map(one, first, second, is_leaf=_is_part)
 
@@ -248,7 +248,7 @@ def combine(first: PyTree, second: PyTree) -> PyTree:
 def neutral(parts: PyTree) -> PyTree:
     """Returns zeros as parts of no rows: `combine` with them changes nothing."""
 
-    def one(part: Part) -> Part:
+    def one(part: MetricPart) -> MetricPart:
         if part.how not in ("max", "min"):
             return part
         return dataclasses.replace(part, total=jnp.full_like(part.total, _extreme(part)))
@@ -264,14 +264,14 @@ def over_devices(parts: PyTree, axes: Sequence[str], *, row_axes: Sequence[str])
     """
     if not axes:
         return parts
-    leaves: list[Part]
+    leaves: list[MetricPart]
     structure: Any
     leaves, structure = jax.tree.flatten(parts, is_leaf=_is_part)
     # One collective for all sums.
     sums = iter(lax.psum([(leaf.total, leaf.count) for leaf in leaves if leaf.how == "sum"], tuple(axes)))
     others = [axis for axis in axes if axis not in row_axes]
 
-    def one(part: Part) -> Part:
+    def one(part: MetricPart) -> MetricPart:
         if part.how == "sum":
             total, count = next(sums)
             return dataclasses.replace(part, total=total, count=count)
@@ -291,7 +291,7 @@ def finish(parts: PyTree) -> PyTree:
     """Returns parts in the form in which the loss gave them, over all combined rows."""
     classes: dict[str, Callable[..., Any]] = {"Sum": Sum, "Max": Max, "Min": Min, "Last": Last}
 
-    def one(part: Part) -> Any:
+    def one(part: MetricPart) -> Any:
         if part.form in classes:
             return classes[part.form](part.total)
         if part.form == "pair":
@@ -305,7 +305,7 @@ def finish(parts: PyTree) -> PyTree:
 
 
 def _is_part(node: Any) -> bool:
-    return isinstance(node, Part)
+    return isinstance(node, MetricPart)
 
 
 def _is_last(axes: Sequence[str]) -> Any:
@@ -315,7 +315,7 @@ def _is_last(axes: Sequence[str]) -> Any:
     return last
 
 
-def _extreme(part: Part) -> Any:
+def _extreme(part: MetricPart) -> Any:
     dtype = part.total.dtype
     if dtype == jnp.bool_:
         return part.how == "min"

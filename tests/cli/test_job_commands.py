@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.cli.doctor import doctor
-from meshwright.cli.plan import plan
+from meshwright.cli.plan_command import plan
 from meshwright.cli.plan_options import StepOptions
 from meshwright.cli.rules import rules
 from meshwright.cli.verify import verify

@@ -9,7 +9,7 @@ import tyro
 
 import meshwright as mw
 from meshwright.checkpoint.arrays import read_anything
-from meshwright.cli.plan import COMMANDS, join_words
+from meshwright.cli.plan_command import COMMANDS, join_words
 from meshwright.errors import ConfigError
 from meshwright.loop.settings.config import TrainConfig
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import tyro
 
-from meshwright.cli.plan import COMMANDS, join_words
+from meshwright.cli.plan_command import COMMANDS, join_words
 from meshwright.cli.rules import rules
 from meshwright.errors import ConfigError, MeshError, MeshwrightError
 from meshwright.plan.output.plan_diff import read_plan
@@ -143,8 +143,8 @@ def test_malformed_plan_files(cli, tmp_path):
 
 
 def test_both_sides_are_checked_before_one_is_compiled(cli, monkeypatch, tmp_path):
-    monkeypatch.setattr("meshwright.cli.plan.compile_step", lambda *args, **limits: pytest.fail("it compiled"))
-    monkeypatch.setattr("meshwright.cli.plan.search_plans", lambda *args, **limits: pytest.fail("it searched"))
+    monkeypatch.setattr("meshwright.cli.plan_command.compile_step", lambda *args, **limits: pytest.fail("it compiled"))
+    monkeypatch.setattr("meshwright.cli.plan_command.search_plans", lambda *args, **limits: pytest.fail("it searched"))
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(MeshError, match="does not use mesh axis 'fdsp'"):
         cli("diff", "fsdp:8", "fdsp:8", *TINY, "--python", "other")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import Batches, Ledger, MixedBatches, Rows, Tokens, check_ledger, local_rows, mixture_weights
-from meshwright.data.mixture.schedule import Schedule
+from meshwright.data.mixture.quota_schedule import QuotaSchedule
 from meshwright.errors import DataError
 
 SIZES = {"code": 31, "math": 7, "web": 53}
@@ -48,7 +48,7 @@ def take(desk, num_batches, *args, **options):
 )
 def test_every_prefix_has_the_right_proportions(weights, start):
     taken = [start + number for number in range(len(weights))]
-    sources, positions, after = Schedule(weights, start=start, taken=taken).slots(start, 200)
+    sources, positions, after = QuotaSchedule(weights, start=start, taken=taken).slots(start, 200)
     counts = np.zeros(len(weights), int)
     for length, (source, position) in enumerate(zip(sources, positions, strict=True), 1):
         assert position == taken[source] + counts[source]
@@ -59,9 +59,9 @@ def test_every_prefix_has_the_right_proportions(weights, start):
 
 
 def test_a_schedule_can_be_read_in_any_order_and_forgets_old_slots(monkeypatch):
-    monkeypatch.setattr("meshwright.data.mixture.schedule._KEPT", 50)
-    expected = Schedule([5, 3, 1], start=0, taken=[0, 0, 0]).slots(0, 5000)
-    schedule = Schedule([5, 3, 1], start=0, taken=[0, 0, 0])
+    monkeypatch.setattr("meshwright.data.mixture.quota_schedule._KEPT", 50)
+    expected = QuotaSchedule([5, 3, 1], start=0, taken=[0, 0, 0]).slots(0, 5000)
+    schedule = QuotaSchedule([5, 3, 1], start=0, taken=[0, 0, 0])
     for first in (0, 40, 20, 4000, 3990, 0, 2500):
         sources, positions, taken = schedule.slots(first, 20)
         assert sources.tolist() == expected[0][first : first + 20].tolist()

@@ -10,9 +10,9 @@ import pytest
 import meshwright as mw
 from meshwright.generate import Sampling, make_generator
 from meshwright.generate.generator import _continue, _continue_one, _start, program_of
+from meshwright.generate.loaded_weights import _needed_copies
 from meshwright.generate.passes import logits_of, read_prompts, read_tokens
 from meshwright.generate.spread import Spread
-from meshwright.generate.weights import _needed_copies
 from meshwright.models import XLSTM, Decoder
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "d_model": 32, "num_heads": 8, "d_ff": 64}

@@ -11,9 +11,9 @@ from meshwright.launch import pulse
 from meshwright.launch.backends.local import count_oom_kills, find_gpus, gpus_per_process
 from meshwright.launch.command import check_command, to_shrink
 from meshwright.launch.events import Ending
+from meshwright.launch.messages import describe_ending
 from meshwright.launch.relay import Relay
 from meshwright.launch.safe_step import newest_verified
-from meshwright.launch.story import describe_ending
 
 
 def save(folder, step, data=b"abc"):

@@ -55,8 +55,8 @@ def _run(args: list[str], stack: contextlib.ExitStack, signals: EarlySignals) ->
     from meshwright.cli.eval import evaluate
     from meshwright.cli.generate import generate
     from meshwright.cli.ledger import ledger
-    from meshwright.cli.plan import COMMANDS as PLAN_COMMANDS
-    from meshwright.cli.plan import join_words
+    from meshwright.cli.plan_command import COMMANDS as PLAN_COMMANDS
+    from meshwright.cli.plan_command import join_words
     from meshwright.cli.report import report
     from meshwright.cli.rules import rules
     from meshwright.cli.stdout import checked_output

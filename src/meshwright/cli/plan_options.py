@@ -9,7 +9,7 @@ from typing import Literal
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.pipeline.named_schedules import ScheduleName
-from meshwright.plan.goodput import RESTART_S, Reliability
+from meshwright.plan.expected_goodput import RESTART_S, Reliability
 
 
 @dataclass(frozen=True)

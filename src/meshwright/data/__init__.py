@@ -14,8 +14,8 @@ from meshwright.data.documents import Documents, open_documents
 from meshwright.data.fetched_data import fetch_data
 from meshwright.data.formats.bin_tokens import open_bin_tokens
 from meshwright.data.formats.part import Document
-from meshwright.data.forms import open_rows
 from meshwright.data.iterated import IteratedRows, iterated_batches
+from meshwright.data.job_data import open_rows
 from meshwright.data.ledger.audit import LedgerReport, check_ledger
 from meshwright.data.ledger.journal import Ledger
 from meshwright.data.mixture.mixed_batches import MixedBatches

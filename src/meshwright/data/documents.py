@@ -21,8 +21,8 @@ from typing import Any
 
 from meshwright.data.formats.bin_tokens import SIDECAR_SUFFIX
 from meshwright.data.formats.columns import COLUMN_SUFFIXES, dataset_files, open_columns
-from meshwright.data.formats.line_files import ArrayRecords, JsonLines, TextFile
-from meshwright.data.formats.part import Document, Part, blocks, read_errors
+from meshwright.data.formats.line_files import ArrayRecords, JsonLinesFile, TextFile
+from meshwright.data.formats.part import Document, FileDocuments, blocks, read_errors
 from meshwright.errors import DataError, did_you_mean
 
 RECORD_SUFFIXES = (".array_record", ".arrayrecord")
@@ -113,9 +113,9 @@ class Documents(Sequence[str | bytes]):
         return found
 
 
-def _part(path: Path, field: str, *, messages: bool) -> Part:
+def _part(path: Path, field: str, *, messages: bool) -> FileDocuments:
     if path.suffix == ".jsonl":
-        return JsonLines(path, field, messages=messages)
+        return JsonLinesFile(path, field, messages=messages)
     if path.suffix in COLUMN_SUFFIXES:
         return open_columns(path, field, messages=messages)
     if messages:

@@ -10,7 +10,7 @@ _WHERE = {
     "Stream": "generator",
     "Scores": "generator",
     "Sampling": "draw",
-    "Weights": "weights",
+    "Weights": "loaded_weights",
     "generate_text": "text",
     "Completion": "text",
 }

@@ -25,9 +25,9 @@ from meshwright.errors import MeshwrightError
 from meshwright.generate.draw import Mode, Sampling, draw
 from meshwright.generate.growth import grown, room_for, rooms_of
 from meshwright.generate.limits import cache_shapes, check_prompts, check_room
+from meshwright.generate.loaded_weights import Weights, load_weights
 from meshwright.generate.passes import Cache, logits_of, read_prompts, read_tokens
 from meshwright.generate.spread import Spread
-from meshwright.generate.weights import Weights, load_weights
 from meshwright.models.language import LanguageModel
 from meshwright.specs import round_up
 from meshwright.train.precision import Precision

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from meshwright.generate.cache import KeyValues
 from meshwright.generate.limits import cache_bytes
+from meshwright.generate.loaded_weights import Weights
 from meshwright.generate.passes import Cache
 from meshwright.generate.spread import Spread
-from meshwright.generate.weights import Weights
 from meshwright.models.language import LanguageModel
 from meshwright.train.precision import Precision
 

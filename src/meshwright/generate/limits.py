@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import MeshwrightError
+from meshwright.generate.loaded_weights import unstacked
 from meshwright.generate.passes import Cache, read_prompts
 from meshwright.generate.spread import Spread
-from meshwright.generate.weights import unstacked
 from meshwright.layout import format_bytes
 from meshwright.models.language import LanguageModel
 from meshwright.train.precision import Precision

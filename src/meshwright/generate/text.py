@@ -12,7 +12,7 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.generate.draw import Sampling
 from meshwright.generate.generator import Generator
-from meshwright.generate.weights import Weights
+from meshwright.generate.loaded_weights import Weights
 
 _CUT = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes the first bytes of a character
 

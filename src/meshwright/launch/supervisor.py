@@ -35,7 +35,7 @@ from meshwright.launch.events import (
     Tick,
     Verified,
 )
-from meshwright.launch.story import (
+from meshwright.launch.messages import (
     describe_ending,
     describe_safety,
     describe_silence,

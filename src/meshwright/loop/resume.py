@@ -39,7 +39,7 @@ MAY_CHANGE = ("dropout", "chunk_size")
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """The starting point of a run.
 
     Args:
@@ -75,7 +75,7 @@ class Start:
             run.tell(text)
 
 
-def find_start(run: RunSetup, checkpoints: Checkpoints, snapshots: Snapshots | None = None) -> Start:
+def find_start(run: RunSetup, checkpoints: Checkpoints, snapshots: Snapshots | None = None) -> RunStart:
     """Returns the initial state, or that of the last good checkpoint or snapshot; neither writes nor prints."""
     config = run.config
     restored, skipped = _restore(run, checkpoints, snapshots) if run.folder.resumed else (None, [])
@@ -88,7 +88,7 @@ def find_start(run: RunSetup, checkpoints: Checkpoints, snapshots: Snapshots | N
             said = [f"starting a new run: {run.folder.shown} holds none to resume"]
         said = [*skipped, *said]
         if run.origin is None:
-            return Start(_new_state(run, None), event, said)
+            return RunStart(_new_state(run, None), event, said)
         return _start_from(run, event, said)
     _require_known_facts(restored.facts, restored.step)
     if restored.step > config.run.steps:
@@ -100,7 +100,7 @@ def find_start(run: RunSetup, checkpoints: Checkpoints, snapshots: Snapshots | N
     text = f"resumed from step {restored.step} on {run.choice.mesh}"
     undone = json.loads(bytes_from_first(json.dumps(_rolled_back(run.folder.path / EVENTS, restored.step)).encode()))
     data = undone if undone is not None else restored.facts.get("data")
-    return Start(
+    return RunStart(
         restored.state,
         text,
         [*skipped, *restored.notes, *_changes(run, restored.facts, restored.step), text],
@@ -148,7 +148,7 @@ def _new_state(run: RunSetup, given: Mapping[str, Any] | None) -> RunState:
     return init_state(run.job, run.optimizer, run.layout, key, precision=run.precision, given=given)
 
 
-def _start_from(run: RunSetup, event: str, said: list[str]) -> Start:
+def _start_from(run: RunSetup, event: str, said: list[str]) -> RunStart:
     """Returns the state with the weights of `--init-from`; only a run without a checkpoint reads them again."""
     assert run.origin is not None
     options, origin = run.config.init, run.origin
@@ -163,7 +163,7 @@ def _start_from(run: RunSetup, event: str, said: list[str]) -> Start:
                 hint=f"raise --steps above {restored.step}: with --init-part all, it counts the steps of --init-from.",
             )
         said = [*said, *restored.notes, f"{text}, step {restored.step}, with its optimizer state"]
-        return Start(restored.state, f"{event} from {options.init_from}", said, {"init_from": options.init_from})
+        return RunStart(restored.state, f"{event} from {options.init_from}", said, {"init_from": options.init_from})
 
     def read() -> tuple[dict[str, Any], list[str]]:
         leaves, notes = choose_leaves(weights, run.layout, options)
@@ -178,7 +178,7 @@ def _start_from(run: RunSetup, event: str, said: list[str]) -> Start:
     given, notes = together("reading --init-from", read)
     said = [*said, f"{text}: {count_leaves(len(given))}", *(f"  {note}" for note in notes)]
     state = _new_state(run, given)
-    return Start(state, f"{event} from {options.init_from}", said, {"init_from": options.init_from, "notes": notes})
+    return RunStart(state, f"{event} from {options.init_from}", said, {"init_from": options.init_from, "notes": notes})
 
 
 def _require_same_model(run: RunSetup, facts: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ from meshwright.loop.remote_run import HeldLease, RemoteRun, open_remote
 from meshwright.loop.results.before_after import BeforeAfter
 from meshwright.loop.results.predict import Predictions
 from meshwright.loop.results.sample import TrainingSamples
-from meshwright.loop.resume import Start, find_start, step_in_log
+from meshwright.loop.resume import RunStart, find_start, step_in_log
 from meshwright.loop.run_dir import PER_PROCESS, RunFolder
 from meshwright.loop.safety.early_stop import make_early_stop
 from meshwright.loop.safety.folder_check import FolderCheck
@@ -60,9 +60,8 @@ from meshwright.loop.settings.optimizers import OptimizerChoice, choose_optimize
 from meshwright.loop.settings.pipeline_options import pipeline_line, require_rows, with_pipeline
 from meshwright.loop.sources import HeldOut, Source, make_held_out, make_source, rows_of, with_rows
 from meshwright.loop.text_source import MixedSource, StreamStart, TextSource
-from meshwright.loop.weights.initial_adapters import with_adapters
-from meshwright.loop.weights.origin import (
-    Origin,
+from meshwright.loop.weights.init_origin import (
+    InitOrigin,
     as_on_first,
     compare_weights,
     copy_of_tokenizer,
@@ -70,6 +69,7 @@ from meshwright.loop.weights.origin import (
     with_own_tokenizer,
     without_auto,
 )
+from meshwright.loop.weights.initial_adapters import with_adapters
 from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
 from meshwright.train import NonFiniteGuard, RunState, Step, language_job, make_train_step, state_layout
@@ -94,7 +94,7 @@ class RunSetup:
     precision: str
     step: Step
     folder: RunFolder
-    origin: Origin | None = None
+    origin: InitOrigin | None = None
     remote: RemoteRun | None = None
 
     @property
@@ -227,7 +227,7 @@ def _decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSe
 
 
 def _load(
-    config: TrainConfig, origin: Origin | None, tell: Voice
+    config: TrainConfig, origin: InitOrigin | None, tell: Voice
 ) -> tuple[LanguageModel | None, Any, Source, HeldOut | None]:
     """Returns the model, the job and its data, after checking that all processes agree."""
     named, sizes = config.model.model, config.model.model_options
@@ -351,7 +351,7 @@ def _open_log(setup: RunSetup, flops: float | None, stack: ExitStack) -> RunLog:
 
 def _make_callbacks(
     setup: RunSetup,
-    start: Start,
+    start: RunStart,
     checkpoints: Checkpoints,
     data: _Data,
     flops: float | None,

@@ -34,7 +34,7 @@ from meshwright.plan.costs.links import axis_links
 from meshwright.plan.costs.memory import MemoryPlan, plan_memory
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.costs.step_time import TimePlan, step_time
-from meshwright.plan.goodput import Goodput
+from meshwright.plan.expected_goodput import ExpectedGoodput
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer, view_of_setup
 from meshwright.plan.target import Target, check_slices, parse_target
 from meshwright.train.job import check_axes, execution_of
@@ -73,7 +73,7 @@ class Plan:
     compiled: Compiled | None = None
     stages: Stages = field(default_factory=lambda: Stages(1, 1))
     state_bytes: int = 0
-    goodput: Goodput | None = None
+    goodput: ExpectedGoodput | None = None
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -22,7 +22,7 @@ from jax import lax
 from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import is_manual, pcast_varying, varying_axes
 from meshwright.mesh.build import current_mesh
-from meshwright.metrics import Part, combine, finish, is_pair, neutral, over, over_devices, parts_of, wide
+from meshwright.metrics import MetricPart, combine, finish, is_pair, neutral, over, over_devices, parts_of, wide
 from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.rows import row_key, split_rows
 from meshwright.train.model_state import StateReduce, check_same_state, reduce_state
@@ -202,7 +202,7 @@ def accumulate(
         else:
             (total, aux), grads, amaxes = local_sum(learned.narrow(whole), marked), None, None
         count, metrics, new_state = aux
-        found = (Part(total, count, "sum", "pair"), parts_of(metrics, count))
+        found = (MetricPart(total, count, "sum", "pair"), parts_of(metrics, count))
         return pcast_varying((found, new_state), plan.axes), (grads, amaxes)
 
     model_state = pcast_varying(model_state, plan.axes)

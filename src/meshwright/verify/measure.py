@@ -36,7 +36,7 @@ from meshwright.train.views import View
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 from meshwright.verify.compare import Named
-from meshwright.verify.diagnose.program import BATCH, RNG, Program, read_program
+from meshwright.verify.diagnose.program import BATCH, RNG, TracedProgram, read_program
 
 # Metrics of the step itself, which say nothing about the job's.
 _OWN_METRICS = ("loss", "grad_norm", "skipped", "skipped_in_a_row", "bad_leaf")
@@ -170,7 +170,7 @@ class Placed:
 
         return call
 
-    def program(self, num_minibatches: int, *, complete: bool = False) -> Program:
+    def program(self, num_minibatches: int, *, complete: bool = False) -> TracedProgram:
         """Returns the sums and draws of the gradients' program in the local view.
 
         Args:

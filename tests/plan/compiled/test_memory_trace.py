@@ -3,7 +3,14 @@
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.plan.compiled.hlo import parse_program
 from meshwright.plan.compiled.memory_trace import buffer_bytes, trace_memory
-from meshwright.plan.compiled.scheduled_steps import Loop, Wait, Work, every_work, steps_from_json, steps_to_json
+from meshwright.plan.compiled.scheduled_steps import (
+    LoopStep,
+    Wait,
+    WorkStep,
+    every_work,
+    steps_from_json,
+    steps_to_json,
+)
 
 # A forward loop saves one kibibyte per round in a stack of four, a backward loop reads it and sums a gradient; the
 # update overwrites the donated parameter.
@@ -89,11 +96,11 @@ def test_sizes_are_padded_to_tiles_and_other_memories_do_not_count():
 
 def test_steps_keep_the_order_of_the_program_and_the_trips_of_loops():
     schedule = read_schedule(PROGRAM, with_steps=True)
-    loops = [one for one in schedule.steps if isinstance(one, Loop)]
+    loops = [one for one in schedule.steps if isinstance(one, LoopStep)]
     assert [loop.trips for loop in loops] == [4, 4]
     (gather,) = [one for one in loops[0].body if isinstance(one, Wait)]
     assert schedule.collectives[gather.place].kind == "all-gather"
-    names = [one.name for one in loops[1].body if isinstance(one, Work)]
+    names = [one.name for one in loops[1].body if isinstance(one, WorkStep)]
     assert names[-1] == "mlp, backward"
     written = sum(work.moved * times for work, times in every_work(loops))
     assert written == 4 * (4096 + 1024 + (1024 + 4) + 1024 + 2 * 1024)

@@ -18,10 +18,10 @@ from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.costs.memory import Part
 from meshwright.plan.output.commands import PlannedJob
-from meshwright.plan.output.memory_section import _bar_parts
 from meshwright.plan.output.plan_diff import diff_plans
 from meshwright.plan.output.plan_page import build_diff_page, build_plan_page, render_plan
-from meshwright.plan.output.time_section import EXPOSED, HIDDEN, _lanes
+from meshwright.plan.output.sections.memory_section import _bar_parts
+from meshwright.plan.output.sections.time_section import EXPOSED, HIDDEN, _lanes
 from meshwright.plan.plan import make_plan
 from meshwright.plan.search import search
 from meshwright.plan.step_setup import Setup

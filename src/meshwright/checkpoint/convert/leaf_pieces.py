@@ -14,7 +14,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.checkpoint.convert.family import Family
-from meshwright.checkpoint.convert.tensor_names import Part, leaf_shapes, require_same, tensor_parts, tensor_shapes
+from meshwright.checkpoint.convert.tensor_names import (
+    TensorPart,
+    leaf_shapes,
+    require_same,
+    tensor_parts,
+    tensor_shapes,
+)
 from meshwright.checkpoint.convert.tensor_regions import copy_blocks
 from meshwright.checkpoint.convert.tensor_writer import Piece, TensorForm
 from meshwright.models import Decoder
@@ -76,7 +82,7 @@ def pieces_of(
     Args:
         is_writer: whether this process wants the pieces; others only take part in gathering them.
     """
-    found: dict[str, list[tuple[str, Part]]] = {}
+    found: dict[str, list[tuple[str, TensorPart]]] = {}
     for name, parts in tensor_parts(model, family).items():
         for part in parts:
             found.setdefault(part.leaf, []).append((name, part))
@@ -89,7 +95,7 @@ def pieces_of(
             del values  # before the next one is made
 
 
-def _turned(values: Array, part: Part, dtype: Any) -> Array:
+def _turned(values: Array, part: TensorPart, dtype: Any) -> Array:
     if not part.turned:
         return values.astype(dtype, copy=False)
     out: Array = np.empty(values.shape[::-1], dtype)

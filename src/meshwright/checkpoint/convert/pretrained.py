@@ -26,7 +26,7 @@ from meshwright.checkpoint.convert.family import Family
 from meshwright.checkpoint.convert.leaf_pieces import is_shared, pieces_of, tensor_forms
 from meshwright.checkpoint.convert.tensor_files import TensorFiles
 from meshwright.checkpoint.convert.tensor_names import (
-    Part,
+    TensorPart,
     abstract_params,
     leaf_shapes,
     require_same,
@@ -107,7 +107,7 @@ class PretrainedFolder:
         shapes = {name: tensor.shape for name, tensor in self.files.tensors.items()}
         require_same(f"the files in {self.folder}", shapes, tensor_shapes(self.model, self.family))
         self.shapes = leaf_shapes(self.model)
-        self._parts: dict[str, list[tuple[str, Part]]] = {}
+        self._parts: dict[str, list[tuple[str, TensorPart]]] = {}
         for tensor, parts in tensor_parts(self.model, self.family).items():
             for part in parts:
                 self._parts.setdefault(part.leaf, []).append((tensor, part))
@@ -192,7 +192,7 @@ class PretrainedFolder:
         return [f"{count_leaves(count)} cast from {old} to {dtype}" for old, count in counts.items()]
 
 
-def _region(part: Part, index: Sequence[slice], target: Array) -> Region:
+def _region(part: TensorPart, index: Sequence[slice], target: Array) -> Region:
     """Returns the region of a tensor for a slice of a leaf; a vector is a column."""
     if len(index) == 1:
         index, target = [*index, slice(0, 1)], target[:, None]

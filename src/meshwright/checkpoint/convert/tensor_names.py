@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """The part of a tensor that holds one layer of a leaf, or a leaf outside the layers (`layer` is None)."""
 
     leaf: str
@@ -49,7 +49,7 @@ def leaf_shapes(model: Decoder) -> dict[str, Shape]:
     return {name: leaf.shape for name, leaf in flatten_tree(abstract_params(model), sep="/").items()}
 
 
-def tensor_parts(model: Decoder, family: Family) -> dict[str, list[Part]]:
+def tensor_parts(model: Decoder, family: Family) -> dict[str, list[TensorPart]]:
     """Returns the parts of each tensor, in the order of the files: embedding, layers one by one, norm, head.
 
     Example:
@@ -67,12 +67,12 @@ def tensor_parts(model: Decoder, family: Family) -> dict[str, list[Part]]:
     rows: list[tuple[int | None, str]] = [(None, name) for name in known if name == "embed/table"]
     rows += [(layer, name) for layer in range(model.num_layers) for name in stacked]
     rows += [(None, name) for name in known if name not in stacked and name != "embed/table"]
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[TensorPart]] = {}
     for layer, name in rows:
         shape = shapes[name] if layer is None else shapes[name][1:]
         shape = shape[::-1] if names[name].turned else shape
         parts = found.setdefault(names[name].name.format(layer), [])
-        parts.append(Part(name, layer, sum(part.shape[0] for part in parts), shape, names[name].turned))
+        parts.append(TensorPart(name, layer, sum(part.shape[0] for part in parts), shape, names[name].turned))
     return found
 
 

@@ -37,7 +37,7 @@ from meshwright.distributed.agreement import as_first, gather_texts
 from meshwright.errors import ConfigError
 from meshwright.files import explain_failure
 from meshwright.launch.memory_folder import open_folder, steps_in
-from meshwright.launch.story import plural
+from meshwright.launch.messages import plural
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.types import PyTree

@@ -11,19 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.bounded_reader import open_regular, read_json
-from meshwright.data.formats.part import TOOLS, Document, Part, checked_value, conversation, field_of, read_errors
+from meshwright.data.formats.part import (
+    TOOLS,
+    Document,
+    FileDocuments,
+    checked_value,
+    conversation,
+    field_of,
+    read_errors,
+)
 from meshwright.errors import DataError, FileFormatError
 
 COLUMN_SUFFIXES = (".parquet", ".arrow")
 _BATCH = 1024  # rows of a Parquet file to decode at once
 
 
-def open_columns(path: Path, field: str, *, messages: bool = False) -> Part:
+def open_columns(path: Path, field: str, *, messages: bool = False) -> FileDocuments:
     """Returns the documents of a Parquet file, or of an Arrow file in either IPC format."""
     return (ParquetFile if path.suffix == ".parquet" else ArrowFile)(path, field, messages=messages)
 
 
-class _Columns(Part):
+class _Columns(FileDocuments):
     def __init__(self, path: Path, field: str, *, messages: bool) -> None:
         super().__init__(path)
         self.field, self.messages = field, messages

@@ -14,7 +14,7 @@ from meshwright.bounded_reader import bounded_lines, open_regular, require_depth
 from meshwright.data.formats.part import (
     TOOLS,
     Document,
-    Part,
+    FileDocuments,
     blocks,
     checked_value,
     conversation,
@@ -24,7 +24,7 @@ from meshwright.data.formats.part import (
 from meshwright.errors import DataError
 
 
-class TextFile(Part):
+class TextFile(FileDocuments):
     """A text file is one document."""
 
     kind = "_Text"
@@ -36,7 +36,7 @@ class TextFile(Part):
         return Document(str(self.path), lambda: blocks(self.path))
 
 
-class JsonLines(Part):
+class JsonLinesFile(FileDocuments):
     """Lines of JSON; empty lines are skipped."""
 
     kind = "_Lines"
@@ -103,7 +103,7 @@ def _parse(line: bytes, where: str, field: str) -> dict[str, Any]:
     return value
 
 
-class ArrayRecords(Part):
+class ArrayRecords(FileDocuments):
     """Records of an ArrayRecord file, each a text."""
 
     kind = "_Records"

@@ -30,7 +30,7 @@ class Document:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-class Part(abc.ABC):
+class FileDocuments(abc.ABC):
     """The documents of one file.
 
     Attributes:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from meshwright.data.batches import RowPlacer, RowSource, read_row
-from meshwright.data.mixture.schedule import Schedule
+from meshwright.data.mixture.quota_schedule import QuotaSchedule
 from meshwright.data.mixture.weights import mixture_weights, shares
 from meshwright.data.stream import BatchStream, EndOfData, PlacedBatch, Shardings, Writer, checked_seed, start_of
 from meshwright.errors import DataError
@@ -187,7 +187,7 @@ class _Loader:
             grain.MapDataset.range(len(rows)).seed(_source_seed(seed, name)).shuffle().repeat(None)
             for name, rows in sources.items()
         ]
-        self.schedule = Schedule(
+        self.schedule = QuotaSchedule(
             [mixture.weights[name] for name in self.names],
             start=start,
             taken=[mixture.taken[name] for name in self.names],

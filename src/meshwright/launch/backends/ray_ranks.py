@@ -13,8 +13,8 @@ from meshwright.launch import memory_folder, pulse
 from meshwright.launch.backends.local import token_variables
 from meshwright.launch.command import given, program
 from meshwright.launch.events import Ending
+from meshwright.launch.messages import shorten
 from meshwright.launch.relay import Reader, last_message
-from meshwright.launch.story import shorten
 
 _PASSED_ON = ("MESHWRIGHT_", "JAX_", "XLA_", "NCCL_", "PYTHONPATH", "AWS_", "GOOGLE_", "AZURE_", "FSSPEC_")
 _START_SECONDS = 300.0  # a cluster may have to start a node

@@ -7,7 +7,7 @@ import binascii
 from typing import Any
 
 from meshwright.loop.report.run_record import RunRecord, step_of
-from meshwright.loop.results.predict import Column, Table, read_table
+from meshwright.loop.results.predict import Column, PredictionTable, read_table
 from meshwright.pages import Markup, Picture, Section, fold, image_grid, join, prose, side_by_side, table, tag
 
 
@@ -46,7 +46,7 @@ def _part(run: RunRecord, event: dict[str, Any]) -> Markup:
     return tag("div", *parts)
 
 
-def _pictures(rows: Table, images: Column) -> list[Picture]:
+def _pictures(rows: PredictionTable, images: Column) -> list[Picture]:
     pictures = []
     for index, png in enumerate(images.values):
         caption, good = "", None
@@ -59,7 +59,7 @@ def _pictures(rows: Table, images: Column) -> list[Picture]:
     return pictures
 
 
-def _table(rows: Table) -> Markup:
+def _table(rows: PredictionTable) -> Markup:
     columns = [(column.name, column.values) for column in rows.inputs if column.kind == "text"]
     columns += [(f"predicted {column.name}", column.values) for column in rows.outputs if column.kind == "text"]
     if rows.predicted is not None and rows.true is not None:

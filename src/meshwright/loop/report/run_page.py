@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.bounded_reader import read_bytes
 from meshwright.errors import FileFormatError, MeshwrightError
 from meshwright.loop.report.curves import loss_section, metrics_section, speed_section, time_section
-from meshwright.loop.report.events import events_section, samples_section
+from meshwright.loop.report.event_timeline import events_section, samples_section
 from meshwright.loop.report.goodput_section import goodput_section
 from meshwright.loop.report.placement_section import layout_section, mesh_section
 from meshwright.loop.report.predictions_section import predictions_section

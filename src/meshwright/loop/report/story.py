@@ -18,7 +18,7 @@ _BEGINNINGS = ("start", "resume")
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunEnding:
     """The status of a run: a short label, its color (`kind`) and a sentence."""
 
     word: str
@@ -26,7 +26,7 @@ class Ending:
     sentence: str
 
 
-def ending(run: RunRecord, *, now: float) -> Ending:
+def ending(run: RunRecord, *, now: float) -> RunEnding:
     """Returns whether a run is finished, stopped or still running, judging by its folder."""
     at = run.steps.steps[-1] if run.steps.steps else None
     where = "before its first step" if at is None else f"at step {at:,}"
@@ -36,19 +36,19 @@ def ending(run: RunRecord, *, now: float) -> Ending:
     kind = "" if last is None or event_time(last) < stepped else last["kind"]
     if kind == "finish":
         is_early = (last or {}).get("why") == "stopped early"
-        return Ending(*(("stopped early", "good", _sentence(last)) if is_early else ("finished", "good", "")))
+        return RunEnding(*(("stopped early", "good", _sentence(last)) if is_early else ("finished", "good", "")))
     if kind == "preempted":
-        return Ending(f"stopped {where}", "warn", f"The run stopped {where} on request and can be resumed.")
+        return RunEnding(f"stopped {where}", "warn", f"The run stopped {where} on request and can be resumed.")
     if kind == "error":
-        return Ending(f"failed {where}", "bad", f"The run failed {where}: {(last or {}).get('text', '')}")
+        return RunEnding(f"failed {where}", "bad", f"The run failed {where}: {(last or {}).get('text', '')}")
     written = run.last_time
     quiet = math.inf if written is None else now - written
     usual = _median(run.step_seconds[-100:])
     if quiet < max(120.0, 20 * usual if math.isfinite(usual) else 0.0):
         step = "before the first step" if at is None else f"step {at:,}"
-        return Ending(f"running, {step}", "busy", "The run was in progress when this page was built.")
+        return RunEnding(f"running, {step}", "busy", "The run was in progress when this page was built.")
     since = "" if math.isinf(quiet) else f": its last output was {duration(quiet)} before this page was built"
-    return Ending(f"stopped {where}", "warn", f"The run stopped {where} for an unknown reason{since}.")
+    return RunEnding(f"stopped {where}", "warn", f"The run stopped {where} for an unknown reason{since}.")
 
 
 def _sentence(event: Mapping[str, Any] | None) -> str:

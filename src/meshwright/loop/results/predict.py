@@ -44,7 +44,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Table:
+class PredictionTable:
     """Predicted rows, as the report shows them.
 
     Args:
@@ -128,7 +128,7 @@ class Predictions(BeforeAfter):
 # --- From arrays to texts and images ---
 
 
-def make_table(inputs: Any, outputs: Any) -> Table:
+def make_table(inputs: Any, outputs: Any) -> PredictionTable:
     """Returns rows of a batch and the outputs for them, in the form of the report.
 
     Integer outputs with one value per row are labels. Outputs with one float per class count as labels too, by their
@@ -151,7 +151,7 @@ def make_table(inputs: Any, outputs: Any) -> Table:
         if true is not None and leaf.ndim == 2 and leaf.shape[1] > max(1, int(given[true].max())):
             predicted = leaf.argmax(-1)
             break
-    return Table(
+    return PredictionTable(
         [_column(name, leaf) for name, leaf in given.items()],
         [_column(name or "output", leaf) for name, leaf in made.items()],
         None if predicted is None else [str(item) for item in predicted.tolist()],
@@ -218,11 +218,11 @@ def to_pngs(images: Any) -> list[bytes]:
     return [encode_png(one.tobytes(), width=width, height=height, channels=channels) for one in bytes_]
 
 
-def read_table(path: Path) -> tuple[Table, str] | None:
+def read_table(path: Path) -> tuple[PredictionTable, str] | None:
     """Returns the predictions in a file and the batch that they are of, or None if it is damaged."""
     try:
         found = read_json(path)
         columns = {part: [Column(**column) for column in found[part]] for part in ("inputs", "outputs")}
-        return Table(**columns, predicted=found["predicted"], true=found["true"]), str(found["which"])
+        return PredictionTable(**columns, predicted=found["predicted"], true=found["true"]), str(found["which"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

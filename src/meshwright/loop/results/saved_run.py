@@ -20,7 +20,7 @@ from meshwright.loop.remote_run import read_remote
 from meshwright.loop.run_dir import CONFIG
 from meshwright.loop.settings.choices import make_model
 from meshwright.loop.settings.config import TrainConfig, read_config
-from meshwright.loop.weights.origin import model_of_fact, with_own_tokenizer
+from meshwright.loop.weights.init_origin import model_of_fact, with_own_tokenizer
 from meshwright.mesh.build import create_mesh
 from meshwright.models.language import LanguageModel
 from meshwright.parallel.heads import heads_fit

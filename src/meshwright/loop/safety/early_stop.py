@@ -14,7 +14,7 @@ from meshwright.loop.settings.config import parse_monitor
 if TYPE_CHECKING:
     from meshwright.checkpoint import Checkpoints
     from meshwright.loop.fit import Loop, Why
-    from meshwright.loop.resume import Start
+    from meshwright.loop.resume import RunStart
     from meshwright.loop.setup import RunSetup
 
 
@@ -108,7 +108,7 @@ class EarlyStop(Callback):
             self.checkpoints.keep = dataclasses.replace(self.checkpoints.keep, steps=(self.best[0],))
 
 
-def make_early_stop(setup: RunSetup, start: Start, checkpoints: Checkpoints) -> EarlyStop | None:
+def make_early_stop(setup: RunSetup, start: RunStart, checkpoints: Checkpoints) -> EarlyStop | None:
     """Returns the callback for --patience, with the history of a resumed run."""
     options = setup.config.run
     if options.patience is None:

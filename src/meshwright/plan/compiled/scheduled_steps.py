@@ -19,7 +19,7 @@ MAX_WORKS = 240  # of one loop body or of the program around the loops; shorter 
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkStep:
     """Compute between two events of the schedule, by one part of the model.
 
     Args:
@@ -57,11 +57,11 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopStep:
     """A loop, with one round of its body; `stretch` and `hides` are about transfers that are in flight around it."""
 
     trips: int
-    body: tuple[Work | Wait | Loop, ...]
+    body: tuple[WorkStep | Wait | LoopStep, ...]
     stretch: int = -1
     hides: Mapping[int, float] = field(default_factory=dict)
 
@@ -71,7 +71,7 @@ class Loop:
         return sum(times * one.seconds for one, times in every_work((self,)))
 
 
-Step: TypeAlias = Work | Wait | Loop
+Step: TypeAlias = WorkStep | Wait | LoopStep
 Steps: TypeAlias = tuple[Step, ...]
 
 
@@ -87,11 +87,11 @@ class Recorder:
         """Adds an instruction, to the last work if it continues it or takes no time."""
         live = self._live.get((computation, one.name), {})
         moved = 0.0 if one.opcode in _FREE else float(self._written(computation, one))
-        added = Work(part_of(self._named(one)), flops, cycles, moved, live, stretch, int(_KERNEL in one.attributes))
+        added = WorkStep(part_of(self._named(one)), flops, cycles, moved, live, stretch, int(_KERNEL in one.attributes))
         here = self._open[-1]
         last = here[-1] if here else None
         takes_time = flops or cycles or added.kernels or (moved and not self._has_cycles)
-        if isinstance(last, Work) and (not takes_time or (last.stretch == stretch and last.name == added.name)):
+        if isinstance(last, WorkStep) and (not takes_time or (last.stretch == stretch and last.name == added.name)):
             here[-1] = _together(last, added, last.name)
         else:
             here.append(added)
@@ -117,7 +117,7 @@ class Recorder:
 
     def end(self, trips: int, stretch: int) -> None:
         if body := tuple(_fewer(self._open.pop())):
-            self._open[-1].append(Loop(trips, body, stretch))
+            self._open[-1].append(LoopStep(trips, body, stretch))
 
     def steps(self) -> Steps:
         return tuple(_fewer(self._open[0]))
@@ -164,13 +164,13 @@ def timed_steps(steps: Steps, pieces: Sequence[Mapping[int, float]], *, rate: fl
 
 
 def _timed(one: Step, rate: float, cycle: float) -> Step:
-    if isinstance(one, Loop):
+    if isinstance(one, LoopStep):
         return replace(one, body=tuple(_timed(inner, rate, cycle) for inner in one.body))
     return one if isinstance(one, Wait) else replace(one, seconds=max(one.flops / rate, one.cycles * cycle))
 
 
 def _hiding(one: Step, pieces: Sequence[Mapping[int, float]], whole: Mapping[int, Sequence[float]]) -> Step:
-    if isinstance(one, Loop):
+    if isinstance(one, LoopStep):
         one = replace(one, body=tuple(_hiding(inner, pieces, whole) for inner in one.body))
     if isinstance(one, Wait) or one.stretch < 0:
         return one
@@ -183,16 +183,16 @@ def _hiding(one: Step, pieces: Sequence[Mapping[int, float]], whole: Mapping[int
 def _walk(steps: Sequence[Step]) -> Iterator[Step]:
     for one in steps:
         yield one
-        if isinstance(one, Loop):
+        if isinstance(one, LoopStep):
             yield from _walk(one.body)
 
 
-def every_work(steps: Sequence[Step], trips: int = 1) -> Iterator[tuple[Work, int]]:
+def every_work(steps: Sequence[Step], trips: int = 1) -> Iterator[tuple[WorkStep, int]]:
     """Yields every work with the number of times that it runs."""
     for one in steps:
-        if isinstance(one, Loop):
+        if isinstance(one, LoopStep):
             yield from every_work(one.body, trips * one.trips)
-        elif isinstance(one, Work):
+        elif isinstance(one, WorkStep):
             yield one, trips
 
 
@@ -204,7 +204,7 @@ def steps_to_json(steps: Sequence[Step]) -> list[Any]:
             found.append({"place": one.place})
             continue
         data = {key: value for key, value in vars(one).items() if value and not (key == "stretch" and value < 0)}
-        if isinstance(one, Loop):
+        if isinstance(one, LoopStep):
             data["body"] = steps_to_json(one.body)
         found.append(data | {"hides": {str(place): spent for place, spent in one.hides.items()}})
     return found
@@ -220,12 +220,12 @@ def steps_from_json(data: Sequence[Mapping[str, Any]]) -> Steps:
         changed: dict[str, Any] = {"hides": {int(place): seconds for place, seconds in one["hides"].items()}}
         if "body" in one:
             changed["body"] = steps_from_json(one["body"])
-        found.append((Loop if "body" in one else Work)(**{**one, **changed}))
+        found.append((LoopStep if "body" in one else WorkStep)(**{**one, **changed}))
     return tuple(found)
 
 
-def _together(some: Work, more: Work, name: str) -> Work:
-    return Work(
+def _together(some: WorkStep, more: WorkStep, name: str) -> WorkStep:
+    return WorkStep(
         name,
         some.flops + more.flops,
         some.cycles + more.cycles,
@@ -238,23 +238,23 @@ def _together(some: Work, more: Work, name: str) -> Work:
 
 def _fewer(steps: list[Step]) -> list[Step]:
     """Merges neighbors in the same stretch, the shortest first, until at most `MAX_WORKS` are left."""
-    while sum(isinstance(one, Work) for one in steps) > MAX_WORKS:
+    while sum(isinstance(one, WorkStep) for one in steps) > MAX_WORKS:
         pairs = [
             (_size(first) + _size(second), place)
             for place, (first, second) in enumerate(itertools.pairwise(steps))
-            if isinstance(first, Work) and isinstance(second, Work) and first.stretch == second.stretch
+            if isinstance(first, WorkStep) and isinstance(second, WorkStep) and first.stretch == second.stretch
         ]
         if not pairs:
             break
         taken: set[int] = set()
-        excess = sum(isinstance(one, Work) for one in steps) - MAX_WORKS
+        excess = sum(isinstance(one, WorkStep) for one in steps) - MAX_WORKS
         for _, place in sorted(pairs)[: max(1, excess)]:
             if not {place - 1, place, place + 1} & taken:
                 taken.add(place)
         merged: list[Step] = []
         for place, one in enumerate(steps):
             last = merged[-1] if merged else None
-            if place - 1 in taken and isinstance(last, Work) and isinstance(one, Work):
+            if place - 1 in taken and isinstance(last, WorkStep) and isinstance(one, WorkStep):
                 merged[-1] = _together(last, one, max(last, one, key=_size).name)
             else:
                 merged.append(one)
@@ -262,7 +262,7 @@ def _fewer(steps: list[Step]) -> list[Step]:
     return steps
 
 
-def _size(one: Work) -> tuple[float, float, float]:
+def _size(one: WorkStep) -> tuple[float, float, float]:
     return (one.flops, float(one.cycles), one.moved)
 
 

@@ -16,7 +16,7 @@ MAX_CELLS = 16
 
 
 @dataclass(frozen=True)
-class Place:
+class GridPlace:
     """One direction of a machine: a dim of the torus, the GPUs of a host, the hosts or the slices.
 
     Args:
@@ -28,7 +28,7 @@ class Place:
     axes: tuple[tuple[str, int], ...]
 
 
-def places(target: Target, spec: MeshSpec) -> list[Place]:
+def places(target: Target, spec: MeshSpec) -> list[GridPlace]:
     """Returns the directions of a machine with the mesh axes that run along each; none for CPUs.
 
     Example:
@@ -43,7 +43,7 @@ def places(target: Target, spec: MeshSpec) -> list[Place]:
     return _torus(target, spec) if target.platform == "tpu" else []
 
 
-def _hosts(target: Target, spec: MeshSpec) -> list[Place]:
+def _hosts(target: Target, spec: MeshSpec) -> list[GridPlace]:
     inside: list[tuple[str, int]] = []
     between: list[tuple[str, int]] = []
     left = target.shape[1]
@@ -53,12 +53,12 @@ def _hosts(target: Target, spec: MeshSpec) -> list[Place]:
         inside += [(axis.name, here)] if here > 1 else []
         between += [(axis.name, axis.size // here)] if axis.size > here else []
     link = "" if target.chip is None else f" ({target.chip.links.kind})"
-    found = [Place(f"{target.shape[1]} GPUs of a host{link}", target.shape[1], tuple(inside))]
-    found.append(Place(f"{target.shape[0]} hosts (network)", target.shape[0], tuple(between)))
+    found = [GridPlace(f"{target.shape[1]} GPUs of a host{link}", target.shape[1], tuple(inside))]
+    found.append(GridPlace(f"{target.shape[0]} hosts (network)", target.shape[0], tuple(between)))
     return [place for place in found if place.size > 1]
 
 
-def _torus(target: Target, spec: MeshSpec) -> list[Place]:
+def _torus(target: Target, spec: MeshSpec) -> list[GridPlace]:
     """Places axes as `plan.costs.links` does: the last axis first, on whole dims if any fit, else on parts of dims."""
     dims = list(zip("xyz", target.shape, target.wraps, strict=False))
     left = {name: size for name, size, _ in dims}
@@ -74,14 +74,14 @@ def _torus(target: Target, spec: MeshSpec) -> list[Place]:
             left[name] //= part
             taken[name].append((axis.name, part))
     found = [
-        Place(f"{name}: {size} chips, {'a ring' if wraps else 'a line'}", size, tuple(taken[name]))
+        GridPlace(f"{name}: {size} chips, {'a ring' if wraps else 'a line'}", size, tuple(taken[name]))
         for name, size, wraps in dims
         if size > 1
     ]
-    found += [Place(f"{per_chip} devices of a chip", per_chip, tuple(chips))] if chips else []
+    found += [GridPlace(f"{per_chip} devices of a chip", per_chip, tuple(chips))] if chips else []
     if target.num_slices > 1:
         crossing = [(axis.name, count) for axis, count in zip(spec.axes, spec.dcn_sizes, strict=True) if count > 1]
-        found.append(Place(f"{target.num_slices} slices (network)", target.num_slices, tuple(crossing)))
+        found.append(GridPlace(f"{target.num_slices} slices (network)", target.num_slices, tuple(crossing)))
     return found
 
 
@@ -116,20 +116,20 @@ def axes_picture(target: Target, spec: MeshSpec) -> Markup | None:
     return figure("Where the axes run", unit="devices next to each other", keys=keys, body=svg, kind="tiles axes")
 
 
-def _words(place: Place) -> str:
+def _words(place: GridPlace) -> str:
     return ", ".join(f"{axis} {'all' if ways == place.size else ways}" for axis, ways in place.axes)
 
 
-def _cells(place: Place) -> int:
+def _cells(place: GridPlace) -> int:
     return min(place.size, MAX_CELLS)
 
 
-def _width(place: Place) -> int:
+def _width(place: GridPlace) -> int:
     count = _cells(place)
     return 8 + count * (CELL + GAP) + count * 2 + (44 if place.size > count else 0)
 
 
-def _row(place: Place, fills: dict[str, int], *, top: int) -> Markup:
+def _row(place: GridPlace, fills: dict[str, int], *, top: int) -> Markup:
     parts = [tag("text", f"{place.name}: {_words(place)}", x=0, y=top + 13)]
     x = 0
     for number in range(_cells(place)):
@@ -155,7 +155,7 @@ def _row(place: Place, fills: dict[str, int], *, top: int) -> Markup:
     return join(parts)
 
 
-def _spans(place: Place) -> list[tuple[str, int]]:
+def _spans(place: GridPlace) -> list[tuple[str, int]]:
     """Returns each axis with the number of neighbors that it and the faster axes connect."""
     found, span = [], 1
     for axis, ways in place.axes:

@@ -37,16 +37,16 @@ from meshwright.pages import (
 from meshwright.pages.colors import NUM_TONES
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.output.commands import PlannedJob, how_to_run, plan_command, train_command
-from meshwright.plan.output.communication_section import sending_section
-from meshwright.plan.output.compare_section import compare_section, time_bars, why_section
 from meshwright.plan.output.explain import PlanData, band_of
-from meshwright.plan.output.goodput_section import goodput_section
-from meshwright.plan.output.layout_section import layout_section, machine_section
-from meshwright.plan.output.memory_section import memory_section
 from meshwright.plan.output.plan_diff import PlanDiff
 from meshwright.plan.output.schedule_picture import scheduled_step
+from meshwright.plan.output.sections.communication_section import sending_section
+from meshwright.plan.output.sections.compare_section import compare_section, time_bars, why_section
+from meshwright.plan.output.sections.failures_section import goodput_section
+from meshwright.plan.output.sections.layout_section import layout_section, machine_section
+from meshwright.plan.output.sections.memory_section import memory_section
+from meshwright.plan.output.sections.time_section import pipeline_section, time_section
 from meshwright.plan.output.summary import PARTS, Table, band_words, setup_words
-from meshwright.plan.output.time_section import pipeline_section, time_section
 from meshwright.plan.plan import Plan
 from meshwright.plan.search import Search
 from meshwright.plan.step_setup import make_optimizer

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from meshwright.pages import Lane, Span, duration
 from meshwright.pages.colors import FILLS
 from meshwright.plan.compiled.compile import Compiled
-from meshwright.plan.compiled.scheduled_steps import OUTSIDE, Loop, Step, Wait, Work, every_work
+from meshwright.plan.compiled.scheduled_steps import OUTSIDE, LoopStep, Step, Wait, WorkStep, every_work
 from meshwright.plan.plan import Plan
 
 ROUNDS = 2  # of each loop, drawn one by one
@@ -25,7 +25,7 @@ _ATTENTION_BACKWARD = 2.5  # time of attention's backward pass, in forward passe
 
 
 @dataclass(frozen=True)
-class Bar:
+class StepBar:
     """A stretch of time on a lane, `kind` as in `KINDS`."""
 
     lane: str
@@ -37,7 +37,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Level:
+class StepLevel:
     """Live bytes by part from `start` to `end`, at most."""
 
     start: float
@@ -57,8 +57,8 @@ class ScheduledStep:
         loops: trip counts of the loops of which only the first rounds are drawn one by one.
     """
 
-    bars: list[Bar] = field(default_factory=list)
-    levels: list[Level] = field(default_factory=list)
+    bars: list[StepBar] = field(default_factory=list)
+    levels: list[StepLevel] = field(default_factory=list)
     seconds: float = 0.0
     late: float = 0.0
     loops: list[int] = field(default_factory=list)
@@ -154,7 +154,7 @@ def _lengths(plan: Plan, compiled: Compiled) -> dict[int, float]:
     }
 
 
-def _kernel_weight(work: Work) -> float:
+def _kernel_weight(work: WorkStep) -> float:
     """Returns the relative time of the attention kernels of a work."""
     part, _, which = work.name.partition(", ")
     each = _ATTENTION_BACKWARD / 2 if which == "backward" else 1.0  # two kernels run backward
@@ -163,7 +163,7 @@ def _kernel_weight(work: Work) -> float:
     return 1e-12 * work.moved * each if part == "attention" and not work.flops else 0.0
 
 
-def _shares(works: Sequence[tuple[Work, int]], weights: Mapping[int, float]) -> dict[int, float]:
+def _shares(works: Sequence[tuple[WorkStep, int]], weights: Mapping[int, float]) -> dict[int, float]:
     total = sum(weights[id(work)] * times for work, times in works)
     return {id(work): weights[id(work)] / total for work, _ in works} if total else {}
 
@@ -184,7 +184,7 @@ class _Drawing:
     def run(self, steps: Sequence[Step], at: float) -> float:
         """Draws steps from `at` on, and returns when they end."""
         for one in steps:
-            if isinstance(one, Work):
+            if isinstance(one, WorkStep):
                 at = self._work(one, at)
             elif isinstance(one, Wait):
                 at = self._wait(one.place, at)
@@ -193,15 +193,15 @@ class _Drawing:
                 at = self._loop(one, at)
         return at
 
-    def _work(self, one: Work, at: float) -> float:
+    def _work(self, one: WorkStep, at: float) -> float:
         seconds = self.lengths[id(one)]
         end = at + seconds
         if seconds > 0 and self.timed:
             is_matmul = one.flops or one.kernels
             kind = "matmuls" if is_matmul else "optimizer" if one.name == OUTSIDE else "memory traffic"
             detail = f"{one.flops / 1e9:,.4g} GFLOP" if one.flops else ""
-            self.made.bars.append(Bar("compute", at, seconds, kind, one.name, detail))
-        self.made.levels.append(Level(at, end, one.live))
+            self.made.bars.append(StepBar("compute", at, seconds, kind, one.name, detail))
+        self.made.levels.append(StepLevel(at, end, one.live))
         self._send(one.hides, at)
         return end
 
@@ -228,9 +228,9 @@ class _Drawing:
         one = self.compiled.collectives[place]
         self.free[self.lanes[place]] = start + seconds
         detail = one.serves or one.source.rpartition("/")[2]
-        self.made.bars.append(Bar(self.lanes[place], start, seconds, kind, one.kind, detail))
+        self.made.bars.append(StepBar(self.lanes[place], start, seconds, kind, one.kind, detail))
 
-    def _loop(self, loop: Loop, at: float) -> float:
+    def _loop(self, loop: LoopStep, at: float) -> float:
         drawn = loop.trips if loop.trips <= ROUNDS + 1 else ROUNDS
         begin = at
         for _ in range(drawn):
@@ -248,11 +248,11 @@ class _Drawing:
         cursors: dict[str, float] = {}
         for (lane, kind), seconds in sorted(sums.items(), key=lambda item: KINDS.index(item[0][1])):
             start = cursors.get(lane, at)
-            self.made.bars.append(Bar(lane, start, seconds, kind, f"{left:,} more rounds", f"{kind}, added up"))
+            self.made.bars.append(StepBar(lane, start, seconds, kind, f"{left:,} more rounds", f"{kind}, added up"))
             cursors[lane] = start + seconds
         most = max(self.made.levels[level:], key=lambda one: sum(one.live.values()), default=None)
         if most is not None:
-            self.made.levels.append(Level(at, at + length, most.live))
+            self.made.levels.append(StepLevel(at, at + length, most.live))
         self.made.late += left * (self.made.late - late)
         for lane in cursors:
             self.free[lane] = max(self.free.get(lane, 0.0), cursors[lane])
@@ -269,11 +269,11 @@ class _Drawing:
                     lane = f"{item.axis} ({item.link.partition(' (')[0]})"
                     said = f"{item.what}; {item.basis}"
                     if item.hidden:
-                        made.bars.append(Bar(lane, 0.0, item.seconds * item.hidden, HIDDEN, item.kind, said))
+                        made.bars.append(StepBar(lane, 0.0, item.seconds * item.hidden, HIDDEN, item.kind, said))
                     if item.hidden < 1:
-                        made.bars.append(Bar(lane, at, item.seconds * (1 - item.hidden), EXPOSED, item.kind, said))
+                        made.bars.append(StepBar(lane, at, item.seconds * (1 - item.hidden), EXPOSED, item.kind, said))
                         at += item.seconds * (1 - item.hidden)
             if time.bubble.value > 0:
-                made.bars.append(Bar("compute", at, time.bubble.value, KINDS[-1], "bubble", time.bubble.note))
+                made.bars.append(StepBar("compute", at, time.bubble.value, KINDS[-1], "bubble", time.bubble.note))
                 at += time.bubble.value
         made.seconds = at

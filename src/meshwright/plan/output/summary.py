@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.layout.leaf import format_bytes, rich_table, text_table
 from meshwright.pages import Markup, compact, duration, percent, table
 from meshwright.plan.costs.step_time import TimePlan
-from meshwright.plan.goodput import STORAGE_MOST, STORAGE_PER_HOST, Goodput
+from meshwright.plan.expected_goodput import STORAGE_MOST, STORAGE_PER_HOST, ExpectedGoodput
 from meshwright.plan.output.commands import PlannedJob, how_to_run, train_command
 from meshwright.plan.plan import Plan
 from meshwright.plan.search import Rejected, Search
@@ -177,7 +177,7 @@ def time_table(plan: Plan) -> Table:
     return Table("Time per step", ("part", "time", "share", "basis", "note"), tuple(rows), (1, 2))
 
 
-def goodput_table(plan: Plan, found: Goodput) -> Table:
+def goodput_table(plan: Plan, found: ExpectedGoodput) -> Table:
     """Returns the expected goodput and how it comes about."""
     failures, given = found.failures(), found.given
     shares = failures.shares(found.interval_s)

@@ -16,7 +16,7 @@ from meshwright.train.views import GATHER_AXES, View
 from meshwright.verify.compare import Comparison, largest, ratio_of
 from meshwright.verify.diagnose import causes, program_causes
 from meshwright.verify.diagnose.causes import Cause
-from meshwright.verify.diagnose.program import Program
+from meshwright.verify.diagnose.program import TracedProgram
 from meshwright.verify.measure import Measured, Placed
 from meshwright.verify.reference import LEAST, Reference, all_worst_copies, largest_of_all, rounding, worst_copies
 
@@ -90,12 +90,12 @@ class Finding:
         return all(comparison.ok for comparison in compared)
 
     @cached_property
-    def _program(self) -> Program:
+    def _program(self) -> TracedProgram:
         """The sums and draws of the local view; empty in the global view, where XLA communicates."""
         try:
-            return self.placed.program(self.num_minibatches) if self.view == "local" else Program()
+            return self.placed.program(self.num_minibatches) if self.view == "local" else TracedProgram()
         except Exception:  # a hint is not worth another error
-            return Program()
+            return TracedProgram()
 
     @property
     def _sizes(self) -> dict[str, int]:

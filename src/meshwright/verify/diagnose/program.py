@@ -33,7 +33,7 @@ _PACKAGES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "pla
 
 
 @dataclass(frozen=True)
-class Sum:
+class MeshSum:
     """A sum over mesh axes in a job's code.
 
     Args:
@@ -69,14 +69,14 @@ class Draw:
 
 
 @dataclass
-class Program:
+class TracedProgram:
     """The sums and draws of a program, in program order."""
 
-    sums: list[Sum] = field(default_factory=list)
+    sums: list[MeshSum] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
 
 
-def read_program(jaxpr: Any, labels: Sequence[Labels]) -> Program:
+def read_program(jaxpr: Any, labels: Sequence[Labels]) -> TracedProgram:
     """Returns the sums and draws of a closed jaxpr; `labels` are those of its inputs.
 
     Example:
@@ -88,7 +88,7 @@ def read_program(jaxpr: Any, labels: Sequence[Labels]) -> Program:
         >>> [one.of_equals for one in program.sums]
         [(), ('tp',)]
     """
-    reader = _Reader(Program())
+    reader = _Reader(TracedProgram())
     reader.walk(open_jaxpr(jaxpr), list(labels))
     return reader.found
 
@@ -96,7 +96,7 @@ def read_program(jaxpr: Any, labels: Sequence[Labels]) -> Program:
 class _Reader:
     """Propagates labels from inputs to results."""
 
-    def __init__(self, found: Program) -> None:
+    def __init__(self, found: TracedProgram) -> None:
         self.found = found
         self.silent = 0  # above 0 while a loop's labels are not final
         self.call: Any = None  # the outermost call of a function of JAX around the current equation
@@ -182,7 +182,7 @@ class _Reader:
     def _record_sum(self, equation: Any, axes: tuple[str, ...], own: Labels, shape: tuple[int, ...]) -> None:
         line = job_line(self.call or equation)
         if line and not self.silent:
-            self.found.sums.append(Sum(axes, tuple(sorted(_only_axes(own))), shape, line))
+            self.found.sums.append(MeshSum(axes, tuple(sorted(_only_axes(own))), shape, line))
 
     def _record_draw(self, equation: Any, own: Labels) -> None:
         line = job_line(self.call or equation)

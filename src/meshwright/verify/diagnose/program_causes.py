@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 from meshwright.verify.diagnose.causes import Cause
-from meshwright.verify.diagnose.program import Draw, Sum
+from meshwright.verify.diagnose.program import Draw, MeshSum
 
 
-def sum_of_equals(sums: Sequence[Sum], axis_sizes: Mapping[str, int]) -> Cause | None:
+def sum_of_equals(sums: Sequence[MeshSum], axis_sizes: Mapping[str, int]) -> Cause | None:
     """A sum adds values that are equal on all devices of an axis, so its result is too large by the axis size.
 
     Example:
-        >>> print(sum_of_equals([Sum(("tp",), ("dp",), (8, 4), "model.py:12")], {"dp": 2, "tp": 4}).text)
+        >>> print(sum_of_equals([MeshSum(("tp",), ("dp",), (8, 4), "model.py:12")], {"dp": 2, "tp": 4}).text)
         the sum at model.py:12 adds values that are already equal on all 4 devices of `tp`: its result is 4x too large.
     """
     for one in sums:
@@ -30,11 +30,11 @@ def sum_of_equals(sums: Sequence[Sum], axis_sizes: Mapping[str, int]) -> Cause |
     return None
 
 
-def sum_of_rows(sums: Sequence[Sum], row_axes: Sequence[str], num_rows: int) -> Cause | None:
+def sum_of_rows(sums: Sequence[MeshSum], row_axes: Sequence[str], num_rows: int) -> Cause | None:
     """A sum over an axis that splits the batch adds rows of different devices.
 
     Example:
-        >>> print(sum_of_rows([Sum(("dp",), ("dp", "tp"), (8, 4), "model.py:12")], ["dp"], 8).text)
+        >>> print(sum_of_rows([MeshSum(("dp",), ("dp", "tp"), (8, 4), "model.py:12")], ["dp"], 8).text)
         the sum at model.py:12 runs over `dp`, which splits the batch: it adds rows of different devices.
     """
     for one in sums:
@@ -52,7 +52,7 @@ def sum_of_rows(sums: Sequence[Sum], row_axes: Sequence[str], num_rows: int) -> 
     return None
 
 
-def missing_sum(axes: Sequence[str], sums: Sequence[Sum]) -> Cause:
+def missing_sum(axes: Sequence[str], sums: Sequence[MeshSum]) -> Cause:
     """The loss still varies along axes that split parameters, so a sum over them is missing; `sums` are the loss's."""
     over = [one for one in sums if set(axes) & set(one.axes)]
     split = [one for one in sums if set(axes) & set(one.varies) and not set(axes) & set(one.axes)]

@@ -36,7 +36,7 @@ _CLASSES = {kind.__name__: kind for kind in FAMILIES.values()}
 
 
 @dataclass(frozen=True)
-class Origin:
+class InitOrigin:
     """The model and tokenizer of `--init-from`.
 
     Args:
@@ -102,7 +102,7 @@ class Origin:
         write_atomically(target / MODEL, json.dumps({"model": fact, "pretrained": self.pretrained}, indent=1) + "\n")
 
 
-def without_auto(config: TrainConfig, origin: Origin | None) -> tuple[TrainConfig, str | None]:
+def without_auto(config: TrainConfig, origin: InitOrigin | None) -> tuple[TrainConfig, str | None]:
     """Returns the options with `auto` resolved, so that a resumed run keeps them, and the origin's tokenizer if used.
 
     Example:
@@ -130,7 +130,7 @@ def copy_of_tokenizer(run: Path) -> Path:
     return (run / COPY / TOKENIZER).absolute()
 
 
-def find_origin(config: TrainConfig) -> Origin | None:
+def find_origin(config: TrainConfig) -> InitOrigin | None:
     """Returns the origin of a run, from the run's copy if it is resumed, or None without `--init-from`.
 
     All processes call it. Weights that they choose or fetch together are opened outside of `together`.
@@ -144,15 +144,15 @@ def find_origin(config: TrainConfig) -> Origin | None:
     return together("reading --init-from", lambda: _origin_of(weights))
 
 
-def _copied(config: TrainConfig) -> Origin | None:
+def _copied(config: TrainConfig) -> InitOrigin | None:
     copy = None if config.run.run is None else Path(config.run.run) / COPY
     if not config.run.resume or copy is None or not (copy / MODEL).is_file():
         return None
     held = read_json(copy / MODEL)
-    return Origin(copy, model_of_fact(held.get("model")), held.get("pretrained"), None, _tokenizer_in(copy))
+    return InitOrigin(copy, model_of_fact(held.get("model")), held.get("pretrained"), None, _tokenizer_in(copy))
 
 
-def _origin_of(weights: Weights) -> Origin:
+def _origin_of(weights: Weights) -> InitOrigin:
     folder = weights.folder
     model = weights.model if isinstance(weights.model, LanguageModel) else model_of_fact(weights.model)
     tokenizer = _tokenizer_in(folder)
@@ -160,7 +160,7 @@ def _origin_of(weights: Weights) -> Origin:
         run = next((place for place in (folder, *folder.absolute().parents[:2]) if (place / RUN).is_file()), None)
         if run is not None:
             folder, tokenizer = run / COPY, _tokenizer_of(run)
-    return Origin(folder, model, weights.pretrained, weights, tokenizer)
+    return InitOrigin(folder, model, weights.pretrained, weights, tokenizer)
 
 
 def _tokenizer_in(folder: Path) -> str | None:
@@ -198,7 +198,7 @@ def as_on_first(config: TrainConfig) -> TrainConfig:
     return config.changed({"run": first, "tokenizer": tokenizer, "local_run": None})
 
 
-def compare_weights(origin: Origin, layout: Layout, options: InitOptions, lora: LoraSettings | None) -> None:
+def compare_weights(origin: InitOrigin, layout: Layout, options: InitOptions, lora: LoraSettings | None) -> None:
     """Raises if the weights do not fit the run's parameters; a whole state is compared when it is restored.
 
     Args:

@@ -8,7 +8,7 @@ from meshwright.parallel.pipeline.schedule import IDLE, gpipe_schedule
 from meshwright.plan.costs.communication import Sent
 from meshwright.plan.costs.step_time import TimePlan
 from meshwright.plan.output.schedule_picture import KINDS, ScheduledStep, lanes, words
-from meshwright.plan.output.schedule_section import schedule_section
+from meshwright.plan.output.sections.schedule_section import schedule_section
 from meshwright.plan.output.summary import band_words, time_table
 from meshwright.plan.plan import Plan
 

@@ -41,7 +41,7 @@ class Reliability:
 
 
 @dataclass(frozen=True)
-class Goodput:
+class ExpectedGoodput:
     """Expected goodput of a plan; made by `plan_goodput`.
 
     Args:
@@ -117,7 +117,7 @@ class Goodput:
         }
 
 
-def plan_goodput(plan: Plan, given: Reliability) -> Goodput:
+def plan_goodput(plan: Plan, given: Reliability) -> ExpectedGoodput:
     """Returns the expected goodput of a plan, whose step time must be known.
 
     Example:
@@ -134,4 +134,4 @@ def plan_goodput(plan: Plan, given: Reliability) -> Goodput:
     if plan.time is None or plan.target.chip is None:
         raise ConfigError("goodput needs a step time, which is unknown for CPUs.", hint="plan for e.g. v5p:4x4x8.")
     chips = plan.target.num_devices // plan.target.chip.devices_per_chip
-    return Goodput(given, plan.target, chips, plan.state_bytes, plan.time.step.value)
+    return ExpectedGoodput(given, plan.target, chips, plan.state_bytes, plan.time.step.value)

@@ -16,7 +16,7 @@ import numpy as np
 _KEPT = 1 << 16
 
 
-class Schedule:
+class QuotaSchedule:
     """The source of every slot of a mixture, and the position of the row in the order of that source.
 
     Args:
@@ -27,7 +27,7 @@ class Schedule:
         taken_since: rows that each source gave before `since`.
 
     Example:
-        >>> sources, positions, taken = Schedule([2, 1], start=0, taken=[0, 0]).slots(0, 6)
+        >>> sources, positions, taken = QuotaSchedule([2, 1], start=0, taken=[0, 0]).slots(0, 6)
         >>> sources.tolist(), positions.tolist(), taken.tolist()
         ([0, 0, 1, 0, 0, 1], [0, 1, 0, 2, 3, 1], [4, 2])
     """

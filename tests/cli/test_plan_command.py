@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 
 import meshwright as mw
-from meshwright.cli.plan import COMMANDS, join_words
+from meshwright.cli.plan_command import COMMANDS, join_words
 from meshwright.cli.rules import rules
 from meshwright.errors import ConfigError, JobError, MeshwrightError
 from meshwright.loop.settings.config import TrainConfig
@@ -160,7 +160,7 @@ def test_a_job_defines_its_batch_and_mesh(cli):
 
 
 def test_without_a_compiler_figures_are_computed_with_an_install_hint(cli, monkeypatch, tmp_path):
-    monkeypatch.setattr("meshwright.cli.plan.can_compile_for", lambda target: False)
+    monkeypatch.setattr("meshwright.cli.plan_command.can_compile_for", lambda target: False)
     code, out, err = cli(*SMALL, "--target", "h100:1x4", "--mesh", "fsdp:4", "--html", "page.html")
     assert code == 0
     assert 'the compiler for h100 is not installed.\nhint: run `pip install "meshwright[gpu]"` to get compiled' in err
@@ -175,7 +175,7 @@ def test_compiled_figures_replace_computed_ones(cli, monkeypatch):
         asked.append((target.name, setup.mesh, limits))
         return made_up(setup=setup)
 
-    monkeypatch.setattr("meshwright.cli.plan.compile_step", compile_step)
+    monkeypatch.setattr("meshwright.cli.plan_command.compile_step", compile_step)
     code, out, err = cli(*SMALL, "--target", "v5p:2x2x1", "--mesh", "fsdp:4", "--python", "other", "--timeout", "9")
     assert code == 0
     assert asked == [("v5p:2x2x1", "fsdp:4", {"python": "other", "timeout_s": 9.0})]
@@ -190,7 +190,7 @@ def test_a_compiler_that_fails_is_a_note(cli, monkeypatch):
     def compile_step(*args, **limits):
         raise CompileError("it took longer than 180 s.", reason="timeout", hint="raise the limit.")
 
-    monkeypatch.setattr("meshwright.cli.plan.compile_step", compile_step)
+    monkeypatch.setattr("meshwright.cli.plan_command.compile_step", compile_step)
     code, out, err = cli(*SMALL, "--target", "v5p:2x2x1", "--mesh", "fsdp:4", "--python", "other")
     assert code == 0
     assert "compiling failed (timeout): it took longer than 180 s.\nhint: raise the limit." in err
@@ -333,7 +333,7 @@ def test_a_search_rejects_options_of_a_single_plan(cli, capsys, option):
 
 
 def test_a_search_checks_against_first(cli, monkeypatch):
-    monkeypatch.setattr("meshwright.cli.plan.search_plans", lambda *args, **options: pytest.fail("it searched"))
+    monkeypatch.setattr("meshwright.cli.plan_command.search_plans", lambda *args, **options: pytest.fail("it searched"))
     with pytest.raises(MeshwrightError, match="fsdp=8 needs 8 devices, but there are 4"):
         cli("search", *ON_TPU, "--against", "fsdp:8")
 

@@ -18,7 +18,7 @@ from meshwright.errors import ConfigError, JobError
 from meshwright.mesh.string import parse_mesh
 from meshwright.plan.compiled.compile import AdaptedReference, CompileError, compile_step
 from meshwright.plan.compiled.topology import can_compile_for
-from meshwright.plan.goodput import plan_goodput
+from meshwright.plan.expected_goodput import plan_goodput
 from meshwright.plan.output.commands import PlannedJob, plan_command, train_command
 from meshwright.plan.output.explain import PlanData
 from meshwright.plan.output.plan_diff import PlanDiff, diff_plans, parse_setup, read_plan

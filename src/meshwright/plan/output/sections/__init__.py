@@ -1,0 +1,1 @@
+"""The sections of a plan's page, one file each."""
