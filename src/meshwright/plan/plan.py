@@ -31,7 +31,7 @@ from meshwright.plan.costs.communication import (
 )
 from meshwright.plan.costs.job_costs import LAYERS, PIPELINE_AXIS, TENSOR_AXIS, JobCosts, each_count, profile_job
 from meshwright.plan.costs.links import axis_links
-from meshwright.plan.costs.memory import MemoryPlan, plan_memory
+from meshwright.plan.costs.memory import CROWDED_HIDDEN, MemoryPlan, overlap_limit, plan_memory
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.costs.step_time import TimePlan, step_time
 from meshwright.plan.expected_goodput import ExpectedGoodput
@@ -277,6 +277,8 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
             f"devices compute as many as in {stages.count * stages.computed_layers}",
         )
     links = axis_links(target, spec)
+    memory = plan_memory(profile, layout, target, setup, rows=rows, compiled=compiled)
+    most, crowded = overlap_limit(memory, target, setup.compiler_options)
     dtype = profile.precision.compute.name
     ran = compiled if compiled is not None and compiled.does_not_fit is None else None
     if ran is not None:
@@ -287,6 +289,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         rate = target.matmul_rate(dtype)
         if rate is not None:
             sent = beside_matmuls(sent, (flops.matmul - flops.attention) / layout.mesh.size / rate)
+        sent = tuple(replace(item, hidden=min(item.hidden, most)) for item in sent)
         if view.view == "global":
             sent = tuple(replace(item, basis="assumed") for item in sent)
             notes += ("XLA decides the communication in the global view; the plan assumes that of the local view",)
@@ -295,6 +298,8 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
                     "in the global view, XLA's attention stores its logits; the plan assumes the fused kernel of the "
                     "local view, which needs less memory and time",
                 )
+    if crowded and sum((item.seconds or 0.0) * (item.hidden - CROWDED_HIDDEN) for item in sent) <= 0:
+        notes += (crowded,)
     if view.view == "global" and setup.view is None:
         notes = (f"the step runs in the global view: {view.reason}", *notes)
     if needs.hosted_per_row and target.chip is not None:
@@ -307,7 +312,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         target=target,
         setup=setup,
         rows=rows,
-        memory=plan_memory(profile, layout, target, setup, rows=rows, compiled=compiled),
+        memory=memory,
         flops=flops,
         sent=sent,
         time=step_time(profile, layout, target, flops, sent, stages, is_compiled=ran is not None, tokens=tokens),

@@ -16,6 +16,7 @@ from typing import Any
 
 from meshwright.models.decoder import Decoder
 from meshwright.plan.costs.job_costs import JobCosts
+from meshwright.plan.costs.memory import SLOP_OPTION
 from meshwright.plan.plan import Plan, make_plan, profile_of
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
@@ -57,8 +58,12 @@ class PublishedRun:
     def plan(self, profiles: dict[Any, JobCosts] | None = None) -> Plan:
         """Plans the run by arithmetic; `profiles` keeps profiles, which take seconds each, for other runs."""
         job = language_job(self.model, batch_size=self.rows, num_tokens=self.tokens)
-        setup = Setup(mesh=self.mesh, rows=self.rows, remat=self.remat, num_minibatches=self.minibatches)
         target = parse_target(self.target)
+        # All runs on GPUs used PyTorch, whose overlap does not depend on a scheduler's limit.
+        options = {SLOP_OPTION: 1000} if target.platform == "gpu" else {}
+        setup = Setup(
+            mesh=self.mesh, rows=self.rows, remat=self.remat, num_minibatches=self.minibatches, compiler_options=options
+        )
         known = {} if profiles is None else profiles
         key = (self.name, self.tokens, self.remat, target.platform)
         if key not in known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
@@ -17,6 +18,14 @@ from meshwright.plan.costs.stages import Stages
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target
 from meshwright.specs import spec_axes
+
+GATHERED_WEIGHTS = "gathered weights"
+"""Name of the part of memory that a scheduler which overlaps gathers needs again."""
+# XLA:GPU's scheduler keeps to 80% of the memory times its slop factor, in percent. Of collectives that would take more
+# it hides about a quarter, and none if the program alone takes 7% more. Read from twelve programs of 7B and 70B
+# decoders for h200:1x8 and h200:8x8 (benchmarks/results/plan_pages.md).
+SLOP_OPTION, SLOP = "xla_gpu_memory_limit_slop_factor", 95
+_SCHEDULED_MEMORY, _CROWDED, CROWDED_HIDDEN = 0.8, 1.07, 0.25
 
 # Limit on the logits of one chunk of the loss, and bytes per logit, including a float32 copy where it is stored.
 _LOSS_BYTES, _LOGIT_BYTES = 1.2 * 2**30, {"gpu": 8, "tpu": 4, "cpu": 8}
@@ -130,6 +139,27 @@ def _state_parts(layout: Layout) -> list[Part]:
     return [Part(name, size, "computed", "exact, from the layout") for name, size in found.items()]
 
 
+def overlap_limit(memory: MemoryPlan, target: Target, options: Mapping[str, Any]) -> tuple[float, str]:
+    """Returns the share of communication that can be hidden in a GPU's memory, with a note if it is below 1.
+
+    Overlapped gathers need memory of their own, and XLA gives up overlap rather than exceed its limit.
+
+    Args:
+        options: compiler options of the step.
+    """
+    if target.platform != "gpu" or not memory.capacity:
+        return 1.0, ""
+    limit = _SCHEDULED_MEMORY * float(options.get(SLOP_OPTION, SLOP)) / 100 * memory.capacity
+    needed = memory.total + math.fsum(part.bytes for part in memory.parts if part.name == GATHERED_WEIGHTS)
+    if needed <= limit:
+        return 1.0, ""
+    note = (
+        f"XLA schedules programs for {format_bytes(limit)} of this GPU; with overlap, this one would take about "
+        f"{format_bytes(needed)}, so little or no communication is hidden; more minibatches or remat need less memory"
+    )
+    return CROWDED_HIDDEN if memory.total <= _CROWDED * limit else 0.0, note
+
+
 def gradient_bytes(profile: JobCosts, layout: Layout, setup: Setup) -> float:
     """Returns the bytes of the gradients that a device holds until the optimizer update; frozen parameters have none.
 
@@ -167,7 +197,7 @@ def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mappin
         note = "all weights, from the first minibatch to the last"
     elif profile.stages(sizes, setup).count > 1:
         note = "one layer of the stage, and all weights outside layers"
-    gathered = Part("gathered weights", layers + ends, "computed", note)
+    gathered = Part(GATHERED_WEIGHTS, layers + ends, "computed", note)
     narrow = Part("narrow weights", copies, "computed", "copies in the compute dtype")
     if profile.merged:
         # Of a loop over stacked layers, XLA holds all merged matrices and all their gradients; otherwise the gradient
@@ -322,7 +352,7 @@ def _shrunk(parts: list[Part], by: float) -> list[Part]:
         "gradients of a tick",
         "activations",
         "gradients",
-        "gathered weights",
+        GATHERED_WEIGHTS,
         "ticks",
     )
     for part in sorted(parts, key=lambda part: (*spared, part.name).index(part.name)):
