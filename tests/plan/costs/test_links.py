@@ -1,9 +1,12 @@
 """Link speeds of mesh axes."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.mesh.string import parse_mesh
-from meshwright.plan.costs.links import HOP_SECONDS, LINK_SHARE, NETWORK_ASSUMED, axis_links
+from meshwright.plan.costs.communication import Traffic, computed_sent
+from meshwright.plan.costs.links import HOP_SECONDS, LINK_SHARE, NETWORK_ASSUMED, axis_links, transfer_seconds
 from meshwright.plan.target import parse_target
 
 
@@ -34,6 +37,35 @@ def speeds(target, mesh):
 )
 def test_speeds_of_axes(target, mesh, expected):
     assert speeds(target, mesh) == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "expected"),
+    [
+        # A ring over 32 GPUs of four hosts leaves each host from one of them, with one network card.
+        ("h200:8x8", "fsdp:2,tp:32", {"fsdp": 50e9, "tp": 50e9}),
+        ("h200:8x8", "fsdp:8,tp:8", {"fsdp": 50e9, "tp": 450e9}),
+        # On a torus, a ring uses both directions of one dim at a time, or the one lane of a line.
+        ("v5p:4x4x8", "fsdp:8,tp:16", {"fsdp": 2 * 100e9, "tp": 2 * 100e9}),
+        ("v5e:8x8", "fsdp:8,tp:8", {"fsdp": 50e9, "tp": 50e9}),
+        ("v5p:4x4x8*2", "dp:256@dcn=2", {"dp": 50e9 / 8}),
+    ],
+)
+def test_speeds_of_rings(target, mesh, expected):
+    links = axis_links(parse_target(target), parse_mesh(mesh))
+    assert {axis: link.hop_speed for axis, link in links.items()} == expected
+
+
+def test_permutes_and_rings_are_priced_by_hops():
+    target, spec = parse_target("h200:8x8"), parse_mesh("fsdp:2,tp:32")
+    links = axis_links(target, spec)
+    assert transfer_seconds("collective-permute", 40e9, 5, ["tp"], links) == pytest.approx(1.0)
+    whole = 450e9 * LINK_SHARE  # the cards of a host together are faster than a link inside it
+    waits = links["tp"].hops * HOP_SECONDS["network"]
+    assert transfer_seconds("all-gather", whole, 1, ["tp"], links) == pytest.approx(1.0 + waits)
+    rings = Traffic("tp", "all-gather", "activations", 40e9, 1, hides=True)
+    sent = computed_sent((rings, replace(rings, wire_bytes=whole, hides=False)), links, target, spec)
+    assert [item.seconds for item in sent] == [pytest.approx(1.0 + waits)] * 2
 
 
 def test_an_axis_that_does_not_fill_a_dim_shares_one():

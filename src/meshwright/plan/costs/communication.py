@@ -290,7 +290,10 @@ def computed_sent(
                 kind, wire_bytes = "all-reduce", 2 * wire_bytes
         if waits or not item.hides or target.platform == "cpu":  # CPUs have only synchronous collectives
             hidden = 0.0
-        seconds = None if link is None else link.seconds(wire_bytes, item.count)
+        # Of a GPU's overlapped matmuls, some send whole collectives (`parallel.overlap.forms`), which are faster than a
+        # ring across hosts; all are priced as rings.
+        is_ring = kind == "collective-permute" or (item.axis == TENSOR_AXIS and item.hides)
+        seconds = None if link is None else link.seconds(wire_bytes, item.count, is_ring=is_ring)
         name = "unknown" if link is None else str(link)
         found.append(Sent(item.axis, kind, item.what, wire_bytes, item.count, name, seconds, hidden, "computed"))
     return tuple(found)

@@ -35,6 +35,7 @@ class Link:
     Args:
         name: "ici", "nvlink", "network" or "host".
         speed: bytes per second that each device can send in gathers and scatters along the axis.
+        hop_speed: bytes per second that each device can send to its neighbors, as in a ring of permutes.
         hops: sequential hops over the slowest link in a ring.
         words: placement of the axis on the machine.
         is_closed: whether its devices form closed rings, with every hop between neighbors.
@@ -42,6 +43,7 @@ class Link:
 
     name: str
     speed: float
+    hop_speed: float
     hops: int
     words: str
     is_closed: bool = True
@@ -49,10 +51,14 @@ class Link:
     def __str__(self) -> str:
         return f"{self.name} ({self.words})"
 
-    def seconds(self, wire_bytes: float, count: int = 1) -> float:
-        """Returns the time of `count` transfers, in which each device sends `wire_bytes` in total."""
+    def seconds(self, wire_bytes: float, count: int = 1, *, is_ring: bool = False) -> float:
+        """Returns the time of `count` transfers, in which each device sends `wire_bytes` in total.
+
+        With `is_ring`, devices send to their neighbors only.
+        """
         share = HOST_SHARE if self.name == "host" else LINK_SHARE
-        return wire_bytes / (self.speed * share) + count * self.hops * HOP_SECONDS[self.name]
+        speed = self.hop_speed if is_ring else self.speed
+        return wire_bytes / (speed * share) + count * self.hops * HOP_SECONDS[self.name]
 
 
 def axis_links(target: Target, spec: MeshSpec) -> Mapping[str, Link]:
@@ -81,7 +87,7 @@ def axis_links(target: Target, spec: MeshSpec) -> Mapping[str, Link]:
             ways = axis.size // dcn
             words = f"crosses {dcn} slices" + (", speed assumed" if chip.network is None else "")
             within = inside[axis.name].speed if ways > 1 else speed
-            links[axis.name] = Link("network", min(speed * ways, within), dcn - 1, words)
+            links[axis.name] = Link("network", min(speed * ways, within), speed, dcn - 1, words)
         else:
             links[axis.name] = inside[axis.name]
     return links
@@ -96,7 +102,8 @@ def host_link(chip: Chip) -> Link:
         64.0
     """
     known = HOST_SPEED.get(chip.name)
-    return Link("host", known or HOST_ASSUMED, 1, "PCIe" if known else "speed assumed")
+    speed = known or HOST_ASSUMED
+    return Link("host", speed, speed, 1, "PCIe" if known else "speed assumed")
 
 
 def transfer_seconds(
@@ -104,8 +111,11 @@ def transfer_seconds(
 ) -> float | None:
     """Returns the time of `count` transfers of `wire_bytes` in total along axes; None if the link is unknown."""
     link = slowest_link(axes, links)
+    if link is None:
+        return None
     # Every hop of a Meshwright ring is a separate collective-permute, so it has no further hops.
-    return None if link is None else link.seconds(wire_bytes, 0 if kind == "collective-permute" else count)
+    is_hop = kind == "collective-permute"
+    return link.seconds(wire_bytes, 0 if is_hop else count, is_ring=is_hop)
 
 
 def slowest_link(axes: Sequence[str], links: Mapping[str, Link]) -> Link | None:
@@ -120,14 +130,17 @@ def _on_hosts(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
     for axis in reversed(spec.axes):
         span = stride * axis.size
         if axis.size > 1 and span <= per_host:
-            links[axis.name] = Link("nvlink", chip.links.per_direction, axis.size - 1, "inside a host")
+            speed = chip.links.per_direction
+            links[axis.name] = Link("nvlink", speed, speed, axis.size - 1, "inside a host")
         elif axis.size > 1:
             together = max(1, per_host // stride)
             hosts = axis.size // math.gcd(axis.size, together)
             # A host receives the data of the others through the network cards of its participating GPUs.
             share = ((axis.size - 1) / axis.size) / ((hosts - 1) / hosts)
             speed = min(network * math.gcd(axis.size, together) * share, chip.links.per_direction)
-            links[axis.name] = Link("network", speed, hosts - 1, f"{hosts} hosts, {axis.size // hosts} GPUs in each")
+            words = f"{hosts} hosts, {axis.size // hosts} GPUs in each"
+            # A ring leaves each host from one GPU, through its network card.
+            links[axis.name] = Link("network", speed, min(network, speed), hosts - 1, words)
         stride = span
     return dict(reversed(links.items()))
 
@@ -153,7 +166,9 @@ def _on_torus(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
         else:
             free, lanes = _shared_dims(free, ways)
             is_closed, words = False, "shares dims of the torus"
-        links[axis.name] = Link("ici", chip.links.per_direction * lanes, max(1, size // 2), words, is_closed)
+        speed = chip.links.per_direction
+        # A ring runs along one dim of the torus at a time.
+        links[axis.name] = Link("ici", speed * lanes, speed * min(lanes, 2), max(1, size // 2), words, is_closed)
     return links
 
 

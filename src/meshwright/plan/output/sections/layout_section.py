@@ -34,13 +34,17 @@ def machine_section(plan: Plan) -> Section:
     links = axis_links(target, spec)
     if links:
         rows = [
-            (axis, axes[axis], link.name, link.words, f"{link.speed / 1e9:,.0f} GB/s", link.hops, "computed")
+            (axis, axes[axis], link.name, link.words, _speed(link.speed), _speed(link.hop_speed), link.hops, "computed")
             for axis, link in links.items()
         ]
-        headings = ("axis", "devices", "link", "placement", "speed per device", "hops", "basis")
+        headings = ("axis", "devices", "link", "placement", "speed per device", "in a ring", "hops", "basis")
         said = f"Speeds come from data sheets; collectives are assumed to reach {LINK_SHARE:.0%} of them."
-        made += [table(headings, rows, right=(1, 4, 5)), prose(said)]
+        made += [table(headings, rows, right=(1, 4, 5, 6)), prose(said)]
     return Section("Mesh and machine", join(made), short="Machine")
+
+
+def _speed(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:,.0f} GB/s"
 
 
 def _torus(target: Target) -> list[Markup]:
