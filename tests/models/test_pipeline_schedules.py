@@ -75,19 +75,42 @@ def test_loss_and_gradients_equal_one_device(schedule, mesh, tied, num_minibatch
 
 
 @pytest.mark.parametrize(
-    ("schedule", "mesh"), [("gpipe", "pp:4,dp:2"), ("zb-h1", "pp:4,fsdp:2"), ("zb-v", "pp:2,tp:2")]
+    ("num_layers", "schedule", "mesh"),
+    [
+        (7, "gpipe", "pp:4,dp:2"),
+        (7, "zb-h1", "pp:4,fsdp:2"),
+        (7, "zb-v", "pp:2,tp:2"),
+        (6, "gpipe", "pp:4,fsdp:2"),
+        (6, "1f1b", "pp:4,dp:2"),
+        (6, "zb-h1", "pp:4,tp:2"),
+        (5, "gpipe", "pp:4,tp:2"),
+    ],
 )
-def test_stages_that_do_not_divide_the_layers(schedule, mesh):
-    """Seven layers are stored as eight, and are stages of 2, 2, 2 and 1 layers on four devices or two."""
-    job = make_job(tied=False, num_layers=7, run=Execution(pipeline=schedule, num_microbatches=4))
+def test_stages_that_do_not_divide_the_layers(num_layers, schedule, mesh):
+    """Seven layers are stored as eight, and are stages of 2, 2, 2 and 1 layers on four devices or two.
+
+    Six are stored as 2, 2, 2 and 0, and computed as 2, 2, 1 and 1; five as 2, 1, 1 and 1.
+    """
+    job = make_job(tied=False, num_layers=num_layers, run=Execution(pipeline=schedule, num_microbatches=4))
     loss, _, grads = loss_and_gradients(job, mesh_of(mesh), pad=("layers/",))
-    expected_loss, _, expected = one_device(False, num_layers=7)
+    expected_loss, _, expected = one_device(False, num_layers=num_layers)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     for (path, a), (_, b) in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves_with_path(expected), strict=True):
         assert not np.any(a[b.shape[0] :])  # the padding
         np.testing.assert_allclose(
             a[: b.shape[0]], b, rtol=0, atol=4e-5 * np.abs(b).max(), err_msg=jax.tree_util.keystr(path)
         )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_evaluation_of_stages_that_do_not_divide_the_layers(schedule):
+    job = make_job(tied=False, num_layers=6, run=Execution(pipeline=schedule, num_microbatches=4))
+    layout = state_layout(job, optax.sgd(0.1), mesh_of("pp:4"), pad=("layers/",))
+    state = init_state(job, optax.sgd(0.1), layout, jax.random.key(0))
+    loss = float(make_eval_step(job, layout)(state, job.make_batch(0))["loss"])
+    layout = state_layout(job, optax.sgd(0.1), mesh_of("dp:1"))
+    state = init_state(job, optax.sgd(0.1), layout, jax.random.key(0))
+    assert loss == pytest.approx(float(make_eval_step(job, layout)(state, job.make_batch(0))["loss"]), rel=1e-5)
 
 
 def test_adapters_and_evaluation():

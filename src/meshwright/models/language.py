@@ -217,19 +217,16 @@ class LanguageModel(abc.ABC):
 
         num_stages = 1 if stages is None else jax.lax.axis_size(stages)
         count = int(jax.tree.leaves(params["layers"])[0].shape[0])
-        if count != ceil_div(self.num_layers, num_stages) or self.num_layers <= (num_stages - 1) * count:
+        if count != ceil_div(self.num_layers, num_stages):
             raise LayoutError(
                 f"{self._kind} has {self.num_layers} layers, but the parameters hold {num_stages} x {count}.",
-                hint="split the stacked layers over the pipeline axis only, with at least one layer per stage.",
+                hint="split the stacked layers over the pipeline axis only.",
             )
 
         def stage(params: PyTree, h: Any, extras: PyTree, *, rng: Any = None, num_layers: Any = None) -> Any:
             layers, first = params
             # Stages may differ in their number of layers; the places after the last one are computed and ignored.
-            ignores, end = num_layers is not None, first[0] + num_layers if num_layers is not None else self.num_layers
-            if num_layers is None and count * num_stages != self.num_layers:
-                ignores, used = True, first[0] + jnp.arange(count) < self.num_layers
-                layers = jax.tree.map(lambda leaf: _filled(leaf, used), layers)
+            end = None if num_layers is None else first[0] + num_layers
             positions, segment_ids = extras["positions"], extras["segment_ids"]
             shared = self.prepare(_positions(segment_ids, tokens.shape[-1]) if positions is None else positions)
 
@@ -242,7 +239,7 @@ class LanguageModel(abc.ABC):
                 layer = layer if lora is None else lora.weights(layer, key)
                 context = Context(run, segment_ids, shared, key, self.dropout, self.norm_eps, number)
                 made = _rows_split(self.layer(layer, h, context), run)
-                return jnp.where(number < end, made, h) if ignores else made
+                return made if end is None else jnp.where(number < end, made, h)
 
             return run_layers(
                 block,
@@ -283,6 +280,7 @@ class LanguageModel(abc.ABC):
             "last_params": ends,
             "targets": targets,
             "rng": rng,
+            "num_layers": self.num_layers,
         }
         inputs = (params["layers"], numbers), tokens, extras
         if not scheduled:
@@ -300,7 +298,6 @@ class LanguageModel(abc.ABC):
             schedule=schedule,
             last=loss,
             remat=recomputes_stages(remat),
-            num_layers=self.num_layers,
             **both,
         )
         return (total, valid), metrics
@@ -348,11 +345,6 @@ def _beside(gather: Gather, name: str, tree: PyTree) -> Gather:
 def _whole(params: PyTree, gather: Gather | None, name: str, lora: Adapters | None) -> PyTree:
     whole = params if gather is None else gather[name](params)
     return whole if lora is None else lora.merged(whole)
-
-
-def _filled(leaf: Any, used: Any) -> Any:
-    """Returns stacked layers with the first one in place of padding, whose zeros might give NaN."""
-    return jnp.where(jnp.reshape(used, (-1, *(1,) * (leaf.ndim - 1))), leaf, leaf[:1])
 
 
 def _rows_split(h: Any, run: Execution) -> Any:

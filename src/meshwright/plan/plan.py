@@ -361,7 +361,7 @@ def mesh_problem(
         return "layers not divisible", f"pp={pp} does not divide {profile.num_layers} layers"
     if setup is not None and pp > 1:
         stages = profile.stages(sizes, setup)
-        if profile.num_layers <= (pp - 1) * stages.stored_layers or profile.num_layers < pp * stages.rounds:
+        if profile.num_layers < pp * stages.rounds:
             return "layers not divisible", (
                 f"{profile.num_layers} layers cannot be cut into {pp} x {stages.rounds} pipeline stages of at least "
                 "one layer"

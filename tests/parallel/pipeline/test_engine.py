@@ -270,6 +270,19 @@ def run_bad(x=None, mesh="pp:2", stage_fn=double, **options):
         ),
         ({"last": lambda p, h: h.sum(), "last_params": ()}, "they are scalars(.|\n)*combine="),
         ({"combine": "mean"}, "unknown combine='mean'(.|\n)*concatenate, stack, sum"),
+        (
+            {"mesh": "pp:1", "schedule": "circular", "num_layers": 1},
+            "num_layers with one stage per device only(.|\n)*use pipeline_loss",
+        ),
+        ({"num_layers": 5}, "2 devices hold 1 layers each, which does not fit num_layers=5"),
+        (
+            {"mesh": "pp:4", "num_layers": 3},
+            r"3 layers cannot be cut evenly into 4 x 1(.|\n)*stage_fn takes no num_layers",
+        ),
+        (
+            {"mesh": "pp:4", "num_microbatches": 4, "num_layers": 3, "stage_fn": lambda p, h, num_layers: h * p},
+            "3 layers cannot be cut into 4 x 1 pipeline stages of at least one layer(.|\n)*use fewer devices",
+        ),
     ],
 )
 def test_bad_inputs(options, message):

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.parallel.local_map import local_map
+from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.pipeline.named_schedules import make_schedule
 from meshwright.parallel.pipeline.stage_moves import make_moves
 from meshwright.parallel.pipeline.training_engine import pipeline_loss
@@ -96,6 +97,45 @@ def test_a_factor_of_the_loss_scales_gradients_on_all_stages():
     assert_close(got, (3 * loss, jax.tree.map(lambda grad: 3 * grad, grads)))
 
 
+@pytest.mark.parametrize("num_layers", [5, 6, 7])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_own_stages_that_ignore_layers(name, num_layers):
+    """Layers whose gradient is NaN on the zeros of padding; loss with gradients, and loss alone."""
+
+    def layer(h, w):
+        h = jnp.tanh(h @ w) + h
+        return h / jnp.sqrt(jnp.square(w @ h.T).sum())
+
+    def stage(layers, h, num_layers=None):
+        def one(h, row):
+            w, place = row
+            made = layer(h, w)
+            return (made if num_layers is None else jnp.where(place < num_layers, made, h)), None
+
+        return lax.scan(one, h, (layers, jnp.arange(layers.shape[0])))[0]
+
+    def local(layers, x):
+        schedule = make_schedule(name, 4, 4)
+        last = lambda _, h: ((h**2).sum(), {})  # noqa: E731
+        if name == "gpipe":
+            options = {"num_microbatches": 4, "last": lambda _, h: last(_, h)[0], "combine": "sum"}
+            loss = pipeline(stage, layers, x, axis="pp", num_layers=num_layers, **options)
+        else:
+            loss, _ = pipeline_loss(stage, layers, x, axis="pp", schedule=schedule, last=last, num_layers=num_layers)
+        return lax.psum(loss, "pp")
+
+    layers = jax.random.normal(jax.random.key(0), (num_layers, 4, 4))
+    x = jax.random.normal(jax.random.key(1), (4, 4))
+    rows = lambda layers: sum((stage(layers, row[None]) ** 2).sum() for row in x)  # noqa: E731
+    expected = jax.value_and_grad(rows)(layers)
+    run = local_map(local, mesh=mesh_of("pp:4"), in_specs=(P("pp"), P()), out_specs=P())
+    padded = jnp.concatenate([layers, jnp.zeros((8 - num_layers, 4, 4))])
+    loss, grads = jax.jit(jax.value_and_grad(run))(padded, x)
+    assert not np.any(grads[num_layers:])
+    assert_close((loss, grads[:num_layers]), expected)
+    assert_close(jax.jit(run)(padded, x), expected[0])
+
+
 # --- What runs ---
 
 
@@ -160,8 +200,9 @@ def test_compiled_memory_does_not_grow_with_microbatches(name, remat):
 
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_layers", "num_exchanges"),
-    [("interleaved-1f1b", 4, 24, 3), ("zb-v", 8, 16, 2), ("zb-v", 4, 30, 8), ("zb-v", 4, 12, 3), ("zb-h1", 4, 30, 0)],
-)
+    [("interleaved-1f1b", 4, 24, 3), ("zb-v", 8, 16, 2), ("zb-v", 4, 30, 8), ("zb-v", 4, 12, 3), ("zb-h1", 4, 30, 0),
+     ("1f1b", 4, 6, 2), ("zb-h1", 64, 126, 2), ("1f1b", 8, 9, 2)],
+)  # fmt: skip
 def test_every_layer_moves_once_to_its_stage(name, num_stages, num_layers, num_exchanges):
     schedule = make_schedule(name, num_stages, 8, num_rounds=3 if name == "interleaved-1f1b" else None)
     moves, devices = make_moves(schedule.devices, num_stages, num_layers), schedule.devices
@@ -216,7 +257,7 @@ def test_few_microbatches_warn():
         ({"schedule": make_schedule("1f1b", 4, 2)}, "is for 4 stages; the pipeline has 2"),
         (
             {"schedule": make_schedule("zb-v", 2, 2), "layers": {"w": jnp.ones(6)}},
-            r"6 layers cannot be cut evenly into the 2 x 2 stages(.|\n)*takes no num_layers(.|\n)*multiple of 4",
+            r"6 layers cannot be cut evenly into 2 x 2 pipeline stages(.|\n)*takes no num_layers(.|\n)*multiple of 4",
         ),
         ({"num_layers": 9}, "2 devices hold 2 layers each, which does not fit num_layers=9"),
         ({"layers": {"w": jnp.ones(4), "b": jnp.ones(2)}}, r"different leading dims: \[1, 2\]"),

@@ -79,8 +79,8 @@ def test_schedules_that_cannot_run():
         plan_of("zb-v", "pp:8", "cpu:8")
     with pytest.raises(MeshError, match=r"pp=4 does not divide 7 layers[\s\S]*set pp to 1, or pass --pad layers/"):
         plan_of("1f1b", "pp:4", "cpu:4", num_layers=7)
-    with pytest.raises(MeshError, match=r"6 layers cannot be cut into 4 x 1 pipeline stages"):  # 2, 2, 2 and 0
-        plan_of("1f1b", "pp:4", "cpu:4", num_layers=6, pad=("layers/",))
+    with pytest.raises(MeshError, match=r"3 layers cannot be cut into 4 x 1 pipeline stages"):
+        plan_of("1f1b", "pp:4", "cpu:4", num_layers=3, pad=("layers/",))
 
 
 def test_stages_of_different_lengths_take_as_long_as_the_longest():
@@ -107,6 +107,8 @@ COMPILED = [
     ("gpipe", "fsdp:2,pp:2", "full", 7),
     ("interleaved-1f1b", "fsdp:2,pp:2", "full", 7),
     ("zb-v", "pp:2,tp:2", "none", 6),
+    ("1f1b", "pp:4", "none", 6),
+    ("gpipe", "pp:4", "full", 6),
 ]
 
 
@@ -118,7 +120,7 @@ def test_compiled_bytes_match_the_computed_ones(name, mesh, remat, num_layers, t
         "from meshwright.models import Decoder\nfrom meshwright.train import language_job\n"
         f"job = language_job(Decoder.named('tiny', num_layers={num_layers}), batch_size=16, num_tokens=32)\n"
     )
-    pad = ("layers/",) if num_layers % 2 else ()
+    pad = ("layers/",) if num_layers % int(mesh.partition("pp:")[2][0]) else ()
     plan = plan_of(name, mesh, "cpu:4", num_layers, remat=remat, pad=pad)
     found = compile_step(f"{path}:job", "cpu:4", plan.setup)
     computed = sum(item.wire_bytes for item in plan.sent)

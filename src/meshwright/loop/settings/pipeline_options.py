@@ -52,8 +52,9 @@ def pipeline_line(step: Step, job: Any, options: PlacementOptions) -> str | None
         return None
     count = run.num_microbatches or 2 * num_stages
     schedule = make_schedule(run.pipeline, num_stages, count, num_rounds=run.pipeline_rounds)
-    if (model := model_of(job)) is not None and run.pipeline != "gpipe":
-        recomputes_stages(options.remat)  # raises if stages cannot do it
+    if (model := model_of(job)) is not None:
+        if run.pipeline != "gpipe":
+            recomputes_stages(options.remat)  # raises if stages cannot do it
         make_moves(schedule.devices, num_stages, model.num_layers)  # raises if the layers do not fit
     return (
         f"pipeline: {run.pipeline}, {num_stages} stages, {count} microbatches; {schedule.num_ticks} ticks, "

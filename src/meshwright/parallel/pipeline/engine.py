@@ -11,6 +11,7 @@ result to the next device. Three details keep the gradients correct and cheap:
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -24,6 +25,7 @@ from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
 from meshwright.mesh.axes import axis_index, axis_size, pcast_varying, summing_dtype, varying_axes
 from meshwright.parallel.pipeline.flow import Functions, flow, in_mesh_order, mark, zeros
 from meshwright.parallel.pipeline.schedule import IDLE, Schedule, circular_schedule, count_rounds, gpipe_schedule
+from meshwright.parallel.pipeline.stage_moves import count_layers, make_moves
 from meshwright.parallel.rows import split_rows
 from meshwright.types import PyTree
 
@@ -47,6 +49,7 @@ def pipeline(
     combine: Combine = "concatenate",
     everywhere: bool = False,
     remat: bool = True,
+    num_layers: int | None = None,
 ) -> PyTree:
     """Runs a batch through pipeline stages along a mesh axis, in the local view.
 
@@ -70,6 +73,10 @@ def pipeline(
         everywhere: send the result to all stages.
         remat: recompute each tick in the backward pass. If False, residuals are kept, including a copy of the stage's
             weights for every tick.
+        num_layers: for `stage_params` that are stacked layers, the number of them on all devices, if the last devices
+            hold padding (default: what they hold). If stages then differ in length, layers that leave a device without
+            any move to it, and `stage_fn` is also passed `num_layers=`, an array. It must ignore its layers after so
+            many, for example by `jnp.where`.
 
     Example:
         >>> import meshwright as mw
@@ -91,6 +98,16 @@ def pipeline(
         raise PlacementError(f"pipeline: unknown combine={combine!r}.", hint=hint)
     num_stages = axis_size(axis, who="pipeline")
     table = _table(schedule, stage_params, num_stages=num_stages, num_microbatches=num_microbatches)
+    by_round = schedule == "circular" or table.num_rounds > 1
+    if num_layers is not None:
+        if by_round:
+            raise PlacementError(
+                f"pipeline takes num_layers with one stage per device only; this schedule has {table.num_rounds}.",
+                hint="use pipeline_loss, whose schedules take any number of layers.",
+            )
+        num_layers = count_layers(
+            stage_fn, stage_params, num_layers, num_stages=num_stages, num_rounds=1, who="pipeline"
+        )
     if num_microbatches < num_stages:
         warnings.warn(
             f"pipeline: {num_microbatches} microbatches on {num_stages} stages leave the devices idle "
@@ -102,8 +119,11 @@ def pipeline(
     shared = in_mesh_order(frozenset({axis}).union(*map(varying_axes, jax.tree.leaves((x, extras, targets)))))
     params = pcast_varying((stage_params, first_params, last_params), shared)
     parts = split_rows(pcast_varying((x, extras, targets), shared), num_microbatches, who="pipeline", part="microbatch")
+    if num_layers is not None and num_layers % num_stages:
+        moves = make_moves(range(num_stages), num_stages, num_layers)
+        params = (jax.tree.map(lambda leaf: moves.to_stages(leaf, axis)[0], params[0]), *params[1:])
+        stage_fn = functools.partial(stage_fn, num_layers=pcast_varying(moves.counts_on(axis)[0], shared))
     functions = Functions(stage_fn, first, last, parts, rng)
-    by_round = schedule == "circular" or table.num_rounds > 1
 
     def of_stage(stage: Any) -> PyTree:
         turn = stage // num_stages

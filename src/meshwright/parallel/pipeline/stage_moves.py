@@ -3,7 +3,7 @@
 Parameters are stored as contiguous layers: device `d` of a pipeline has the `d`-th part of the stack, so that
 checkpoints do not depend on the schedule. In an interleaved or V schedule, its virtual stages are elsewhere in the
 stack. Each device then sends and receives every layer at most once, in rounds of one `ppermute` each, and the gradients
-take the way back.
+take the way back. The same happens if the stored layers would leave a device without any.
 
 If the stages do not divide the layers, the first stages have one layer more, and the others an empty place, which holds
 a copy of their first layer so that a stage that computes and ignores it gets ordinary numbers.
@@ -11,17 +11,20 @@ a copy of their first layer so that a stage that computes and ignores it gets or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, PlacementError
 from meshwright.mesh.axes import axis_index
 from meshwright.specs import ceil_div
+from meshwright.types import PyTree
 
 
 class Move(NamedTuple):
@@ -56,6 +59,12 @@ class StageMoves:
         """Whether all virtual stages have the same number of layers."""
         return all(count == self.num_slots for turns in self.counts for count in turns)
 
+    def counts_on(self, axis: str) -> Any:
+        """Returns the number of layers of each of this device's virtual stages; None if all are the same."""
+        if self.is_even:
+            return None
+        return jnp.asarray(np.array(self.counts, np.int32))[axis_index(axis, who="pipeline")]
+
     def to_stages(self, layers: Any, axis: str) -> Any:
         """Returns this device's layers `[layers, ...]` as its virtual stages `[rounds, places, ...]`."""
         num_rounds, rest = len(self.counts[0]), layers.shape[1:]
@@ -63,9 +72,9 @@ class StageMoves:
             pieces = jnp.reshape(layers, (-1, self.size, *rest))
             layers = self._exchange(pieces, num_rounds * self.num_slots // self.size, axis, back=False)
         stages = jnp.reshape(layers, (num_rounds, self.num_slots, *rest))
-        if self.is_even:
+        counts = self.counts_on(axis)
+        if counts is None:
             return stages
-        counts = jnp.asarray(np.array(self.counts))[axis_index(axis, who="pipeline")]
         used = jnp.arange(self.num_slots) < counts[:, None]
         return jnp.where(jnp.reshape(used, (*used.shape, *(1,) * len(rest))), stages, stages[:, :1])
 
@@ -97,24 +106,26 @@ class StageMoves:
 def make_moves(devices: Sequence[int], num_stages: int, num_layers: int) -> StageMoves:
     """Returns the exchanges for a schedule whose virtual stage `s` runs on `devices[s]`.
 
-    Each device stores `ceil(num_layers / num_stages)` layers, the last one possibly fewer.
+    Each device stores `ceil(num_layers / num_stages)` layers, the last ones possibly fewer.
 
     Example:
         >>> len(make_moves((0, 1, 1, 0), 2, 8).rounds), len(make_moves((0, 1), 2, 8).rounds)
         (2, 0)
         >>> make_moves((0, 1, 1, 0), 2, 6).counts  # stages of 2, 2, 1 and 1 layers
         ((2, 1), (2, 1))
+        >>> make_moves((0, 1, 2, 3), 4, 6).counts  # stored as 2, 2, 2 and 0
+        ((2,), (2,), (1,), (1,))
     """
     num_virtual, stored = len(devices), ceil_div(num_layers, num_stages)
     num_rounds = num_virtual // num_stages
-    if num_layers < num_virtual or num_layers <= (num_stages - 1) * stored:
+    if num_layers < num_virtual:
         raise LayoutError(
             f"{num_layers} layers cannot be cut into {num_stages} x {num_rounds} pipeline stages of at least one "
             "layer.",
             hint="use fewer devices along the pipeline axis, or a schedule with fewer stages per device.",
         )
     turns = [list(devices[:stage]).count(device) for stage, device in enumerate(devices)]
-    if num_rounds == 1:
+    if num_rounds == 1 and num_layers > (num_stages - 1) * stored:
         sizes = [min(stored, num_layers - stage * stored) for stage in range(num_virtual)]
     else:
         sizes = [num_layers // num_virtual + (stage < num_layers % num_virtual) for stage in range(num_virtual)]
@@ -133,6 +144,40 @@ def make_moves(devices: Sequence[int], num_stages: int, num_layers: int) -> Stag
     in_place = all(move.source == move.target and move.piece == move.slot for move in moves)
     rounds = () if in_place else _in_rounds(moves, num_stages)
     return StageMoves(tuple(map(tuple, counts)), num_slots, size, rounds)
+
+
+def count_layers(
+    stage_fn: Callable[..., Any], layers: PyTree, num_layers: int | None, *, num_stages: int, num_rounds: int, who: str
+) -> int:
+    """Returns the number of layers on all devices; raises if a device cannot hold or run its own.
+
+    Args:
+        layers: this device's layers.
+        num_layers: their number on all devices, or None if each holds as many as this one.
+    """
+    sizes = {int(leaf.shape[0]) if leaf.ndim else 0 for leaf in jax.tree.leaves(layers)}
+    if len(sizes) != 1:
+        raise PlacementError(
+            f"{who}: the leaves of layers have different leading dims: {sorted(sizes)}.",
+            hint="stack the layers along the leading dim of each leaf.",
+        )
+    stored, num_virtual = sizes.pop(), num_stages * num_rounds
+    total = stored * num_stages if num_layers is None else num_layers
+    if ceil_div(total, num_stages) != stored:
+        raise LayoutError(f"{who}: {num_stages} devices hold {stored} layers each, which does not fit {num_layers=}.")
+    if total % num_virtual and not _takes_count(stage_fn):
+        raise LayoutError(
+            f"{total} layers cannot be cut evenly into {num_stages} x {num_rounds} pipeline stages, and stage_fn takes "
+            "no num_layers.",
+            hint="let it take num_layers=, and ignore the layers after so many; or use a multiple of "
+            f"{num_virtual} layers.",
+        )
+    return total
+
+
+def _takes_count(stage_fn: Callable[..., Any]) -> bool:
+    known = inspect.signature(stage_fn).parameters
+    return "num_layers" in known or any(kind.kind == kind.VAR_KEYWORD for kind in known.values())
 
 
 def _in_rounds(moves: Sequence[Move], num_devices: int) -> tuple[tuple[Move, ...], ...]:

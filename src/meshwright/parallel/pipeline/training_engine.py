@@ -11,7 +11,6 @@ neighbor. Sums over the pipeline's axis stay outside of these branches, in which
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,14 +20,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from meshwright.errors import LayoutError, MeshwrightError, MeshwrightWarning, PlacementError
+from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
 from meshwright.mesh.axes import axis_index, axis_size, pcast_varying, varying_axes
 from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.pipeline.flow import Functions, in_mesh_order
+from meshwright.parallel.pipeline.stage_moves import count_layers
 from meshwright.parallel.pipeline.training_loop import TrainingLoop
 from meshwright.parallel.pipeline.training_schedule import TrainingSchedule
 from meshwright.parallel.rows import split_rows
-from meshwright.specs import ceil_div
 from meshwright.types import PyTree
 
 
@@ -63,9 +62,7 @@ def pipeline_loss(
             has one gradient, the sum of both.
         remat: whether backward passes start from the inputs of their stages. If False, forward passes save what
             `jax.vjp` needs, except what depends on parameters alone.
-        num_layers: number of layers on all devices, if the last one has fewer (default: what they hold). If stages
-            differ in their number of layers, `stage_fn` is also passed `num_layers=`, an array, and must ignore its
-            layers after so many, for example by `jnp.where`.
+        num_layers: as in `pipeline`; stages of other schedules may differ in length also if devices do not.
 
     Example:
         >>> import meshwright as mw
@@ -93,6 +90,7 @@ def pipeline_loss(
         loss, aux = pipeline(
             stage_fn, layers, x, *extras, axis=axis, num_microbatches=schedule.num_microbatches, first=first,
             first_params=first_params, last=last, last_params=last_params, targets=targets, rng=rng, combine="sum",
+            num_layers=num_layers,
         )  # fmt: skip
         return loss, lax.stop_gradient(aux)
     if schedule.num_microbatches < num_stages:
@@ -107,25 +105,9 @@ def pipeline_loss(
     ends, unpack, places = _joined_ends(first_params, last_params)
     # Mark everything here: inside a branch, the marks' gradients would deadlock.
     layers, ends, data = pcast_varying((layers, ends, data), shared)
-    sizes = {int(leaf.shape[0]) if leaf.ndim else 0 for leaf in jax.tree.leaves(layers)}
-    if len(sizes) != 1:
-        raise PlacementError(
-            f"pipeline_loss: the leaves of layers have different leading dims: {sorted(sizes)}.",
-            hint="stack the layers along the leading dim of each leaf.",
-        )
-    stored = sizes.pop()
-    total = stored * num_stages if num_layers is None else num_layers
-    if ceil_div(total, num_stages) != stored:
-        raise LayoutError(
-            f"pipeline_loss: {num_stages} devices hold {stored} layers each, which does not fit num_layers={total}."
-        )
-    if total % schedule.num_virtual_stages and not _takes_count(stage_fn):
-        raise LayoutError(
-            f"{total} layers cannot be cut evenly into the {num_stages} x {schedule.num_rounds} stages of the pipeline "
-            f"schedule {schedule.name!r}, and stage_fn takes no num_layers.",
-            hint="let it take num_layers=, and ignore the layers after so many; or use a multiple of "
-            f"{schedule.num_virtual_stages} layers.",
-        )
+    total = count_layers(
+        stage_fn, layers, num_layers, num_stages=num_stages, num_rounds=schedule.num_rounds, who="pipeline_loss"
+    )
 
     @jax.custom_vjp
     def run(layers: PyTree, ends: list[Any], data: PyTree, rng: PyTree) -> tuple[Any, PyTree]:
@@ -134,6 +116,7 @@ def pipeline_loss(
         result: tuple[Any, PyTree] = pipeline(
             stage_fn, layers, x, *extras, axis=axis, num_microbatches=schedule.num_microbatches, first=first,
             first_params=first_params, last=last, last_params=last_params, targets=targets, rng=rng, combine="sum",
+            num_layers=total,
         )  # fmt: skip
         return result
 
@@ -167,11 +150,6 @@ def pipeline_loss(
     run.defvjp(start, backward, symbolic_zeros=True)
     loss, aux = run(layers, ends, data, rng)
     return loss, lax.stop_gradient(aux)
-
-
-def _takes_count(stage_fn: Callable[..., Any]) -> bool:
-    known = inspect.signature(stage_fn).parameters
-    return "num_layers" in known or any(kind.kind == kind.VAR_KEYWORD for kind in known.values())
 
 
 def _is_primal(node: Any) -> bool:

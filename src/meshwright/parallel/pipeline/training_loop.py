@@ -53,7 +53,7 @@ class TrainingLoop:
         structure: Any
         leaves, structure = jax.tree.flatten(layers)
         stages = [moves.to_stages(leaf, axis) for leaf in leaves]
-        cells = Cells(self, stages, structure, ends, None if moves.is_even else np.array(moves.counts, np.int32))
+        cells = Cells(self, stages, structure, ends, moves.counts_on(axis))
         (result, stage_grads, end_grads) = cells.run_all()
         found = iter(stage_grads)
         grads = [
@@ -80,12 +80,12 @@ class Cells:
         stages: list[Any],
         structure: Any,
         ends: Sequence[Any],
-        counts: np.ndarray[Any, Any] | None,
+        counts: Any,
     ) -> None:
         self.loop, self.stages, self.structure, self.ends = loop, stages, structure, ends
         self.f, schedule = loop.functions, loop.schedule
-        # The number of layers of each of this device's stages, if they differ.
-        self.counts = None if counts is None else jnp.asarray(counts)[axis_index(loop.axis, who="pipeline_loss")]
+        # The number of layers of each of this device's stages, if they differ
+        self.counts = counts
         zero = pcast_varying(jnp.int32(0), loop.axis)
         first_params, last_params = loop.unpack(ends)
         own = structure.unflatten(self._own(zero))

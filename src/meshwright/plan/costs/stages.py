@@ -119,7 +119,7 @@ class Stages:
 
     @property
     def stored_layers(self) -> int:
-        """Number of layers that a device stores; the last one may store fewer."""
+        """Number of layers that a device stores; the last ones may store fewer."""
         return ceil_div(self._layers, self.count)
 
     @property
@@ -151,7 +151,7 @@ class Stages:
 
     @property
     def _moves(self) -> tuple[int, int]:
-        return _moves(self.schedule, self.count, self.rounds, self._layers) if self.rounds > 1 else (0, 1)
+        return _moves(self.schedule, self.count, self.rounds, self._layers) if self.count > 1 else (0, 1)
 
     @property
     def splits(self) -> bool:
