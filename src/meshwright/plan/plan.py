@@ -35,7 +35,7 @@ from meshwright.plan.costs.memory import CROWDED_HIDDEN, MemoryPlan, overlap_lim
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.costs.step_time import TimePlan, step_time
 from meshwright.plan.expected_goodput import ExpectedGoodput
-from meshwright.plan.step_setup import Setup, batch_of, make_optimizer, view_of_setup
+from meshwright.plan.step_setup import Setup, batch_of, make_optimizer, view_of_setup, with_schedule
 from meshwright.plan.target import Target, check_slices, parse_target
 from meshwright.train.job import check_axes, execution_of
 from meshwright.train.state import state_layout
@@ -270,6 +270,9 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
             recomputed=flops.recomputed + forward.matmul,
             masked=flops.masked,
         )
+    if profile.d_model is None and sizes.get(PIPELINE_AXIS, 1) > 1:
+        flops, words = _along_pipeline_axis(flops, profile, sizes[PIPELINE_AXIS], view)
+        notes += (words,)
     if stages.extra > 1:
         flops = _with_ignored_layers(flops, profile, stages, rows)
         notes += (
@@ -327,6 +330,18 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
     )
 
 
+def _along_pipeline_axis(flops: Flops, profile: JobCosts, pp: int, view: ViewChoice) -> tuple[Flops, str]:
+    """Returns the FLOPs of a custom model on all devices, and the assumption about its use of the pipeline axis."""
+    if PIPELINE_AXIS in profile.loss_axes and view.view == "local":
+        return flops, f"custom model: its stages along {PIPELINE_AXIS} are assumed to be always busy"
+    more = each_count(lambda count: count * pp, flops)
+    more = replace(more, recomputed=more.matmul - flops.matmul + flops.recomputed, masked=flops.masked)
+    return more, (
+        f"custom model: its loss runs no stages along {PIPELINE_AXIS} in the {view.view} view, so each device along it "
+        "is assumed to compute all layers"
+    )
+
+
 def _with_ignored_layers(flops: Flops, profile: JobCosts, stages: Stages, rows: int) -> Flops:
     """Adds the layers that shorter stages compute and ignore; like recomputed matmuls, the model does not need them."""
     matmuls = 3 if stages.is_scheduled else 4  # of the head, once per step whatever the stages
@@ -356,7 +371,7 @@ def mesh_problem(
         if run.sequence_parallel and profile.has_tokens and profile.tokens_per_row % tp:
             return "tokens not divisible", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
     if pp > 1 and not profile.by_layer:
-        return NO_STAGES, "only built-in models can be split into pipeline stages"
+        return NO_STAGES, "searches split only built-in models into pipeline stages"
     if profile.num_layers % pp and not (setup is not None and setup.pad):
         return "layers not divisible", f"pp={pp} does not divide {profile.num_layers} layers"
     if setup is not None and pp > 1:
@@ -383,6 +398,7 @@ def check_mesh_axes(job: Any, sizes: Mapping[str, int], setup: Setup) -> None:
             "devices.",
             hint="leave it out, or use e.g. pp:2,fsdp:4.",
         )
+    with_schedule(job, setup)  # raises if the job has stages of its own
     view_of_setup(job, sizes, setup)
 
 

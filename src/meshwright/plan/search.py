@@ -363,7 +363,8 @@ def _layout_or_problem(
     try:
         layout, _ = lay_out(job, profile, spec, setup)
     except LayoutError as error:
-        return "parameters not divisible", str(error).splitlines()[0]
+        first, *leaves = str(error).splitlines()
+        return "parameters do not fit", f"{first} {leaves[0].strip()}" if leaves else first
     crashes = known_to_fail(target, sizes)
     return ("known compiler crash", crashes[0]) if crashes else layout
 

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.plan.compiled.collectives import read_schedule
+from meshwright.plan.compiled.hlo import partners
 
 ASYNC = """HloModule m, is_scheduled=true
 
@@ -225,3 +226,23 @@ def test_attributes_with_line_breaks_do_not_end_a_computation():
     text = ASYNC.replace("\n  %fusion.7 =", f"\n{call}  %fusion.7 =")
     assert text.count("block") == 1
     assert read_schedule(text) == read_schedule(ASYNC)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("{{0,3},{1,2}}", (0, 3)),
+        ("[2,4]<=[8]", (0, 1, 2, 3)),
+        ("[4,2]<=[4,2]T(1,0)", (0, 2)),
+        ("mesh['a'=2,'b'=4] {'b'}", (0, 1, 2, 3)),
+        ("mesh['a'=2,'b'=4] {'a','b'}", tuple(range(8))),
+        ("mesh['a'=2,'b'=4], device_ids=(7,6,5,4,3,2,1,0) {'a'}", (7, 3)),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", (0, 2, 4, 6)),
+        ("mesh['a'=2,'b'=4], device_ids=([8]) {'a'}", (0, 4)),
+        # A part of an axis: a factor of 2 after a factor of 1 or 2.
+        ("mesh['a'=2,'b'=4] {'b':(1)2}", (0, 2)),
+        ("mesh['a'=2,'b'=4] {'b':(2)2}", (0, 1)),
+    ],
+)
+def test_groups_of_devices(groups, expected):
+    assert partners(f"replica_groups={groups}, use_global_device_ids=true") == (expected,)

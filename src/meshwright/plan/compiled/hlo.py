@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -193,26 +194,47 @@ def partners(attributes: str) -> tuple[tuple[int, ...], ...]:
     Example:
         >>> partners("replica_groups=[2,4]<=[4,2]T(1,0)")
         ((0, 2, 4, 6),)
+        >>> partners("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}")
+        ((0, 1),)
     """
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota:
-        dims = _numbers(iota[3])
-        places = np.arange(math.prod(dims)).reshape(dims)
-        permutation = _numbers(iota[4] or "") or tuple(range(len(dims)))
-        return (tuple(places.transpose(permutation).reshape(-1)[: int(iota[2])].tolist()),)
+        return (tuple(_iota(iota[3], iota[4])[: int(iota[2])].tolist()),)
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
     if listed:
         return (_numbers(listed[1]),)
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes)
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}", attributes)
     if mesh:
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-        wanted = [name for name in re.findall(r"'([^']+)'", mesh[2]) if name in sizes]
-        places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        group = places[tuple(slice(None) if name in wanted else 0 for name in sizes)].reshape(-1)
-        order = re.search(r"device_ids=\(([\d,]+)\)", attributes)
-        return (tuple(_numbers(order[1])[place] for place in group) if order else tuple(group.tolist()),)
+        return (_mesh_group(mesh[1], mesh[2], mesh[3]),)
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", attributes)
     return tuple(_numbers(pair) for pair in re.findall(r"\{([\d,]+)", pairs[1] + "}")) if pairs else ()
+
+
+def _mesh_group(mesh: str, order: str, axes: str) -> tuple[int, ...]:
+    """Returns the first group along axes of a mesh, or parts of them: 'a':(2)4 is a factor of 4 after a factor of 2."""
+    found = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
+    parts = {name: (int(before or 1), int(size or 0)) for name, before, size in found}
+    dims: list[int] = []
+    group: list[slice | int] = []
+    for name, text in re.findall(r"'([^']+)'=(\d+)", mesh):
+        before, size = parts.get(name, (1, 1))
+        size = size or int(text)
+        dims += [before, size, int(text) // before // size]
+        group += [0, slice(None), 0]
+    places = np.arange(math.prod(dims)).reshape(dims)[tuple(group)].reshape(-1)
+    iota = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", order)
+    listed = re.search(r"device_ids=\(([\d,]+)\)", order)
+    if iota:
+        places = _iota(iota[1], iota[2])[places]
+    elif listed:
+        places = np.array(_numbers(listed[1]), int)[places]
+    return tuple(places.tolist())
+
+
+def _iota(dims: str, permutation: str | None) -> np.ndarray[Any, Any]:
+    sizes = _numbers(dims)
+    places = np.arange(math.prod(sizes)).reshape(sizes)
+    return places.transpose(_numbers(permutation or "") or tuple(range(len(sizes)))).reshape(-1)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

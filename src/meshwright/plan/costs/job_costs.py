@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
@@ -28,7 +29,7 @@ from meshwright.plan.costs.saved_activations import REST, bytes_kept
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
 from meshwright.train.fine_tuning.lora import MergedFunction
-from meshwright.train.job import execution_of, model_of, traceable_loss
+from meshwright.train.job import execution_of, loss_axes, model_of, traceable_loss
 from meshwright.train.precision import Precision
 from meshwright.train.state import (
     abstract_params,
@@ -109,6 +110,7 @@ class JobCosts:
         has_tokens: whether the batch says how many tokens a row has; if not, a row counts as one.
         pipeline, pipeline_rounds: the job's pipeline schedule (`Execution`).
         platform: the platform it was traced for.
+        loss_axes: the mesh axes that the loss handles itself in the local view.
     """
 
     num_params: int
@@ -136,11 +138,12 @@ class JobCosts:
     pipeline: str = "gpipe"
     pipeline_rounds: int | None = None
     platform: str = "tpu"
+    loss_axes: tuple[str, ...] = ()
 
     def stages(self, sizes: Mapping[str, int], setup: Setup) -> Stages:
-        """Returns the pipeline of a setup on a mesh with these axis sizes."""
+        """Returns the pipeline of a setup on a mesh with these axis sizes; of a custom model, nothing is known."""
         count = sizes.get(PIPELINE_AXIS, 1)
-        if count == 1:
+        if count == 1 or self.d_model is None:
             return Stages(1, 1, num_layers=self.num_layers)
         name = setup.pipeline or self.pipeline
         microbatches = setup.num_microbatches or self.num_microbatches or 2 * count
@@ -275,6 +278,7 @@ def profile_job(
         pipeline=run.pipeline,
         pipeline_rounds=run.pipeline_rounds,
         platform=platform,
+        loss_axes=loss_axes(job),
     )
 
 
@@ -311,7 +315,7 @@ def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, p
         value, pull, metrics = jax.vjp(loss_of, only_trainable(params, learns), has_aux=True)
         waiting = list({id(leaf): leaf for leaf in jax.tree.leaves(pull) if hasattr(leaf, "aval")}.values())
         count[:] = [len(waiting)]
-        ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), value)
+        ones = jax.tree.map(lambda leaf: np.ones(np.shape(leaf), jnp.result_type(leaf)), value)
         return waiting, (value, metrics, pull(ones))
 
     with _traced_for(platform):
