@@ -6,7 +6,20 @@ import re
 
 import pytest
 
-from meshwright.pages import Bar, Lane, Mark, Moment, Series, Span, line_chart, stacked_bars, stacked_columns, timeline
+from meshwright.pages import (
+    Bar,
+    Lane,
+    Level,
+    Mark,
+    Moment,
+    Series,
+    Span,
+    area_chart,
+    line_chart,
+    stacked_bars,
+    stacked_columns,
+    timeline,
+)  # fmt: skip
 
 STEPS = list(range(1, 11))
 
@@ -127,3 +140,13 @@ def test_a_timeline_starts_at_its_earliest_span():
 
 def test_an_empty_timeline_says_so():
     assert "No data recorded." in timeline("t", [Lane("a")])
+
+
+@pytest.mark.parametrize(("peak", "is_below"), [(97.0, True), (60.0, False), (102.0, False)])
+def test_labels_of_close_lines_do_not_overlap(peak, is_below):
+    """The label of the lower line is below it, and the other one above its line."""
+    page = area_chart("Memory", [Level(0, 1, {"state": peak})], x_name="time", x_unit="ms", capacity=100.0)
+    lines = {kind: float(y) for y, kind in re.findall(r'y1="([\d.]+)"[^>]*class="(peak|capacity)-line"', page)}
+    texts = {said: float(y) for y, said in re.findall(r'<text[^>]* y="([\d.]+)"[^>]*>(peak|capacity)', page)}
+    assert (texts["peak"] > lines["peak"]) == is_below
+    assert abs(texts["peak"] - texts["capacity"]) > 12

@@ -12,6 +12,7 @@ from meshwright.pages.markup import Markup, join, tag
 from meshwright.pages.numbers import Show, number, percent
 
 COLUMNS = 300
+_LABEL_HEIGHT = 18
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,13 @@ def area_chart(
     )
     middle = (peak.start + peak.end) / 2
     said = f"peak {show(peak.total)} at {number(float(f'{middle:.3g}'))}{'' if x_unit == '%' else ' '}{x_unit}"
-    lines = [_level_line(frame, peak.total, said, "peak", frame.x(middle))]
+    marked = [(peak.total, said, "peak", frame.x(middle))]
     if capacity is not None and is_near:
-        lines.append(_level_line(frame, capacity, f"{capacity_label} {show(capacity)}", "capacity", 1.0))
+        marked.append((capacity, f"{capacity_label} {show(capacity)}", "capacity", 1.0))
+    heights = [frame.y(value) for value, *_ in marked]
+    # Of two lines that are too close for a label between them, the lower one has its label below.
+    is_tight = max(heights) - min(heights) < _LABEL_HEIGHT
+    lines = [_level_line(frame, *line, below=len(marked) > 1 and is_tight and line == min(marked)) for line in marked]
     at_peak = sorted(peak.amounts.items(), key=lambda item: -item[1])
     keys = [
         (swatch(fills[name], plain=True), f"{name} {show(amount)} ({percent(amount / peak.total)})")
@@ -148,10 +153,10 @@ def _outline(levels: Sequence[Level], floors: Sequence[float], roofs: Sequence[f
     return f"M{'L'.join(there)}L{'L'.join(back)}Z"
 
 
-def _level_line(frame: Frame, value: float, said: str, kind: str, share: float) -> Markup:
+def _level_line(frame: Frame, value: float, said: str, kind: str, share: float, *, below: bool) -> Markup:
     y = round(frame.y(value), 1)
     end = " end" if share > 0.5 else ""
     at = {"x": f"{100 * share:.2f}%", "dx": -8 if end else 8}
     line = tag("line", x1=0, x2="100%", y1=y, y2=y, class_=f"{kind}-line")
     dot = tag("circle", cx=f"{100 * share:.2f}%", cy=y, r=4.5, class_="peak-dot") if kind == "peak" else None
-    return join([line, dot, tag("text", said, **at, y=y - 5, class_=f"level-label{end}")])
+    return join([line, dot, tag("text", said, **at, y=y + (16 if below else -5), class_=f"level-label{end}")])
