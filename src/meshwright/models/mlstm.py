@@ -31,6 +31,8 @@ from meshwright.errors import PlacementError
 from meshwright.mesh.axes import pcast_varying, varying_axes
 from meshwright.mesh.build import current_mesh
 from meshwright.models.attention import check_segment_ids
+from meshwright.parallel.kernels.dispatch import uses_kernels
+from meshwright.parallel.kernels.token_kernel import advance_memory, fits_token
 from meshwright.specs import ceil_div
 
 _ANY_DOCUMENT = -1  # in a state that has not seen segment_ids, so that any document continues it
@@ -79,6 +81,7 @@ def mlstm_recurrent(
     *,
     state: MLSTMState | None = None,
     segment_ids: Array | None = None,
+    kernels: bool | None = False,
 ) -> tuple[Array, MLSTMState]:
     """Returns the outputs `[B, S, H, V]` and the final state, computed token by token, for generation.
 
@@ -86,6 +89,7 @@ def mlstm_recurrent(
 
     Args:
         q, k, v, i, f, state, segment_ids: as for `mlstm_chunkwise`.
+        kernels: use a Pallas kernel for each token, in float32; it has not been timed (None: if possible).
 
     Example:
         >>> q = k = v = jnp.ones((1, 3, 2, 4))
@@ -98,6 +102,8 @@ def mlstm_recurrent(
     t = prepare_tokens(q, k, v, i, f, state, segment_ids, who="mlstm_recurrent")
     wide = t.i_BSH.dtype
     begins_BS = jnp.zeros(t.q_BSHK.shape[:2], bool) if t.begins_BS is None else t.begins_BS
+    fits = fits_token(t.q_BSHK.shape[-1], t.v_BSHV.shape[-1]) and wide == jnp.float32
+    advance = advance_memory if fits and uses_kernels(kernels) else _advance
 
     def token(carry: Any, x: Any) -> tuple[Any, Any]:
         (c_BHKV, n_BHK, m_BH), (q_BHK, k_BHK, v_BHV, i_BH, logf_BH, begins_B) = carry, x
@@ -105,16 +111,25 @@ def mlstm_recurrent(
         kept_BH = logf_BH + jnp.where(begins_B1, 0.0, m_BH)
         m_BH = lax.stop_gradient(jnp.maximum(jnp.maximum(kept_BH, i_BH), 0.0))
         keep_BH = jnp.where(begins_B1, 0.0, jnp.exp(kept_BH - m_BH))
-        k_BHK = k_BHK.astype(wide) * jnp.exp(i_BH - m_BH)[..., None]
-        c_BHKV = keep_BH[..., None, None] * c_BHKV + k_BHK[..., None] * v_BHV.astype(wide)[..., None, :]
-        n_BHK = keep_BH[..., None] * n_BHK + k_BHK
-        q_BHK = q_BHK.astype(wide) * t.scale
-        h_BHV = normalise(_read_memory(q_BHK, c_BHKV), jnp.sum(q_BHK * n_BHK, axis=-1), m_BH)
+        gain_BH = jnp.exp(i_BH - m_BH)
+        c_BHKV, n_BHK, sum_BHV, size_BH = advance(c_BHKV, n_BHK, q_BHK, k_BHK, v_BHV, keep_BH, gain_BH)
+        h_BHV = normalise(sum_BHV * t.scale, size_BH * t.scale, m_BH)
         return (c_BHKV, n_BHK, m_BH), h_BHV.astype(v_BHV.dtype)
 
     inputs = (t.q_BSHK, t.k_BSHK, t.v_BSHV, t.i_BSH, t.logf_BSH, begins_BS)
-    carry, h_SBHV = lax.scan(token, t.start, tuple(jnp.moveaxis(x, 1, 0) for x in inputs))
+    carry, h_SBHV = lax.scan(token, t.given, tuple(jnp.moveaxis(x, 1, 0) for x in inputs))
     return t.silence_padding(jnp.moveaxis(h_SBHV, 0, 1)), t.state_after(carry)
+
+
+def _advance(
+    c_BHKV: Any, n_BHK: Any, q_BHK: Any, k_BHK: Any, v_BHV: Any, keep_BH: Any, gain_BH: Any
+) -> tuple[Any, Any, Any, Any]:
+    """`advance_memory` in operations of XLA, in the dtype of the memory."""
+    q_BHK, k_BHK, v_BHV = (x.astype(c_BHKV.dtype) for x in (q_BHK, k_BHK, v_BHV))
+    k_BHK = k_BHK * gain_BH[..., None]
+    c_BHKV = keep_BH[..., None, None] * c_BHKV + k_BHK[..., None] * v_BHV[..., None, :]
+    n_BHK = keep_BH[..., None] * n_BHK + k_BHK
+    return c_BHKV, n_BHK, _read_memory(q_BHK, c_BHKV), jnp.sum(q_BHK * n_BHK, axis=-1)
 
 
 def _read_memory(q_BHK: Any, c_BHKV: Any) -> Any:
@@ -245,8 +260,16 @@ class CellInputs(NamedTuple):
     logf_BSH: Any  # 0 for padding
     begins_BS: Any  # whether a token is the first of its document; None without documents
     real_BS: Any  # whether a token is not padding; None without documents
-    start: Any  # C, n, m before the first token
+    given: Any  # C, n, m before the first token, as they were given
     last_segment_B: Any
+
+    @property
+    def start(self) -> Any:
+        """C, n, m before the first token, where m is at least 0 and needs no gradient: C and n carry it."""
+        c_BHKV, n_BHK, m_BH = self.given
+        start_m_BH = lax.stop_gradient(jnp.maximum(m_BH, 0.0))
+        moved_BH = jnp.exp(m_BH - start_m_BH)
+        return moved_BH[..., None, None] * c_BHKV, moved_BH[..., None] * n_BHK, start_m_BH
 
     @property
     def scale(self) -> float:
@@ -280,16 +303,11 @@ def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_i
     q, k, v, i, f, state, segment_ids = pcast_varying(inputs, axes)
 
     wide = jnp.promote_types(jnp.result_type(q, i, f), jnp.float32)
-    c_BHKV, n_BHK, m_BH, segment_B = state
-    # Move m into C and n, which carry its gradient; the m that remains needs none.
-    m_BH = m_BH.astype(wide)
-    start_m_BH = lax.stop_gradient(jnp.maximum(m_BH, 0.0))
-    moved_BH = jnp.exp(m_BH - start_m_BH)
-    start = (moved_BH[..., None, None] * c_BHKV, moved_BH[..., None] * n_BHK, start_m_BH)
+    given, segment_B = tuple(x.astype(wide) for x in state[:3]), state.segment
 
     i_BSH, logf_BSH = i.astype(wide), jax.nn.log_sigmoid(f.astype(wide))
     if segment_ids is None:
-        return CellInputs(q, k, v, i_BSH, logf_BSH, None, None, start, segment_B)
+        return CellInputs(q, k, v, i_BSH, logf_BSH, None, None, given, segment_B)
     real_BS = segment_ids != 0
     segment_ids = segment_ids.astype(segment_B.dtype)
     # The document of the last token that was not padding, because padding may lie within a document.
@@ -299,7 +317,7 @@ def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_i
     begins_BS = real_BS & (segment_ids != before_BS) & (before_BS != _ANY_DOCUMENT)
     i_BSH = jnp.where(real_BS[..., None], i_BSH, -jnp.inf)
     logf_BSH = jnp.where(real_BS[..., None], logf_BSH, 0.0)
-    return CellInputs(q, k, v, i_BSH, logf_BSH, begins_BS, real_BS, start, known_BS[:, -1])
+    return CellInputs(q, k, v, i_BSH, logf_BSH, begins_BS, real_BS, given, known_BS[:, -1])
 
 
 def _check(q: Any, k: Any, v: Any, i: Any, f: Any, *, who: str) -> None:

@@ -113,10 +113,15 @@ def call_kernel(
     outs: Sequence[tuple[tuple[int, ...], Any]],
     name: str,
     scratch: Sequence[Any] = (),
+    num_in_place: int = 0,
 ) -> list[Any]:
     """Runs a kernel of one warpgroup per block on whole-array references, and returns arrays as described in `outs`.
 
     All arguments must vary along the same manual axes. In interpret mode, the kernel gets no `scratch` memory.
+
+    Args:
+        num_in_place: so many of the first results take the memory of the first arguments. A thread may read only those
+            elements of them that it writes itself, later.
     """
     from jax.experimental import pallas as pl
 
@@ -126,16 +131,31 @@ def call_kernel(
         return found
     mosaic = mosaic_gpu()
 
+    def in_place(*refs: Any) -> None:
+        kernel(*refs[: len(args)], *refs[:num_in_place], *refs[len(args) :])
+
     run = mosaic.kernel(
-        kernel,
-        out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outs],
+        in_place if num_in_place else kernel,
+        out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outs[num_in_place:]],
         scratch_types=scratch,
         grid=grid,
         grid_names=tuple(map(_grid_name, range(len(grid)))),
         kernel_name=name,
         compiler_params=mosaic.CompilerParams(approx_math=True),
     )
-    return list(pcast_varying(tuple(run(*args)), sorted(varying_axes(args[0]))))
+    if num_in_place:
+
+        @pl.run_state
+        def change(refs: Sequence[Any]) -> None:
+            made = run(*refs[:num_in_place], *args[num_in_place:])
+            for ref, result in zip(refs[num_in_place:], made, strict=True):
+                ref[...] = result
+
+        blank = [jnp.zeros(shape, dtype) for shape, dtype in outs[num_in_place:]]
+        results = change([*args[:num_in_place], *blank])
+    else:
+        results = run(*args)
+    return list(pcast_varying(tuple(results), sorted(varying_axes(args[0]))))
 
 
 def _grid_name(dim: int) -> str:
