@@ -55,6 +55,7 @@ class Plan:
         view: the view of the step, and the reason for it.
         price: dollars per device-hour.
         state_bytes: bytes of one copy of the state, which a checkpoint holds.
+        num_params: number of parameters.
         goodput: expected goodput; None unless it was asked for with a `Reliability`.
     """
 
@@ -73,6 +74,7 @@ class Plan:
     compiled: Compiled | None = None
     stages: Stages = field(default_factory=lambda: Stages(1, 1))
     state_bytes: int = 0
+    num_params: int = 0
     goodput: ExpectedGoodput | None = None
 
     @property
@@ -138,6 +140,7 @@ class Plan:
             "dollars_per_billion_tokens": self.dollars_per_billion_tokens,
             "pipeline": asdict(self.stages),
             "state_bytes": self.state_bytes,
+            "num_params": self.num_params,
             "goodput": None if self.goodput is None else self.goodput.to_json(),
             "notes": list(self.notes),
             "compiled": None if self.compiled is None else self.compiled.to_json(),
@@ -327,6 +330,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         compiled=compiled,
         stages=stages,
         state_bytes=sum(leaf.bytes_total for leaf in layout.leaves),
+        num_params=profile.num_params,
     )
 
 

@@ -141,8 +141,8 @@ def _head(plan: Plan, subject: PlannedJob, notes: Sequence[str]) -> Markup:
             tag("p", "Plan", class_="eyebrow"),
             tag("h1", f"{subject.name} as {plan.setup.mesh} on {plan.target.name} ", badge(word, kind=kind)),
             prose(
-                f"{plan.target.title} as {plan.setup.mesh}{how}: {plan.rows:,} rows, {plan.tokens_per_step:,} tokens "
-                "per step.",
+                f"{_many(plan.num_params)} parameters on {plan.target.title} as {plan.setup.mesh}{how}: "
+                f"{plan.rows:,} rows, {plan.tokens_per_step:,} tokens per step.",
                 said,
                 _waiting(plan),
             ),
@@ -152,6 +152,16 @@ def _head(plan: Plan, subject: PlannedJob, notes: Sequence[str]) -> Markup:
             tag("h3", "Reproduce this plan"),
             command(plan_command(plan, subject), label="command that reproduces this plan"),
         ]
+    )
+
+
+def _many(count: int) -> str:
+    return (
+        f"{count / 1e9:,.1f} billion"
+        if count >= 1e9
+        else f"{count / 1e6:,.1f} million"
+        if count >= 1e6
+        else f"{count:,}"
     )
 
 
