@@ -1,20 +1,33 @@
 """Plans of custom jobs with an axis pp: with stages of their own, and with parameters that are only stored along it."""
 
+import functools
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import meshwright as mw
 from meshwright import P
-from meshwright.errors import MeshwrightError
+from meshwright.errors import LayoutError, MeshError, MeshwrightError
+from meshwright.models import Decoder
 from meshwright.parallel import pipeline
 from meshwright.plan.compiled.compile import compile_step
 from meshwright.plan.plan import make_plan
 from meshwright.plan.step_setup import Setup
+from meshwright.train import init_state, language_job, state_layout
+from meshwright.train.gradients import make_gradients
 
 
-def run_blocks(blocks, h):
-    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, blocks)[0]
+def run_blocks(blocks, h, num_layers=None):
+    def one(h, row):
+        w, place = row
+        made = jnp.tanh(h @ w)
+        return (made if num_layers is None else jnp.where(place < num_layers, made, h)), None
+
+    return jax.lax.scan(one, h, (blocks, jnp.arange(len(blocks))))[0]
 
 
 def errors(out, h, y):
@@ -26,21 +39,29 @@ def plain_loss(params, batch, rng):
     return (errors(params["out"], run_blocks(params["blocks"], batch["x"]), batch["y"]), batch["y"].size), {}
 
 
-def staged_loss(params, batch, rng):
+def staged_loss(params, batch, rng, num_layers=8):
     if "pp" not in jax.sharding.get_abstract_mesh().manual_axes:
         return plain_loss(params, batch, rng)
     total = pipeline(
         run_blocks, params["blocks"], batch["x"], axis="pp", num_microbatches=4, last=errors,
-        last_params=params["out"], targets=batch["y"], combine="sum",
+        last_params=params["out"], targets=batch["y"], combine="sum", num_layers=num_layers,
     )  # fmt: skip
     is_last = jax.lax.axis_index("pp") == jax.lax.axis_size("pp") - 1
     return (total, jnp.where(is_last, batch["y"].size, 0)), {}
 
 
-def make_job(**options):
-    batch = {"x": jnp.ones((16, 16)), "y": jnp.ones((16, 4))}
+def make_job(num_layers=8, **options):
+    batch = {"x": jnp.linspace(-1, 1, 256).reshape(16, 16), "y": jnp.ones((16, 4))}
+
+    def init(key):
+        keys = jax.random.split(key)
+        return {
+            "blocks": jax.random.normal(keys[0], (num_layers, 16, 16)) / 4,
+            "out": jax.random.normal(keys[1], (16, 4)),
+        }
+
     return mw.Job(
-        init=lambda key: {"blocks": jnp.ones((8, 16, 16)), "out": jnp.ones((16, 4))},
+        init=init,
         rules=mw.Rules([("blocks", P("pp")), (".*", P())], optional_axes=("pp",)),
         batch=batch,
         make_batch=lambda step: batch,
@@ -49,6 +70,7 @@ def make_job(**options):
 
 
 PLAIN, STAGED = make_job(loss=plain_loss), make_job(loss=staged_loss, local_axes=("pp",))
+SIX = make_job(loss=functools.partial(staged_loss, num_layers=6), local_axes=("pp",), num_layers=6)
 
 
 def plans_of(job, view=None):
@@ -61,7 +83,13 @@ def test_stages_of_its_own_are_never_idle():
     plan, alone = plans_of(STAGED)
     assert (plan.view.view, plan.time.bubble.value) == ("local", 0)
     assert plan.flops == alone.flops
-    assert "custom model: its stages along pp are assumed to be always busy" in plan.notes
+    # Twice the rows, and half of the layers.
+    assert part(plan, "activations") == pytest.approx(part(alone, "activations")) != 0
+    assert any("its stages along pp are assumed to be always busy" in note for note in plan.notes)
+
+
+def part(plan, name):
+    return sum(part.bytes for part in plan.memory.parts if part.name == name)
 
 
 @pytest.mark.parametrize(("job", "view"), [(PLAIN, None), (STAGED, "global")])
@@ -70,7 +98,70 @@ def test_without_stages_every_device_computes_all_layers(job, view):
     assert plan.flops.matmul == 2 * alone.flops.matmul > 0
     assert plan.flops.model == alone.flops.model
     assert plan.time.matmul.value == pytest.approx(2 * alone.time.matmul.value)
+    assert part(plan, "activations") == pytest.approx(2 * part(alone, "activations"))
     assert any("runs no stages along pp in the global view" in note for note in plan.notes)
+
+
+def test_offloaded_activations_are_split_like_the_others():
+    setups = [Setup(mesh=mesh, optimizer="sgd", remat="offload") for mesh in ("pp:2,dp:2", "dp:4")]
+    for job, factor in ((PLAIN, 2), (STAGED, 1)):
+        piped, alone = (
+            [one.wire_bytes for one in make_plan(job, "v5e:2x2", setup).sent if one.axis == "host"] for setup in setups
+        )
+        assert piped == [factor * one for one in alone]
+
+
+def test_a_built_in_model_has_no_pipeline_in_the_global_view():
+    """XLA stores layers along pp, and every device computes all of them."""
+    job = language_job(Decoder.named("tiny", num_layers=4), batch_size=16, num_tokens=32)
+    plan, alone = (
+        make_plan(job, "v5e:2x2", Setup(mesh=mesh, optimizer="sgd", view="global", precision="float32"))
+        for mesh in ("pp:2,dp:2", "dp:4")
+    )
+    assert (plan.stages.count, plan.time.bubble.value) == (1, 0)
+    assert plan.flops.matmul == 2 * alone.flops.matmul
+    assert part(plan, "activations") == pytest.approx(2 * part(alone, "activations"), rel=0.02)
+    layers = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(job.init, jax.random.key(0))["layers"]))
+    # Each device receives the other half, in the forward pass and in the backward pass.
+    assert [one.wire_bytes for one in plan.sent if (one.axis, one.kind) == ("pp", "all-gather")] == [layers * 4]
+    assert not [one for one in plan.sent if one.axis == "pp" and one.kind != "all-gather"]
+
+
+def test_layers_need_not_fit_stages_in_the_global_view():
+    job = language_job(Decoder.named("tiny", num_layers=3), batch_size=16, num_tokens=32)
+    setup = Setup(mesh="pp:4", optimizer="sgd", view="global", pad=("layers/",))
+    assert make_plan(job, "v5e:2x2", setup).stages.count == 1
+    with pytest.raises(MeshError, match="XLA runs no pipeline in the global view"):
+        make_plan(job, "v5e:2x2", replace(setup, pipeline="1f1b"))
+
+
+# --- Padded layers ---
+
+
+def test_padding_needs_a_loss_that_ignores_it():
+    """Six layers on four devices; only a forced view says that the loss ignores padding."""
+    setup = Setup(mesh="pp:4", optimizer="sgd", pad=("blocks",))
+    plan = make_plan(SIX, "v5e:2x2", setup)
+    assert plan.view.view == "global"
+    assert "`blocks` is padded; if the stages of the loss ignore padding" in plan.view.reason
+    assert make_plan(SIX, "v5e:2x2", replace(setup, view="local")).view.view == "local"
+    with pytest.raises(LayoutError, match="its slices in the local view would contain padding"):
+        make_plan(replace(SIX, local_axes=("tp",), rules=[("blocks", P("tp")), (".*", P())]), "v5e:2x2",
+                  Setup(mesh="tp:4", optimizer="sgd", pad=("blocks",), view="local"))  # fmt: skip
+
+
+def test_padded_stages_of_its_own_train_like_one_device():
+    job, one = SIX, mw.create_mesh("dp:1", devices=1)
+    found = []
+    for mesh, view in ((mw.create_mesh("pp:4", devices=4), "local"), (one, None)):
+        layout = state_layout(job, optax.sgd(0.1), mesh, pad=("blocks",))
+        params = init_state(job, optax.sgd(0.1), layout, jax.random.key(0)).params
+        result, _ = jax.jit(make_gradients(job, layout, view=view))(params, job.make_batch(0), None)
+        found.append(jax.device_get((result.loss, result.grads["out"], result.grads["blocks"])))
+    (loss, out, blocks), expected = found
+    assert not blocks[6:].any()
+    for got, true in zip((loss, out, blocks[:6]), expected, strict=True):
+        np.testing.assert_allclose(got, true, rtol=0, atol=1e-5 * np.abs(true).max())
 
 
 def test_compiled_transfers_belong_to_their_axes():

@@ -22,7 +22,7 @@ from meshwright.checkpoint.snapshot import Snapshots
 from meshwright.data import Ledger
 from meshwright.data.cache_folder import default_cache
 from meshwright.distributed.agreement import agree, as_first, together
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, LayoutError
 from meshwright.launch.pulse import current_pulse
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
@@ -191,7 +191,13 @@ def _decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSe
     # Report a misspelled axis before the layout warns about it; the step checks the axes of the layout itself.
     check_axes(job, {axis: size for axis, size in mesh.shape.items() if axis != config.placement.zero_axis})
     zero_axis, pad, ema = config.placement.zero_axis, config.placement.pad or False, config.adapt.ema
-    layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=precision, pad=pad, ema=ema)
+    try:
+        layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=precision, pad=pad, ema=ema)
+    except LayoutError as error:
+        if "hint: pad to" not in str(error):
+            raise
+        more = "Or store such parameters padded: --pad REGEX, e.g. --pad layers/."
+        raise LayoutError(f"{error} {more}", report=error.report) from None
     if origin is not None and origin.weights is not None:
         lora = getattr(job, "lora", None)
         together("comparing --init-from with the model", lambda: compare_weights(origin, layout, config.init, lora))

@@ -38,8 +38,9 @@ from meshwright.plan.expected_goodput import ExpectedGoodput
 from meshwright.plan.step_setup import Setup, batch_of, make_optimizer, view_of_setup, with_schedule
 from meshwright.plan.target import Target, check_slices, parse_target
 from meshwright.train.job import check_axes, execution_of
+from meshwright.train.padding import view_of_layout
 from meshwright.train.state import state_layout
-from meshwright.train.views import ViewChoice
+from meshwright.train.views import ViewChoice, sync_needs_local_view
 
 # libtpu 0.0.42 crashed with SIGFPE on a 7B decoder with fsdp:4096, but compiled dp:16,fsdp:256 for the same chips.
 CRASHES_FROM = 4096
@@ -217,10 +218,13 @@ def prepare(job: Any, target: str | Target, setup: Setup, *, profile: JobCosts |
     if profile is None:
         check_mesh_axes(job, sizes, setup)  # fail before seconds of tracing
         profile = profile_of(job, target, setup)
-    view = view_of_setup(job, sizes, setup)
+    profile = replace(profile, view=view_of_setup(job, sizes, setup).view)
     check_mesh(job, profile, sizes, setup)
     layout, notes = lay_out(job, profile, spec, setup)
-    return Prepared(profile, layout, target, spec, setup, view, notes + profile.notes)
+    view = view_of_layout(job, layout, setup.view)  # type: ignore[arg-type]
+    if view.view == "global" and setup.sync is not None:
+        raise sync_needs_local_view(setup.sync, view)
+    return Prepared(replace(profile, view=view.view), layout, target, spec, setup, view, notes + profile.notes)
 
 
 def mesh_sizes(spec: MeshSpec) -> dict[str, int]:
@@ -273,8 +277,8 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
             recomputed=flops.recomputed + forward.matmul,
             masked=flops.masked,
         )
-    if profile.d_model is None and sizes.get(PIPELINE_AXIS, 1) > 1:
-        flops, words = _along_pipeline_axis(flops, profile, sizes[PIPELINE_AXIS], view)
+    if sizes.get(PIPELINE_AXIS, 1) > max(1, stages.count):
+        flops, words = _without_schedule(flops, profile, sizes)
         notes += (words,)
     if stages.extra > 1:
         flops = _with_ignored_layers(flops, profile, stages, rows)
@@ -334,15 +338,18 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
     )
 
 
-def _along_pipeline_axis(flops: Flops, profile: JobCosts, pp: int, view: ViewChoice) -> tuple[Flops, str]:
-    """Returns the FLOPs of a custom model on all devices, and the assumption about its use of the pipeline axis."""
-    if PIPELINE_AXIS in profile.loss_axes and view.view == "local":
-        return flops, f"custom model: its stages along {PIPELINE_AXIS} are assumed to be always busy"
-    more = each_count(lambda count: count * pp, flops)
+def _without_schedule(flops: Flops, profile: JobCosts, sizes: Mapping[str, int]) -> tuple[Flops, str]:
+    """Returns the FLOPs on all devices if the plan knows no schedule of a pipeline, and what it assumes instead."""
+    if profile.ways(sizes) > 1:
+        return flops, (
+            f"custom model: its stages along {PIPELINE_AXIS} are assumed to be always busy, to compute nothing twice "
+            "and to keep the activations of all microbatches"
+        )
+    more = each_count(lambda count: count * sizes[PIPELINE_AXIS], flops)
     more = replace(more, recomputed=more.matmul - flops.matmul + flops.recomputed, masked=flops.masked)
     return more, (
-        f"custom model: its loss runs no stages along {PIPELINE_AXIS} in the {view.view} view, so each device along it "
-        "is assumed to compute all layers"
+        f"the loss runs no stages along {PIPELINE_AXIS} in the {profile.view} view, so each device along it is assumed "
+        "to gather and compute all layers"
     )
 
 
@@ -378,7 +385,7 @@ def mesh_problem(
         return NO_STAGES, "searches split only built-in models into pipeline stages"
     if profile.num_layers % pp and not (setup is not None and setup.pad):
         return "layers not divisible", f"pp={pp} does not divide {profile.num_layers} layers"
-    if setup is not None and pp > 1:
+    if setup is not None and profile.ways(sizes) > 1:
         stages = profile.stages(sizes, setup)
         if profile.num_layers < pp * stages.rounds:
             return "layers not divisible", (
@@ -403,7 +410,12 @@ def check_mesh_axes(job: Any, sizes: Mapping[str, int], setup: Setup) -> None:
             hint="leave it out, or use e.g. pp:2,fsdp:4.",
         )
     with_schedule(job, setup)  # raises if the job has stages of its own
-    view_of_setup(job, sizes, setup)
+    view = view_of_setup(job, sizes, setup)
+    if (setup.pipeline or setup.num_microbatches) and view.view == "global":
+        raise MeshError(
+            "a pipeline schedule or a number of microbatches has no effect: XLA runs no pipeline in the global view.",
+            hint="leave it out, or use the local view.",
+        )
 
 
 def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Setup) -> None:

@@ -47,6 +47,7 @@ from meshwright.plan.step_setup import Setup, batch_of
 from meshwright.plan.target import Target, parse_target
 from meshwright.train.job import unused_axes
 from meshwright.train.jobs.job_loading import load_job
+from meshwright.train.padding import view_of_layout
 from meshwright.train.views import View, choose_view
 
 
@@ -149,18 +150,22 @@ def search(
     for mesh in _meshes(target, constraints):
         spec = parse_mesh(mesh)
         first = Setup(mesh=mesh, rows=rows, precision=precision, optimizer=optimizer, pad=pad)
-        layout = _layout_or_problem(job, profile, target, spec, first)
-        if isinstance(layout, Layout) and not any(leaf.is_padded for leaf in layout.leaves):
-            first = replace(first, pad=())
         view = choose_view(job, mesh_sizes(spec))
+        here = replace(profile, view=view.view)
+        layout = _layout_or_problem(job, here, target, spec, first)
+        if isinstance(layout, Layout):
+            if not any(leaf.is_padded for leaf in layout.leaves):
+                first = replace(first, pad=())
+            view = view_of_layout(job, layout, None)
+            here = replace(profile, view=view.view)
         if view.view == "global" and "sync" in constraints.choices:
             layout = "sync in the global view", f"the step runs in the global view ({view.reason}), without sync modes"
         for setup in _variants(first, constraints, remats, view.view, mesh_sizes(spec).get("pp", 1)):
             found: Plan | Rejected
-            if isinstance(layout, Layout) and (problem := mesh_problem(job, profile, mesh_sizes(spec), setup)):
+            if isinstance(layout, Layout) and (problem := mesh_problem(job, here, mesh_sizes(spec), setup)):
                 found = Rejected(setup, *problem)
             elif isinstance(layout, Layout):
-                found = _judge(Prepared(profile, layout, target, spec, setup, view), rows, price)
+                found = _judge(Prepared(here, layout, target, spec, setup, view), rows, price)
             else:
                 found = Rejected(setup, *layout)
             if isinstance(found, Rejected):

@@ -37,25 +37,23 @@ from meshwright.train.padding import (
     cut,
     fill,
     is_padded_along_others,
-    needs_global_view,
-    pads_in_local_view,
     part_leaves,
+    stage_axes,
+    view_of_layout,
 )
 from meshwright.train.precision import Precision
 from meshwright.train.state import gradient_specs, only_trainable, params_layout, require_loss, trainable_leaves
 from meshwright.train.sync import Sync
 from meshwright.train.views import (
     GATHER_AXES,
+    PIPELINE_AXES,
     View,
     ViewChoice,
     data_axes_of,
-    resolve_view,
     sync_needs_local_view,
     view_errors,
 )
 from meshwright.types import PyTree
-
-PIPELINE_AXES = ("pp",)
 
 
 @dataclass(frozen=True)
@@ -113,13 +111,7 @@ def make_gradients(
     row_axes = data_axes_of(mesh, data_axes)
     split_axes = [axis for leaf in layout.leaves for axis in spec_axes(leaf.spec)]
     check_axes(job, mesh.shape, data_axes=data_axes, split_axes=split_axes)
-    choice = resolve_view(job, mesh, view, data_axes=row_axes)
-    run = execution_of(job)
-    piped = () if run is None else [axis for axis in PIPELINE_AXES if axis == run.pipeline_axis]
-    if choice.view == "local" and (padded := needs_global_view(params.leaves, also=piped)) is not None:
-        if view is not None:
-            raise pads_in_local_view(padded)
-        choice = ViewChoice("global", f"`{padded.name}` is padded")
+    choice, piped = view_of_layout(job, layout, view, data_axes=row_axes), stage_axes(job, view)
     view = choice.view
     if view == "global" and sync is not None:
         raise sync_needs_local_view(sync, choice)

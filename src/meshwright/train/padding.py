@@ -18,7 +18,8 @@ from meshwright.errors import LayoutError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout
 from meshwright.specs import dim_axes
-from meshwright.train.views import GATHER_AXES
+from meshwright.train.job import execution_of, loss_axes
+from meshwright.train.views import GATHER_AXES, PIPELINE_AXES, View, ViewChoice, resolve_view
 from meshwright.types import PyTree
 
 
@@ -68,6 +69,48 @@ def needs_global_view(leaves: Sequence[LeafLayout], *, also: Sequence[str] = ())
         also: axes along which the loss takes padded slices, such as that of a pipeline.
     """
     return next((leaf for leaf in leaves if is_padded_along_others(leaf, (*GATHER_AXES, *also))), None)
+
+
+def view_of_layout(
+    job: Any, layout: Layout, view: View | None, *, data_axes: str | Sequence[str] | None = None
+) -> ViewChoice:
+    """`resolve_view` for the layout of a train state, whose padding may need the global view.
+
+    Example:
+        >>> import meshwright as mw, optax
+        >>> job = mw.Job(init=lambda key: {"w": jnp.zeros(6)}, rules=[("w", mw.P("dp"))])
+        >>> layout = mw.train.state_layout(job, optax.sgd(0.1), mw.create_abstract_mesh("dp:4"), pad=True)
+        >>> print(view_of_layout(job, layout, None))
+        global (`w` is padded)
+    """
+    choice = resolve_view(job, layout.mesh, view, data_axes=data_axes)
+    if choice.view == "global":
+        return choice
+    padded = needs_global_view(part_leaves(layout, "params"), also=stage_axes(job, view))
+    if padded is None:
+        return choice
+    padded = padded._replace(name=padded.name.removeprefix("params/"))
+    if view is not None:
+        raise pads_in_local_view(padded)
+    ignores = needs_global_view([padded], also=stage_axes(job, "local")) is None
+    more = '; if the stages of the loss ignore padding, pass view="local" (--view local)' if ignores else ""
+    return ViewChoice("global", f"`{padded.name}` is padded{more}")
+
+
+def stage_axes(job: Any, view: View | None) -> tuple[str, ...]:
+    """Returns the axes along which the loss takes padded slices of stacked layers.
+
+    A language model ignores padding. Whether the stages of another job do is not known, so it has to force the view.
+
+    Example:
+        >>> import meshwright as mw
+        >>> job = mw.Job(init=lambda key: {}, rules=[], local_axes=("pp",))
+        >>> stage_axes(job, None), stage_axes(job, "local")
+        ((), ('pp',))
+    """
+    run = execution_of(job)
+    handled = loss_axes(job) if run is None and view == "local" else () if run is None else (run.pipeline_axis,)
+    return tuple(axis for axis in PIPELINE_AXES if axis in handled)
 
 
 def is_padded_along_others(leaf: LeafLayout, axes: Sequence[str]) -> bool:

@@ -16,6 +16,9 @@ View = Literal["global", "local"]
 GATHER_AXES = ("fsdp",)
 """The axes over which a step gathers parameters for the loss in the local view."""
 
+PIPELINE_AXES = ("pp",)
+"""The axes whose devices have different layers in the local view."""
+
 
 # Phrases in JAX's errors about the axes along which values vary, in versions 0.10 to 0.12.
 _VARYING = ("manual axis types", "varying manual axes")

@@ -26,13 +26,13 @@ from meshwright.layout.report import PadPolicy
 from meshwright.mesh.axes import varying_axes
 from meshwright.models.execution import DATA_AXES, Remat
 from meshwright.parallel.rows import count_rows
-from meshwright.train.gradients import PIPELINE_AXES, make_gradients
+from meshwright.train.gradients import make_gradients
 from meshwright.train.padding import cut, fill, part_leaves
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, only_trainable, state_layout, trainable_leaves
 from meshwright.train.step import Step, make_train_step
 from meshwright.train.sync import Sync
-from meshwright.train.views import View
+from meshwright.train.views import PIPELINE_AXES, View
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 from meshwright.verify.compare import Named

@@ -272,7 +272,7 @@ def run_bad(x=None, mesh="pp:2", stage_fn=double, **options):
         ({"combine": "mean"}, "unknown combine='mean'(.|\n)*concatenate, stack, sum"),
         (
             {"mesh": "pp:1", "schedule": "circular", "num_layers": 1},
-            "num_layers with one stage per device only(.|\n)*use pipeline_loss",
+            "takes num_layers only if each device has one stage, and not with(.|\n)*use pipeline_loss",
         ),
         ({"num_layers": 5}, "2 devices hold 1 layers each, which does not fit num_layers=5"),
         (

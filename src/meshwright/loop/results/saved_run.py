@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from meshwright.checkpoint import Checkpoints, Restored
 from meshwright.data import Tokenizer, load_tokenizer
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import CheckpointError, ConfigError, LayoutError
 from meshwright.layout import Layout
 from meshwright.loop.remote_run import read_remote
 from meshwright.loop.run_dir import CONFIG
@@ -71,7 +71,7 @@ class SavedRun:
             )
         ema = None if weights == "last" else options.ema
         job = adapt_job(self._job(), freeze=options.freeze, train=options.train, adapters=adapters)
-        stored = state_layout(job, _no_optimizer(), mesh, precision=self.stored, ema=ema)
+        stored = self._laid_out(job, mesh, ema=ema)
         restored, params = self._read(job, stored, has_average=ema is not None)
         if adapters is not None:
             whole = params_layout(self.layout(mesh))
@@ -116,7 +116,15 @@ class SavedRun:
 
     def layout(self, mesh: Mesh) -> Layout:
         """Returns the layout of a state of the run, without an optimizer."""
-        return state_layout(self._job(), _no_optimizer(), mesh, precision=self.stored)
+        return self._laid_out(self._job(), mesh)
+
+    def _laid_out(self, job: Any, mesh: Mesh, **options: Any) -> Layout:
+        try:
+            return state_layout(job, _no_optimizer(), mesh, precision=self.stored, **options)
+        except LayoutError as error:
+            problems = str(error).partition("\nhint:")[0]
+            hint = "use a --mesh whose axes divide them; only training stores them padded."
+            raise LayoutError(f"{self.folder}: {problems}", hint=hint) from None
 
     def _job(self) -> Any:
         return language_job(self.model, batch_size=1, num_tokens=1)

@@ -13,9 +13,9 @@ from meshwright.parallel.pipeline.named_schedules import make_schedule
 from meshwright.parallel.pipeline.stage_moves import make_moves
 from meshwright.specs import round_up
 from meshwright.train import Step
-from meshwright.train.gradients import PIPELINE_AXES
 from meshwright.train.job import execution_of, model_of
 from meshwright.train.jobs.language_job import with_execution
+from meshwright.train.views import PIPELINE_AXES
 
 
 def pipeline_changes(options: PlacementOptions) -> dict[str, Any]:

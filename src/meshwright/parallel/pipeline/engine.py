@@ -102,7 +102,7 @@ def pipeline(
     if num_layers is not None:
         if by_round:
             raise PlacementError(
-                f"pipeline takes num_layers with one stage per device only; this schedule has {table.num_rounds}.",
+                "pipeline takes num_layers only if each device has one stage, and not with the circular schedule.",
                 hint="use pipeline_loss, whose schedules take any number of layers.",
             )
         num_layers = count_layers(

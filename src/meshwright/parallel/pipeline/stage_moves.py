@@ -5,8 +5,9 @@ checkpoints do not depend on the schedule. In an interleaved or V schedule, its 
 stack. Each device then sends and receives every layer at most once, in rounds of one `ppermute` each, and the gradients
 take the way back. The same happens if the stored layers would leave a device without any.
 
-If the stages do not divide the layers, the first stages have one layer more, and the others an empty place, which holds
-a copy of their first layer so that a stage that computes and ignores it gets ordinary numbers.
+If the stages do not divide the layers and each device has one, stages are the layers as they are stored, and the last
+one has fewer. Otherwise, or if a device would have none, the first stages have one layer more than the others. An empty
+place holds a copy of the stage's first layer, so that a stage that computes and ignores it gets ordinary numbers.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
     # libtpu sums the gradients of minibatches first and sends them once, also with "every".
     sums = often if setup.sync == "every" and profile.platform != "tpu" else 1
     fsdp, stages = sizes.get(GATHER_AXIS, 1), profile.stages(sizes, setup)
-    data = [axis for axis in layout.mesh.axis_names if axis in ("dp", GATHER_AXIS, PIPELINE_AXIS) and sizes[axis] > 1]
+    summing = ("dp", GATHER_AXIS, *((PIPELINE_AXIS,) if profile.ways(sizes) > 1 else ()))
+    data = [axis for axis in layout.mesh.axis_names if axis in summing and sizes[axis] > 1]
     tensor = sizes.get(TENSOR_AXIS, 1) if profile.d_model is not None else 1
     finer = [leaf.name.rpartition("/params/")[2] for leaf in layout.leaves if leaf.reason.startswith("ZeRO-1")]
     # opt_state/0/mu/layers/attn/q belongs to params/layers/attn/q
@@ -103,7 +104,7 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
     gathered, scattered = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}  # by whether they hide
     summed: dict[str, float] = {}
     counts = [0, 0]
-    zero_scattered = zero_gathered = moved = 0.0
+    zero_scattered = zero_gathered = moved = unstaged = 0.0
     wire = int(profile.precision.reduce.itemsize)
     for leaf in param_leaves(layout):
         name = leaf.name.removeprefix("params/")
@@ -113,6 +114,10 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
             # Layers go to the devices of their virtual stages, and their gradients back, in the same dtype.
             own = int(leaf.dtype.itemsize) if GATHER_AXIS in split else width
             moved += often * stages.moved_layers * size / stages.stored_layers * own * (1 + learns)
+        if PIPELINE_AXIS in split and profile.ways(sizes) == 1:
+            # Without stages, all devices along pp need all layers, in the forward pass and in the backward pass.
+            whole = size * (fsdp if GATHER_AXIS in split else 1)
+            unstaged += 2 * often * whole * width * (sizes[PIPELINE_AXIS] - 1)
         if GATHER_AXIS in split:
             in_layers = name.startswith(LAYERS)
             by_layer = profile.by_layer and setup.sync != "once"
@@ -160,6 +165,7 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
         found.append(Traffic(axes, "all-reduce", "gradients", sent, sums, sums > 1))
     count = 2 * often * stages.moves
     found.append(Traffic(PIPELINE_AXIS, "collective-permute", "layers to their stages", moved, count, False))
+    found.append(Traffic(PIPELINE_AXIS, "all-gather", "parameters stored along pp", unstaged, 2 * often, False))
     if setup.zero_axis is not None:
         found.append(Traffic(setup.zero_axis, "reduce-scatter", "gradients (ZeRO-1)", zero_scattered, 1, False))
         found.append(Traffic(setup.zero_axis, "all-gather", "updated parameters (ZeRO-1)", zero_gathered, 1, False))
@@ -336,7 +342,7 @@ def compiled_sent(compiled: Compiled, links: Mapping[str, Link]) -> tuple[Sent, 
         if not total:
             continue
         count = sum(c.trips for c in members)
-        link = slowest_link(axes, links)
+        link = slowest_link(axes, links, is_ring=kind == "collective-permute")
         name = "unknown" if link is None else str(link)
         seconds = transfer_seconds(kind, total, count, axes, links)
         is_judged = all(c.share is not None and c.transfer_s is not None for c in members if c.wire_bytes)
@@ -361,7 +367,7 @@ def _served(members: Sequence[CompiledCollective]) -> str:
 def host_copies(profile: JobCosts, chip: Chip, setup: Setup, sizes: Mapping[str, int], rows: int) -> Sent:
     """Returns the copies of offloaded activations to the host and back."""
     here = rows / (sizes.get("dp", 1) * sizes.get("fsdp", 1))
-    split = sizes.get(TENSOR_AXIS, 1) * sizes.get("pp", 1)
+    split = sizes.get(TENSOR_AXIS, 1) * profile.ways(sizes)
     out = profile.needs[setup.remat].hosted_per_row * here / split
     link = host_link(chip)
     count = 2 * profile.num_layers * setup.num_minibatches

@@ -39,6 +39,7 @@ from meshwright.train.state import (
     trainable_leaves,
     with_frozen,
 )
+from meshwright.train.views import View
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
@@ -111,6 +112,7 @@ class JobCosts:
         pipeline, pipeline_rounds: the job's pipeline schedule (`Execution`).
         platform: the platform it was traced for.
         loss_axes: the mesh axes that the loss handles itself in the local view.
+        view: the view of the step.
     """
 
     num_params: int
@@ -139,10 +141,16 @@ class JobCosts:
     pipeline_rounds: int | None = None
     platform: str = "tpu"
     loss_axes: tuple[str, ...] = ()
+    view: View = "local"
+
+    def ways(self, sizes: Mapping[str, int]) -> int:
+        """Returns over how many devices along the pipeline axis the layers are split, with their activations."""
+        runs = self.view == "local" and (self.d_model is not None or PIPELINE_AXIS in self.loss_axes)
+        return sizes.get(PIPELINE_AXIS, 1) if runs else 1
 
     def stages(self, sizes: Mapping[str, int], setup: Setup) -> Stages:
         """Returns the pipeline of a setup on a mesh with these axis sizes; of a custom model, nothing is known."""
-        count = sizes.get(PIPELINE_AXIS, 1)
+        count = self.ways(sizes)
         if count == 1 or self.d_model is None:
             return Stages(1, 1, num_layers=self.num_layers)
         name = setup.pipeline or self.pipeline
@@ -249,8 +257,8 @@ def profile_job(
         notes += (f"{len(leaves) - sum(learns)} of {len(leaves)} parameters are frozen: they have no gradients",)
     if model is None:
         notes += (
-            "custom model: until it is compiled, tp is assumed to send half of the saved activations, and pp none; "
-            "communication is assumed to hide behind no compute",
+            "custom model: until it is compiled, tp is assumed to send half of the saved activations, and stages "
+            "nothing; communication is assumed to hide behind no compute",
         )
     return JobCosts(
         num_params=sum(int(leaf.value.size) for leaf in leaves),

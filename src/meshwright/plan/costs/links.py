@@ -110,17 +110,16 @@ def transfer_seconds(
     kind: str, wire_bytes: float, count: int, axes: Sequence[str], links: Mapping[str, Link]
 ) -> float | None:
     """Returns the time of `count` transfers of `wire_bytes` in total along axes; None if the link is unknown."""
-    link = slowest_link(axes, links)
-    if link is None:
-        return None
     # Every hop of a Meshwright ring is a separate collective-permute, so it has no further hops.
     is_hop = kind == "collective-permute"
-    return link.seconds(wire_bytes, 0 if is_hop else count, is_ring=is_hop)
+    link = slowest_link(axes, links, is_ring=is_hop)
+    return None if link is None else link.seconds(wire_bytes, 0 if is_hop else count, is_ring=is_hop)
 
 
-def slowest_link(axes: Sequence[str], links: Mapping[str, Link]) -> Link | None:
-    """Returns the slowest link of some axes."""
-    return min((links[axis] for axis in axes if axis in links), key=lambda link: link.speed, default=None)
+def slowest_link(axes: Sequence[str], links: Mapping[str, Link], *, is_ring: bool = False) -> Link | None:
+    """Returns the slowest link of some axes, for a ring or for a whole collective."""
+    found = [links[axis] for axis in axes if axis in links]
+    return min(found, key=lambda link: link.hop_speed if is_ring else link.speed, default=None)
 
 
 def _on_hosts(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
@@ -167,7 +166,7 @@ def _on_torus(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
             free, lanes = _shared_dims(free, ways)
             is_closed, words = False, "shares dims of the torus"
         speed = chip.links.per_direction
-        # A ring runs along one dim of the torus at a time.
+        # A ring uses two links of a device at most, one to each neighbor.
         links[axis.name] = Link("ici", speed * lanes, speed * min(lanes, 2), max(1, size // 2), words, is_closed)
     return links
 

@@ -12,7 +12,7 @@ from meshwright.layout.leaf import format_bytes
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.costs import Basis
 from meshwright.plan.costs.communication import local_size, param_leaves
-from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, JobCosts
+from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, PIPELINE_AXIS, JobCosts
 from meshwright.plan.costs.saved_activations import fewer
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.step_setup import Setup
@@ -216,7 +216,11 @@ def _gathered(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[st
     copies = layers = ends = 0.0
     for leaf in param_leaves(layout):
         width = profile.widths[leaf.name.removeprefix("params/")]
-        if GATHER_AXIS not in spec_axes(leaf.spec) or fsdp == 1:
+        if PIPELINE_AXIS in spec_axes(leaf.spec) and profile.ways(sizes) == 1 < sizes[PIPELINE_AXIS]:
+            # Without stages, every device gathers all layers.
+            whole = local_size(leaf) * sizes[PIPELINE_AXIS]
+            ends += whole * (fsdp if GATHER_AXIS in spec_axes(leaf.spec) else 1) * width
+        elif GATHER_AXIS not in spec_axes(leaf.spec) or fsdp == 1:
             copies += local_size(leaf) * width if width != int(leaf.dtype.itemsize) else 0
         elif leaf.name.startswith(f"params/{LAYERS}") and profile.by_layer and setup.sync != "once":
             layers += local_size(leaf) * fsdp * width / stages.stored_layers
@@ -241,10 +245,13 @@ def _activation_parts(
     profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, rows: int, target: Target, reused: float
 ) -> list[Part]:
     tp, stages = sizes.get("tp", 1), profile.stages(sizes, setup)
-    pp, parts = stages.count, tp * stages.count / stages.extra
+    pp = profile.ways(sizes)
+    parts = tp * pp / stages.extra
     here = rows / (sizes.get("dp", 1) * sizes.get(GATHER_AXIS, 1)) / setup.num_minibatches / stages.microbatches
     needs = profile.needs[setup.remat]
     split = "" if tp == pp == 1 else ", split over tp" if pp == 1 else ", for one microbatch in one stage"
+    if pp > stages.count:
+        split = ", of one stage"
     looped = profile.in_loop(setup, sizes)
     most = profile.needs.get("none", needs)
     kinds, all_kinds = (n.looped if looped else n.kept for n in (needs, most))
@@ -261,8 +268,9 @@ def _activation_parts(
     shared = here * profile.shared_bytes(profile.sharing(tp))
     if shared and setup.remat == "none":
         kept = _added(kept, {"attention": shared * stages.computed_layers})
-    layer = here * whole / profile.num_layers / tp + shared
-    again = _LAYER_FACTOR[target.platform] * (layer - here * each / profile.num_layers / tp)
+    layers = max(profile.num_layers, pp)  # of a custom model, there is at least one in each stage
+    layer = here * whole / layers / tp + shared
+    again = _LAYER_FACTOR[target.platform] * (layer - here * each / layers / tp)
     if target.platform == "cpu":
         again = max(again, layer)  # on CPUs, gradients do not reuse the memory of activations
     logits = here * profile.tokens_per_row * (profile.vocab_size or 0) / tp * _LOGIT_BYTES[target.platform]
