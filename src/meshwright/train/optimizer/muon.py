@@ -97,8 +97,9 @@ def muon(
         >>> params = {"up": jnp.eye(2, 4) * jnp.array([[1.0], [5.0]]), "norm": jnp.ones(4)}
         >>> optimizer = muon(0.1, rms=None)
         >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
-        >>> jnp.linalg.svd(updates["up"], compute_uv=False).round(1)  # equal, unlike those of the gradient
-        Array([0.1, 0.1], dtype=float32)
+        >>> largest, smallest = jnp.linalg.svd(updates["up"], compute_uv=False)
+        >>> bool(largest < 1.3 * smallest)  # the gradient's are a factor of 5 apart
+        True
     """
     if num_iterations < 1:
         raise MeshwrightError(f"num_iterations must be at least 1; got {num_iterations}.", hint="use 4.")
