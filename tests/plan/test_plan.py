@@ -235,6 +235,22 @@ def test_prices():
     assert plan_of("fsdp:8").dollars_per_billion_tokens is None
 
 
+def test_kernels_take_a_fixed_time():
+    """A step of so few rows takes as long as its kernels: three for each of the matmuls, in every minibatch."""
+    job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=8)
+    profile = profile_job(job, platform="gpu", remats=("none", "full"))
+    # Two layers of seven weights, and the head, each with two gradients; attention is a kernel each way.
+    assert profile.needs["none"].num_matmuls == 3 * (2 * 7 + 1) + 2 * 2
+    assert profile.needs["full"].num_matmuls > profile.needs["none"].num_matmuls
+    for minibatches in (1, 2, 4):
+        plan = make_plan(job, "h200:1x2", Setup(mesh="dp:2", num_minibatches=minibatches), profile=profile)
+        kernels = minibatches * 3 * 49 * 1.5e-6
+        assert kernels < plan.time.memory.value < kernels + 1e-5
+    assert "about 588 kernels, 1.5 us each" in plan.time.memory.note
+    piped = make_plan(job, "h200:1x2", Setup(mesh="pp:2", num_microbatches=4), profile=profile)
+    assert piped.time.memory.value == pytest.approx(4 / 2 * 3 * 49 * 1.5e-6, abs=1e-5)
+
+
 def test_cpus_have_no_step_time():
     plan = plan_of("fsdp:8", target="cpu:8")
     assert (plan.time, plan.mfu, plan.tokens_per_second) == (None, None, None)

@@ -75,6 +75,17 @@ def count_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Flop
     return count_jaxpr(jax.make_jaxpr(function)(*args, **kwargs))
 
 
+def count_matmuls(jaxpr: Any) -> int:
+    """Returns how many matmuls and kernels with matmuls a jaxpr runs.
+
+    Example:
+        >>> loop = jax.jit(lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, length=5)[0] @ x)
+        >>> count_matmuls(loop.trace(jax.numpy.ones((4, 4))).jaxpr)
+        6
+    """
+    return _Counter().count(open_jaxpr(jaxpr)).calls
+
+
 def count_jaxpr(jaxpr: Any) -> Flops:
     """Returns the FLOPs of a jaxpr.
 
@@ -105,13 +116,14 @@ _NOT_SEPARATED = "recomputation of a `jax.checkpoint` could not be separated fro
 
 @dataclass
 class Tally:
-    """Running counts with the fields of `Flops`; `other` counts everything except matmuls."""
+    """Running counts with the fields of `Flops`; `other` counts everything except matmuls, and `calls` the matmuls."""
 
     other: int = 0
     recomputed: int = 0
     attention: int = 0
     moved: int = 0
     masked: int = 0
+    calls: int = 0
     by_dtype: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
 
@@ -126,6 +138,7 @@ class Tally:
         self.attention += times * more.attention
         self.moved += times * more.moved
         self.masked += times * more.masked
+        self.calls += times * more.calls
         for dtype, count in more.by_dtype.items():
             self.by_dtype[dtype] += times * count
         self.notes.update(more.notes)
@@ -182,9 +195,9 @@ class _Counter:
     def _equation(self, equation: Any, gradients: list[bool] | None) -> Tally:
         again, name = gradients is not None and not any(gradients), equation.primitive.name
         if is_opaque(name):
-            tally = _KERNELS.get(kernel_name(equation), _unknown)(equation)
+            tally = _called(_KERNELS.get(kernel_name(equation), _unknown)(equation))
         elif name in _COSTS:
-            tally = _COSTS[name](equation)
+            tally = _called(_COSTS[name](equation))
         else:
             tally = _CALLS.get(name, _inner)(self, equation, None if again else gradients)
         if not tally.masked and CAUSAL_SCOPE in str(equation.source_info.name_stack):
@@ -194,6 +207,10 @@ class _Counter:
             notes = Counter({text: times for text, times in tally.notes.items() if text != _NOT_SEPARATED})
             tally = replace(tally, recomputed=tally.matmul, masked=0, notes=notes)
         return tally
+
+
+def _called(tally: Tally) -> Tally:
+    return replace(tally, calls=1) if tally.by_dtype else tally
 
 
 def _needed(jaxpr: Any) -> Iterator[tuple[int, Any]]:

@@ -29,7 +29,15 @@ from meshwright.plan.costs.communication import (
     host_copies,
     step_traffic,
 )
-from meshwright.plan.costs.job_costs import LAYERS, PIPELINE_AXIS, TENSOR_AXIS, JobCosts, each_count, profile_job
+from meshwright.plan.costs.job_costs import (
+    LAYERS,
+    PIPELINE_AXIS,
+    TENSOR_AXIS,
+    JobCosts,
+    Needs,
+    each_count,
+    profile_job,
+)
 from meshwright.plan.costs.links import axis_links
 from meshwright.plan.costs.memory import CROWDED_HIDDEN, MemoryPlan, overlap_limit, plan_memory
 from meshwright.plan.costs.stages import Stages
@@ -325,7 +333,17 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         memory=memory,
         flops=flops,
         sent=sent,
-        time=step_time(profile, layout, target, flops, sent, stages, is_compiled=ran is not None, tokens=tokens),
+        time=step_time(
+            profile,
+            layout,
+            target,
+            flops,
+            sent,
+            stages,
+            is_compiled=ran is not None,
+            tokens=tokens,
+            num_matmuls=_matmuls(needs, stages, setup, ways=profile.ways(sizes)),
+        ),
         tokens_per_step=tokens,
         peak_flops=None if target.chip is None else target.chip.peak(dtype),
         view=view,
@@ -336,6 +354,11 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         state_bytes=sum(leaf.bytes_total for leaf in layout.leaves),
         num_params=profile.num_params,
     )
+
+
+def _matmuls(needs: Needs, stages: Stages, setup: Setup, *, ways: int) -> int:
+    """Returns how many matmuls a device runs in a step: all of each minibatch, or its layers of each microbatch."""
+    return round(needs.num_matmuls * setup.num_minibatches * stages.microbatches * stages.extra / ways)
 
 
 def _without_schedule(flops: Flops, profile: JobCosts, sizes: Mapping[str, int]) -> tuple[Flops, str]:

@@ -174,7 +174,7 @@ def test_step_time_includes_exposed_communication_once():
     (half, lasts), (whole, _) = sends("fsdp", 0.5), sends("tp", 1.0)
     plan = plan_with(half, whole)
     assert plan.time.exposed.value == pytest.approx(lasts / 2)
-    assert plan.time.communication.value > 100 * (plan.time.matmul.value + plan.time.memory.value)
+    assert plan.time.communication.value > 10 * (plan.time.matmul.value + plan.time.memory.value)
     assert {item.axis: item.hidden for item in plan.sent} == {"fsdp": pytest.approx(0.5), "tp": pytest.approx(1.0)}
     # Without shares, at most the total compute is hidden.
     (unknown, lasts), compute = sends("fsdp", None), plan.time.matmul.value + plan.time.memory.value

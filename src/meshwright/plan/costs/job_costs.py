@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from meshwright.errors import MeshwrightError, did_you_mean
-from meshwright.hardware.flops import Flops, count_jaxpr
+from meshwright.hardware.flops import Flops, count_jaxpr, count_matmuls
 from meshwright.models.execution import Execution, remat_policy
 from meshwright.parallel.lora.low_rank import BASE, LORA_A
 from meshwright.parallel.pipeline.named_schedules import check_rounds
@@ -64,6 +64,7 @@ class Needs:
         fixed: bytes of saved activations that do not depend on the rows.
         looped: `kept` with layers in a loop, which stores all of its residuals.
         hosted: bytes offloaded to host memory, per row.
+        num_matmuls: number of matmuls, whatever the rows.
     """
 
     flops: Flops
@@ -71,6 +72,7 @@ class Needs:
     fixed: Mapping[str, float]
     looped: Mapping[str, float]
     hosted: Mapping[str, float]
+    num_matmuls: int
 
     @property
     def kept_per_row(self) -> float:
@@ -238,6 +240,7 @@ def profile_job(
             {names.get(kind, kind): size for kind, size in fixed.items()},
             by_row(found.looped, fixed),
             by_row(found.hosted, {}),
+            found.num_matmuls,
         )
         for remat, found in traced.items()
     }
@@ -331,7 +334,7 @@ def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, p
     num_params = len(jax.tree.leaves(narrow))
     waiting = jaxpr.outvars[: count[0]]
     kept, looped, hosted = bytes_kept(jaxpr, waiting, num_params)
-    return Needs(count_jaxpr(jaxpr), kept, {}, looped, hosted)
+    return Needs(count_jaxpr(jaxpr), kept, {}, looped, hosted, count_matmuls(jaxpr))
 
 
 def _forward(job: Any, params: PyTree, dtypes: Precision, platform: str) -> Flops:

@@ -16,6 +16,10 @@ from meshwright.plan.target import Target
 # Tensor-parallel rings slow matmuls down 1.3x there, and 1.05x on TPUs according to their compiler.
 MEMORY_SHARE = 0.89
 RING_FACTOR = {"gpu": 1.3, "tpu": 1.05}
+# Seconds that each kernel takes beyond its work: on one H200, what a token of the 956M decoder takes beyond its bytes
+# (benchmarks/results/generate.md); half of it is assumed for TPUs. A step for one H200 has three kernels per matmul.
+KERNEL_SECONDS = {"gpu": 1.5e-6, "tpu": 0.75e-6}
+KERNELS_PER_MATMUL = 3
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,13 @@ def step_time(
     *,
     is_compiled: bool,
     tokens: int,
+    num_matmuls: int,
 ) -> TimePlan | None:
-    """Returns the time per step by part; None if the peak FLOP/s of the chip are unknown."""
+    """Returns the time per step by part; None if the peak FLOP/s of the chip are unknown.
+
+    Args:
+        num_matmuls: number of matmuls that a device runs in a step.
+    """
     chip, dtype = target.chip, profile.precision.compute.name
     rate, peak = target.matmul_rate(dtype), None if chip is None else chip.peak(dtype)
     if chip is None or rate is None or peak is None:
@@ -73,7 +82,8 @@ def step_time(
     plain = (flops.matmul - flops.attention) / devices / rate * ring
     attention = flops.attention / devices / (peak * chip.rates.attention)
     bandwidth = chip.memory_bandwidth * MEMORY_SHARE
-    between = flops.moved / devices / bandwidth
+    kernels = KERNELS_PER_MATMUL * num_matmuls
+    between = flops.moved / devices / bandwidth + kernels * KERNEL_SECONDS[chip.platform]
     frozen = [leaf for leaf in param_leaves(layout) if leaf.name.removeprefix("params/") in profile.frozen]
     weights = sum(leaf.bytes_per_device for leaf in param_leaves(layout) if leaf not in frozen)
     state = sum(leaf.bytes_per_device for leaf in layout.leaves) - sum(leaf.bytes_per_device for leaf in frozen)
@@ -95,7 +105,10 @@ def step_time(
     step = compute + exposed + bubble + update
     basis: Basis = "compiled" if is_compiled else "computed"
     shares = f"at {chip.rates.matmul:.0%} of the peak, attention at {chip.rates.attention:.0%}: {chip.rates.source}"
-    passes = f"one extra pass over matmul operands and results, at {MEMORY_SHARE:.0%} of the bandwidth"
+    passes = (
+        f"one extra pass over matmul operands and results, at {MEMORY_SHARE:.0%} of the bandwidth; about {kernels:,} "
+        f"kernels, {KERNEL_SECONDS[chip.platform] * 1e6:g} us each"
+    )
     return TimePlan(
         matmul=Estimate(plain + attention, "s", "assumed", shares),
         memory=Estimate(between, "s", "assumed", passes),
