@@ -11,11 +11,12 @@ import pytest
 
 import meshwright as mw
 from meshwright import P
-from meshwright.errors import LayoutError, MeshError, MeshwrightError
-from meshwright.models import Decoder
+from meshwright.errors import ConfigError, LayoutError, MeshError, MeshwrightError
+from meshwright.models import Decoder, Execution
 from meshwright.parallel import pipeline
 from meshwright.plan.compiled.compile import compile_step
 from meshwright.plan.plan import make_plan
+from meshwright.plan.search import search
 from meshwright.plan.step_setup import Setup
 from meshwright.train import init_state, language_job, state_layout
 from meshwright.train.gradients import make_gradients
@@ -135,7 +136,45 @@ def test_layers_need_not_fit_stages_in_the_global_view():
         make_plan(job, "v5e:2x2", replace(setup, pipeline="1f1b"))
 
 
+def test_a_search_gives_no_microbatches_to_the_global_view():
+    run = Execution(tensor_axis=None, sequence_parallel=False)
+    job = language_job(Decoder.named("tiny"), batch_size=16, num_tokens=32, run=run)
+    with pytest.raises(ConfigError, match="microbatches would have no effect"):
+        search(job, "v5e:2x2", constraints="pp=2, tp=2, microbatches=8, remat=none")
+    found = search(job, "v5e:2x2", constraints="pp=2, tp=2, remat=none")
+    assert found.ranked and all(plan.view.view == "global" for plan in found.ranked)
+    again = make_plan(job, "v5e:2x2", found.ranked[0].setup)
+    assert again.time.step.value == found.ranked[0].time.step.value
+
+
 # --- Padded layers ---
+
+
+def test_padding_decides_about_stages():
+    job = language_job(Decoder.named("tiny", num_layers=3), batch_size=16, num_tokens=32)
+    setup = Setup(mesh="pp:4", optimizer="sgd", pad=("layers/",))
+    with pytest.raises(MeshError, match="3 layers cannot be cut into 4 x 1 pipeline stages"):
+        make_plan(job, "v5e:2x2", setup)
+    with pytest.raises(MeshError, match="XLA runs no pipeline in the global view"):
+        make_plan(job, "v5e:2x2", replace(setup, pipeline="1f1b", view="global"))
+
+
+def test_a_language_model_padded_along_tp_is_an_error():
+    job = language_job(Decoder.named("tiny", vocab_size=257), batch_size=16, num_tokens=32)
+    setup = Setup(mesh="dp:2,tp:2", optimizer="sgd", pad=("embed", "head"))
+    with pytest.raises(LayoutError, match=r"padded from \(257, 64\) to \(258, 64\) along 'tp'[\s\S]*choose a size"):
+        make_plan(job, "v5e:2x2", setup)
+    found = search(job, "v5e:2x2", constraints="tp=2, dp=2, remat=none", pad=setup.pad)
+    assert {one.reason for one in found.rejected} == {"parameters do not fit"}
+    layout = state_layout(job, optax.sgd(0.1), mw.create_mesh("dp:2,tp:2", devices=4), pad=setup.pad)
+    with pytest.raises(LayoutError, match="the model's matmuls need dims that this axis divides"):
+        make_gradients(job, layout)
+
+
+def test_verify_leaves_out_the_view_that_training_does_not_choose():
+    report = mw.verify(replace(SIX, loss=staged_loss), meshes="pp:4", pad=("blocks",))  # does not ignore padding
+    assert [(case.view, case.verdict) for case in report.cases] == [("global", "equal"), ("local", "skipped")]
+    assert "`blocks` is padded" in report.cases[1].message
 
 
 def test_padding_needs_a_loss_that_ignores_it():

@@ -334,7 +334,8 @@ def _shard_map(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:
     axes = params.get("newly_manual_axes", params.get("manual_axes"))
     assert axes is not None, "shard_map has different parameters in this jax"
     devices = math.prod(params["mesh"].shape[axis] for axis in axes)
-    return Tally().add(counter.count(open_jaxpr(params["jaxpr"]), gradients), devices)
+    inside = counter.count(open_jaxpr(params["jaxpr"]), gradients)
+    return replace(Tally().add(inside, devices), calls=inside.calls)
 
 
 def _checkpoint(counter: _Counter, equation: Any, gradients: _Marks) -> Tally:

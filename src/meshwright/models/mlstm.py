@@ -303,7 +303,8 @@ def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_i
     q, k, v, i, f, state, segment_ids = pcast_varying(inputs, axes)
 
     wide = jnp.promote_types(jnp.result_type(q, i, f), jnp.float32)
-    given, segment_B = tuple(x.astype(wide) for x in state[:3]), state.segment
+    *given, segment_B = state
+    given = tuple(x.astype(wide) for x in given)
 
     i_BSH, logf_BSH = i.astype(wide), jax.nn.log_sigmoid(f.astype(wide))
     if segment_ids is None:

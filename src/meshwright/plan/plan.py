@@ -34,7 +34,6 @@ from meshwright.plan.costs.job_costs import (
     PIPELINE_AXIS,
     TENSOR_AXIS,
     JobCosts,
-    Needs,
     each_count,
     profile_job,
 )
@@ -226,13 +225,16 @@ def prepare(job: Any, target: str | Target, setup: Setup, *, profile: JobCosts |
     if profile is None:
         check_mesh_axes(job, sizes, setup)  # fail before seconds of tracing
         profile = profile_of(job, target, setup)
-    profile = replace(profile, view=view_of_setup(job, sizes, setup).view)
+    view, laid_out = view_of_setup(job, sizes, setup), None
+    if setup.pad:  # padding may need the global view
+        laid_out = lay_out(job, profile, spec, setup)
+        view = view_of_layout(job, laid_out[0], setup.view)  # type: ignore[arg-type]
+        if view.view == "global" and setup.sync is not None:
+            raise sync_needs_local_view(setup.sync, view)
+    profile = replace(profile, view=view.view)
     check_mesh(job, profile, sizes, setup)
-    layout, notes = lay_out(job, profile, spec, setup)
-    view = view_of_layout(job, layout, setup.view)  # type: ignore[arg-type]
-    if view.view == "global" and setup.sync is not None:
-        raise sync_needs_local_view(setup.sync, view)
-    return Prepared(replace(profile, view=view.view), layout, target, spec, setup, view, notes + profile.notes)
+    layout, notes = laid_out or lay_out(job, profile, spec, setup)
+    return Prepared(profile, layout, target, spec, setup, view, notes + profile.notes)
 
 
 def mesh_sizes(spec: MeshSpec) -> dict[str, int]:
@@ -310,7 +312,10 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         sent = tuple(replace(item, hidden=min(item.hidden, most)) for item in sent)
         if view.view == "global":
             sent = tuple(replace(item, basis="assumed") for item in sent)
-            notes += ("XLA decides the communication in the global view; the plan assumes that of the local view",)
+            gathers = ", and gathers of layers stored along pp" if sizes.get(PIPELINE_AXIS, 1) > 1 else ""
+            notes += (
+                f"XLA decides the communication in the global view; the plan assumes that of the local view{gathers}",
+            )
             if target.platform == "tpu" and flops.attention and layout.mesh.size > 1:
                 notes += (
                     "in the global view, XLA's attention stores its logits; the plan assumes the fused kernel of the "
@@ -342,7 +347,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
             stages,
             is_compiled=ran is not None,
             tokens=tokens,
-            num_matmuls=_matmuls(needs, stages, setup, ways=profile.ways(sizes)),
+            num_matmuls=_matmuls(profile, stages, setup, ways=profile.ways(sizes)),
         ),
         tokens_per_step=tokens,
         peak_flops=None if target.chip is None else target.chip.peak(dtype),
@@ -356,9 +361,11 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
     )
 
 
-def _matmuls(needs: Needs, stages: Stages, setup: Setup, *, ways: int) -> int:
+def _matmuls(profile: JobCosts, stages: Stages, setup: Setup, *, ways: int) -> int:
     """Returns how many matmuls a device runs in a step: all of each minibatch, or its layers of each microbatch."""
-    return round(needs.num_matmuls * setup.num_minibatches * stages.microbatches * stages.extra / ways)
+    again = profile.forward_matmuls if stages.count > 1 and not stages.is_scheduled else 0
+    each = profile.needs[setup.remat].num_matmuls + again
+    return round(each * setup.num_minibatches * stages.microbatches * stages.extra / ways)
 
 
 def _without_schedule(flops: Flops, profile: JobCosts, sizes: Mapping[str, int]) -> tuple[Flops, str]:
@@ -433,17 +440,17 @@ def check_mesh_axes(job: Any, sizes: Mapping[str, int], setup: Setup) -> None:
             hint="leave it out, or use e.g. pp:2,fsdp:4.",
         )
     with_schedule(job, setup)  # raises if the job has stages of its own
-    view = view_of_setup(job, sizes, setup)
-    if (setup.pipeline or setup.num_microbatches) and view.view == "global":
-        raise MeshError(
-            "a pipeline schedule or a number of microbatches has no effect: XLA runs no pipeline in the global view.",
-            hint="leave it out, or use the local view.",
-        )
+    view_of_setup(job, sizes, setup)
 
 
 def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Setup) -> None:
     """Raises a `MeshError` if a job cannot run on a mesh; for custom models it checks only the axes and the view."""
     check_mesh_axes(job, sizes, setup)
+    if (setup.pipeline or setup.num_microbatches) and profile.view == "global":
+        raise MeshError(
+            "a pipeline schedule or a number of microbatches has no effect: XLA runs no pipeline in the global view.",
+            hint="leave it out, or use the local view.",
+        )
     if profile.d_model is None:
         return
     problem = mesh_problem(job, profile, sizes, setup)

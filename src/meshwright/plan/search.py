@@ -6,6 +6,7 @@ the best candidates and ranks them again.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ from meshwright.plan.target import Target, parse_target
 from meshwright.train.job import unused_axes
 from meshwright.train.jobs.job_loading import load_job
 from meshwright.train.padding import view_of_layout
-from meshwright.train.views import View, choose_view
+from meshwright.train.views import View, ViewChoice, choose_view
 
 
 @dataclass(frozen=True)
@@ -150,14 +151,11 @@ def search(
     for mesh in _meshes(target, constraints):
         spec = parse_mesh(mesh)
         first = Setup(mesh=mesh, rows=rows, precision=precision, optimizer=optimizer, pad=pad)
-        view = choose_view(job, mesh_sizes(spec))
+        view = _view(job, profile, spec, first)
         here = replace(profile, view=view.view)
         layout = _layout_or_problem(job, here, target, spec, first)
-        if isinstance(layout, Layout):
-            if not any(leaf.is_padded for leaf in layout.leaves):
-                first = replace(first, pad=())
-            view = view_of_layout(job, layout, None)
-            here = replace(profile, view=view.view)
+        if isinstance(layout, Layout) and not any(leaf.is_padded for leaf in layout.leaves):
+            first = replace(first, pad=())
         if view.view == "global" and "sync" in constraints.choices:
             layout = "sync in the global view", f"the step runs in the global view ({view.reason}), without sync modes"
         for setup in _variants(first, constraints, remats, view.view, mesh_sizes(spec).get("pp", 1)):
@@ -304,6 +302,8 @@ def _variants(
                     yield from (replace(first, remat=remat, pipeline=name, num_microbatches=one) for one in counts)
     if schedules and "gpipe" not in schedules:
         return
+    if stages > 1 and view == "global" and asked:
+        return
     if stages > 1 and view == "local" and not constraints.allows("microbatches", asked or 2 * stages):
         return
     first = replace(first, num_microbatches=asked if stages > 1 else None)
@@ -356,6 +356,13 @@ def _check_possible(target: Target, constraints: Constraints) -> None:
     )
 
 
+def _view(job: Any, profile: JobCosts, spec: MeshSpec, setup: Setup) -> ViewChoice:
+    if setup.pad:  # padding may need the global view
+        with contextlib.suppress(LayoutError):
+            return view_of_layout(job, lay_out(job, profile, spec, setup)[0], None)
+    return choose_view(job, mesh_sizes(spec))
+
+
 def _layout_or_problem(
     job: Any, profile: JobCosts, target: Target, spec: MeshSpec, setup: Setup
 ) -> Layout | tuple[str, str]:
@@ -367,6 +374,7 @@ def _layout_or_problem(
         return "unused axis", f"the job splits nothing over {unused[0]}"
     try:
         layout, _ = lay_out(job, profile, spec, setup)
+        view_of_layout(job, layout, None)  # raises if the model cannot run with the padding
     except LayoutError as error:
         first, *leaves = str(error).splitlines()
         return "parameters do not fit", f"{first} {leaves[0].strip()}" if leaves else first

@@ -83,10 +83,17 @@ def view_of_layout(
         >>> print(view_of_layout(job, layout, None))
         global (`w` is padded)
     """
-    choice = resolve_view(job, layout.mesh, view, data_axes=data_axes)
+    choice, run = resolve_view(job, layout.mesh, view, data_axes=data_axes), execution_of(job)
+    leaves = part_leaves(layout, "params")
+    if run is not None and (leaf := next((leaf for leaf in leaves if run.tensor_axis in _padded_axes(leaf)), None)):
+        raise LayoutError(
+            f"`{leaf.name.removeprefix('params/')}` is padded from {leaf.shape} to {leaf.stored_shape} along "
+            f"{run.tensor_axis!r}, but the model's matmuls need dims that this axis divides.",
+            hint="choose a size that it divides, or another mesh.",
+        )
     if choice.view == "global":
         return choice
-    padded = needs_global_view(part_leaves(layout, "params"), also=stage_axes(job, view))
+    padded = needs_global_view(leaves, also=stage_axes(job, view))
     if padded is None:
         return choice
     padded = padded._replace(name=padded.name.removeprefix("params/"))

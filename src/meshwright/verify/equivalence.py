@@ -18,10 +18,11 @@ from meshwright.layout.report import PadPolicy
 from meshwright.mesh.build import create_mesh
 from meshwright.models.execution import Remat
 from meshwright.train.job import check_axes
+from meshwright.train.padding import view_of_layout
 from meshwright.train.precision import Precision
 from meshwright.train.state import require_loss
 from meshwright.train.sync import Sync
-from meshwright.train.views import View, choose_view
+from meshwright.train.views import View
 from meshwright.types import PyTree
 from meshwright.verify.blind_spots import blind_spots, require_gradients
 from meshwright.verify.compare import compare
@@ -219,13 +220,13 @@ def compare_mesh(
     try:
         check_axes(inputs.job, mesh.shape, data_axes=inputs.data_axes)
         placed = inputs.place(mesh)
+        choice = view_of_layout(inputs.job, placed.layout, None, data_axes=placed.row_axes)
     except Exception as error:
         misfit = isinstance(error, (LayoutError, MeshError)) and not by_name
         verdict: Verdict = "skipped" if misfit else "failed"
         said: dict[str, Any] = {"message": _error_text(error), "refused": _is_refusal(error)}
         return [Case(text, view, count, verdict, **said) for view, count in wanted]
     cases = []
-    choice = choose_view(inputs.job, mesh, data_axes=placed.row_axes)
     for view, count in wanted:
         if chosen and view == "local" and choice.view == "global":
             cases.append(Case(text, view, count, "skipped", message=f"the local view: {choice.reason}."))

@@ -64,7 +64,7 @@ class Needs:
         fixed: bytes of saved activations that do not depend on the rows.
         looped: `kept` with layers in a loop, which stores all of its residuals.
         hosted: bytes offloaded to host memory, per row.
-        num_matmuls: number of matmuls, whatever the rows.
+        num_matmuls: number of matmuls for a few rows; a loss in chunks of logits has more for many.
     """
 
     flops: Flops
@@ -109,6 +109,7 @@ class JobCosts:
         merged: bytes per stored element of the matrices that a loss gets merged with their adapters.
         needs: costs by remat policy.
         forward: FLOPs per row of the loss without its gradient.
+        forward_matmuls: number of its matmuls.
         state: shapes of the train state.
         has_tokens: whether the batch says how many tokens a row has; if not, a row counts as one.
         pipeline, pipeline_rounds: the job's pipeline schedule (`Execution`).
@@ -134,6 +135,7 @@ class JobCosts:
     widths: Mapping[str, int]
     needs: Mapping[str, Needs]
     forward: Flops
+    forward_matmuls: int
     state: Any = field(repr=False, compare=False)
     frozen: frozenset[str] = frozenset()
     merged: Mapping[str, int] = field(default_factory=dict)
@@ -263,6 +265,7 @@ def profile_job(
             "custom model: until it is compiled, tp is assumed to send half of the saved activations, and stages "
             "nothing; communication is assumed to hide behind no compute",
         )
+    forward, forward_matmuls = _forward(job, params, dtypes, platform)
     return JobCosts(
         num_params=sum(int(leaf.value.size) for leaf in leaves),
         tokens_per_row=tokens,
@@ -280,7 +283,8 @@ def profile_job(
         precision=dtypes,
         widths=widths,
         needs=needs,
-        forward=_forward(job, params, dtypes, platform),
+        forward=forward,
+        forward_matmuls=forward_matmuls,
         state=state,
         frozen=frozenset(leaf.name for leaf, own in zip(leaves, learns, strict=True) if not own),
         merged=_merged(job, widths),
@@ -337,17 +341,18 @@ def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, p
     return Needs(count_jaxpr(jaxpr), kept, {}, looped, hosted, count_matmuls(jaxpr))
 
 
-def _forward(job: Any, params: PyTree, dtypes: Precision, platform: str) -> Flops:
-    """Returns the FLOPs of the loss per row, which a pipeline recomputes."""
+def _forward(job: Any, params: PyTree, dtypes: Precision, platform: str) -> tuple[Flops, int]:
+    """Returns the FLOPs of the loss per row, which a pipeline recomputes, and its number of matmuls."""
     loss, key = _loss(job, "none"), jax.eval_shape(lambda: jax.random.key(0))
 
-    def count(rows: int) -> Flops:
+    def trace(rows: int) -> Any:
         with _traced_for(platform):
-            return count_jaxpr(jax.make_jaxpr(loss)(_narrow(params, dtypes), batch_of(job, rows), key).jaxpr)
+            return jax.make_jaxpr(loss)(_narrow(params, dtypes), batch_of(job, rows), key).jaxpr
 
-    found = count(_ROWS)
-    weights = max(0, 2 * found.moved - count(2 * _ROWS).moved)
-    return _one_row(found, weights)
+    few = trace(_ROWS)
+    found = count_jaxpr(few)
+    weights = max(0, 2 * found.moved - count_jaxpr(trace(2 * _ROWS)).moved)
+    return _one_row(found, weights), count_matmuls(few)
 
 
 def _narrow(params: PyTree, dtypes: Precision) -> PyTree:

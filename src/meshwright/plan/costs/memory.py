@@ -193,7 +193,9 @@ def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mappin
     layers, ends, copies = _gathered(profile, layout, setup, sizes)
     grads = Part("gradients", gradient_bytes(profile, layout, setup), "computed", "held until the optimizer update")
     note = "two layers, and all weights outside layers" if profile.by_layer else "all weights, from their first use on"
-    if setup.sync == "once":
+    if profile.ways(sizes) < sizes.get(PIPELINE_AXIS, 1):
+        note = "all layers stored along pp, and all weights outside layers"
+    elif setup.sync == "once":
         note = "all weights, from the first minibatch to the last"
     elif profile.stages(sizes, setup).count > 1:
         note = "one layer of the stage, and all weights outside layers"

@@ -16,8 +16,9 @@ from meshwright.plan.target import Target
 # Tensor-parallel rings slow matmuls down 1.3x there, and 1.05x on TPUs according to their compiler.
 MEMORY_SHARE = 0.89
 RING_FACTOR = {"gpu": 1.3, "tpu": 1.05}
-# Seconds that each kernel takes beyond its work: on one H200, what a token of the 956M decoder takes beyond its bytes
-# (benchmarks/results/generate.md); half of it is assumed for TPUs. A step for one H200 has three kernels per matmul.
+# Seconds that each kernel takes beyond its work. On one H200, generation takes 2 us for each, and with 1.5 us planned
+# steps of the 956M decoder fit best (benchmarks/results/plan_h200.md); half of it is assumed for TPUs. A step compiled
+# for one H200 has three kernels per matmul.
 KERNEL_SECONDS = {"gpu": 1.5e-6, "tpu": 0.75e-6}
 KERNELS_PER_MATMUL = 3
 

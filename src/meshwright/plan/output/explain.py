@@ -152,12 +152,16 @@ def _time(before: PlanData, after: PlanData) -> list[CostChange]:
         again = [_seconds(plan, "matmul") - spent for plan, spent in zip(sides, own, strict=True)]
     between, update, bubble = ([_seconds(plan, name) for plan in sides] for name in ("memory", "optimizer", "bubble"))
     policies = [f"remat={plan['setup'].get('remat', 'none')}" for plan in sides]
+    parted = [
+        f"{policy}, {count} minibatches" if (count := plan["setup"].get("num_minibatches", 1)) > 1 else policy
+        for policy, plan in zip(policies, sides, strict=True)
+    ]
     meshes = [str(plan["setup"]["mesh"]) for plan in sides]
     ticks = [str(plan["time"]["bubble"]["note"]) for plan in sides]
     parts = (
         ("recomputation", again, "the backward pass recomputes for ", policies),
         ("model matmuls", own, "they take ", meshes),
-        ("memory traffic", between, "reads and writes between matmuls take ", policies),
+        ("memory traffic", between, "reads and writes between matmuls, and the start of kernels, take ", parted),
         ("optimizer", update, "the update takes ", meshes),
         ("pipeline bubble", bubble, "stages are idle for ", ticks),
     )
