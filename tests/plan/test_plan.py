@@ -15,7 +15,8 @@ from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.costs.memory import gradient_bytes
-from meshwright.plan.plan import known_to_fail, make_plan
+from meshwright.plan.plan import make_plan
+from meshwright.plan.possible_meshes import known_to_fail
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
 from meshwright.train.jobs.language_job import language_job

@@ -13,7 +13,8 @@ from meshwright.plan import search as search_module
 from meshwright.plan.compiled.compile import Compiled, CompileError
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.output.commands import PlannedJob, train_command
-from meshwright.plan.plan import make_plan, mesh_problem
+from meshwright.plan.plan import make_plan
+from meshwright.plan.possible_meshes import mesh_problem
 from meshwright.plan.search import compile_best, largest_batch, search
 from meshwright.plan.search_limits import MICROBATCHES, PIPELINES, parse_constraints
 from meshwright.plan.step_setup import Setup

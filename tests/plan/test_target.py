@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.errors import MeshError
 from meshwright.mesh.string import parse_mesh
-from meshwright.plan.plan import prepare
+from meshwright.plan.job_on_mesh import prepare
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import check_slices, parse_target
 

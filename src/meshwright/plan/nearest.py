@@ -9,7 +9,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.layout.leaf import format_bytes
 from meshwright.mesh.string import parse_mesh
 from meshwright.plan.costs.job_costs import GATHER_AXIS, JobCosts
-from meshwright.plan.plan import Plan, assemble, prepare
+from meshwright.plan.job_on_mesh import prepare
+from meshwright.plan.plan import Plan, assemble
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target, enlarged
 

@@ -6,19 +6,12 @@ sheets, "assumed" uses a rate measured on another machine, or an estimate.
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from meshwright.errors import MeshError, MeshwrightError, MeshwrightWarning, PlacementError
+from meshwright.errors import MeshwrightError
 from meshwright.hardware.flops import Flops
-from meshwright.layout import Layout, make_layout
-from meshwright.mesh.build import create_abstract_mesh
-from meshwright.mesh.string import MeshSpec, parse_mesh
-from meshwright.models.execution import Execution
-from meshwright.parallel.heads import heads_fit
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.costs.communication import (
@@ -29,28 +22,17 @@ from meshwright.plan.costs.communication import (
     host_copies,
     step_traffic,
 )
-from meshwright.plan.costs.job_costs import (
-    LAYERS,
-    PIPELINE_AXIS,
-    TENSOR_AXIS,
-    JobCosts,
-    each_count,
-    profile_job,
-)
+from meshwright.plan.costs.job_costs import PIPELINE_AXIS, JobCosts, each_count
 from meshwright.plan.costs.links import axis_links
 from meshwright.plan.costs.memory import CROWDED_HIDDEN, MemoryPlan, overlap_limit, plan_memory
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.costs.step_time import TimePlan, step_time
 from meshwright.plan.expected_goodput import ExpectedGoodput
-from meshwright.plan.step_setup import Setup, batch_of, make_optimizer, view_of_setup, with_schedule
-from meshwright.plan.target import Target, check_slices, parse_target
-from meshwright.train.job import check_axes, execution_of
-from meshwright.train.padding import view_of_layout
-from meshwright.train.state import state_layout
-from meshwright.train.views import ViewChoice, sync_needs_local_view
-
-# libtpu 0.0.42 crashed with SIGFPE on a 7B decoder with fsdp:4096, but compiled dp:16,fsdp:256 for the same chips.
-CRASHES_FROM = 4096
+from meshwright.plan.job_on_mesh import Prepared, check_rows, prepare
+from meshwright.plan.possible_meshes import known_to_fail
+from meshwright.plan.step_setup import Setup, batch_of
+from meshwright.plan.target import Target
+from meshwright.train.views import ViewChoice
 
 
 @dataclass(frozen=True)
@@ -196,76 +178,6 @@ def make_plan(
     return assemble(prepared, rows=rows, compiled=compiled, price=price)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A job on a mesh of a target, before the number of rows is known."""
-
-    profile: JobCosts
-    layout: Layout
-    target: Target
-    spec: MeshSpec
-    setup: Setup
-    view: ViewChoice
-    notes: tuple[str, ...] = ()
-
-    @property
-    def row_parts(self) -> int:
-        """Number of parts that rows are split into, over devices, minibatches and microbatches."""
-        sizes = self.layout.mesh.shape
-        parts = self.setup.num_minibatches * self.profile.stages(sizes, self.setup).microbatches
-        return int(sizes.get("dp", 1) * sizes.get("fsdp", 1) * parts)
-
-
-def prepare(job: Any, target: str | Target, setup: Setup, *, profile: JobCosts | None = None) -> Prepared:
-    """Checks a setup, profiles the job unless `profile` is given, and lays out its state."""
-    target = parse_target(target)
-    spec = parse_mesh(setup.mesh).resolve(target.num_devices)
-    check_slices(target, spec)
-    sizes = mesh_sizes(spec)
-    if profile is None:
-        check_mesh_axes(job, sizes, setup)  # fail before seconds of tracing
-        profile = profile_of(job, target, setup)
-    view, laid_out = view_of_setup(job, sizes, setup), None
-    if setup.pad:  # padding may need the global view
-        laid_out = lay_out(job, profile, spec, setup)
-        view = view_of_layout(job, laid_out[0], setup.view)  # type: ignore[arg-type]
-        if view.view == "global" and setup.sync is not None:
-            raise sync_needs_local_view(setup.sync, view)
-    profile = replace(profile, view=view.view)
-    check_mesh(job, profile, sizes, setup)
-    layout, notes = laid_out or lay_out(job, profile, spec, setup)
-    return Prepared(profile, layout, target, spec, setup, view, notes + profile.notes)
-
-
-def mesh_sizes(spec: MeshSpec) -> dict[str, int]:
-    """Returns the size of each axis of a resolved mesh."""
-    return {axis.name: axis.size for axis in spec.axes}
-
-
-def profile_of(job: Any, target: Target, setup: Setup) -> JobCosts:
-    """Profiles a job for one setup, with its remat policy and "none", which memory plans need too."""
-    return profile_job(
-        job,
-        precision=setup.precision,
-        optimizer=setup.optimizer,
-        platform=target.platform,
-        remats=tuple(dict.fromkeys(("none", setup.remat))),
-    )
-
-
-def lay_out(job: Any, profile: JobCosts, spec: MeshSpec, setup: Setup) -> tuple[Layout, tuple[str, ...]]:
-    """Returns the layout of the train state, and its warnings."""
-    mesh = create_abstract_mesh(spec)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", MeshwrightWarning)
-        if setup.zero_axis is None and not setup.pad:
-            layout = make_layout(job.rules, profile.state, mesh)
-        else:
-            options: Any = {"zero_axis": setup.zero_axis, "precision": profile.precision, "pad": setup.pad or False}
-            layout = state_layout(job, make_optimizer(setup.optimizer), mesh, **options)
-    return layout, tuple(str(warning.message) for warning in caught if warning.category is MeshwrightWarning)
-
-
 def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None, price: float | None = None) -> Plan:
     """Calculates a plan for a number of rows, without tracing."""
     profile, layout, target, setup = prepared.profile, prepared.layout, prepared.target, prepared.setup
@@ -392,118 +304,3 @@ def _with_ignored_layers(flops: Flops, profile: JobCosts, stages: Stages, rows: 
     attention, model = round(flops.attention * stages.extra), flops.matmul - flops.recomputed
     masked = flops.masked
     return replace(more, attention=attention, recomputed=more.matmul - model, masked=masked)
-
-
-NO_STAGES, NOT_IN_PIPELINES = "no pipeline stages", "not in pipelines"
-"""Why candidates are rejected: the job has no stages, or its pipeline does not take an option."""
-
-
-def mesh_problem(
-    job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Setup | None = None
-) -> tuple[str, str] | None:
-    """Returns why a job cannot run on a mesh, as a short reason and a sentence; None if it can."""
-    tp, pp = sizes.get(TENSOR_AXIS, 1), sizes.get(PIPELINE_AXIS, 1)
-    run = execution_of(job) or Execution()
-    if profile.d_model is not None and run.tensor_axis is not None:  # otherwise XLA handles any size
-        if profile.heads and not heads_fit(profile.heads, tp):
-            return "heads not divisible", f"tp={tp} does not divide {profile.heads} heads"
-        if profile.kv_heads and not heads_fit(profile.kv_heads, tp, shared=True):
-            return "heads not divisible", f"tp={tp} is not a factor or multiple of {profile.kv_heads} key/value heads"
-        if run.sequence_parallel and profile.has_tokens and profile.tokens_per_row % tp:
-            return "tokens not divisible", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
-    if pp > 1 and not profile.by_layer:
-        return NO_STAGES, "searches split only built-in models into pipeline stages"
-    if profile.num_layers % pp and not (setup is not None and setup.pad):
-        return "layers not divisible", f"pp={pp} does not divide {profile.num_layers} layers"
-    if setup is not None and profile.ways(sizes) > 1:
-        stages = profile.stages(sizes, setup)
-        if profile.num_layers < pp * stages.rounds:
-            return "layers not divisible", (
-                f"{profile.num_layers} layers cannot be cut into {pp} x {stages.rounds} pipeline stages of at least "
-                "one layer"
-            )
-        if setup.dtypes.fp8 is not None:
-            return NOT_IN_PIPELINES, "a pipeline does not run in fp8"
-        if stages.is_scheduled and setup.remat == "offload":
-            return NOT_IN_PIPELINES, f"remat=offload does not work with the pipeline schedule {stages.schedule}"
-    return None
-
-
-def check_mesh_axes(job: Any, sizes: Mapping[str, int], setup: Setup) -> None:
-    """Raises a `MeshError` if an axis of the mesh or an option splits nothing, or if the job cannot run in the view."""
-    zero = () if setup.zero_axis is None else (setup.zero_axis,)
-    check_axes(job, {axis: size for axis, size in sizes.items() if axis not in zero})
-    if (setup.pipeline or setup.num_microbatches) and sizes.get(PIPELINE_AXIS, 1) == 1:
-        raise MeshError(
-            "a pipeline schedule or a number of microbatches has no effect: the mesh has no axis pp with 2 or more "
-            "devices.",
-            hint="leave it out, or use e.g. pp:2,fsdp:4.",
-        )
-    with_schedule(job, setup)  # raises if the job has stages of its own
-    view_of_setup(job, sizes, setup)
-
-
-def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Setup) -> None:
-    """Raises a `MeshError` if a job cannot run on a mesh; for custom models it checks only the axes and the view."""
-    check_mesh_axes(job, sizes, setup)
-    if (setup.pipeline or setup.num_microbatches) and profile.view == "global":
-        raise MeshError(
-            "a pipeline schedule or a number of microbatches has no effect: XLA runs no pipeline in the global view.",
-            hint="leave it out, or use the local view.",
-        )
-    if profile.d_model is None:
-        return
-    problem = mesh_problem(job, profile, sizes, setup)
-    if problem is None:
-        return
-    if problem[0] == NOT_IN_PIPELINES:
-        raise MeshError(f"{problem[1]}.", hint="use another precision or remat, or a mesh without pp.")
-    axis = PIPELINE_AXIS if problem[0] == "layers not divisible" else TENSOR_AXIS
-    devices = math.prod(sizes.values())
-    fit = [
-        size
-        for size in range(1, devices + 1)
-        if devices % size == 0 and mesh_problem(job, profile, {axis: size}, setup) is None
-    ]
-    pads = axis == PIPELINE_AXIS and profile.num_layers > sizes[axis] and not setup.pad
-    other = f", or pass --pad {LAYERS}, which stores empty layers at the end" if pads else ""
-    raise MeshError(f"{problem[1]}, so this mesh cannot be planned.", hint=f"set {axis} to {one_of(fit)}{other}.")
-
-
-def one_of(sizes: list[int]) -> str:
-    """Lists numbers to choose from.
-
-    >>> one_of([1, 2, 4]), one_of([1])
-    ('1, 2 or 4', '1')
-    """
-    *rest, last = map(str, sizes)
-    return f"{', '.join(rest)} or {last}" if rest else last
-
-
-def check_rows(prepared: Prepared, rows: int) -> None:
-    """Raises if the rows do not divide over devices, minibatches and pipeline microbatches."""
-    setup, ways = prepared.setup, prepared.row_parts
-    for count, name in ((rows, "rows"), (setup.num_minibatches, "minibatches")):
-        if count < 1:
-            raise PlacementError(f"the number of {name} must be at least 1; got {count}.", hint=f"add {name}.")
-    if rows % ways:
-        stages = prepared.profile.stages(prepared.layout.mesh.shape, setup)
-        devices = ways // (setup.num_minibatches * stages.microbatches)
-        parts = f"{devices} devices and {setup.num_minibatches} minibatches"
-        parts += f" of {stages.microbatches} microbatches" if stages.count > 1 else ""
-        raise PlacementError(
-            f"{rows} rows do not divide over {parts}.",
-            hint=f"use {max(1, rows // ways) * ways} rows, or another number of "
-            f"{'microbatches' if stages.count > 1 else 'minibatches'}.",
-        )
-
-
-def known_to_fail(target: Target, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns a note if the compiler is known to crash on such a mesh."""
-    ways = sizes.get("fsdp", 1)
-    if target.platform != "tpu" or ways < CRASHES_FROM:
-        return ()
-    others = {"dp": sizes.get("dp", 1) * ways // 256, "fsdp": 256}
-    others |= {axis: size for axis, size in sizes.items() if axis not in others}
-    other = ",".join(f"{axis}:{size}" for axis, size in others.items() if size > 1)
-    return (f"libtpu 0.0.42 crashes (SIGFPE) on fsdp:{CRASHES_FROM}, so this may not compile; try {other}",)

@@ -17,7 +17,8 @@ from typing import Any
 from meshwright.models.decoder import Decoder
 from meshwright.plan.costs.job_costs import JobCosts
 from meshwright.plan.costs.memory import SLOP_OPTION
-from meshwright.plan.plan import Plan, make_plan, profile_of
+from meshwright.plan.job_on_mesh import profile_of
+from meshwright.plan.plan import Plan, make_plan
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
 from meshwright.train.jobs.language_job import language_job

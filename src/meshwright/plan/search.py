@@ -20,20 +20,10 @@ from meshwright.mesh.string import MeshSpec, parse_mesh
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.compile import CompileError, compile_step
 from meshwright.plan.costs.job_costs import REMATS, JobCosts, profile_job
+from meshwright.plan.job_on_mesh import Prepared, lay_out, mesh_sizes, prepare
 from meshwright.plan.nearest import Nearest, find_nearest
-from meshwright.plan.plan import (
-    NO_STAGES,
-    Plan,
-    Prepared,
-    assemble,
-    known_to_fail,
-    lay_out,
-    make_plan,
-    mesh_problem,
-    mesh_sizes,
-    one_of,
-    prepare,
-)
+from meshwright.plan.plan import Plan, assemble, make_plan
+from meshwright.plan.possible_meshes import NO_STAGES, known_to_fail, mesh_problem, one_of
 from meshwright.plan.search_limits import (
     AXES,
     MICROBATCHES,
