@@ -22,8 +22,40 @@ from meshwright.types import PyTree
 IDLE = -1
 
 
+class TableSizes:
+    """The sizes of a table of `[ticks, devices]`."""
+
+    stages: np.ndarray[Any, Any]
+    microbatches: np.ndarray[Any, Any]
+
+    @property
+    def num_ticks(self) -> int:
+        """Number of ticks."""
+        return int(self.stages.shape[0])
+
+    @property
+    def num_stages(self) -> int:
+        """Number of devices in the pipeline."""
+        return int(self.stages.shape[1])
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Number of stages that a microbatch passes, over all rounds."""
+        return int(self.stages.max()) + 1
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of virtual stages on each device, which a microbatch passes in turn."""
+        return self.num_virtual_stages // self.num_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches."""
+        return int(self.microbatches.max()) + 1
+
+
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class Schedule(TableSizes):
     """A pipeline schedule, validated on construction.
 
     A microbatch must run virtual stage `s + 1` at the tick after stage `s`, because devices send their result at the
@@ -46,31 +78,6 @@ class Schedule:
                 f"a schedule needs two tables of ticks x devices; got shapes {stages.shape} and {microbatches.shape}."
             )
         self._check()
-
-    @property
-    def num_ticks(self) -> int:
-        """Number of ticks."""
-        return int(self.stages.shape[0])
-
-    @property
-    def num_stages(self) -> int:
-        """Number of devices in the pipeline."""
-        return int(self.stages.shape[1])
-
-    @property
-    def num_virtual_stages(self) -> int:
-        """Number of stages that a microbatch passes, over all rounds."""
-        return int(self.stages.max()) + 1
-
-    @property
-    def num_rounds(self) -> int:
-        """Number of times that a microbatch passes each device."""
-        return self.num_virtual_stages // self.num_stages
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number of microbatches."""
-        return int(self.microbatches.max()) + 1
 
     @property
     def bubble_fraction(self) -> float:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.pipeline.schedule import IDLE
+from meshwright.parallel.pipeline.schedule import IDLE, TableSizes
 
 
 class Work(enum.IntEnum):
@@ -51,7 +51,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingSchedule:
+class TrainingSchedule(TableSizes):
     """A pipeline schedule with its backward pass, validated on construction.
 
     Args:
@@ -85,33 +85,6 @@ class TrainingSchedule:
                 f"{self.work.shape}, {self.stages.shape} and {self.microbatches.shape}."
             )
         self._check()
-
-    # --- Sizes ---
-
-    @property
-    def num_ticks(self) -> int:
-        """Number of ticks."""
-        return int(self.work.shape[0])
-
-    @property
-    def num_stages(self) -> int:
-        """Number of devices in the pipeline."""
-        return int(self.work.shape[1])
-
-    @property
-    def num_virtual_stages(self) -> int:
-        """Number of stages that a microbatch passes, over all rounds."""
-        return int(self.stages.max()) + 1
-
-    @property
-    def num_rounds(self) -> int:
-        """Number of virtual stages on each device."""
-        return self.num_virtual_stages // self.num_stages
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number of microbatches."""
-        return int(self.microbatches.max()) + 1
 
     @property
     def splits_backward(self) -> bool:
