@@ -2,6 +2,7 @@
 """Origins of collectives: by the scopes of FSDP gathers, and traced back to program arguments."""
 
 import contextlib
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
+from meshwright.mesh.axes import pcast_varying
 from meshwright.parallel.fsdp import gather_tree
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.plan.compiled.origin import last_scope, short_path
@@ -201,6 +203,14 @@ def test_a_reduction_without_a_name_uses_that_of_its_computation():
     # The innermost call outside Meshwright, without the home folder.
     assert one.line == "pkg/train.py:12"
     assert one.serves == "an activation of loss.layer"
+
+
+@pytest.mark.parametrize("collective", [gather_tree, pcast_varying], ids=lambda call: call.__name__)
+def test_a_line_inside_of_a_collective_is_that_of_its_caller(collective):
+    """Read from where the function really is, so that a moved module cannot hide callers."""
+    file = inspect.getsourcefile(collective)
+    changed = LOST.replace("/home/someone/env/lib/python3.12/site-packages/meshwright/parallel/gather.py", file)
+    assert read_schedule(changed).collectives[0].line == "pkg/train.py:12"
 
 
 def test_a_reduction_without_a_name_uses_the_cast_of_the_gradient():

@@ -40,7 +40,7 @@ _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _FILE, _LINE = re.compile(r'\bsource_file="([^"]*)"'), re.compile(r"\bsource_line=(\d+)")
 _HOME = re.compile(r"^(?:/home/[^/]+|/Users/[^/]+|/root)/")
 # The caller of a Meshwright collective is more useful than a line inside it.
-_OURS = re.compile(r"/meshwright/(?:parallel/|axes\.py)")
+_OURS = re.compile(r"/meshwright/(?:parallel|mesh)/")
 _MAX_DEPTH = 64
 
 

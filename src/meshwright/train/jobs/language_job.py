@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import jax
@@ -64,7 +65,7 @@ def language_job(
     return Job(
         init=model.init,
         rules=model.rules,
-        loss=functools.partial(_loss, model, execution, loss_options),
+        loss=LanguageLoss(model, execution, loss_options),
         batch=batch,
         mesh=mesh,
         make_batch=functools.partial(_random_batch, batch, model.vocab_size),
@@ -84,16 +85,14 @@ def with_execution(job: Any, **changes: Any) -> Any:
         'zb-v'
     """
     loss = getattr(job, "loss", None)
-    if not isinstance(job, Job) or not isinstance(loss, functools.partial) or loss.func is not _loss:
+    if not isinstance(job, Job) or not isinstance(loss, LanguageLoss):
         names = " and ".join(changes)
         raise JobError(
             f"this job sets its own execution options, so {names} cannot be changed.",
             hint="use a job of mw.language_job(model, ...), or set Execution(...) in the job.",
         )
-    model, execution, *others = loss.args
-    execution = replace(execution, **changes)
-    changed = functools.partial(loss.func, model, execution, *others, **loss.keywords)
-    return replace(job, loss=changed, execution=execution)
+    execution = replace(loss.execution, **changes)
+    return replace(job, loss=replace(loss, execution=execution), execution=execution)
 
 
 def _random_batch(shapes: dict[str, Any], vocab_size: int, seed: int) -> dict[str, Any]:
@@ -110,21 +109,46 @@ def _random_batch(shapes: dict[str, Any], vocab_size: int, seed: int) -> dict[st
     return batch
 
 
-def _loss(
-    model: LanguageModel,
-    run: Execution,
-    options: dict[str, Any],
-    params: PyTree,
-    batch: PyTree,
-    rng: PRNGKeyArray | None,
-    *,
-    gather: Gather | None = None,
-    remat: Remat = "none",
-    fp8: Amaxes | None = None,
-    lora: Adapters | None = None,
-) -> Any:
-    def finish(h: Any, head: Any, targets: PyTree) -> Any:
-        sources, grouped = targets["sources"], dict[str, Any]()
+@dataclass(frozen=True, eq=False)
+class LanguageLoss:
+    """The loss of a language model: `loss(params, batch, rng)` with batches as `language_job` describes them.
+
+    Args:
+        options: options of `next_token_loss`.
+    """
+
+    model: LanguageModel
+    execution: Execution
+    options: Mapping[str, Any]
+
+    def __call__(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        rng: PRNGKeyArray | None,
+        *,
+        gather: Gather | None = None,
+        remat: Remat = "none",
+        fp8: Amaxes | None = None,
+        lora: Adapters | None = None,
+    ) -> Any:
+        return self.model.apply(
+            params,
+            batch["inputs"],
+            positions=batch.get("positions"),
+            segment_ids=batch.get("segment_ids"),
+            rng=rng,
+            run=self.execution,
+            gather=gather,
+            remat=remat,
+            fp8=fp8,
+            lora=lora,
+            finish=self._finish,
+            targets={"targets": batch["targets"], "weights": batch.get("weights"), "sources": batch.get("sources")},
+        )
+
+    def _finish(self, h: Any, head: Any, targets: PyTree) -> Any:
+        run, sources, grouped = self.execution, targets["sources"], dict[str, Any]()
         if sources is not None:
             ids = jnp.broadcast_to(jnp.argmax(sources, axis=1)[:, None], targets["targets"].shape)
             grouped = {"groups": ids, "num_groups": sources.shape[1]}
@@ -136,27 +160,12 @@ def _loss(
             axis=run.tensor(),
             sequence_parallel=run.sequence_parallel,
             batch_axes=run.rows(),
-            soft_cap=model.logit_soft_cap,
-            **({"kernels": run.kernels} | options),
+            soft_cap=self.model.logit_soft_cap,
+            **({"kernels": run.kernels} | dict(self.options)),
             **grouped,
         )
         # The sums are those of sources here.
         return loss, {"by_source" if name == "by_group" else name: value for name, value in metrics.items()}
-
-    return model.apply(
-        params,
-        batch["inputs"],
-        positions=batch.get("positions"),
-        segment_ids=batch.get("segment_ids"),
-        rng=rng,
-        run=run,
-        gather=gather,
-        remat=remat,
-        fp8=fp8,
-        lora=lora,
-        finish=finish,
-        targets={"targets": batch["targets"], "weights": batch.get("weights"), "sources": batch.get("sources")},
-    )
 
 
 def next_token_loss(
