@@ -15,7 +15,7 @@ from meshwright.plan.compiled.memory_trace import PARTS as TRACED
 from meshwright.plan.output.schedule_picture import KINDS
 from meshwright.plan.output.summary import PART_NAMES
 
-MEMORY = ("bookkeeping", "ticks", "gradients of a tick", "rest", *TRACED)
+MEMORY = ("bookkeeping", "ticks", "gradients of a tick", "layers of the stages", "rest", *TRACED)
 # Linear RGB as people with each color blindness see it (Machado, Oliveira and Fernandes 2009, severity 1).
 SIGHTS = {
     "all colors": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],

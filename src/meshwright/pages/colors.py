@@ -24,6 +24,7 @@ FILLS: dict[str, int] = {
     "ticks": PURPLE + HATCHED,
     "temporaries": GRAY,
     "gradients of a tick": ORANGE + HATCHED,
+    "layers of the stages": BLUE + HATCHED,
     "bookkeeping": GREEN + HATCHED,
     "rest": GRAY + HATCHED,
     # One step; "optimizer" is above

@@ -24,7 +24,7 @@ from meshwright.plan.costs.communication import (
 )
 from meshwright.plan.costs.job_costs import PIPELINE_AXIS, JobCosts, each_count
 from meshwright.plan.costs.links import axis_links
-from meshwright.plan.costs.memory import CROWDED_HIDDEN, MemoryPlan, overlap_limit, plan_memory
+from meshwright.plan.costs.memory import MemoryPlan, overlap_limit, plan_memory
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.costs.step_time import TimePlan, step_time
 from meshwright.plan.expected_goodput import ExpectedGoodput
@@ -210,17 +210,19 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         )
     links = axis_links(target, spec)
     memory = plan_memory(profile, layout, target, setup, rows=rows, compiled=compiled)
-    most, crowded = overlap_limit(memory, target, setup.compiler_options)
+    most, crowded = overlap_limit(memory, target, setup)
     dtype = profile.precision.compute.name
     ran = compiled if compiled is not None and compiled.does_not_fit is None else None
     if ran is not None:
         sent = compiled_sent(ran, links)
+        is_limited = bool(sent) and ran.hidden_share <= most
     else:
         traffic = step_traffic(profile, layout, setup, rows=rows)
         sent = computed_sent(traffic, links, target, spec, overlap=setup.overlap)
         rate = target.matmul_rate(dtype)
         if rate is not None:
             sent = beside_matmuls(sent, (flops.matmul - flops.attention) / layout.mesh.size / rate)
+        is_limited = any(item.hidden > most for item in sent)
         sent = tuple(replace(item, hidden=min(item.hidden, most)) for item in sent)
         if view.view == "global":
             sent = tuple(replace(item, basis="assumed") for item in sent)
@@ -233,7 +235,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
                     "in the global view, XLA's attention stores its logits; the plan assumes the fused kernel of the "
                     "local view, which needs less memory and time",
                 )
-    if crowded and sum((item.seconds or 0.0) * (item.hidden - CROWDED_HIDDEN) for item in sent) <= 0:
+    if crowded and is_limited:
         notes += (crowded,)
     if view.view == "global" and setup.view is None:
         notes = (f"the step runs in the global view: {view.reason}", *notes)

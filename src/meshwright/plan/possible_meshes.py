@@ -17,14 +17,20 @@ from meshwright.train.job import check_axes, execution_of
 # libtpu 0.0.42 crashed with SIGFPE on a 7B decoder with fsdp:4096, but compiled dp:16,fsdp:256 for the same chips.
 CRASHES_FROM = 4096
 
-NO_STAGES, NOT_IN_PIPELINES = "no pipeline stages", "not in pipelines"
-"""Why candidates are rejected: the job has no stages, or its pipeline does not take an option."""
+NO_STAGES, NOT_IN_PIPELINES, NOT_DIVISIBLE = "no pipeline stages", "not in pipelines", "layers not divisible"
+"""Why candidates are rejected: the job has no stages, its pipeline does not take an option, or too few layers."""
 
 
-def mesh_problem(
-    job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Setup | None = None
-) -> tuple[str, str] | None:
-    """Returns why a job cannot run on a mesh, as a short reason and a sentence; None if it can."""
+Problem = tuple[str, str] | None
+"""A short reason and a sentence, or None."""
+
+
+def mesh_problem(job: Any, profile: JobCosts, sizes: Mapping[str, int], *, pads: bool = False) -> Problem:
+    """Returns why a job cannot be placed on a mesh, whatever its pipeline schedule.
+
+    Args:
+        pads: whether layers may be stored padded.
+    """
     tp, pp = sizes.get(TENSOR_AXIS, 1), sizes.get(PIPELINE_AXIS, 1)
     run = execution_of(job) or Execution()
     if profile.d_model is not None and run.tensor_axis is not None:  # otherwise XLA handles any size
@@ -36,19 +42,25 @@ def mesh_problem(
             return "tokens not divisible", f"tp={tp} does not divide {profile.tokens_per_row} tokens"
     if pp > 1 and not profile.by_layer:
         return NO_STAGES, "searches split only built-in models into pipeline stages"
-    if profile.num_layers % pp and not (setup is not None and setup.pad):
-        return "layers not divisible", f"pp={pp} does not divide {profile.num_layers} layers"
-    if setup is not None and profile.ways(sizes) > 1:
-        stages = profile.stages(sizes, setup)
-        if profile.num_layers < pp * stages.rounds:
-            return "layers not divisible", (
-                f"{profile.num_layers} layers cannot be cut into {pp} x {stages.rounds} pipeline stages of at least "
-                "one layer"
-            )
-        if setup.dtypes.fp8 is not None:
-            return NOT_IN_PIPELINES, "a pipeline does not run in fp8"
-        if stages.is_scheduled and setup.remat == "offload":
-            return NOT_IN_PIPELINES, f"remat=offload does not work with the pipeline schedule {stages.schedule}"
+    if profile.num_layers % pp and not pads:
+        return NOT_DIVISIBLE, f"pp={pp} does not divide {profile.num_layers} layers"
+    return None
+
+
+def pipeline_problem(profile: JobCosts, sizes: Mapping[str, int], setup: Setup) -> Problem:
+    """Returns why the pipeline of a setup cannot run on a mesh."""
+    if profile.ways(sizes) == 1:
+        return None
+    stages, pp = profile.stages(sizes, setup), sizes[PIPELINE_AXIS]
+    if profile.num_layers < pp * stages.rounds:
+        return NOT_DIVISIBLE, (
+            f"{profile.num_layers} layers cannot be cut into {pp} x {stages.rounds} pipeline stages of at least one "
+            "layer"
+        )
+    if setup.dtypes.fp8 is not None:
+        return NOT_IN_PIPELINES, "a pipeline does not run in fp8"
+    if stages.is_scheduled and setup.remat == "offload":
+        return NOT_IN_PIPELINES, f"remat=offload does not work with the pipeline schedule {stages.schedule}"
     return None
 
 
@@ -76,20 +88,25 @@ def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Set
         )
     if profile.d_model is None:
         return
-    problem = mesh_problem(job, profile, sizes, setup)
+
+    def problem_of(sizes: Mapping[str, int], *, pads: bool) -> Problem:
+        return mesh_problem(job, profile, sizes, pads=pads) or pipeline_problem(profile, sizes, setup)
+
+    problem = problem_of(sizes, pads=bool(setup.pad))
     if problem is None:
         return
     if problem[0] == NOT_IN_PIPELINES:
         raise MeshError(f"{problem[1]}.", hint="use another precision or remat, or a mesh without pp.")
-    axis = PIPELINE_AXIS if problem[0] == "layers not divisible" else TENSOR_AXIS
+    axis = PIPELINE_AXIS if problem[0] == NOT_DIVISIBLE else TENSOR_AXIS
     devices = math.prod(sizes.values())
     fit = [
         size
         for size in range(1, devices + 1)
-        if devices % size == 0 and mesh_problem(job, profile, {axis: size}, setup) is None
+        if devices % size == 0 and problem_of({axis: size}, pads=bool(setup.pad)) is None
     ]
-    pads = axis == PIPELINE_AXIS and profile.num_layers > sizes[axis] and not setup.pad
-    other = f", or pass --pad {LAYERS}, which stores empty layers at the end" if pads else ""
+    other = ""
+    if problem_of(sizes, pads=True) is None:
+        other = f", or pass --pad {LAYERS}, which stores empty layers at the end"
     raise MeshError(f"{problem[1]}, so this mesh cannot be planned.", hint=f"set {axis} to {one_of(fit)}{other}.")
 
 

@@ -6,7 +6,6 @@ the best candidates and ranks them again.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from meshwright.plan.costs.job_costs import REMATS, JobCosts, profile_job
 from meshwright.plan.job_on_mesh import Prepared, lay_out, mesh_sizes, prepare
 from meshwright.plan.nearest import Nearest, find_nearest
 from meshwright.plan.plan import Plan, assemble, make_plan
-from meshwright.plan.possible_meshes import NO_STAGES, known_to_fail, mesh_problem, one_of
+from meshwright.plan.possible_meshes import NO_STAGES, known_to_fail, mesh_problem, one_of, pipeline_problem
 from meshwright.plan.search_limits import (
     AXES,
     MICROBATCHES,
@@ -141,16 +140,15 @@ def search(
     for mesh in _meshes(target, constraints):
         spec = parse_mesh(mesh)
         first = Setup(mesh=mesh, rows=rows, precision=precision, optimizer=optimizer, pad=pad)
-        view = _view(job, profile, spec, first)
+        view, layout = _placed(job, profile, target, spec, first)
         here = replace(profile, view=view.view)
-        layout = _layout_or_problem(job, here, target, spec, first)
         if isinstance(layout, Layout) and not any(leaf.is_padded for leaf in layout.leaves):
             first = replace(first, pad=())
         if view.view == "global" and "sync" in constraints.choices:
             layout = "sync in the global view", f"the step runs in the global view ({view.reason}), without sync modes"
         for setup in _variants(first, constraints, remats, view.view, mesh_sizes(spec).get("pp", 1)):
             found: Plan | Rejected
-            if isinstance(layout, Layout) and (problem := mesh_problem(job, here, mesh_sizes(spec), setup)):
+            if isinstance(layout, Layout) and (problem := pipeline_problem(here, mesh_sizes(spec), setup)):
                 found = Rejected(setup, *problem)
             elif isinstance(layout, Layout):
                 found = _judge(Prepared(here, layout, target, spec, setup, view), rows, price)
@@ -346,30 +344,24 @@ def _check_possible(target: Target, constraints: Constraints) -> None:
     )
 
 
-def _view(job: Any, profile: JobCosts, spec: MeshSpec, setup: Setup) -> ViewChoice:
-    if setup.pad:  # padding may need the global view
-        with contextlib.suppress(LayoutError):
-            return view_of_layout(job, lay_out(job, profile, spec, setup)[0], None)
-    return choose_view(job, mesh_sizes(spec))
-
-
-def _layout_or_problem(
+def _placed(
     job: Any, profile: JobCosts, target: Target, spec: MeshSpec, setup: Setup
-) -> Layout | tuple[str, str]:
-    """Returns the layout of a mesh, or the reason and detail of its rejection."""
+) -> tuple[ViewChoice, Layout | tuple[str, str]]:
+    """Returns the view and the layout of a job on a mesh, or the reason and detail of its rejection."""
     sizes = mesh_sizes(spec)
-    if (problem := mesh_problem(job, profile, sizes, setup)) is not None:
-        return problem
+    view = choose_view(job, sizes)
+    if (problem := mesh_problem(job, profile, sizes, pads=bool(setup.pad))) is not None:
+        return view, problem
     if unused := unused_axes(job, sizes):
-        return "unused axis", f"the job splits nothing over {unused[0]}"
+        return view, ("unused axis", f"the job splits nothing over {unused[0]}")
     try:
         layout, _ = lay_out(job, profile, spec, setup)
-        view_of_layout(job, layout, None)  # raises if the model cannot run with the padding
+        view = view_of_layout(job, layout, None)  # raises if the model cannot run with the padding
     except LayoutError as error:
         first, *leaves = str(error).splitlines()
-        return "parameters do not fit", f"{first} {leaves[0].strip()}" if leaves else first
+        return view, ("parameters do not fit", f"{first} {leaves[0].strip()}" if leaves else first)
     crashes = known_to_fail(target, sizes)
-    return ("known compiler crash", crashes[0]) if crashes else layout
+    return view, ("known compiler crash", crashes[0]) if crashes else layout
 
 
 def _judge(prepared: Prepared, rows: int, price: float | None) -> Plan | Rejected:

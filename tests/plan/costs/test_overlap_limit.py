@@ -33,15 +33,34 @@ def memory_of(total, gathered):
     return MemoryPlan(parts, total * GIB, "computed", round(139.8 * GIB))
 
 
+def setup(slop, sync=None):
+    return Setup(mesh="fsdp:64", num_minibatches=4, sync=sync, compiler_options={SLOP_OPTION: slop})
+
+
 @pytest.mark.parametrize(("total", "gathered", "slop", "hidden"), COMPILED)
 def test_the_limit_is_that_of_compiled_programs(total, gathered, slop, hidden):
-    most, note = overlap_limit(memory_of(total, gathered), parse_target("h200:8x8"), {SLOP_OPTION: slop})
+    most, note = overlap_limit(memory_of(total, gathered), parse_target("h200:8x8"), setup(slop))
     assert min(0.9, most) == pytest.approx(hidden, abs=0.2)
     assert bool(note) == (hidden < 0.3)
 
 
 def test_only_gpus_have_it():
-    assert overlap_limit(memory_of(139.0, 7.1), parse_target("v5p:4x4x4"), {}) == (1.0, "")
+    assert overlap_limit(memory_of(139.0, 7.1), parse_target("v5p:4x4x4"), setup(95)) == (1.0, "")
+
+
+def test_weights_gathered_once_need_no_second_copy():
+    """Their memory is in the total, and no gather overlaps."""
+    memory, target = memory_of(105.0, 7.1), parse_target("h200:8x8")
+    assert overlap_limit(memory, target, setup(95, "once")) == (1.0, "")
+    assert overlap_limit(memory, target, setup(95, "hybrid"))[0] < 1
+
+
+def test_plans_without_communication_have_no_note():
+    job = language_job(Decoder.named("tiny", d_model=4096, d_ff=16384, num_layers=2), batch_size=8, num_tokens=4096)
+    plan = make_plan(job, "h200:1x1", Setup(mesh="dp:1", rows=25))
+    assert plan.memory.total / plan.memory.capacity > 0.76
+    assert not plan.sent
+    assert not any("XLA schedules programs for" in note for note in plan.notes)
 
 
 def test_plans_follow_it():

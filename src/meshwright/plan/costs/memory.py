@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
@@ -31,6 +30,8 @@ _SCHEDULED_MEMORY, _CROWDED, CROWDED_HIDDEN = 0.8, 1.07, 0.25
 _LOSS_BYTES, _LOGIT_BYTES = 1.2 * 2**30, {"gpu": 8, "tpu": 4, "cpu": 8}
 # Recomputed activations of a layer and their gradients, relative to its activations; fitted to compiled programs.
 _LAYER_FACTOR = {"gpu": 1.35, "tpu": 1.0, "cpu": 1.6}
+# Copies of the layers that a pipeline moves to the devices of their stages: programs for h200:1x4, v5p:2x2x1 and cpu:4.
+_STAGE_COPIES = {"gpu": 1, "tpu": 0, "cpu": 2}
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def plan_memory(
     """Returns the peak memory per device, for a global batch of `rows`."""
     sizes = dict(layout.mesh.shape)
     parts = [*_state_parts(layout), *_weight_parts(profile, layout, setup, sizes)]
+    parts.append(_stage_layers(profile, layout, setup, target))
     # The compilers of TPUs reuse the memory of gathered layers for the loss.
     reused = _gathered(profile, layout, setup, sizes)[0] if target.platform == "tpu" else 0.0
     parts += _activation_parts(profile, setup, sizes, rows=rows, target=target, reused=reused)
@@ -139,18 +141,17 @@ def _state_parts(layout: Layout) -> list[Part]:
     return [Part(name, size, "computed", "exact, from the layout") for name, size in found.items()]
 
 
-def overlap_limit(memory: MemoryPlan, target: Target, options: Mapping[str, Any]) -> tuple[float, str]:
+def overlap_limit(memory: MemoryPlan, target: Target, setup: Setup) -> tuple[float, str]:
     """Returns the share of communication that can be hidden in a GPU's memory, with a note if it is below 1.
 
-    Overlapped gathers need memory of their own, and XLA gives up overlap rather than exceed its limit.
-
-    Args:
-        options: compiler options of the step.
+    Gathers that overlap need memory of their own, and XLA gives up overlap rather than exceed its limit.
     """
     if target.platform != "gpu" or not memory.capacity:
         return 1.0, ""
-    limit = _SCHEDULED_MEMORY * float(options.get(SLOP_OPTION, SLOP)) / 100 * memory.capacity
-    needed = memory.total + math.fsum(part.bytes for part in memory.parts if part.name == GATHERED_WEIGHTS)
+    limit = _SCHEDULED_MEMORY * float(setup.compiler_options.get(SLOP_OPTION, SLOP)) / 100 * memory.capacity
+    needed = memory.total
+    if setup.sync != "once":  # which gathers before anything that it could overlap with
+        needed += math.fsum(part.bytes for part in memory.parts if part.name == GATHERED_WEIGHTS)
     if needed <= limit:
         return 1.0, ""
     note = (
@@ -230,6 +231,21 @@ def _gathered(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[st
             ends += local_size(leaf) * fsdp * width
     many = 2 if stages.count == 1 else 1
     return many * layers, ends, copies
+
+
+def _stage_layers(profile: JobCosts, layout: Layout, setup: Setup, target: Target) -> Part:
+    """Returns the copy of a device's layers that it computes, if they are not those that it stores."""
+    stages = profile.stages(dict(layout.mesh.shape), setup)
+    copies = _STAGE_COPIES[target.platform] if stages.moves else 1
+    if target.platform == "tpu" or not (stages.moves or stages.extra > 1):
+        copies = 0
+    one = math.fsum(
+        local_size(leaf) * profile.widths[leaf.name.removeprefix("params/")]
+        for leaf in param_leaves(layout)
+        if leaf.name.startswith(f"params/{LAYERS}")
+    )
+    size = copies * one * stages.computed_layers / stages.stored_layers
+    return Part("layers of the stages", size, "assumed", "moved from the devices that store them, with empty places")
 
 
 def _tick_gradients(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> Part:
@@ -360,6 +376,7 @@ def _shrunk(parts: list[Part], by: float) -> list[Part]:
     spared = (
         "merged matrices",
         "gradients of a tick",
+        "layers of the stages",
         "activations",
         "gradients",
         GATHERED_WEIGHTS,
