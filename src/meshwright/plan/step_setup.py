@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from meshwright.errors import JobError, MeshwrightError, did_you_mean
-from meshwright.mesh.build import AnyMesh
+from meshwright.mesh.current import AnyMesh
 from meshwright.parallel.rows import count_rows
 from meshwright.train.jobs.language_job import with_execution
 from meshwright.train.optimizer.muon import muon

@@ -21,7 +21,7 @@ from jax import lax
 
 from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import is_manual, pcast_varying, varying_axes
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.metrics import MetricPart, combine, finish, is_pair, neutral, over, over_devices, parts_of, wide
 from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.rows import row_key, split_rows

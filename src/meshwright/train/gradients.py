@@ -21,7 +21,7 @@ from meshwright.errors import JobError, LayoutError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout
 from meshwright.mesh.axes import varying_axes
-from meshwright.mesh.build import AnyMesh
+from meshwright.mesh.current import AnyMesh
 from meshwright.metrics import Mean, Sum, declare, is_pair
 from meshwright.models.execution import Remat, remat_policy
 from meshwright.parallel.fp8.weight import Amaxes

@@ -23,7 +23,7 @@ from meshwright.distributed.same_batch import require_same_batch
 from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
 from meshwright.hardware.chips import chip_family
 from meshwright.layout import Layout
-from meshwright.mesh.build import AnyMesh
+from meshwright.mesh.current import AnyMesh
 from meshwright.metrics import compute
 from meshwright.models.execution import Remat
 from meshwright.parallel.overlap.forms import overlap_options
