@@ -238,6 +238,26 @@ def test_placed_batches_stay_and_others_are_split_by_rows():
     assert jax.eval_shape(step, state, placed)[1]["loss"].shape == ()  # a step can be traced inside a program
 
 
+@pytest.mark.parametrize(("mesh", "waits"), [("dp:8", True), ("dp:1", False)])
+def test_simulated_devices_run_one_step_at_a_time(monkeypatch, mesh, waits):
+    job = mw.Job(
+        init=lambda key: {"w": jnp.ones(8)},
+        rules=[("w", P())],
+        loss=lambda params, batch, rng: (jnp.mean(batch["x"] @ params["w"]), {}),
+    )
+    layout = mw.state_layout(job, optax.sgd(0.1), mw.create_mesh(mesh, devices=None if waits else jax.devices()[:1]))
+    state = mw.init_state(job, optax.sgd(0.1), layout, jax.random.key(0))
+    run, batch = mw.make_train_step(job, optax.sgd(0.1), layout), {"x": jnp.ones((8, 8))}
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda value: waited.append(value))
+    results = []
+    for _ in range(2):
+        state, metrics = run(state, batch)
+        results.append(metrics)
+    assert len(waited) == (2 if waits else 0)
+    assert not waits or any(waited[1] is value for value in results[0].values())
+
+
 def test_a_loss_without_a_reduction_is_rejected():
     def loss(params, batch, rng):
         return jnp.mean(batch["x"] @ params["w"]), {}

@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.distributed.same_batch import require_same_batch
-from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
+from meshwright.errors import MeshwrightError, PlacementError
 from meshwright.hardware.chips import chip_family
 from meshwright.layout import Layout
-from meshwright.mesh.current import AnyMesh
 from meshwright.metrics import compute
 from meshwright.models.execution import Remat
-from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.parallel.rows import count_rows
 from meshwright.specs import round_up
 from meshwright.train.fp8_scaling import are_finite
@@ -37,6 +34,7 @@ from meshwright.train.optimizer.optimizer_update import require_known_optimizer,
 from meshwright.train.padding import cut, fill, part_leaves
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, gradient_specs, only_trainable, with_frozen
+from meshwright.train.step_options import xla_options
 from meshwright.train.sync import Sync
 from meshwright.train.views import View
 from meshwright.types import Metrics, PyTree
@@ -361,53 +359,3 @@ class Step:
 def _shapes(batch: PyTree) -> tuple[Any, ...]:
     leaves, structure = jax.tree.flatten(batch)
     return (structure, *((np.shape(leaf), np.dtype(leaf.dtype)) for leaf in leaves))
-
-
-# --- Default XLA options by device family, as measured in benchmarks/results/decoder_h200.md ---
-
-# Step time of a 956M decoder on one H200: cuBLAS matmuls save 3% over Triton's; disabling the fusion of slices, which
-# keeps autotuning from matmuls with stacked weights, saves 1.5%.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "gpu": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False},
-}
-
-
-# XLA merges small matmuls that share an operand before it recognizes fp8, and then multiplies in bfloat16.
-_FP8_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_dot_merger_threshold_mb": 0}}
-
-
-def xla_options(
-    mesh: AnyMesh, wanted: dict[str, Any] | None, *, overlap: bool = False, fp8: bool = False
-) -> dict[str, Any] | None:
-    """Returns the XLA options for a step on this mesh: defaults for its devices, overridden by `wanted`.
-
-    With `overlap`, the defaults include `overlap_options`; with `fp8`, those that keep fp8 matmuls in fp8.
-    """
-    chip = chip_family(mesh) if isinstance(mesh, Mesh) else ""
-    known = _OPTIONS.get(chip, {}) | (overlap_options(mesh) if overlap and mesh.size > 1 else {})
-    known |= _FP8_OPTIONS.get(chip, {}) if fp8 else {}
-    if not known:
-        return wanted
-    options = tuple(known.items())
-    if not _is_known(options, mesh):
-        options = tuple(option for option in options if _is_known((option,), mesh))
-    return dict(options) | (wanted or {})
-
-
-@functools.lru_cache(maxsize=64)
-def _is_known(options: tuple[tuple[str, Any], ...], mesh: AnyMesh) -> bool:
-    """Whether the compiler accepts these options; warns if it rejects a single one."""
-    argument = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
-    try:
-        jax.jit(lambda x: x, compiler_options=dict(options)).lower(argument).compile()
-    except Exception as error:  # XLA has no specific error type for an unknown option
-        if len(options) == 1:
-            name, value = options[0]
-            warnings.warn(
-                f"this XLA version rejects {name}={value}, an option that makes steps faster on this device: {error}\n"
-                "hint: results are correct without it; a newer Meshwright may know its new name.",
-                MeshwrightWarning,
-                stacklevel=4,
-            )
-        return False
-    return True
