@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.distributed.same_batch import require_same_batch
-from meshwright.errors import MeshwrightError, PlacementError
+from meshwright.errors import PlacementError
 from meshwright.hardware.chips import chip_family
 from meshwright.layout import Layout
 from meshwright.metrics import compute
@@ -30,6 +30,7 @@ from meshwright.train.fp8_scaling import are_finite
 from meshwright.train.gradients import Gradients, make_gradients, named_shardings
 from meshwright.train.guards import is_concrete, require_live_state, require_same_state
 from meshwright.train.optimizer.ema import averaged_params, check_ema, moved, require_ema
+from meshwright.train.optimizer.norms import check_clip, clipped
 from meshwright.train.optimizer.optimizer_update import require_known_optimizer, update
 from meshwright.train.padding import cut, fill, part_leaves
 from meshwright.train.precision import Precision
@@ -119,8 +120,7 @@ def make_train_step(
         )
 
     gradients = make(True)
-    if clip is not None and not clip > 0:
-        raise MeshwrightError(f"clip must be above 0; got {clip}.", hint="pass a norm such as 1.0, or None.")
+    check_clip(clip)
     check_ema(ema, layout)
     trainable = gradients.trainable
     fine_specs = only_trainable(gradient_specs(layout), trainable)
@@ -135,7 +135,7 @@ def make_train_step(
         loss, grads, metrics, model_state, amaxes = result
         norm = jnp.sqrt(squares.sum())
         if clip is not None:
-            grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
+            grads = clipped(grads, norm, clip)
         # With ZeRO-1, each device updates the shard of the parameter whose statistics it holds.
         mine = jax.lax.with_sharding_constraint(only_trainable(state.params, trainable), fine)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, mine)
