@@ -26,7 +26,7 @@ from meshwright.errors import ConfigError, LayoutError
 from meshwright.launch.pulse import current_pulse
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
-from meshwright.loop.callbacks import Callback, Checkpointing, Evaluation, SkippedSteps, StepLog, make_evaluation
+from meshwright.loop.callbacks import Callback, Checkpointing, Evaluation, SkippedSteps, make_evaluation
 from meshwright.loop.compile_cache import use_compile_cache
 from meshwright.loop.fit import Loop
 from meshwright.loop.logging.goodput import RunningGoodput, read_goodput
@@ -41,6 +41,7 @@ from meshwright.loop.logging.run_stats import (
     run_facts,
     tokens_per_step,
 )
+from meshwright.loop.logging.step_log import StepLog
 from meshwright.loop.remote_run import HeldLease, RemoteRun, open_remote
 from meshwright.loop.results.before_after import BeforeAfter
 from meshwright.loop.results.predict import Predictions
