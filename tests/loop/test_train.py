@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.checkpoint.manifest import model_fact
 from meshwright.errors import ConfigError
-from meshwright.loop import setup
+from meshwright.loop import run_callbacks
 from meshwright.loop.logging.step_log import StepLog
 from meshwright.loop.run import train
 
@@ -156,7 +156,7 @@ def test_sigterm_saves_and_stops(make_config, monkeypatch):
                 signal.raise_signal(signal.SIGTERM)
             super().on_metrics(loop, record)
 
-    monkeypatch.setattr("meshwright.loop.setup.StepLog", SignalsAtFive)
+    monkeypatch.setattr("meshwright.loop.run_callbacks.StepLog", SignalsAtFive)
     result = train(config, **QUIET)
     assert result.why == "preempted"
     assert result.step == 6  # the step that was running when the signal arrived
@@ -179,8 +179,8 @@ def test_checkpoints_of_a_model_with_fewer_fields_are_resumed(make_config, stop_
     config = make_config(steps=2, checkpoint_every=0, eval_every=0)
     stop_at(1)
     with monkeypatch.context() as patch:
-        facts = setup.checkpoint_facts
-        patch.setattr(setup, "checkpoint_facts", lambda run: facts(run) | {"model": older(run.model)})
+        facts = run_callbacks.checkpoint_facts
+        patch.setattr(run_callbacks, "checkpoint_facts", lambda run: facts(run) | {"model": older(run.model)})
         train(config, **QUIET)
     stop_at()
     sizes = [*config.model.model_options, "attention_soft_cap=30.0"]

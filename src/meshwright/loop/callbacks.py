@@ -18,8 +18,8 @@ from meshwright.errors import StoreError
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import Checkpoints
+    from meshwright.loop.decisions import RunSetup
     from meshwright.loop.fit import Loop, Why
-    from meshwright.loop.setup import RunSetup
     from meshwright.loop.sources import HeldOut
     from meshwright.train import NonFiniteGuard, RunState
 

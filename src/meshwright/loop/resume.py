@@ -31,7 +31,7 @@ from meshwright.loop.weights.initial_weights import StepWeights, choose_leaves, 
 from meshwright.train import RunState, init_state
 
 if TYPE_CHECKING:
-    from meshwright.loop.setup import RunSetup
+    from meshwright.loop.decisions import RunSetup
 
 
 MAY_CHANGE = ("dropout", "chunk_size")
