@@ -18,7 +18,7 @@ PROGRAM = """
     from meshwright.errors import DataError, MeshwrightError
     from meshwright.distributed import join
     from meshwright.loop import decisions, run, run_callbacks, setup
-    from meshwright.loop import run_dir as folders
+    from meshwright.loop.folder import run_dir as folders
     from meshwright.loop.settings.config import TrainConfig
     from meshwright.loop.safety.spike import SpikeGuard
     from meshwright.distributed.agreement import together

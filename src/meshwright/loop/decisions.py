@@ -12,10 +12,10 @@ from meshwright.distributed.agreement import agree, as_first, together
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
+from meshwright.loop.folder.remote_run import RemoteRun
+from meshwright.loop.folder.run_dir import PER_PROCESS, RunFolder
 from meshwright.loop.logging.progress import Voice
 from meshwright.loop.logging.run_stats import num_params
-from meshwright.loop.remote_run import RemoteRun
-from meshwright.loop.run_dir import PER_PROCESS, RunFolder
 from meshwright.loop.settings.choices import MeshChoice, choose_mesh, device_memory, make_model
 from meshwright.loop.settings.config import TrainConfig
 from meshwright.loop.settings.optimizers import OptimizerChoice, choose_optimizer

@@ -15,13 +15,13 @@ from meshwright.data import Ledger
 from meshwright.launch.pulse import current_pulse
 from meshwright.loop.callbacks import Callback, Checkpointing, Evaluation, SkippedSteps, make_evaluation
 from meshwright.loop.decisions import RunSetup
+from meshwright.loop.folder.remote_run import HeldLease
 from meshwright.loop.logging.goodput import RunningGoodput, read_goodput
 from meshwright.loop.logging.profiler import StepProfiler
 from meshwright.loop.logging.progress import Progress
 from meshwright.loop.logging.run_log import METRICS
 from meshwright.loop.logging.run_stats import checkpoint_facts, peak_flops, tokens_per_step
 from meshwright.loop.logging.step_log import StepLog
-from meshwright.loop.remote_run import HeldLease
 from meshwright.loop.results.before_after import BeforeAfter
 from meshwright.loop.results.predict import Predictions
 from meshwright.loop.results.sample import TrainingSamples

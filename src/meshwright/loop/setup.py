@@ -21,10 +21,10 @@ from meshwright.distributed.agreement import together
 from meshwright.loop.compile_cache import use_compile_cache
 from meshwright.loop.decisions import RunSetup, decide
 from meshwright.loop.fit import Loop
+from meshwright.loop.folder.remote_run import open_remote
 from meshwright.loop.logging.progress import Voice
 from meshwright.loop.logging.run_log import EVENTS, RunLog
 from meshwright.loop.logging.run_stats import flops_per_step, run_facts
-from meshwright.loop.remote_run import open_remote
 from meshwright.loop.results.before_after import BeforeAfter
 from meshwright.loop.resume import find_start, step_in_log
 from meshwright.loop.run_callbacks import RunData, count_time, make_callbacks, make_samples
