@@ -173,7 +173,7 @@ def named(store: Any) -> set[str]:
 
 def compare(url: str, home: Path, found: Counter[str]) -> None:
     """Counts the differences between a finished run in the store and the undisturbed one."""
-    from meshwright.loop.remote_run import read_remote
+    from meshwright.loop.folder.remote_run import read_remote
 
     folder, checkpoints = read_remote(url)
     found["steps not verified"] += bool(checkpoints.verify(max(checkpoints.steps())))
@@ -259,7 +259,7 @@ def flipped_bits(args: argparse.Namespace) -> bool:
 
 
 def throughput(home: Path, server: Server, args: argparse.Namespace) -> bool:
-    from meshwright.loop.remote_run import read_remote
+    from meshwright.loop.folder.remote_run import read_remote
 
     more = {"model": "decoder-small", "num_tokens": 64, "batch_size": 8, "steps": 120, "checkpoint_every": 20}
     more |= {"model_options": "dropout=0.0"}

@@ -35,15 +35,9 @@ if TYPE_CHECKING:
     from meshwright.layout import Layout, LayoutReport, explain_layout, make_layout, match_partition_rules
     from meshwright.loop.run import train
     from meshwright.loop.settings.config import TrainConfig, read_config
-    from meshwright.mesh.build import (
-        create_abstract_mesh,
-        create_mesh,
-        current_mesh,
-        get_jax_mesh,
-        initialize_mesh,
-        names_in_current_mesh,
-        simulate_cpu_devices,
-    )
+    from meshwright.mesh.build import create_abstract_mesh, create_mesh, get_jax_mesh, initialize_mesh
+    from meshwright.mesh.current import current_mesh, names_in_current_mesh
+    from meshwright.mesh.simulate import simulate_cpu_devices
     from meshwright.metrics import get_metrics
     from meshwright.placement import make_shard_and_gather_fns
     from meshwright.plan.check import assert_plan
@@ -166,8 +160,9 @@ _NAMES = {
     "specs": "P",
     "tree": "tree_path_to_string flatten_tree named_tree_map tree_apply",
     "types": "PyTree PRNGKeyArray Metrics Parameter Batch TrainState",
-    "mesh.build": "create_mesh create_abstract_mesh get_jax_mesh initialize_mesh current_mesh names_in_current_mesh "
-    "simulate_cpu_devices",
+    "mesh.build": "create_mesh create_abstract_mesh get_jax_mesh initialize_mesh",
+    "mesh.current": "current_mesh names_in_current_mesh",
+    "mesh.simulate": "simulate_cpu_devices",
     "rules": "Rules logical_rules match_rules get_names_from_partition_spec get_weight_decay_mask",
     "layout": "make_layout explain_layout match_partition_rules Layout LayoutReport",
     "placement": "make_shard_and_gather_fns",

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import PlacementError
-from meshwright.mesh.build import AnyMesh, current_mesh, no_mesh_error, other_mesh_error, require_axes
+from meshwright.mesh.current import AnyMesh, current_mesh, no_mesh_error, other_mesh_error, require_axes
 from meshwright.specs import check_spec_type, dim_axes, format_spec, is_spec, keep_axes, spec_axes, spec_problem
 from meshwright.types import PyTree
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.dtypes import as_dtype, cast_target, is_dtype_like
 from meshwright.errors import PlacementError
-from meshwright.mesh.build import current_concrete_mesh, no_mesh_error, require_axes
+from meshwright.mesh.current import current_concrete_mesh, no_mesh_error, require_axes
 from meshwright.specs import check_spec_type, format_spec, is_spec, spec_axes, spec_problem
 from meshwright.types import PyTree
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from meshwright.errors import RngError
 from meshwright.mesh.axes import axis_index
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.types import PRNGKeyArray
 
 R = TypeVar("R")

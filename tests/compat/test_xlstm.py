@@ -13,7 +13,7 @@ from flax.core import FrozenDict
 
 from meshwright.compat.xlstm_jax.distributed import xla_utils
 from meshwright.errors import MeshError, MeshwrightError
-from meshwright.mesh.build import GPU_FLAGS
+from meshwright.mesh.simulate import GPU_FLAGS
 
 ROOT = "meshwright.compat.xlstm_jax"
 

@@ -17,7 +17,8 @@ PROGRAM = """
     jax.config.update("jax_num_cpu_devices", 4)
     from meshwright.errors import DataError, MeshwrightError
     from meshwright.distributed import join
-    from meshwright.loop import run_dir as folders, setup, run
+    from meshwright.loop import decisions, run, run_callbacks, setup
+    from meshwright.loop.folder import run_dir as folders
     from meshwright.loop.settings.config import TrainConfig
     from meshwright.loop.safety.spike import SpikeGuard
     from meshwright.distributed.agreement import together
@@ -56,7 +57,7 @@ PROGRAM = """
     def no_data(*args, **kwargs):
         raise DataError("no such file")
 
-    with on_rank_1(setup, "make_source", no_data):
+    with on_rank_1(decisions, "make_source", no_data):
         case("data is missing on rank 1", lambda: run.train(config(run=str(where / "a")), say=print))
     with on_rank_1(Path, "is_dir", lambda self: False), patch.object(folders.time, "sleep", lambda seconds: None):
         case("folder is missing on rank 1", lambda: open_folder(run=str(where / "b")))
@@ -68,7 +69,7 @@ PROGRAM = """
     with on_rank_1(Path, "is_file", lambda self: False):
         case("to resume", lambda: open_folder(run=str(where / "d"), resume=True, or_start=True))
 
-    with on_rank_1(setup, "device_memory", lambda: 1000):
+    with on_rank_1(decisions, "device_memory", lambda: 1000):
         case("too little memory on rank 1", lambda: run.train(config(run=str(where / "e")), say=print))
 
     # Rank 1 would choose another mesh and sees no checkpoint; the loss jumps at step 6.
@@ -84,9 +85,9 @@ PROGRAM = """
         return [result.why, result.step, result.saved, result.metrics["loss"]]
 
     with (
-        on_rank_1(setup, "device_memory", lambda: 60_000),
+        on_rank_1(decisions, "device_memory", lambda: 60_000),
         on_rank_1(setup.Checkpoints, "latest", lambda self: None),
-        patch.object(setup, "SpikeGuard", Guard),
+        patch.object(run_callbacks, "SpikeGuard", Guard),
     ):
         case("train", train)
     print("TOLD" + json.dumps(told), flush=True)

@@ -185,7 +185,7 @@ def test_a_killed_run_resumes_bitwise(name, mesh, killed, whole, read_run):
 @pytest.mark.parametrize("name", ["vit_shapes", "nnx_batchnorm"])
 def test_a_run_equals_one_device(name, whole, read_run, monkeypatch, tmp_path):
     folder, many = whole(name, MESHES[2])
-    monkeypatch.setattr("meshwright.loop.setup.create_mesh", ONE_DEVICE)
+    monkeypatch.setattr("meshwright.loop.decisions.create_mesh", ONE_DEVICE)
     run(tmp_path / "one", name, "dp:1")
     (steps, evaluations, _), (one_steps, one_evaluations, _) = map(read_run, (folder, tmp_path / "one"))
     # Adam divides by the square root of small numbers, which amplifies rounding errors of about 1e-7.

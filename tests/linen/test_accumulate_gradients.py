@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.linen import accumulate_gradients, accumulate_gradients_loop, accumulate_gradients_scan
 from meshwright.parallel.local_map import local_map
-from meshwright.parallel.rows import row_key
+from meshwright.parallel.row_keys import row_key
 
 WIDTH = 16
 

@@ -100,14 +100,14 @@ def test_a_batch_that_cannot_be_split_is_an_error_before_anything_is_written(mak
 
 
 def test_only_one_process_trains_in_a_folder(make_config, run_python):
-    from meshwright.loop.run_dir import RunFolder
+    from meshwright.loop.folder.run_dir import RunFolder
 
     folder = RunFolder.open(make_config(), name="x")
     done = run_python(
         """
         import sys
         from meshwright.loop.settings.config import TrainConfig
-        from meshwright.loop.run_dir import RunFolder
+        from meshwright.loop.folder.run_dir import RunFolder
         RunFolder.open(TrainConfig().changed({"run": sys.argv[1]}), name="x")
         """,
         str(folder.path),
@@ -137,7 +137,7 @@ def test_a_full_disk_at_the_start_is_an_error_with_a_hint(make_config, monkeypat
 
     config = make_config(steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr("meshwright.loop.run_dir.write_atomically", full)
+        patch.setattr("meshwright.loop.folder.run_dir.write_atomically", full)
         with pytest.raises(ConfigError, match=r"cannot write .*: No space left on device.\nhint: free some space"):
             train(config, **QUIET)
     assert train(config, **QUIET).step == 2  # the failed attempt left nothing in the way

@@ -5,9 +5,10 @@ import types
 import numpy as np
 import pytest
 
-from meshwright.loop.callbacks import Callback, Checkpointing, Evaluation, StepLog
+from meshwright.loop.callbacks import Callback, Checkpointing, Evaluation
 from meshwright.loop.fit import Loop, fit
 from meshwright.loop.logging.run_log import RunLog, read_lines
+from meshwright.loop.logging.step_log import StepLog
 
 
 class Batches:

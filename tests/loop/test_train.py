@@ -7,10 +7,8 @@ import pytest
 
 from meshwright.checkpoint.manifest import model_fact
 from meshwright.errors import ConfigError
-from meshwright.loop import setup
-from meshwright.loop.callbacks import StepLog, StepRecord
-from meshwright.loop.fit import Loop
-from meshwright.loop.logging.run_log import RunLog, read_lines
+from meshwright.loop import run_callbacks
+from meshwright.loop.logging.step_log import StepLog
 from meshwright.loop.run import train
 
 from .tiny_run import QUIET, StopAt, bits, fit_folder
@@ -158,7 +156,7 @@ def test_sigterm_saves_and_stops(make_config, monkeypatch):
                 signal.raise_signal(signal.SIGTERM)
             super().on_metrics(loop, record)
 
-    monkeypatch.setattr("meshwright.loop.setup.StepLog", SignalsAtFive)
+    monkeypatch.setattr("meshwright.loop.run_callbacks.StepLog", SignalsAtFive)
     result = train(config, **QUIET)
     assert result.why == "preempted"
     assert result.step == 6  # the step that was running when the signal arrived
@@ -181,8 +179,8 @@ def test_checkpoints_of_a_model_with_fewer_fields_are_resumed(make_config, stop_
     config = make_config(steps=2, checkpoint_every=0, eval_every=0)
     stop_at(1)
     with monkeypatch.context() as patch:
-        facts = setup.checkpoint_facts
-        patch.setattr(setup, "checkpoint_facts", lambda run: facts(run) | {"model": older(run.model)})
+        facts = run_callbacks.checkpoint_facts
+        patch.setattr(run_callbacks, "checkpoint_facts", lambda run: facts(run) | {"model": older(run.model)})
         train(config, **QUIET)
     stop_at()
     sizes = [*config.model.model_options, "attention_soft_cap=30.0"]
@@ -218,14 +216,6 @@ def test_a_stop_request_in_the_last_step_finishes_and_saves(make_config, stop_at
     result = train(config, **QUIET)
     assert (result.why, result.step, result.saved) == ("finished", 2, True)
     assert (fit_folder(config) / "checkpoints" / "2" / "manifest.json").is_file()
-
-
-def test_skipped_steps_do_not_advance_the_schedule(tmp_path):
-    record = StepRecord(5, {"loss": 1.0, "skipped": 2}, first_row=0, seconds=1.0, spent={})
-    with RunLog(tmp_path, tensorboard=False) as log:
-        StepLog(np.arange(9) / 10).on_metrics(Loop(None, 9, log), record)
-    (line,) = read_lines(tmp_path / "metrics.jsonl")
-    assert (line["step"], line["learning_rate"]) == (5, 0.2)
 
 
 def test_samples_of_a_model_with_a_larger_vocabulary_than_the_tokenizer(make_config, read_run):

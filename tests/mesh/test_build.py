@@ -7,17 +7,13 @@ import types
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import meshwright as mw
-from meshwright import P
-from meshwright.mesh.build import arrange_devices, current_concrete_mesh, describe_mesh
+from meshwright.mesh.build import arrange_devices
 from meshwright.mesh.string import parse_mesh
-
-from ..meshes import legacy
 
 # --- Meshes on devices ---
 
@@ -210,50 +206,6 @@ def test_latency_bound_axes_that_span_hosts_cause_a_warning(text, slices, granul
     assert all(item.category is mw.MeshwrightWarning for item in caught)
 
 
-# --- The current mesh ---
-
-
-def test_no_current_mesh():
-    assert mw.current_mesh() is None
-    assert current_concrete_mesh() is None
-    assert mw.names_in_current_mesh("dp") is False
-
-
-@pytest.mark.parametrize("enter", [jax.set_mesh, legacy], ids=["set_mesh", "with mesh"])
-def test_current_mesh_eagerly_and_while_tracing(enter):
-    mesh = mw.create_mesh("dp:4,tp:2")
-    seen = []
-
-    def look(x):
-        seen.append(
-            (dict(mw.current_mesh().shape), mw.names_in_current_mesh("tp", "dp"), mw.names_in_current_mesh("sp"))
-        )
-        return x
-
-    with enter(mesh):
-        look(0)
-        jax.jit(look)(jnp.ones(2))
-        assert current_concrete_mesh() == mesh
-    assert seen == [({"dp": 4, "tp": 2}, True, False)] * 2
-    assert mw.current_mesh() is None
-
-
-def test_current_mesh_inside_shard_map():
-    mesh = mw.create_mesh("dp:4,tp:2")
-    seen = []
-
-    def look(x):
-        seen.append((mw.names_in_current_mesh("dp", "tp"), set(mw.current_mesh().manual_axes)))
-        return x
-
-    jax.shard_map(look, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})(jnp.ones(8))
-    assert seen[0] == (True, {"dp"})
-
-
-def test_describe_mesh():
-    assert describe_mesh(mw.create_abstract_mesh("dp:2,tp:4")) == "dp=2 x tp=4"
-
-
 # --- initialize_mesh ---
 
 CONFIG = {
@@ -311,49 +263,6 @@ def test_initialize_mesh_starts_the_runtime_only_if_slurm_started_several_tasks(
     monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: calls.append(kwargs))
     mw.initialize_mesh(CONFIG, init_distributed_on_slurm=asked)
     assert len(calls) == starts
-
-
-# --- Simulated devices ---
-
-
-@pytest.mark.parametrize(
-    ("before", "flags", "ends_with"),
-    [
-        ("", "", "5"),
-        ("", "--xla_force_host_platform_device_count=5", "5"),
-        (
-            "",
-            "--xla_force_host_platform_device_count=3",
-            "simulate_cpu_devices(5) disagrees with XLA_FLAGS, which sets 3 CPU devices.",
-        ),
-        (
-            "jax.devices()",
-            "",
-            "JAX has already started with 1 cpu device(s); it is too late to simulate 5 CPU devices.",
-        ),
-    ],
-    ids=["first", "same flag", "other flag", "too late"],
-)
-def test_simulate_cpu_devices(run_python, before, flags, ends_with):
-    code = f"""
-    import jax, meshwright as mw
-    {before}
-    try:
-        mw.simulate_cpu_devices(5)
-        print(jax.device_count())
-    except mw.MeshError as error:
-        print(str(error).splitlines()[0] if error.hint else "no hint")
-    """
-    result = run_python(code, XLA_FLAGS=flags)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == ends_with
-
-
-def test_simulate_cpu_devices_accepts_the_current_number():
-    jax.devices()
-    mw.simulate_cpu_devices(8)
-    with pytest.raises(mw.MeshError, match="cannot simulate 0 devices"):
-        mw.simulate_cpu_devices(0)
 
 
 # --- Two real processes ---

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.models import XLSTM, Decoder
+from meshwright.models import XLSTM, Decoder, LanguageModel
 
 
 @pytest.mark.parametrize("kind", [Decoder, XLSTM])
@@ -43,3 +43,8 @@ def test_all_named_sizes_are_valid():
         for size in kind.SIZES:
             kind.named(size)
     assert Decoder.named("tiny", d_model=63, head_dim=8).d_model == 63
+
+
+def test_a_model_must_define_a_layer():
+    with pytest.raises(TypeError, match="abstract"):
+        LanguageModel(vocab_size=8, num_layers=1, d_model=8)

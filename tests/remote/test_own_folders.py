@@ -200,7 +200,7 @@ job = mw.Job(init=init, loss=loss, rules=rules, mesh="fsdp:4,tp:2", batch=make_b
 BLIND = """
 import os, signal, sys, time
 from pathlib import Path
-import meshwright.loop.remote_run as remote_run
+import meshwright.loop.folder.remote_run as remote_run
 remote_run._sees = lambda folder, written: {rank} == 0
 
 def die(self, loop):
@@ -261,7 +261,7 @@ def test_a_killed_pair_without_a_shared_folder_resumes_and_one_process_too(tmp_p
     assert "resumed from step 6" in text  # each process had its part of it
     assert "replacing" not in text
     # One process, elsewhere.
-    from meshwright.loop.remote_run import read_remote
+    from meshwright.loop.folder.remote_run import read_remote
     from meshwright.loop.run import train
     from meshwright.loop.settings.config import read_config
 

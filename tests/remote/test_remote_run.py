@@ -12,7 +12,7 @@ import pytest
 from meshwright.cli import main
 from meshwright.errors import ConfigError, StoreError, TrainingError
 from meshwright.loop.callbacks import Callback
-from meshwright.loop.remote_run import HeldLease, RemoteRun, read_remote
+from meshwright.loop.folder.remote_run import HeldLease, RemoteRun, read_remote
 from meshwright.loop.run import train
 from meshwright.loop.settings.config import TrainConfig
 from meshwright.remote import open_store, take_lease

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.parallel.local_map import local_map
 from meshwright.parallel.pipeline.engine import pipeline
-from meshwright.parallel.rows import row_key
+from meshwright.parallel.row_keys import row_key
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.train.accumulate import Accumulated, accumulate
 

@@ -1,4 +1,4 @@
-"""The step on any mesh equals the step on one device: parameters, clipping, optimizers, precision, communication."""
+"""The step on any mesh equals the step on one device: parameters, optimizers, precision, communication."""
 
 import dataclasses
 import importlib
@@ -15,15 +15,7 @@ import meshwright as mw
 from meshwright.models import XLSTM, Decoder, Execution, layer_context, stack
 from meshwright.parallel import column_dense, row_dense
 from meshwright.plan.compiled.collectives import read_schedule
-from meshwright.train import (
-    Precision,
-    global_norm,
-    init_state,
-    make_eval_step,
-    make_gradients,
-    make_train_step,
-    state_layout,
-)
+from meshwright.train import Precision, init_state, make_eval_step, make_gradients, make_train_step, state_layout
 
 
 @pytest.mark.parametrize(("mesh", "options"), [
@@ -127,25 +119,6 @@ def test_adam_on_a_decoder(lab):
     lab.assert_same_change(got, wanted)
 
 
-@pytest.mark.parametrize("mesh", ["dp:2,fsdp:2,tp:2", "fsdp:8", "pp:2,tp:2,dp:2"])
-def test_clipping_uses_the_global_norm(lab, mesh):
-    first, wanted, metrics = lab.reference(1, clip=0.1)
-    change = jax.tree.map(lambda a, b: (a - b) / 0.5, first, wanted)
-    assert float(metrics["grad_norm"]) > 0.2
-    np.testing.assert_allclose(global_norm(change), 0.1, rtol=1e-4)
-    lab.assert_same_change(lab.train(lab.decoder_job(), mesh, 1, clip=0.1), (first, wanted, metrics))
-
-
-def test_norms_in_the_local_view_count_whole_leaves_once():
-    tree = {"split": jnp.arange(8.0), "both": jnp.arange(16.0).reshape(8, 2), "whole": jnp.arange(3.0)}
-    specs = {"split": P("fsdp"), "both": P("fsdp", "tp"), "whole": P()}
-    norm = mw.parallel.local_map(global_norm, mesh=mw.create_mesh("fsdp:4,tp:2"), in_specs=(specs,), out_specs=P())(
-        tree
-    )
-    wanted = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(tree)))
-    np.testing.assert_allclose(norm, wanted, rtol=1e-6)
-
-
 def test_parameters_are_gathered_in_the_compute_dtype(lab):
     _, changed, metrics = lab.train(lab.decoder_job(), "fsdp:8", precision="mixed")
     assert {leaf.dtype for leaf in jax.tree.leaves(changed)} == {np.dtype(np.float32)}
@@ -236,6 +209,26 @@ def test_placed_batches_stay_and_others_are_split_by_rows():
         step.place({**batch, "x": batch["x"][:6]})
     state = init_state(job, optax.sgd(0.1), step.layout, jax.random.key(0))
     assert jax.eval_shape(step, state, placed)[1]["loss"].shape == ()  # a step can be traced inside a program
+
+
+@pytest.mark.parametrize(("mesh", "waits"), [("dp:8", True), ("dp:1", False)])
+def test_simulated_devices_run_one_step_at_a_time(monkeypatch, mesh, waits):
+    job = mw.Job(
+        init=lambda key: {"w": jnp.ones(8)},
+        rules=[("w", P())],
+        loss=lambda params, batch, rng: (jnp.mean(batch["x"] @ params["w"]), {}),
+    )
+    layout = mw.state_layout(job, optax.sgd(0.1), mw.create_mesh(mesh, devices=None if waits else jax.devices()[:1]))
+    state = mw.init_state(job, optax.sgd(0.1), layout, jax.random.key(0))
+    run, batch = mw.make_train_step(job, optax.sgd(0.1), layout), {"x": jnp.ones((8, 8))}
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda value: waited.append(value))
+    results = []
+    for _ in range(2):
+        state, metrics = run(state, batch)
+        results.append(metrics)
+    assert len(waited) == (2 if waits else 0)
+    assert not waits or any(waited[1] is value for value in results[0].values())
 
 
 def test_a_loss_without_a_reduction_is_rejected():

@@ -2,7 +2,6 @@
 
 import warnings
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -10,39 +9,40 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.parallel.overlap.forms import OPTIONS
-from meshwright.train import step
+from meshwright.train import step_options
+from meshwright.train.step_options import xla_options
 
 
 def test_devices_without_defaults():
     mesh = mw.create_mesh("dp:8")
-    assert step.xla_options(mesh, None) is None
-    assert step.xla_options(mesh, {"xla_dump_to": "x"}) == {"xla_dump_to": "x"}
+    assert xla_options(mesh, None) is None
+    assert xla_options(mesh, {"xla_dump_to": "x"}) == {"xla_dump_to": "x"}
 
 
 def test_user_options_win_and_rejected_defaults_warn(monkeypatch):
     known = {"xla_backend_optimization_level": 1, "xla_no_such_option": True}
-    monkeypatch.setitem(step._OPTIONS, "cpu", known)
+    monkeypatch.setitem(step_options._OPTIONS, "cpu", known)
     with pytest.warns(mw.MeshwrightWarning, match="this XLA version rejects xla_no_such_option=True"):
-        found = step.xla_options(mw.create_mesh("dp:8"), {"xla_backend_optimization_level": 2})
+        found = xla_options(mw.create_mesh("dp:8"), {"xla_backend_optimization_level": 2})
     assert found == {"xla_backend_optimization_level": 2}
 
 
 def test_overlap_options_need_several_devices(monkeypatch):
     monkeypatch.setitem(OPTIONS, "cpu", {"xla_backend_optimization_level": 1})
     mesh = mw.create_mesh("dp:8")
-    assert step.xla_options(mesh, None, overlap=True) == {"xla_backend_optimization_level": 1}
+    assert xla_options(mesh, None, overlap=True) == {"xla_backend_optimization_level": 1}
     wanted = {"xla_backend_optimization_level": 3}
-    assert step.xla_options(mesh, wanted, overlap=True) == wanted
-    assert step.xla_options(mesh, None) is None
+    assert xla_options(mesh, wanted, overlap=True) == wanted
+    assert xla_options(mesh, None) is None
     one = mw.create_mesh("dp:1", devices=mesh.devices.flat[:1])
-    assert step.xla_options(one, None, overlap=True) is None
+    assert xla_options(one, None, overlap=True) is None
 
 
 @pytest.mark.parametrize(("view", "overlap", "asked"), [("local", True, 1), ("local", False, 0), ("global", True, 0)])
 def test_overlap_options_are_for_the_local_view(monkeypatch, view, overlap, asked):
     seen = []
     monkeypatch.setattr(
-        "meshwright.train.step.overlap_options", lambda mesh: seen.append(mesh) or {"xla_no_such_option": True}
+        "meshwright.train.step_options.overlap_options", lambda mesh: seen.append(mesh) or {"xla_no_such_option": True}
     )
     job = mw.Job(
         init=lambda key: {"w": jnp.zeros(8)}, rules=[("w", P("fsdp"))], loss=lambda p, b, r: (p["w"].sum(), {})
@@ -53,28 +53,3 @@ def test_overlap_options_are_for_the_local_view(monkeypatch, view, overlap, aske
         mw.train.make_train_step(job, optax.sgd(0.1), layout, view=view, overlap=overlap)
         mw.train.make_eval_step(job, layout, view=view)
     assert (len(seen), sum("xla_no_such_option" in str(one.message) for one in caught)) == (asked, asked)
-
-
-def test_a_model_must_define_a_layer():
-    with pytest.raises(TypeError, match="abstract"):
-        mw.models.LanguageModel(vocab_size=8, num_layers=1, d_model=8)
-
-
-@pytest.mark.parametrize(("mesh", "waits"), [("dp:8", True), ("dp:1", False)])
-def test_simulated_devices_run_one_step_at_a_time(monkeypatch, mesh, waits):
-    job = mw.Job(
-        init=lambda key: {"w": jnp.ones(8)},
-        rules=[("w", P())],
-        loss=lambda params, batch, rng: (jnp.mean(batch["x"] @ params["w"]), {}),
-    )
-    layout = mw.state_layout(job, optax.sgd(0.1), mw.create_mesh(mesh, devices=None if waits else jax.devices()[:1]))
-    state = mw.init_state(job, optax.sgd(0.1), layout, jax.random.key(0))
-    run, batch = mw.make_train_step(job, optax.sgd(0.1), layout), {"x": jnp.ones((8, 8))}
-    waited = []
-    monkeypatch.setattr(jax, "block_until_ready", lambda value: waited.append(value))
-    results = []
-    for _ in range(2):
-        state, metrics = run(state, batch)
-        results.append(metrics)
-    assert len(waited) == (2 if waits else 0)
-    assert not waits or any(waited[1] is value for value in results[0].values())

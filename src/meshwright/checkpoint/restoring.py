@@ -18,7 +18,7 @@ from meshwright.dtypes import is_float
 from meshwright.errors import CheckpointError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout, count_leaves, text_table
-from meshwright.mesh.build import describe_mesh
+from meshwright.mesh.current import describe_mesh
 from meshwright.specs import spec_to_json
 from meshwright.types import PyTree
 

@@ -112,7 +112,7 @@ def simulate_devices(count: int) -> None:
     """Sets the number of CPU devices that JAX simulates; has no effect with an accelerator or after JAX started."""
     import jax
 
-    from meshwright.mesh.build import check_simulated
+    from meshwright.mesh.simulate import check_simulated
 
     check_simulated(count)
     with contextlib.suppress(RuntimeError):

@@ -151,7 +151,7 @@ def convert(
     from meshwright.checkpoint.convert import import_export as conversions
 
     if is_url(source):
-        from meshwright.loop.remote_run import fetch_step
+        from meshwright.loop.folder.remote_run import fetch_step
 
         source, step = fetch_step(source, step)
     place, options = Path(source), dict[str, Any]()

@@ -29,7 +29,7 @@ def ledger(run: Annotated[str, tyro.conf.Positional], /, upto_step: int | None =
 
     saved = set[int]()
     if is_url(run):
-        from meshwright.loop.remote_run import read_remote
+        from meshwright.loop.folder.remote_run import read_remote
 
         copy, checkpoints = read_remote(run)
         run, saved = str(copy), {*checkpoints.steps()}

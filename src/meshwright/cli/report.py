@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from meshwright.loop.remote_run import read_remote
+from meshwright.loop.folder.remote_run import read_remote
 from meshwright.loop.report import build_report
 from meshwright.remote import is_url
 

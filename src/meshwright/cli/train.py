@@ -92,7 +92,7 @@ def _base(given: dict[str, Any], preset: str | None, file: str | None) -> dict[s
         if found is not None:
             options = found
             if given.get("or_start"):  # the command is repeated, so the run's saved options replace preset and file
-                from meshwright.loop.run_dir import NOT_OF_THE_RUN
+                from meshwright.loop.folder.run_dir import NOT_OF_THE_RUN
 
                 own = {} if file is None else read_options(file)
                 return {**options, **{name: own[name] for name in NOT_OF_THE_RUN if name in own}}

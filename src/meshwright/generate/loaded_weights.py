@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.generate.spread import FEATURE_AXIS, PIPELINE_AXIS, Spread
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.specs import dim_axes, spec_axes
 from meshwright.train.precision import Precision
 from meshwright.types import PyTree

@@ -61,6 +61,21 @@ class Flops:
         return self.matmul - self.recomputed - self.masked
 
 
+def utilization(flops: float, seconds: float, peak_flops: float) -> float:
+    """Returns the FLOP/s of a step as a share of the peak: MFU if `flops` is `Flops.model`, HFU if it is all matmuls.
+
+    Args:
+        flops: FLOPs of the step, over all devices.
+        seconds: time of the step.
+        peak_flops: peak FLOP/s of all devices together.
+
+    Example:
+        >>> utilization(2e15, 4.0, 1e15)
+        0.5
+    """
+    return flops / (seconds * peak_flops)
+
+
 def count_flops(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Flops:
     """Returns the FLOPs of `function(*args)` without running it; arrays may be `jax.ShapeDtypeStruct`.
 

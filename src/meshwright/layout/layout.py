@@ -28,7 +28,7 @@ from meshwright.layout.leaf import (
 )
 from meshwright.layout.picture import tile_svg, tile_text
 from meshwright.layout.report import LayoutReport, PadPolicy, explain_layout
-from meshwright.mesh.build import AnyMesh, current_mesh, describe_mesh, other_mesh_error
+from meshwright.mesh.current import AnyMesh, current_mesh, describe_mesh, other_mesh_error
 from meshwright.placement import gather_leaves, shard_leaves
 from meshwright.rules.rule_set import as_rules
 from meshwright.specs import get_names_from_partition_spec, spec_from_json, spec_to_json

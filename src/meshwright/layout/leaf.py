@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from meshwright.dtypes import dtype_bits
-from meshwright.mesh.build import AnyMesh, describe_mesh
+from meshwright.mesh.current import AnyMesh, describe_mesh
 from meshwright.specs import canonical, ceil_div, format_spec, shard_shape
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from html import escape
 import numpy as np
 
 from meshwright.layout.leaf import LeafLayout
-from meshwright.mesh.build import AnyMesh, describe_mesh
+from meshwright.mesh.current import AnyMesh, describe_mesh
 from meshwright.specs import dim_axes, format_spec
 
 MAX_ROWS = 16

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import LayoutError, MeshwrightWarning
 from meshwright.layout.leaf import LeafLayout, count_leaves, format_bytes, leaf_rows
-from meshwright.mesh.build import AnyMesh, describe_mesh
+from meshwright.mesh.current import AnyMesh, describe_mesh
 from meshwright.rules.matching import LeafMatch, RuleMatches, Subject, match_rules
 from meshwright.rules.optional_axes import misspelled_axes, unnamed_axes
 from meshwright.rules.rule_set import Pattern, Rule, Rules, as_rules, compile_pattern

@@ -14,9 +14,10 @@ from jax import lax
 
 from meshwright.linen.minibatch_metrics import MetricsForm, count_of, finished, require_same_form, summands
 from meshwright.mesh.axes import pcast_varying, varying_axes
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.metrics import over, times, wide
-from meshwright.parallel.rows import Parts, row_key, split_rows
+from meshwright.parallel.row_keys import row_key
+from meshwright.parallel.rows import Parts, split_rows
 from meshwright.train.accumulate import add, after, zeros_for
 from meshwright.types import Metrics, PRNGKeyArray, PyTree
 

@@ -22,7 +22,7 @@ from meshwright.dtypes import as_dtype, cast_target, is_float
 from meshwright.errors import MeshwrightWarning, PlacementError
 from meshwright.linen.stacking import close_box, is_box, open_box, split_array_over_mesh
 from meshwright.mesh.axes import axis_size, pcast_varying, summing_dtype, varying_axes
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.parallel.fsdp import dim_split_last_by, gather_array, leaf_scope
 from meshwright.specs import dim_axes
 from meshwright.tree import tree_path_to_string

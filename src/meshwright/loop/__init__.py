@@ -12,7 +12,7 @@ _WHERE = {
     "build_report": "report",
     "Callback": "callbacks",
     "StepRecord": "callbacks",
-    "StepLog": "callbacks",
+    "StepLog": "logging.step_log",
     "SkippedSteps": "callbacks",
     "Evaluation": "callbacks",
     "Checkpointing": "callbacks",

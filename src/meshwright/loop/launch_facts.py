@@ -16,7 +16,7 @@ from meshwright.bounded_reader import open_regular
 from meshwright.data.documents import find_files
 from meshwright.distributed.agreement import code_fingerprint
 from meshwright.errors import MeshwrightError
-from meshwright.loop.run_dir import PER_PROCESS
+from meshwright.loop.folder.run_dir import PER_PROCESS
 from meshwright.loop.settings.config import TrainConfig
 from meshwright.loop.settings.mixture_options import parse_sources, single_path
 

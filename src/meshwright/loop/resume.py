@@ -20,9 +20,9 @@ from meshwright.checkpoint.snapshot import Snapshots
 from meshwright.distributed.agreement import bytes_from_first, from_first, together
 from meshwright.errors import CheckpointError, ConfigError, FileFormatError
 from meshwright.layout.leaf import count_leaves
+from meshwright.loop.folder.run_dir import NOT_OF_THE_RUN
 from meshwright.loop.logging.run_log import EVENTS, RunLog, read_lines
 from meshwright.loop.logging.run_stats import checkpoint_facts
-from meshwright.loop.run_dir import NOT_OF_THE_RUN
 from meshwright.loop.settings.config import TrainConfig
 from meshwright.loop.settings.optimizers import make_schedule
 from meshwright.loop.weights.adapted_weights import as_bases
@@ -31,7 +31,7 @@ from meshwright.loop.weights.initial_weights import StepWeights, choose_leaves, 
 from meshwright.train import RunState, init_state
 
 if TYPE_CHECKING:
-    from meshwright.loop.setup import RunSetup
+    from meshwright.loop.decisions import RunSetup
 
 
 MAY_CHANGE = ("dropout", "chunk_size")

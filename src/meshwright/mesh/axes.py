@@ -15,7 +15,7 @@ from jax import lax
 
 from meshwright.errors import MeshError
 from meshwright.hardware.chips import chip_family
-from meshwright.mesh.build import current_mesh, require_axes
+from meshwright.mesh.current import current_mesh, require_axes
 from meshwright.types import PyTree
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,23 +12,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshwright.distributed.schedulers import on_slurm
-from meshwright.errors import MeshError, MeshwrightWarning, PlacementError, did_you_mean
+from meshwright.errors import MeshError, MeshwrightWarning
 from meshwright.mesh.string import MeshAxis, MeshSpec, check_counts, parse_mesh
 
-AnyMesh = Mesh | AbstractMesh
 AxisDims = str | Sequence[int] | MeshSpec
 AxisTypes = AxisType | Sequence[AxisType]
 
 DEFAULT_DIMS = (1, -1, 1, 1)
 DEFAULT_NAMES = ("dp", "fsdp", "tp", "sp")
-# Overlap of collectives with computation on GPUs. An unknown flag aborts XLA, so the tests try each in a new process.
-GPU_FLAGS = {
-    "xla_gpu_enable_latency_hiding_scheduler": "true",
-    "xla_gpu_enable_highest_priority_async_stream": "true",
-    "xla_gpu_enable_pipelined_all_gather": "true",
-    "xla_gpu_enable_pipelined_reduce_scatter": "true",
-    "xla_gpu_enable_pipelined_all_reduce": "true",
-}
 # Collectives along these axes sit between two matmuls of every layer, so on the slow network they dominate the step.
 LATENCY_BOUND_AXES = ("tp", "tensor", "model", "mp", "sp", "seq", "sequence", "ep", "expert")
 
@@ -140,147 +129,6 @@ def initialize_mesh(parallel_config: Any, device_array: Any = None, init_distrib
         jax.distributed.initialize()
     devices = None if device_array is None else list(np.asarray(device_array, dtype=object).flat)
     return create_mesh(spec, devices=devices)
-
-
-MOST_CPU_DEVICES = 1024
-"""Number of devices that one process can simulate; thousands take minutes and gigabytes to start."""
-
-
-def check_simulated(count: int) -> None:
-    """Raises if a process cannot simulate this many devices."""
-    if not 1 <= count <= MOST_CPU_DEVICES:
-        raise MeshError(
-            f"cannot simulate {count} devices.",
-            hint=f"pass a count of 1 to {MOST_CPU_DEVICES:,}; rules and plan need no devices for larger meshes.",
-        )
-
-
-def simulate_cpu_devices(count: int = 8) -> None:
-    """Makes JAX simulate `count` devices on the CPU. Call it before anything else uses JAX.
-
-    Raises if JAX has already started with other devices, because the number is fixed by then.
-
-    Example:
-        >>> simulate_cpu_devices(8)
-        >>> jax.device_count(), jax.default_backend()
-        (8, 'cpu')
-    """
-    check_simulated(count)
-    flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    if flag and int(flag[1]) != count:
-        raise MeshError(
-            f"simulate_cpu_devices({count}) disagrees with XLA_FLAGS, which sets {flag[1]} CPU devices.",
-            hint="remove --xla_force_host_platform_device_count from XLA_FLAGS.",
-        )
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        if jax.default_backend() == "cpu" and jax.device_count() == count:
-            return
-        raise MeshError(
-            f"JAX has already started with {jax.device_count()} {jax.default_backend()} device(s); "
-            f"it is too late to simulate {count} CPU devices.",
-            hint="call simulate_cpu_devices() before any code that uses an array or jax.devices().",
-        ) from None
-    jax.config.update("jax_platforms", "cpu")
-
-
-def set_XLA_flags() -> None:
-    """Adds flags for training on GPUs to `XLA_FLAGS`, without changing flags that are already set.
-
-    Raises if JAX has already started, because XLA has read its flags by then.
-
-    Example:
-        >>> _ = jax.devices()  # starts JAX
-        >>> set_XLA_flags()
-        Traceback (most recent call last):
-            ...
-        meshwright.errors.MeshError: set_XLA_flags was called after JAX started, so it would have no effect.
-        hint: call it before any code that uses an array or jax.devices(), or pass compiler_options to jax.jit.
-    """
-    config: Any = jax.config
-    num_devices = config.jax_num_cpu_devices
-    try:  # JAX has no public query for whether it has started, but then it refuses to change this setting
-        config.update("jax_num_cpu_devices", 2 if num_devices == 1 else 1)
-    except RuntimeError:
-        raise MeshError(
-            "set_XLA_flags was called after JAX started, so it would have no effect.",
-            hint="call it before any code that uses an array or jax.devices(), or pass compiler_options to jax.jit.",
-        ) from None
-    config.update("jax_num_cpu_devices", num_devices)
-    present = os.environ.get("XLA_FLAGS", "")
-    known = set(re.findall(r"--(\w+)", present))
-    added = [f"--{name}={value}" for name, value in GPU_FLAGS.items() if name not in known]
-    os.environ["XLA_FLAGS"] = " ".join([present, *added]).strip()
-
-
-def current_mesh() -> AbstractMesh | None:
-    """Returns the current mesh (from `jax.set_mesh`, `with mesh:` or `shard_map`), also while tracing, or None.
-
-    Example:
-        >>> with jax.set_mesh(create_mesh("dp:4,tp:2")):
-        ...     current_mesh().axis_names
-        ('dp', 'tp')
-        >>> current_mesh() is None
-        True
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.axis_names:
-        return mesh
-    legacy = _legacy_mesh()
-    return legacy.abstract_mesh if legacy is not None else None
-
-
-def current_concrete_mesh() -> Mesh | None:
-    """Returns the current mesh with its devices, or None; inside `jit` there is none."""
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:  # raised inside jit
-        mesh = None
-    if isinstance(mesh, Mesh) and mesh.axis_names:
-        return mesh
-    return _legacy_mesh()
-
-
-def names_in_current_mesh(*names: str) -> bool:
-    """Returns whether the current mesh has all these axes; False without a mesh.
-
-    Example:
-        >>> with jax.set_mesh(create_mesh("dp:4,tp:2")):
-        ...     names_in_current_mesh("dp", "tp"), names_in_current_mesh("sp")
-        (True, False)
-    """
-    mesh = current_mesh()
-    return mesh is not None and all(name in mesh.axis_names for name in names)
-
-
-def require_axes(mesh: AnyMesh, names: Sequence[str], *, where: str) -> None:
-    """Raises if `mesh` lacks one of the axes, with a spelling hint."""
-    for name in names:
-        if name not in mesh.axis_names:
-            known = ", ".join(mesh.axis_names)
-            raise MeshError(
-                f"{where} names axis {name!r}; the mesh has axes: {known}.",
-                hint=did_you_mean(name, mesh.axis_names) or f"use one of: {known}",
-            )
-
-
-def describe_mesh(mesh: AnyMesh) -> str:
-    """Returns the mesh as a short string for messages and tables: `dp=2 x tp=4`."""
-    return " x ".join(f"{name}={size}" for name, size in mesh.shape.items()) or "no axes"
-
-
-def no_mesh_error(who: str) -> MeshError:
-    """Returns the error for a call that needs a current mesh."""
-    return MeshError(f"{who} needs a mesh, but none is set.", hint="wrap the call in `with jax.set_mesh(mesh):`.")
-
-
-def other_mesh_error(what: str, own: AnyMesh, mesh: AnyMesh) -> PlacementError:
-    """Returns the error for an array on another mesh than the current one."""
-    return PlacementError(
-        f"{what} is on the mesh {describe_mesh(own)}, but the current mesh is {describe_mesh(mesh)}.",
-        hint="move it with Layout.shard(tree, reshard=True).",
-    )
 
 
 def arrange_devices(
@@ -402,11 +250,3 @@ def _config_value(config: Any, key: str) -> Any:
             f"the parallel config has no {key!r}.", hint="set {data,fsdp,pipeline,model}_axis_name and _axis_size."
         )
     return value
-
-
-def _legacy_mesh() -> Mesh | None:
-    # `with mesh:` is deprecated but still common, and JAX has no public way to query it.
-    from jax._src.mesh import thread_resources
-
-    mesh = thread_resources.env.physical_mesh
-    return None if mesh.empty else mesh

@@ -14,7 +14,7 @@ import jax
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import is_manual
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.parallel.overlap.collective_matmul import GATHERED_ROWS
 from meshwright.parallel.pipeline.named_schedules import ScheduleName, check_rounds
 

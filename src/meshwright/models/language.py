@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.constraints import with_sharding_constraint
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlacementError, did_you_mean
 from meshwright.mesh.axes import axis_index
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.models.execution import Execution, Remat, recomputes_stages
 from meshwright.models.layer_context import Context, scaled_normal
 from meshwright.models.stack import run_layers

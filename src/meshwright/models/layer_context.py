@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import is_manual, ways_along
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.models.attention import attention
 from meshwright.models.execution import PROJECTION, Execution
 from meshwright.models.mlstm_chunks import mlstm_chunkwise

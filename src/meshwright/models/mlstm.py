@@ -29,7 +29,7 @@ from jax import Array, lax
 
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import pcast_varying, varying_axes
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.models.attention import check_segment_ids
 from meshwright.parallel.kernels.dispatch import uses_kernels
 from meshwright.parallel.kernels.token_kernel import advance_memory, fits_token

@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 
 from meshwright.hardware.chips import chip_family
 from meshwright.hardware.flops import Tally, matmul_flops, register_cost
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 
 _ROOM = "jax.experimental.pallas.ops.tpu.splash_attention"
 _EXACT = ("highest", "float32")

@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from meshwright.errors import LayoutError
 from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import pcast_varying, varying_axes
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.models.execution import Layers, Remat, remat_policy
 from meshwright.models.ops import unstack
 from meshwright.parallel.fsdp import Gather

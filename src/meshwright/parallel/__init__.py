@@ -21,7 +21,7 @@ from meshwright.parallel.pipeline.schedule import (
 )
 from meshwright.parallel.pipeline.training_engine import pipeline_loss
 from meshwright.parallel.pipeline.training_schedule import Cell, TrainingSchedule, Work
-from meshwright.parallel.rows import row_key, row_keys
+from meshwright.parallel.row_keys import row_key, row_keys
 from meshwright.parallel.tensor import column_dense, fused_column_dense, row_dense, sequence_norm, split_norm
 from meshwright.parallel.vocabulary import vocab_cross_entropy, vocab_embed
 

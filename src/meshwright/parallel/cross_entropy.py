@@ -27,7 +27,7 @@ from meshwright.mesh.axes import (
     summing_dtype,
     varying_axes,
 )
-from meshwright.mesh.build import current_mesh, require_axes
+from meshwright.mesh.current import current_mesh, require_axes
 from meshwright.parallel.kernels.dispatch import uses_kernels
 from meshwright.parallel.kernels.gradient_kernels import fits_softmax
 from meshwright.parallel.local_map import AxisView, local_map

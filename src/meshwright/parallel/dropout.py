@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import axis_index, axis_size
-from meshwright.parallel.rows import bits_by_place, global_rows, row_key
+from meshwright.parallel.row_keys import bits_by_place, global_rows, row_key
 from meshwright.specs import dim_axes, format_spec, spec_axes
 from meshwright.types import PRNGKeyArray
 

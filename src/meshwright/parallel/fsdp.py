@@ -19,7 +19,7 @@ from meshwright.dtypes import as_dtype, cast_target, is_float
 from meshwright.errors import PlacementError, TreeError
 from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import axis_size, pcast_alike, pcast_varying, summing_dtype
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.parallel.fp8.casting import E4M3, WEIGHT, from_wire, quantize, to_wire, widen
 from meshwright.specs import check_spec_type, dim_axes, format_spec
 from meshwright.tree import tree_path_to_string

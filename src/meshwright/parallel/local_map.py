@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import pcast_alike, varying_axes, view_of, ways_along
-from meshwright.mesh.build import AnyMesh, current_mesh, no_mesh_error, require_axes
+from meshwright.mesh.current import AnyMesh, current_mesh, no_mesh_error, require_axes
 from meshwright.specs import get_names_from_partition_spec, keep_axes, round_up
 from meshwright.types import PyTree
 

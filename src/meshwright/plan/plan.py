@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.hardware.flops import Flops
+from meshwright.hardware.flops import Flops, utilization
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.costs.communication import (
@@ -87,7 +87,7 @@ class Plan:
     def _utilization(self, flops: int) -> float | None:
         if self.time is None or self.peak_flops is None:
             return None
-        return flops / (self.time.step.value * self.target.num_devices * self.peak_flops)
+        return utilization(flops, self.time.step.value, self.target.num_devices * self.peak_flops)
 
     @property
     def tokens_per_second_band(self) -> tuple[float, float] | None:

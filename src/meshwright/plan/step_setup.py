@@ -11,13 +11,14 @@ import jax
 import numpy as np
 
 from meshwright.errors import JobError, MeshwrightError, did_you_mean
-from meshwright.mesh.build import AnyMesh
+from meshwright.mesh.current import AnyMesh
 from meshwright.parallel.rows import count_rows
 from meshwright.train.jobs.language_job import with_execution
 from meshwright.train.optimizer.muon import muon
 from meshwright.train.precision import Precision
 from meshwright.train.state import require_loss, state_layout
-from meshwright.train.step import Step, make_train_step, xla_options
+from meshwright.train.step import Step, make_train_step
+from meshwright.train.step_options import xla_options
 from meshwright.train.views import ViewChoice, resolve_view, sync_needs_local_view
 from meshwright.types import PyTree
 

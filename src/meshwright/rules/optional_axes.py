@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from meshwright.mesh.build import AnyMesh
+from meshwright.mesh.current import AnyMesh
 from meshwright.rules.rule_set import Rules
 from meshwright.specs import USUAL_AXES, spec_axes
 

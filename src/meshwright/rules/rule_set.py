@@ -16,7 +16,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import RuleError, did_you_mean
-from meshwright.mesh.build import AnyMesh
+from meshwright.mesh.current import AnyMesh
 from meshwright.specs import check_spec_type, dim_axes, format_spec, keep_axes
 
 

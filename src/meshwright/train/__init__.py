@@ -7,13 +7,14 @@ from meshwright.train.fine_tuning.adapting import adapt
 from meshwright.train.fine_tuning.lora import lora, merged
 from meshwright.train.fine_tuning.lora_settings import LoraSettings
 from meshwright.train.fp8_scaling import Fp8
-from meshwright.train.gradients import Gradients, global_norm, make_gradients
+from meshwright.train.gradients import Gradients, make_gradients
 from meshwright.train.guards import NonFiniteGuard
 from meshwright.train.job import Job, abstract_init
 from meshwright.train.jobs import equinox_job, linen_job, nnx_job
 from meshwright.train.jobs.job_loading import load_job
 from meshwright.train.jobs.language_job import language_job, next_token_loss, shift_targets
 from meshwright.train.optimizer.muon import muon, orthogonalize
+from meshwright.train.optimizer.norms import global_norm
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, make_state, state_layout
 from meshwright.train.step import Step, make_eval_step, make_train_step

@@ -21,10 +21,11 @@ from jax import lax
 
 from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import is_manual, pcast_varying, varying_axes
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.metrics import MetricPart, combine, finish, is_pair, neutral, over, over_devices, parts_of, wide
 from meshwright.parallel.fp8.weight import Amaxes
-from meshwright.parallel.rows import row_key, split_rows
+from meshwright.parallel.row_keys import row_key
+from meshwright.parallel.rows import split_rows
 from meshwright.train.model_state import StateReduce, check_same_state, reduce_state
 from meshwright.train.sync import Sync, make_sync_plan
 from meshwright.types import Metrics, PRNGKeyArray, PyTree

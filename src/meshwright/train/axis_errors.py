@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import JobError, did_you_mean
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 
 _COLLECTIVES = os.path.join("lax", "parallel.py")
 _UNBOUND = re.compile(r"unbound axis name: ([\w.\-]+?)\.?(?:\s|$)")

@@ -13,15 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import JobError, LayoutError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout
-from meshwright.mesh.axes import varying_axes
-from meshwright.mesh.build import AnyMesh
+from meshwright.mesh.current import AnyMesh
 from meshwright.metrics import Mean, Sum, declare, is_pair
 from meshwright.models.execution import Remat, remat_policy
 from meshwright.parallel.fp8.weight import Amaxes
@@ -33,6 +31,7 @@ from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.axis_errors import axis_errors
 from meshwright.train.fp8_scaling import Fp8
 from meshwright.train.job import check_axes, execution_of
+from meshwright.train.optimizer.norms import leaf_square_sums
 from meshwright.train.padding import (
     cut,
     fill,
@@ -242,38 +241,6 @@ def make_gradients(
         return in_view(stored, batch, rng, model_state, amaxes)
 
     return Gradients(compute, row_axes, tuple(trainable), choice, fp8)
-
-
-# --- Norms of sharded trees ---
-
-
-def leaf_square_sums(tree: PyTree) -> Any:
-    """Returns the sum of squares of every leaf, `[num_leaves]` in float32, of whole leaves also in the local view.
-
-    Leaves split over the same axes share one psum. A leaf is counted once along axes that it is replicated over.
-    """
-    leaves = jax.tree.leaves(tree)
-    sums = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves]
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for place, leaf in enumerate(leaves):
-        groups.setdefault(tuple(sorted(varying_axes(leaf))), []).append(place)
-    whole: list[Any] = [None] * len(leaves)
-    for axes, places in groups.items():
-        part = jnp.stack([sums[place] for place in places])
-        total = lax.psum(part, axes) if axes else part
-        for index, place in enumerate(places):
-            whole[place] = total[index]
-    return jnp.stack(whole)
-
-
-def global_norm(tree: PyTree) -> Any:
-    """Returns the global norm of a tree in both views; `optax.global_norm` sees only shards in the local view.
-
-    Example:
-        >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}))
-        5.0
-    """
-    return jnp.sqrt(leaf_square_sums(tree).sum())
 
 
 def named_shardings(mesh: AnyMesh, specs: PyTree) -> PyTree:

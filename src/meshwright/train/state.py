@@ -18,7 +18,7 @@ from meshwright.errors import JobError, LayoutError, did_you_mean
 from meshwright.layout import Layout, make_layout
 from meshwright.layout.leaf import LeafLayout, make_leaf
 from meshwright.layout.report import PadPolicy
-from meshwright.mesh.build import AnyMesh, require_axes
+from meshwright.mesh.current import AnyMesh, require_axes
 from meshwright.rules.matching import find_subjects
 from meshwright.rules.rule_set import compile_pattern
 from meshwright.specs import canonical, dim_axes, format_spec, shard_shape, spec_axes

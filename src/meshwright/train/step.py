@@ -9,34 +9,33 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.distributed.same_batch import require_same_batch
-from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
+from meshwright.errors import PlacementError
 from meshwright.hardware.chips import chip_family
 from meshwright.layout import Layout
-from meshwright.mesh.build import AnyMesh
 from meshwright.metrics import compute
 from meshwright.models.execution import Remat
-from meshwright.parallel.overlap.forms import overlap_options
 from meshwright.parallel.rows import count_rows
 from meshwright.specs import round_up
 from meshwright.train.fp8_scaling import are_finite
 from meshwright.train.gradients import Gradients, make_gradients, named_shardings
 from meshwright.train.guards import is_concrete, require_live_state, require_same_state
 from meshwright.train.optimizer.ema import averaged_params, check_ema, moved, require_ema
+from meshwright.train.optimizer.norms import check_clip, clipped
 from meshwright.train.optimizer.optimizer_update import require_known_optimizer, update
 from meshwright.train.padding import cut, fill, part_leaves
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, gradient_specs, only_trainable, with_frozen
+from meshwright.train.step_options import xla_options
 from meshwright.train.sync import Sync
 from meshwright.train.views import View
 from meshwright.types import Metrics, PyTree
@@ -121,8 +120,7 @@ def make_train_step(
         )
 
     gradients = make(True)
-    if clip is not None and not clip > 0:
-        raise MeshwrightError(f"clip must be above 0; got {clip}.", hint="pass a norm such as 1.0, or None.")
+    check_clip(clip)
     check_ema(ema, layout)
     trainable = gradients.trainable
     fine_specs = only_trainable(gradient_specs(layout), trainable)
@@ -137,7 +135,7 @@ def make_train_step(
         loss, grads, metrics, model_state, amaxes = result
         norm = jnp.sqrt(squares.sum())
         if clip is not None:
-            grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
+            grads = clipped(grads, norm, clip)
         # With ZeRO-1, each device updates the shard of the parameter whose statistics it holds.
         mine = jax.lax.with_sharding_constraint(only_trainable(state.params, trainable), fine)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, mine)
@@ -361,53 +359,3 @@ class Step:
 def _shapes(batch: PyTree) -> tuple[Any, ...]:
     leaves, structure = jax.tree.flatten(batch)
     return (structure, *((np.shape(leaf), np.dtype(leaf.dtype)) for leaf in leaves))
-
-
-# --- Default XLA options by device family, as measured in benchmarks/results/decoder_h200.md ---
-
-# Step time of a 956M decoder on one H200: cuBLAS matmuls save 3% over Triton's; disabling the fusion of slices, which
-# keeps autotuning from matmuls with stacked weights, saves 1.5%.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "gpu": {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": False},
-}
-
-
-# XLA merges small matmuls that share an operand before it recognizes fp8, and then multiplies in bfloat16.
-_FP8_OPTIONS: dict[str, dict[str, Any]] = {"gpu": {"xla_gpu_dot_merger_threshold_mb": 0}}
-
-
-def xla_options(
-    mesh: AnyMesh, wanted: dict[str, Any] | None, *, overlap: bool = False, fp8: bool = False
-) -> dict[str, Any] | None:
-    """Returns the XLA options for a step on this mesh: defaults for its devices, overridden by `wanted`.
-
-    With `overlap`, the defaults include `overlap_options`; with `fp8`, those that keep fp8 matmuls in fp8.
-    """
-    chip = chip_family(mesh) if isinstance(mesh, Mesh) else ""
-    known = _OPTIONS.get(chip, {}) | (overlap_options(mesh) if overlap and mesh.size > 1 else {})
-    known |= _FP8_OPTIONS.get(chip, {}) if fp8 else {}
-    if not known:
-        return wanted
-    options = tuple(known.items())
-    if not _is_known(options, mesh):
-        options = tuple(option for option in options if _is_known((option,), mesh))
-    return dict(options) | (wanted or {})
-
-
-@functools.lru_cache(maxsize=64)
-def _is_known(options: tuple[tuple[str, Any], ...], mesh: AnyMesh) -> bool:
-    """Whether the compiler accepts these options; warns if it rejects a single one."""
-    argument = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
-    try:
-        jax.jit(lambda x: x, compiler_options=dict(options)).lower(argument).compile()
-    except Exception as error:  # XLA has no specific error type for an unknown option
-        if len(options) == 1:
-            name, value = options[0]
-            warnings.warn(
-                f"this XLA version rejects {name}={value}, an option that makes steps faster on this device: {error}\n"
-                "hint: results are correct without it; a newer Meshwright may know its new name.",
-                MeshwrightWarning,
-                stacklevel=4,
-            )
-        return False
-    return True

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import MeshwrightError, PlacementError, TreeError, did_you_mean
 from meshwright.mesh.axes import axis_index, axis_size, is_manual, pcast_varying, summing_dtype, varying_axes
-from meshwright.mesh.build import current_mesh, require_axes
+from meshwright.mesh.current import current_mesh, require_axes
 from meshwright.parallel.fsdp import gather_array, leaf_scope
 from meshwright.specs import canonical, check_spec_type, dim_axes, format_spec, spec_axes
 from meshwright.tree import NamedLeaf, named_leaves

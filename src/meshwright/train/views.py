@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from meshwright.errors import JobError, MeshError, MeshwrightError, did_you_mean
-from meshwright.mesh.build import AnyMesh, require_axes
+from meshwright.mesh.current import AnyMesh, require_axes
 from meshwright.models.execution import DATA_AXES
 from meshwright.train.job import loss_axes
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.dtypes import is_float
-from meshwright.parallel.rows import count_rows, row_key
+from meshwright.parallel.row_keys import row_key
+from meshwright.parallel.rows import count_rows
 from meshwright.train.precision import Precision
 from meshwright.train.views import View
 from meshwright.types import PyTree

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from meshwright.loop.callbacks import Callback, StepLog
+from meshwright.loop.callbacks import Callback
 from meshwright.loop.fit import Loop, fit
 from meshwright.loop.logging import run_log
 from meshwright.loop.logging.goodput import (
@@ -21,6 +21,7 @@ from meshwright.loop.logging.goodput import (
     read_goodput,
 )
 from meshwright.loop.logging.run_log import RunLog
+from meshwright.loop.logging.step_log import StepLog
 from meshwright.loop.report import build_report
 
 # --- A run with a fake clock ---

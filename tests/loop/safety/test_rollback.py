@@ -24,7 +24,7 @@ def jump_at(monkeypatch):
                 seen.append(loss)
                 return super().check(1e6 if len(seen) == step else loss) or len(seen) == step
 
-        monkeypatch.setattr("meshwright.loop.setup.SpikeGuard", Guard)
+        monkeypatch.setattr("meshwright.loop.run_callbacks.SpikeGuard", Guard)
 
     return jump
 
@@ -83,10 +83,10 @@ def test_a_run_killed_after_a_rollback_resumes_bit_for_bit(run_of, read_run, jum
 
     jump_at(10)
     with monkeypatch.context() as patch:
-        patch.setattr("meshwright.loop.setup.Checkpointing", Dies)
+        patch.setattr("meshwright.loop.run_callbacks.Checkpointing", Dies)
         with pytest.raises(Killed):
             train(stopped, **QUIET)
-    monkeypatch.setattr("meshwright.loop.setup.SpikeGuard", SpikeGuard)
+    monkeypatch.setattr("meshwright.loop.run_callbacks.SpikeGuard", SpikeGuard)
     train(stopped.changed({"resume": True}), **QUIET)
     assert losses(stopped, read_run) == losses(straight, read_run)
     for name in ("data", "spikes"):

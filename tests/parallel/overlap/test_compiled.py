@@ -139,7 +139,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshwright.parallel import gather_matmul, matmul_scatter
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.plan.compiled.topology import target_mesh
-from meshwright.train.step import xla_options
+from meshwright.train.step_options import xla_options
 
 mesh = target_mesh("h200:1x8", (8,), ("tp",))
 rows, up, down = P(None, "tp", None), P(None, None, "tp"), P(None, "tp", None)

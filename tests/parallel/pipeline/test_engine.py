@@ -20,7 +20,7 @@ from meshwright.parallel.pipeline.schedule import (
     stage_layers,
     unstage_layers,
 )
-from meshwright.parallel.rows import row_key
+from meshwright.parallel.row_keys import row_key
 
 from .tiny_model import assert_close, embed, head_loss, mesh_of, one_device, stage, value_and_grads
 

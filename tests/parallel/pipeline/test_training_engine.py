@@ -16,7 +16,7 @@ from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.pipeline.named_schedules import make_schedule
 from meshwright.parallel.pipeline.stage_moves import make_moves
 from meshwright.parallel.pipeline.training_engine import pipeline_loss
-from meshwright.parallel.rows import row_key
+from meshwright.parallel.row_keys import row_key
 
 from .tiny_model import assert_close, embed, head_loss, mesh_of, one_device, stage, value_and_grads
 

@@ -9,7 +9,7 @@ from jax import lax
 
 import meshwright as mw
 from meshwright.parallel.dropout import dropout
-from meshwright.parallel.rows import row_key
+from meshwright.parallel.row_keys import row_key
 
 VOCAB, WIDTH, HIDDEN, LAYERS = 11, 8, 16, 8
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from meshwright.train.precision import Precision
 
 if TYPE_CHECKING:
+    from meshwright.loop.decisions import RunSetup
     from meshwright.loop.logging.run_log import RunLog
-    from meshwright.loop.setup import RunSetup
     from meshwright.train import RunState
 
 InspectFp8 = Callable[[str, Sequence[str], str], tuple[str, list[str]]]

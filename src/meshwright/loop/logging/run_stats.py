@@ -17,7 +17,7 @@ from meshwright.loop.text_source import MixedSource
 from meshwright.train.job import abstract_init, traceable_loss
 
 if TYPE_CHECKING:
-    from meshwright.loop.setup import RunSetup
+    from meshwright.loop.decisions import RunSetup
 
 
 def run_facts(run: RunSetup, flops: float | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from meshwright.train.precision import Precision
 from meshwright.tree import flatten_tree
 
 if TYPE_CHECKING:
-    from meshwright.loop.setup import RunSetup
+    from meshwright.loop.decisions import RunSetup
 
 FOLDER = "predictions"
 MAX_PIXELS = 96

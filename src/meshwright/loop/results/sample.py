@@ -13,7 +13,7 @@ from meshwright.loop.results.before_after import BeforeAfter
 from meshwright.train.padding import cut, part_leaves
 
 if TYPE_CHECKING:
-    from meshwright.loop.setup import RunSetup
+    from meshwright.loop.decisions import RunSetup
 
 TEMPERATURE = 0.7
 """Sampling temperature; below 1, so that short training already shows."""

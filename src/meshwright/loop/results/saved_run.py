@@ -16,8 +16,8 @@ from meshwright.checkpoint import Checkpoints, Restored
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError, LayoutError
 from meshwright.layout import Layout
-from meshwright.loop.remote_run import read_remote
-from meshwright.loop.run_dir import CONFIG
+from meshwright.loop.folder.remote_run import read_remote
+from meshwright.loop.folder.run_dir import CONFIG
 from meshwright.loop.settings.choices import make_model
 from meshwright.loop.settings.config import TrainConfig, read_config
 from meshwright.loop.weights.init_origin import model_of_fact, with_own_tokenizer

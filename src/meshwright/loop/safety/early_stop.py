@@ -13,9 +13,9 @@ from meshwright.loop.settings.config import parse_monitor
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import Checkpoints
+    from meshwright.loop.decisions import RunSetup
     from meshwright.loop.fit import Loop, Why
     from meshwright.loop.resume import RunStart
-    from meshwright.loop.setup import RunSetup
 
 
 class EarlyStop(Callback):

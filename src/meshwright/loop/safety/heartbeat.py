@@ -8,8 +8,8 @@ from meshwright.launch.pulse import current_pulse
 from meshwright.loop.callbacks import Callback, StepRecord
 
 if TYPE_CHECKING:
+    from meshwright.loop.decisions import RunSetup
     from meshwright.loop.fit import Loop
-    from meshwright.loop.setup import RunSetup
 
 
 def report_run(setup: RunSetup) -> None:

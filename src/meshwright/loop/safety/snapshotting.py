@@ -14,8 +14,8 @@ from meshwright.launch.memory_folder import EVERY, FOLDER
 from meshwright.loop.callbacks import Callback
 
 if TYPE_CHECKING:
+    from meshwright.loop.decisions import RunSetup
     from meshwright.loop.fit import Loop
-    from meshwright.loop.setup import RunSetup
 
 
 def find_snapshots(setup: RunSetup) -> Snapshots | None:

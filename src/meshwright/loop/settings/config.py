@@ -38,7 +38,7 @@ from meshwright.loop.settings.options import (
     SafetyOptions,
 )
 from meshwright.loop.settings.store_options import StoreOptions
-from meshwright.mesh.build import MOST_CPU_DEVICES
+from meshwright.mesh.simulate import MOST_CPU_DEVICES
 from meshwright.remote.object_store import check_scheme, is_url
 from meshwright.train.fine_tuning.lora_settings import LoraSettings
 

@@ -21,7 +21,7 @@ from meshwright.distributed.agreement import as_first, gather_texts, together
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError
 from meshwright.files import write_atomically
 from meshwright.layout import Layout
-from meshwright.loop.run_dir import CONFIG as RUN
+from meshwright.loop.folder.run_dir import CONFIG as RUN
 from meshwright.loop.settings.choices import DEFAULT_MODEL, FAMILIES, change_model
 from meshwright.loop.settings.config import TrainConfig, read_config
 from meshwright.loop.settings.init_options import InitOptions

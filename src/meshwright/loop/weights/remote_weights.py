@@ -40,7 +40,7 @@ def find_remote_weights(options: InitOptions) -> RemoteFolderWeights | Callable[
                 hint="leave them out.",
             )
         return RemoteFolderWeights(store, infos, ignore=options.init_ignore)
-    from meshwright.loop.remote_run import fetch_step
+    from meshwright.loop.folder.remote_run import fetch_step
 
     found, step = _STEP.fullmatch(url), options.init_step
     if found is not None and found["step"] is not None and MANIFEST in infos:

@@ -18,7 +18,7 @@ from jax import lax
 from meshwright.errors import PlacementError, did_you_mean
 from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import pcast_alike, varying_axes
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.parallel.kernels.cast_kernel import can_cast, cast_both_ways
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import pcast_alike, varying_axes
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.parallel.fp8.casting import (
     E4M3,
     E5M2,

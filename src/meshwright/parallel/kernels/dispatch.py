@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from meshwright.errors import PlacementError
 from meshwright.hardware.chips import chip_family, is_hopper, is_hopper_kind
 from meshwright.mesh.axes import pcast_varying, varying_axes
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 
 _THREADS = 128  # of a warpgroup, which runs one block of a grid
 _MOST_PER_LOAD = 8  # elements that a thread reads at once: 16 bytes of 16-bit floats

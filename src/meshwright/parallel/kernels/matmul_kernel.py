@@ -25,7 +25,7 @@ from jax import lax
 
 from meshwright.hardware.chips import is_hopper
 from meshwright.hardware.flops import Tally, matmul_flops, register_cost
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.parallel.kernels.dispatch import is_interpreted
 
 TILE_ROWS = 128

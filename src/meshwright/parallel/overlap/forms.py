@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from meshwright.errors import PlacementError, did_you_mean
 from meshwright.hardware.chips import chip_family
-from meshwright.mesh.build import AnyMesh, current_mesh
+from meshwright.mesh.current import AnyMesh, current_mesh
 
 Operation = Literal["gather_matmul", "matmul_scatter", "gather_matmul_grad", "matmul_scatter_grad"]
 Tie = Literal["none", "next", "between", "slice", "late_slice", "operand", "product"]

@@ -14,9 +14,10 @@ from jax import lax
 from meshwright.dtypes import is_float
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import pcast_varying, varying_axes
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.parallel.overlap.forms import branch
-from meshwright.parallel.rows import Parts, row_key
+from meshwright.parallel.row_keys import row_key
+from meshwright.parallel.rows import Parts
 from meshwright.types import PyTree
 
 

@@ -1,1 +1,1 @@
-"""The update of the parameters: its layout, Muon, and the moving average."""
+"""The update of the parameters: clipping, the optimizer's update, Muon, and the moving average."""

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.chips import chip_family
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.parallel.local_map import local_map
 from meshwright.specs import dim_axes, round_up
 from meshwright.train.optimizer.newton_schulz import DION_COEFFICIENTS, newton_schulz, sums_of_squares

@@ -22,7 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshwright.hardware.chips import chip_family
-from meshwright.mesh.build import current_mesh
+from meshwright.mesh.current import current_mesh
 from meshwright.parallel.kernels.symmetric_kernel import can_mirror, symmetric_product
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

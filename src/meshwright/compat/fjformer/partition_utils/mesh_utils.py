@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from meshwright.constraints import with_sharding_constraint as _strict_with_sharding_constraint
 from meshwright.errors import MeshwrightWarning, did_you_mean
 from meshwright.layout import match_partition_rules
-from meshwright.mesh.build import create_mesh, current_mesh, names_in_current_mesh
+from meshwright.mesh.build import create_mesh
 from meshwright.mesh.build import get_jax_mesh as _strict_get_jax_mesh
+from meshwright.mesh.current import current_mesh, names_in_current_mesh
 from meshwright.mesh.string import MeshAxis, parse_mesh
 from meshwright.metrics import get_metrics
 from meshwright.placement import make_shard_and_gather_fns

@@ -1,6 +1,6 @@
 """Drop-in for `xlstm_jax.distributed.xla_utils`: settings that JAX reads only when it starts."""
 
-from meshwright.mesh.build import set_XLA_flags, simulate_cpu_devices
+from meshwright.mesh.simulate import set_XLA_flags, simulate_cpu_devices
 
 __all__ = ["set_XLA_flags", "simulate_CPU_devices"]
 

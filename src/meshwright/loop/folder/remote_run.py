@@ -29,7 +29,7 @@ from meshwright.errors import CheckpointError, ConfigError, StoreError, Training
 from meshwright.files import write_atomically
 from meshwright.loop.callbacks import Callback
 from meshwright.loop.fit import Loop
-from meshwright.loop.run_dir import CONFIG, FACTS
+from meshwright.loop.folder.run_dir import CONFIG, FACTS
 from meshwright.loop.settings.config import TrainConfig
 from meshwright.loop.settings.store_options import StoreOptions
 from meshwright.remote import Lease, ObjectStore, is_url, open_store, take_lease

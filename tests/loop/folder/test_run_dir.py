@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.loop.run_dir import RunFolder
+from meshwright.loop.folder.run_dir import RunFolder
 from meshwright.loop.settings.config import TrainConfig
 
 
