@@ -79,10 +79,6 @@ class Needs:
         return math.fsum(self.kept.values())
 
     @property
-    def kept_fixed(self) -> float:
-        return math.fsum(self.fixed.values())
-
-    @property
     def hosted_per_row(self) -> float:
         return math.fsum(self.hosted.values())
 
