@@ -31,7 +31,7 @@ _DEPTH, _STAGES = 64, 3  # features per fetched piece, and pieces in flight; a f
 _SQUARE = 64  # results are written in squares of this side: a row of swizzled memory
 
 
-def can_mirror(num_rows: int, num_features: int, dtype: Any, *, kernels: bool | None = None) -> bool:
+def can_mirror(num_rows: int, num_features: int, dtype: Any) -> bool:
     """Returns whether `symmetric_product` supports factors `[N, num_rows, num_features]` here; see `uses_kernels`."""
     return (
         num_rows > 0
@@ -39,7 +39,7 @@ def can_mirror(num_rows: int, num_features: int, dtype: Any, *, kernels: bool | 
         and num_rows % _TILE == 0
         and num_features % _DEPTH == 0
         and jnp.dtype(dtype) in (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
-        and uses_hopper_kernels(kernels)
+        and uses_hopper_kernels(None)
     )
 
 
