@@ -24,7 +24,7 @@ from jax import lax
 
 from meshwright.hardware.flops import Tally, matmul_flops, register_cost
 from meshwright.mesh.axes import pcast_varying, varying_axes
-from meshwright.parallel.kernels.dispatch import is_interpreted, mosaic_gpu, uses_hopper_kernels
+from meshwright.parallel.kernels.dispatch import is_interpreted, mosaic_gpu, swizzled, uses_hopper_kernels
 
 _TILE = 128  # rows and columns of a tile
 _DEPTH, _STAGES = 64, 3  # features per fetched piece, and pieces in flight; a fourth would not fit into half the memory
@@ -54,7 +54,7 @@ def symmetric_product(a: Any, b: Any, *, scale: float = 1.0, diagonal: float = 0
     kernel = mosaic.kernel(
         functools.partial(_kernel, num_rows=num_rows, scale=scale, diagonal=diagonal),
         out_type=jax.ShapeDtypeStruct((count * num_rows, num_rows), a.dtype),
-        scratch_types=[mosaic.SMEM((2, _SQUARE, _SQUARE), a.dtype, transforms=_swizzled())],
+        scratch_types=[mosaic.SMEM((2, _SQUARE, _SQUARE), a.dtype, transforms=swizzled())],
         grid=(count * _tiles_before(num_rows // _TILE, num_rows // _TILE),),
         grid_names=("tile",),
         kernel_name="symmetric_product",
@@ -110,7 +110,7 @@ def _kernel(a: Any, b: Any, out: Any, squares: Any, *, num_rows: int, scale: flo
             mosaic.wgmma_wait(1)  # the previous product is done, so its pieces may be replaced
 
         piece = mosaic.BlockSpec(
-            (_TILE, _DEPTH), lambda k: (0, k), transforms=_swizzled(), memory_space=mosaic.SMEM, delay_release=1
+            (_TILE, _DEPTH), lambda k: (0, k), transforms=swizzled(), memory_space=mosaic.SMEM, delay_release=1
         )
         mosaic.emit_pipeline(
             multiply, grid=(a.shape[1] // _DEPTH,), in_specs=[piece, piece], max_concurrent_steps=_STAGES
@@ -132,8 +132,3 @@ def _kernel(a: Any, b: Any, out: Any, squares: Any, *, num_rows: int, scale: flo
             turned.transpose((1, 0))[...] = mosaic.layout_cast(part, mosaic.Layout.WGMMA_TRANSPOSED)
             write(turned, first_column + j, first_row + i, row != column)
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _swizzled() -> tuple[Any, ...]:
-    mosaic = mosaic_gpu()
-    return mosaic.TilingTransform((8, _SQUARE)), mosaic.SwizzleTransform(2 * _SQUARE)
