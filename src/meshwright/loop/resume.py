@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ import jax
 
 from meshwright.bounded_reader import require_fields
 from meshwright.checkpoint import Checkpoints
-from meshwright.checkpoint.manifest import model_text
+from meshwright.checkpoint.manifest import model_text, parse_model
 from meshwright.checkpoint.restoring import Restored
 from meshwright.checkpoint.snapshot import Snapshots
 from meshwright.distributed.agreement import bytes_from_first, from_first, together
@@ -200,13 +199,9 @@ def what_must_match(fact: Any, model: Any) -> Any:
     """
     if isinstance(fact, str):
         try:
-            call = ast.parse(fact, mode="eval").body
-            if not isinstance(call, ast.Call):
-                return fact
-            values = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
+            fact = parse_model(fact)
         except (SyntaxError, ValueError):
             return fact
-        fact = {"class": ast.unparse(call.func), "fields": values}
     known = dataclasses.fields(model) if type(model).__name__ == fact["class"] else ()
     defaults = {item.name: item.default for item in known if item.default is not dataclasses.MISSING}
     return fact["class"], {name: value for name, value in (defaults | fact["fields"]).items() if name not in MAY_CHANGE}
