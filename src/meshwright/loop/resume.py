@@ -23,7 +23,7 @@ from meshwright.loop.logging.run_log import EVENTS, RunLog, read_lines
 from meshwright.loop.logging.run_stats import checkpoint_facts
 from meshwright.loop.run_dir import NOT_OF_THE_RUN
 from meshwright.loop.settings.config import TrainConfig
-from meshwright.loop.settings.optimizers import make_schedule
+from meshwright.loop.settings.optimizers import make_learning_rate
 from meshwright.loop.weights.adapted_weights import as_bases
 from meshwright.loop.weights.initial_adapters import read_adapters
 from meshwright.loop.weights.initial_weights import StepWeights, choose_leaves, open_weights, params_leaves
@@ -221,7 +221,9 @@ def _changes(run: RunSetup, facts: Mapping[str, Any], step: int) -> list[str]:
     decays = run.updates.is_builtin and before.get("schedule") == now["schedule"] != "constant"
     if before.get("steps") != now["steps"] and decays:
         old = TrainConfig().changed({name: value for name, value in before.items() if name in now})
-        last, after = (float(make_schedule(config.optimizer, config.run.steps)(step)) for config in (old, run.config))
+        last, after = (
+            float(make_learning_rate(config.optimizer, config.run.steps)(step)) for config in (old, run.config)
+        )
         rates = f"changes from {last:.2e} to {after:.2e}" if f"{last:.2e}" != f"{after:.2e}" else f"stays {after:.2e}"
         told.append(f"the schedule now ends at step {now['steps']}; the learning rate {rates}")
     return told

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from meshwright.checkpoint.arrays import read_anything
-from meshwright.checkpoint.convert.config_json import CONFIG, read_json
+from meshwright.checkpoint.convert.config_json import CONFIG, read_model_json
 from meshwright.checkpoint.convert.families import decoder_of_config, family_named
 from meshwright.checkpoint.convert.family import canonical
 from meshwright.checkpoint.convert.fingerprint import available_memory, model_logits, probe_tokens, write_fingerprint
@@ -178,7 +178,7 @@ def _origin(steps: Path, manifest: Manifest, model: Decoder, tell: Callable[[str
     copy = steps.absolute().parent / COPY
     for place in (folder, copy):
         # Another model may lie there by now.
-        if (place / CONFIG).is_file() and read_json(place / CONFIG) == config:
+        if (place / CONFIG).is_file() and read_model_json(place / CONFIG) == config:
             return place
     tell(f"{folder} is gone or holds another model, so no tokenizer files are copied; name its folder with --like")
     return config

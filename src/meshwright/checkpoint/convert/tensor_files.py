@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.bounded_reader import open_regular
-from meshwright.checkpoint.convert.config_json import read_json
+from meshwright.checkpoint.convert.config_json import read_model_json
 from meshwright.checkpoint.convert.tensor_regions import Array, Region, StoredTensor, fill_regions
 from meshwright.checkpoint.convert.tensor_writer import DTYPES, INDEX, SINGLE
 from meshwright.errors import CheckpointError, FileFormatError
@@ -91,7 +91,7 @@ def weight_files(folder: Path) -> list[Path]:
         meshwright.errors.CheckpointError: the folder has neither model.safetensors nor model.safetensors.index.json.
     """
     if (folder / INDEX).exists():
-        index = read_json(folder / INDEX).get("weight_map")
+        index = read_model_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise CheckpointError(f"{folder / INDEX} has no weight_map.", hint="fetch it again.")
         for name in index.values():

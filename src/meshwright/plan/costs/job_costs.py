@@ -27,7 +27,7 @@ from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.topology import assumed_cudnn
 from meshwright.plan.costs.saved_activations import REST, bytes_kept
 from meshwright.plan.costs.stages import Stages
-from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
+from meshwright.plan.step_setup import Setup, batch_of, named_optimizer
 from meshwright.rng import abstract_key
 from meshwright.train.fine_tuning.lora import MergedFunction
 from meshwright.train.job import execution_of, loss_axes, model_of, traceable_loss
@@ -249,7 +249,7 @@ def profile_job(
     tokens, notes = _tokens_per_row(job)
     has_tokens = not notes
     key = abstract_key()
-    rule = make_optimizer(optimizer)
+    rule = named_optimizer(optimizer)
     state = jax.eval_shape(lambda key: make_state(job, rule, key, precision=dtypes), key)
     widths = {
         leaf.name: int(dtype.itemsize)
