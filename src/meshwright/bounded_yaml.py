@@ -7,10 +7,8 @@ so are deep nesting, duplicate keys and more than a few aliases, which can stand
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
-from meshwright.bounded_reader import read_text
 from meshwright.errors import FileFormatError
 
 MOST_BYTES = 2**20
@@ -22,23 +20,12 @@ _FLOAT = r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+][0-9]{1,4})?"
 _SPECIAL = r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 
 
-def read_yaml(path: Path | str, *, most: int = MOST_BYTES) -> Any:
-    """Returns the value of a YAML file; raises `OSError`, or `FileFormatError` if it is not plain YAML.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "run.yaml"
-        >>> _ = path.write_text("profile: 10:15\\nsteps: 1_000\\nday: 2026-01-01")
-        >>> read_yaml(path)
-        {'profile': '10:15', 'steps': 1000, 'day': '2026-01-01'}
-    """
-    return parse_yaml(read_text(path, most=most), where=str(path))
-
-
 def parse_yaml(text: str, *, where: str) -> Any:
-    """Parses YAML text; `where` names it in errors.
+    """Parses YAML text; raises `FileFormatError` if it is not plain YAML, and `where` names it in errors.
 
     Example:
+        >>> parse_yaml("profile: 10:15\\nsteps: 1_000\\nday: 2026-01-01", where="x")
+        {'profile': '10:15', 'steps': 1000, 'day': '2026-01-01'}
         >>> parse_yaml("a: !!python/name:os.system", where="x")
         Traceback (most recent call last):
         meshwright.errors.FileFormatError: x is not YAML as Meshwright reads it: line 1 has the tag

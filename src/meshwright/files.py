@@ -1,4 +1,4 @@
-"""Atomic file writes, syncing, folder removal, and one-line explanations of failed writes."""
+"""Atomic file writes, syncing, file locks, folder removal, and one-line explanations of failed writes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import secrets
 import shutil
 import time
 from pathlib import Path
+from typing import IO, Any
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -37,6 +38,35 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def try_lock(file: IO[Any] | int) -> bool | None:
+    """Locks an open file until it is closed or its process ends, even by a kill; returns None if there are no locks.
+
+    Returns False if another process holds the lock.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile() as first, open(first.name) as second:
+        ...     try_lock(first), try_lock(second)
+        (True, False)
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # not on this system, or not on this file system
+        return None
+    return True
+
+
+def wait_for_lock(file: IO[Any] | int) -> None:
+    """Locks an open file as soon as no other process holds it."""
+    import fcntl
+
+    fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def remove_folder(folder: Path, *, seconds: float = 10.0) -> None:

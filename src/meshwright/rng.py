@@ -20,6 +20,16 @@ from meshwright.types import PRNGKeyArray
 R = TypeVar("R")
 
 
+def abstract_key() -> Any:
+    """Returns the shape and dtype of a key, for `jax.eval_shape` and `jax.make_jaxpr`.
+
+    Example:
+        >>> abstract_key().dtype
+        key<fry>
+    """
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
 def fold_rng_over_axis(rng: PRNGKeyArray, axis_name: str | Sequence[str]) -> PRNGKeyArray:
     """Returns a key that differs on every device along a mesh axis, for use inside `shard_map`.
 

@@ -148,6 +148,12 @@ def each_named_leaf(tree: PyTree) -> Iterator[NamedLeaf]:
             yield named(path if len(inside) == 1 else (*path, *inner), value)
 
 
+def split_primals(tree: PyTree) -> tuple[PyTree, list[bool]]:
+    """Returns the values in an argument of a `custom_vjp` rule with symbolic zeros, and which leaves need gradients."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: hasattr(node, "perturbed"))
+    return jax.tree.unflatten(structure, [leaf.value for leaf in leaves]), [leaf.perturbed for leaf in leaves]
+
+
 def named_boxes(tree: PyTree) -> Iterator[NamedLeaf]:
     """Yields the leaves of `named_leaves`, each with its box if it has one."""
     is_box = _box_test()

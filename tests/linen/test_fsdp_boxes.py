@@ -78,7 +78,7 @@ def placed(params, mesh, min_weight_size):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("mode", ["checked", "checked, parameters varying", "unchecked"])
-def test_defect_1_gradients_are_those_of_the_global_mean_loss(mesh, mode):
+def test_gradients_are_those_of_the_global_mean_loss(mesh, mode):
     """Runs gather_params, the loss of each device, its gradient and sync_gradients on the same parameters."""
     params, loss, grads = reference()
     boxed, specs = placed(params, mesh, 100)
@@ -179,14 +179,14 @@ def test_which_dim_is_split(shape, names, expected):
         assert got.value.size == jnp.ones(shape).size // 4
 
 
-def test_defect_10_the_threshold_counts_global_elements():
+def test_the_threshold_counts_global_elements():
     """A shard of 32 elements of an array that `dp` splits in two counts as 64 elements."""
     box = nn.Partitioned(jnp.ones((1, 4, 8)), ("dp", None, None))
     assert trace(lambda box: shard_params(box, "fsdp", 63), box).names == ("dp", None, "fsdp")
     assert trace(lambda box: shard_params(box, "fsdp", 64), box).names == ("dp", None, None)
 
 
-def test_defect_10_an_indivisible_parameter_causes_a_warning():
+def test_an_indivisible_parameter_causes_a_warning():
     with pytest.warns(MeshwrightWarning, match=r"`block/w`, with 105 elements, stays replicated .*free dims \(7, 15\)"):
         got = trace(lambda w: shard_params({"block": {"w": w}}, "fsdp", 100), jnp.ones((7, 15)))
     assert got["block"]["w"].shape == (7, 15)
@@ -308,7 +308,7 @@ def test_gather_params_gathers_the_last_axis_of_a_tuple_first():
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_defect_1_sync_returns_the_mean_for_every_kind_of_leaf(check):
+def test_sync_returns_the_mean_for_every_kind_of_leaf(check):
     """On dp2 x fsdp4: plain, split, split over a tuple, and unused leaves."""
     x = jnp.arange(8.0)
 
@@ -433,7 +433,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_bad_inputs_21_and_22_unknown_axis_and_no_shard_map(name):
+def test_an_unknown_axis_or_no_shard_map_is_refused(name):
     with pytest.raises(MeshError, match=rf"{name} names axis 'fdsp'.*\nhint: did you mean 'fsdp'"):
         trace(lambda: CALLS[name]("fdsp"))
     with pytest.raises(MeshError, match=rf"{name} was called outside of shard_map.*\nhint: call it inside"):

@@ -95,7 +95,7 @@ def local_outputs(f, size, *args, specs):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_defect_4_parameters_trained_on_one_size_run_on_another(size):
+def test_parameters_trained_on_one_size_run_on_another(size):
     """A layer on 4 devices equals a layer of the other kind on `size` devices."""
     x = RNG.normal(size=(4, INPUTS)).astype(np.float32)
     old = DenseForm(tp_mode="gather", axis_size=4)
@@ -113,7 +113,7 @@ def test_defect_4_parameters_trained_on_one_size_run_on_another(size):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_defect_5_the_originals_split_scatter_converts(size):
+def test_the_originals_split_scatter_converts(size):
     """Compares with the original's ring, in which both halves of entry k leave at hop k, one up and one down."""
     form = DenseForm(tp_mode="scatter", axis_size=size, pieces=True, original_split_scatter=True)
     params = from_global(GLOBAL, form)

@@ -147,7 +147,7 @@ def init_on(module, size, *, seed=0):
 
 @pytest.mark.parametrize("layer", [TPDense, TPAsyncDense])
 @pytest.mark.parametrize("mode", ["gather", "scatter"])
-def test_defect_3_a_seed_gives_the_same_layer_for_every_axis_size(layer, mode):
+def test_a_seed_gives_the_same_layer_for_every_axis_size(layer, mode):
     """Each kernel is a part of the full kernel, so its scale and values do not depend on the axis size."""
     kernels = {}
     for size in (1, 4):
@@ -166,7 +166,7 @@ INITIALIZERS = {
 }
 
 
-def test_defect_3_every_initializer_sees_the_full_kernel():
+def test_every_initializer_sees_the_full_kernel():
     class Layers(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -187,7 +187,7 @@ def test_defect_3_every_initializer_sees_the_full_kernel():
             np.testing.assert_allclose(kernel @ kernel.T, 9 * np.eye(INPUTS), atol=1e-4)
 
 
-def test_defect_3_adjustment_and_name_work_at_axis_size_1():
+def test_adjustment_and_name_work_at_axis_size_1():
     kernels = {}
     for factor in (1.0, 2.0):
         module = make(TPDense, "gather", 1, kernel_init_adjustment=factor, dense_name="out")
@@ -215,7 +215,7 @@ def test_two_kernels_of_a_layer_differ():
 
 @pytest.mark.parametrize("layer", [TPDense, TPAsyncDense])
 @pytest.mark.parametrize("mode", ["gather", "scatter"])
-def test_defect_2_a_new_bias_counts_once(layer, mode):
+def test_a_new_bias_counts_once(layer, mode):
     """A bias of 1 on 4 devices adds 1, including in the output of init."""
     module = make(layer, mode, 4, bias_init=nn.initializers.ones, kernel_init=nn.initializers.zeros)
     y, params = init_on(module, 4)
@@ -233,7 +233,7 @@ def apply_on(module, size, params, x, out=P(None, "tp")):
     return jax.jit(run)(params, x)
 
 
-def test_defect_2_biases_trained_on_every_device_are_summed_and_convert():
+def test_biases_trained_on_every_device_are_summed_and_convert():
     """The original trained one bias per device and summed them; such parameters give the same outputs here."""
     module = make(TPDense, "scatter", 4)
     form = DenseForm.of(module, axis_size=4)
@@ -249,7 +249,7 @@ def test_defect_2_biases_trained_on_every_device_are_summed_and_convert():
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_defect_5_the_direction_of_the_ring_does_not_change_the_result(size):
+def test_the_direction_of_the_ring_does_not_change_the_result(size):
     for mode, flag in (("gather", "use_bidirectional_gather"), ("scatter", "use_bidirectional_scatter")):
         layers = [make(TPAsyncDense, mode, size, **{flag: value}) for value in (True, False)]
         params = from_global(GLOBAL, DenseForm.of(layers[0], axis_size=size))
@@ -425,7 +425,7 @@ def test_bad_input_scatter_of_outputs_that_do_not_divide():
         trace(TPDense(functools.partial(nn.Dense, features=10), "tp", tp_mode="scatter"))
 
 
-def test_bad_input_24_a_split_ring_needs_two_features():
+def test_a_split_ring_needs_two_features():
     with pytest.raises(
         PlacementError, match=r"async_scatter_split cannot halve the last dim of an array of shape \(4, 1\)"
     ):

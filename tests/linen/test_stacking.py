@@ -60,7 +60,7 @@ def test_a_slice_varies_along_an_axis_of_one_device_too():
     assert jax.jit(run)(jnp.arange(3)).tolist() == [0, 1, 2]
 
 
-def test_defect_6_split_refuses_a_remainder_instead_of_dropping_it():
+def test_split_refuses_a_remainder_instead_of_dropping_it():
     with pytest.raises(
         PlacementError, match=r"dim 0 of an array of shape \(10,\) has size 10.*10 % 4 = 2.\nhint: pad to 12"
     ):
@@ -156,7 +156,7 @@ def test_stack_then_unstack_returns_the_same_tree(axis, size):
         (-1, {"matrix": (None, None, "tp"), "scalar": ("tp",), "boxed": (("fsdp", "pp"), None, "tp")}),
     ],
 )
-def test_defect_9_tuple_names_and_scalars_stack(axis, names):
+def test_tuple_names_and_scalars_stack(axis, names):
     stacked = trace(lambda tree: stack_params(tree, "tp", axis=axis), TREE)
     for leaf, expected in names.items():
         assert stacked[leaf].names == expected
@@ -182,7 +182,7 @@ def test_stacked_shards_are_one_global_array():
 
 
 @pytest.mark.parametrize("keep", [2, -2, "traced"])
-def test_defect_9_mask_keeps_one_shard_and_its_dtype_and_masks_gradients(keep):
+def test_mask_keeps_one_shard_and_its_dtype_and_masks_gradients(keep):
     tree = {"float": jnp.array([1.0, jnp.nan]), "half": jnp.ones((), jnp.bfloat16), "count": jnp.int32(7)}
 
     def local(tree, index):
@@ -243,13 +243,13 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_bad_input_21_unknown_axis(name):
+def test_an_unknown_axis_is_refused(name):
     with pytest.raises(MeshError, match=rf"{name} names axis 'tpp'; the mesh has axes: tp.\nhint: did you mean 'tp'"):
         trace(lambda: CALLS[name]("tpp"))
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_bad_input_22_called_outside_of_shard_map(name):
+def test_a_call_outside_of_shard_map_is_refused(name):
     with pytest.raises(MeshError, match=rf"{name} was called outside of shard_map.*\nhint: call it inside"):
         CALLS[name]("tp")
     with (

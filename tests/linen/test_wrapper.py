@@ -174,7 +174,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("split_rngs", [True, False])
-def test_defect_9_dropout_differs_per_device_and_all_collections_are_kept_per_device(split_rngs):
+def test_dropout_differs_per_device_and_all_collections_are_kept_per_device(split_rngs):
     module, mesh = ModelParallelismWrapper("tp", Noisy, split_rngs=split_rngs), mesh_of("tp:4")
 
     def local(keys, x):
@@ -229,7 +229,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_defect_9_the_mask_applies_at_init_in_use_and_to_gradients(check):
+def test_the_mask_applies_at_init_in_use_and_to_gradients(check):
     module, mesh = ModelParallelismWrapper("tp", Mixed, mask_except_model_idx=1), mesh_of("tp:4")
     variables, specs = init(module, mesh, X, check=check)
     inner = variables["params"]["sharded"]
@@ -281,7 +281,7 @@ def test_an_axis_of_one_device(bound):
     np.testing.assert_allclose(y, X @ kernel.value[0], rtol=1e-5, atol=1e-6)
 
 
-def test_bad_inputs_21_and_22_and_a_mask_out_of_range():
+def test_calls_outside_shard_map_unknown_axes_and_masks_out_of_range_are_refused():
     module = ModelParallelismWrapper("tp", nn.Dense, module_kwargs=FrozenDict(features=3))
     with pytest.raises(MeshError, match=r"ModelParallelismWrapper was called outside of shard_map"):
         module.init(jax.random.key(0), X)

@@ -58,7 +58,7 @@ def test_only_the_named_axes_become_manual():
     np.testing.assert_array_equal(jax.jit(f)(jnp.ones((4, 4))), np.full((4, 4), 2.0))
 
 
-def test_bad_input_28_output_declared_replicated_but_varying():
+def test_an_output_declared_replicated_but_varying():
     f = local_map(lambda x: x, mesh=mw.create_mesh("dp:8"), in_specs=P("dp"), out_specs=P())
     with pytest.raises(PlacementError, match=r"declared replicated by its out_specs but differs(.|\n)*hint: reduce it"):
         f(jnp.arange(8.0))

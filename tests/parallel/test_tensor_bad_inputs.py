@@ -21,7 +21,7 @@ from .layers import DIM, SPLIT, UP, WHOLE, values
 from .one_device import mesh_of
 
 
-def test_bad_input_25_heads_not_divisible_by_the_tensor_axis():
+def test_heads_not_divisible_by_the_tensor_axis():
     text = (
         r"12 heads are not divisible by the 8 devices of axis 'tp': 12 % 8 = 4."
         r"\nhint: use 8 or 16 heads, or an axis of 1, 2, 3, 4, 6, 12 devices"

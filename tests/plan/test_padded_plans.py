@@ -6,7 +6,7 @@ import meshwright as mw
 from meshwright.models import Decoder
 from meshwright.plan.output.commands import setup_arguments
 from meshwright.plan.plan import make_plan
-from meshwright.plan.step_setup import Setup, build_step, make_optimizer
+from meshwright.plan.step_setup import Setup, build_step, named_optimizer
 from meshwright.plan.target import parse_target
 from meshwright.train import language_job, state_layout
 
@@ -21,7 +21,7 @@ def test_a_plan_counts_padded_parameters():
     with pytest.raises(mw.MeshwrightError, match=r"`params/embed/table` .* dim 0 has size 61; `fsdp` has 4 devices"):
         make_plan(job, target, plain)
     parts = {part.name: part.bytes for part in make_plan(job, target, SETUP).memory.parts}
-    layout = state_layout(job, make_optimizer("adamw"), mw.create_abstract_mesh("fsdp:4"), pad=SETUP.pad)
+    layout = state_layout(job, named_optimizer("adamw"), mw.create_abstract_mesh("fsdp:4"), pad=SETUP.pad)
     assert [leaf.name for leaf in layout.leaves if leaf.is_padded and leaf.name.startswith("params/")] == [
         "params/embed/table"
     ]

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from meshwright.hardware.chips import chip_of
-from meshwright.plan.published import num_params, published_runs
+from meshwright.plan.published import published_runs
 
 QUICK = ("mpt-1b", "llama3-8b", "maxtext-32b")
 
@@ -25,7 +25,7 @@ def test_models_have_their_published_number_of_parameters():
         size = run.name.rpartition("-")[2]
         published = float(size[:-1]) * billions[size[-1]]
         # Names round: MPT-1b has 1.3 billion, MPT-70b 64.9, MaxText's 52B 58.8.
-        assert 0.85 < num_params(run.model) / 1e9 / published < 1.35, run.name
+        assert 0.85 < run.model.num_params / 1e9 / published < 1.35, run.name
 
 
 def test_plans_are_within_the_stated_error_of_published_throughput():

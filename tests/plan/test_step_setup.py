@@ -6,14 +6,14 @@ import pytest
 import meshwright as mw
 from meshwright.errors import JobError, MeshwrightError
 from meshwright.models import Decoder
-from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
+from meshwright.plan.step_setup import Setup, batch_of, named_optimizer
 from meshwright.train.jobs.language_job import language_job
 
 
 def test_optimizers_by_name():
-    assert make_optimizer("lion") is not None
+    assert named_optimizer("lion") is not None
     with pytest.raises(MeshwrightError, match="did you mean 'adamw'"):
-        make_optimizer("adamww")
+        named_optimizer("adamww")
 
 
 def test_setups_round_trip_through_json():

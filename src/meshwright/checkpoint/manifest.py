@@ -5,6 +5,7 @@ It is written last: a step without a manifest is unfinished, and damage to a ste
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import hashlib
@@ -280,3 +281,19 @@ def model_text(fact: Any) -> str | None:
     if isinstance(fact, Mapping):
         return f"{fact['class']}({', '.join(f'{name}={value!r}' for name, value in fact['fields'].items())})"
     return fact if isinstance(fact, str) else None
+
+
+def parse_model(text: str) -> dict[str, Any]:
+    """Returns the fact of a model from its text, which is not executed; raises `SyntaxError` or `ValueError`.
+
+    Example:
+        >>> parse_model("Decoder(num_layers=2)")
+        {'class': 'Decoder', 'fields': {'num_layers': 2}}
+    """
+    call = ast.parse(text, mode="eval").body
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError("it is not a class with named fields")
+    return {
+        "class": ast.unparse(call.func),
+        "fields": {str(item.arg): ast.literal_eval(item.value) for item in call.keywords},
+    }

@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.checkpoint import arrays
 from meshwright.checkpoint.manifest import STATE
 from meshwright.layout import Layout
+from meshwright.specs import ceil_div
 from meshwright.tree import flatten_tree
 
 _FORM = ".zarray"
@@ -66,7 +67,7 @@ def _shards(form: Path, leaf: Any) -> set[str] | None:
         # An array that was padded for another mesh may be shorter or longer than the leaf.
         bounds = [part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True)]
         ranges = [
-            range(start // step, -(-min(stop, size) // step))
+            range(start // step, ceil_div(min(stop, size), step))
             for (start, stop), size, step in zip(bounds, shape, chunk, strict=True)
         ]
         found |= {".".join(map(str, place)) or "0" for place in itertools.product(*ranges)}

@@ -332,6 +332,14 @@ class Checkpoints:
             notes.append(f"skipped checkpoint {step}, which {what}: {_in_words(problems)}")
         return None, notes
 
+    def last_good_or_raise(self, *, who: str = "") -> tuple[int, list[str]]:
+        """Returns the same, or raises if no step is intact; `who` starts the error."""
+        step, notes = self.last_good()
+        if step is None:
+            detail = "".join(f"\n  {note}" for note in notes)
+            raise CheckpointError(f"{who}there is no good step in {self.folder}.{detail}", hint="restore a backup.")
+        return step, notes
+
     def require_good(self, step: int) -> None:
         """Raises if a step is damaged or cannot be read; the error names the last good one."""
         problems = self.verify(step)

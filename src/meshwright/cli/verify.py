@@ -9,6 +9,7 @@ import tyro
 
 from meshwright.cli import show, simulate_devices
 from meshwright.errors import ConfigError, JobError, MeshError
+from meshwright.parallel.pipeline.named_schedules import ScheduleName
 from meshwright.train.fine_tuning.lora import adapt_job
 from meshwright.train.jobs.job_loading import job_errors, load_job
 from meshwright.train.jobs.language_job import with_execution
@@ -25,7 +26,7 @@ def verify(
     precision: str = "float32",
     remat: Literal["none", "dots", "full", "offload"] = "none",
     sync: Literal["auto", "every", "hybrid", "once"] = "auto",
-    pipeline: Literal["gpipe", "circular", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"] | None = None,
+    pipeline: ScheduleName | None = None,
     pipeline_rounds: int | None = None,
     microbatches: int | None = None,
     mask: int | None = None,

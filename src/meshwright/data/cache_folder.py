@@ -23,7 +23,7 @@ import numpy as np
 
 from meshwright.bounded_reader import open_regular, read_json
 from meshwright.errors import DataError
-from meshwright.files import write_atomically
+from meshwright.files import try_lock, wait_for_lock, write_atomically
 
 Tell = Callable[[str], None]
 
@@ -173,19 +173,10 @@ def _remove_leftovers(target: Path) -> None:
 @contextlib.contextmanager
 def _lock(path: Path, tell: Tell) -> Iterator[None]:
     """Holds a file lock, which ends with the process, if the file system has locks."""
-    try:
-        import fcntl
-    except ModuleNotFoundError:
-        yield
-        return
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if try_lock(file) is False:
             tell("another process is tokenizing the same data; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # this file system has no locks
-            pass
+            wait_for_lock(file)
         yield
 
 

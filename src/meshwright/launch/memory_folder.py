@@ -20,6 +20,7 @@ from typing import Any
 
 from meshwright.bounded_reader import MOST_DEPTH, read_json
 from meshwright.errors import ConfigError
+from meshwright.files import try_lock, wait_for_lock
 
 FOLDER = "MESHWRIGHT_SNAPSHOTS"
 """Variable with the folder of the snapshots."""
@@ -58,12 +59,10 @@ def hold_folder(variables: Mapping[str, str]) -> Iterator[None]:
     if FOLDER not in variables:
         yield
         return
-    import fcntl
-
     while True:
         folder = open_folder(variables[FOLDER])
         handle = os.open(folder, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        wait_for_lock(handle)
         if folder.exists() and os.path.samestat(os.fstat(handle), os.stat(folder)):
             break
         os.close(handle)  # another launcher removed it before it was locked
@@ -113,8 +112,6 @@ def is_memory(folder: Path) -> bool:
 
 def remove_abandoned(parent: Path) -> list[Path]:
     """Removes the folders of this user and host whose launcher is gone, and returns them."""
-    import fcntl
-
     removed = []
     for folder in sorted(parent.glob(f"{_prefix()}*")):
         with contextlib.suppress(OSError):
@@ -122,9 +119,9 @@ def remove_abandoned(parent: Path) -> list[Path]:
                 continue
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-                removed.append(folder)
+                if try_lock(handle):
+                    shutil.rmtree(folder, ignore_errors=True)
+                    removed.append(folder)
             finally:
                 os.close(handle)
     return removed

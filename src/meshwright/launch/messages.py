@@ -116,11 +116,11 @@ def shorten(text: str, limit: int = 200) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-def duration(seconds: float) -> str:
+def rough_duration(seconds: float) -> str:
     """Returns a duration in words.
 
     Example:
-        >>> duration(0.5), duration(90), duration(7200)
+        >>> rough_duration(0.5), rough_duration(90), rough_duration(7200)
         ('0.5 s', '90 s', '2 h')
     """
     if seconds >= 7200:

@@ -39,9 +39,9 @@ from meshwright.launch.messages import (
     describe_ending,
     describe_safety,
     describe_silence,
-    duration,
     name_ranks,
     plural,
+    rough_duration,
     shorten,
 )
 
@@ -285,7 +285,7 @@ class Supervisor:
             smaller = f" on {plural(now_ranks, 'rank')} instead of {ranks_before}"
         self.phase, self.wakes_at = "waiting", now + pause
         budget = f"{noun} {count} of at most {limit} without a new checkpoint"
-        return [Say(f"{what} {safe} The run restarts{smaller} in {duration(pause)} ({budget}).")]
+        return [Say(f"{what} {safe} The run restarts{smaller} in {rough_duration(pause)} ({budget}).")]
 
     # --- Judgement ---
 
@@ -311,7 +311,7 @@ class Supervisor:
             return ""
         self._away_until[place] = now + self.policy.quarantine_seconds
         self._failed_at[place] = []
-        away = duration(self.policy.quarantine_seconds)
+        away = rough_duration(self.policy.quarantine_seconds)
         return f" {place} failed {plural(len(recent), 'time')} within {away} and is not used for {away}."
 
     def _choose(self, now: float, *, without: str | None = None) -> tuple[str, ...] | None:

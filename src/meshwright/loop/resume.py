@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ import jax
 
 from meshwright.bounded_reader import require_fields
 from meshwright.checkpoint import Checkpoints
-from meshwright.checkpoint.manifest import model_text
+from meshwright.checkpoint.manifest import model_text, parse_model
 from meshwright.checkpoint.restoring import Restored
 from meshwright.checkpoint.snapshot import Snapshots
 from meshwright.distributed.agreement import bytes_from_first, from_first, together
@@ -24,7 +23,7 @@ from meshwright.loop.folder.run_dir import NOT_OF_THE_RUN
 from meshwright.loop.logging.run_log import EVENTS, RunLog, read_lines
 from meshwright.loop.logging.run_stats import checkpoint_facts
 from meshwright.loop.settings.config import TrainConfig
-from meshwright.loop.settings.optimizers import make_schedule
+from meshwright.loop.settings.optimizers import make_learning_rate
 from meshwright.loop.weights.adapted_weights import as_bases
 from meshwright.loop.weights.initial_adapters import read_adapters
 from meshwright.loop.weights.initial_weights import StepWeights, choose_leaves, open_weights, params_leaves
@@ -200,13 +199,9 @@ def what_must_match(fact: Any, model: Any) -> Any:
     """
     if isinstance(fact, str):
         try:
-            call = ast.parse(fact, mode="eval").body
-            if not isinstance(call, ast.Call):
-                return fact
-            values = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
+            fact = parse_model(fact)
         except (SyntaxError, ValueError):
             return fact
-        fact = {"class": ast.unparse(call.func), "fields": values}
     known = dataclasses.fields(model) if type(model).__name__ == fact["class"] else ()
     defaults = {item.name: item.default for item in known if item.default is not dataclasses.MISSING}
     return fact["class"], {name: value for name, value in (defaults | fact["fields"]).items() if name not in MAY_CHANGE}
@@ -226,7 +221,9 @@ def _changes(run: RunSetup, facts: Mapping[str, Any], step: int) -> list[str]:
     decays = run.updates.is_builtin and before.get("schedule") == now["schedule"] != "constant"
     if before.get("steps") != now["steps"] and decays:
         old = TrainConfig().changed({name: value for name, value in before.items() if name in now})
-        last, after = (float(make_schedule(config.optimizer, config.run.steps)(step)) for config in (old, run.config))
+        last, after = (
+            float(make_learning_rate(config.optimizer, config.run.steps)(step)) for config in (old, run.config)
+        )
         rates = f"changes from {last:.2e} to {after:.2e}" if f"{last:.2e}" != f"{after:.2e}" else f"stays {after:.2e}"
         told.append(f"the schedule now ends at step {now['steps']}; the learning rate {rates}")
     return told

@@ -35,6 +35,7 @@ from meshwright.parallel.pipeline.named_schedules import make_schedule
 from meshwright.parallel.pipeline.training_engine import pipeline_loss
 from meshwright.parallel.tensor import column_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_embed
+from meshwright.rng import abstract_key
 from meshwright.rules import Rules
 from meshwright.specs import ceil_div, round_up, spec_axes
 from meshwright.types import PRNGKeyArray, PyTree
@@ -139,7 +140,7 @@ class LanguageModel(abc.ABC):
     @property
     def num_params(self) -> int:
         """Number of parameters, without computing them."""
-        shapes = jax.eval_shape(self.init, jax.eval_shape(lambda: jax.random.key(0)))
+        shapes = jax.eval_shape(self.init, abstract_key())
         return sum(int(leaf.size) for leaf in jax.tree.leaves(shapes))
 
     @abc.abstractmethod

@@ -99,7 +99,7 @@ def mlstm_recurrent(
         >>> one_more.shape
         (1, 1, 2, 4)
     """
-    t = prepare_tokens(q, k, v, i, f, state, segment_ids, who="mlstm_recurrent")
+    t = prepare_cell_inputs(q, k, v, i, f, state, segment_ids, who="mlstm_recurrent")
     wide = t.i_BSH.dtype
     begins_BS = jnp.zeros(t.q_BSHK.shape[:2], bool) if t.begins_BS is None else t.begins_BS
     fits = fits_token(t.q_BSHK.shape[-1], t.v_BSHV.shape[-1]) and wide == jnp.float32
@@ -167,7 +167,7 @@ def mlstm_parallel(q: Array, k: Array, v: Array, i: Array, f: Array, *, segment_
         >>> mlstm_parallel(q, k, v, i=jnp.zeros((1, 3, 2)), f=jnp.zeros((1, 3, 2))).shape
         (1, 3, 2, 4)
     """
-    t = prepare_tokens(q, k, v, i, f, None, segment_ids, who="mlstm_parallel")
+    t = prepare_cell_inputs(q, k, v, i, f, None, segment_ids, who="mlstm_parallel")
     logf_BHS, i_BHS = jnp.moveaxis(t.logf_BSH, 1, 2), jnp.moveaxis(t.i_BSH, 1, 2)
     num_tokens = logf_BHS.shape[-1]
     after_TS = jnp.tril(jnp.ones((num_tokens, num_tokens), bool), k=-1)
@@ -288,7 +288,9 @@ class CellInputs(NamedTuple):
         return h_BSHV if self.real_BS is None else jnp.where(self.real_BS[..., None, None], h_BSHV, 0)
 
 
-def prepare_tokens(q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_ids: Any, *, who: str) -> CellInputs:
+def prepare_cell_inputs(
+    q: Any, k: Any, v: Any, i: Any, f: Any, state: Any, segment_ids: Any, *, who: str
+) -> CellInputs:
     """Checks the inputs of a cell and returns them in the shared form; errors name `who`."""
     q, k, v, i, f = (jnp.asarray(x) for x in (q, k, v, i, f))
     _check(q, k, v, i, f, who=who)

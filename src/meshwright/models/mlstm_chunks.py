@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from meshwright.errors import PlacementError
 from meshwright.models.execution import on_gpu
-from meshwright.models.mlstm import CellInputs, MLSTMState, einsum, normalise, prepare_tokens
+from meshwright.models.mlstm import CellInputs, MLSTMState, einsum, normalise, prepare_cell_inputs
 from meshwright.models.mlstm_hopper import can_fuse, mlstm_on_hopper
 from meshwright.parallel.kernels.dispatch import uses_hopper_kernels
 from meshwright.specs import ceil_div
@@ -90,7 +90,7 @@ def mlstm_chunkwise(
         >>> h.shape, state.memory.shape
         ((1, 100, 2, 4), (1, 2, 4, 4))
     """
-    t = prepare_tokens(q, k, v, i, f, state, segment_ids, who="mlstm_chunkwise")
+    t = prepare_cell_inputs(q, k, v, i, f, state, segment_ids, who="mlstm_chunkwise")
     plain = state is None and not return_state and chunk_size is None
     if plain and can_fuse(q, v) and uses_hopper_kernels(kernels):
         fused: Array = t.silence_padding(mlstm_on_hopper(t))

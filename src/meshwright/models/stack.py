@@ -26,6 +26,7 @@ from meshwright.mesh.current import current_mesh
 from meshwright.models.execution import Layers, Remat, remat_policy
 from meshwright.models.ops import unstack
 from meshwright.parallel.fsdp import Gather
+from meshwright.tree import split_primals
 from meshwright.types import PyTree
 
 # On GPUs, slicing stacked weights and residuals in a scan costs about 10% (benchmarks/results/decoder_h200.md).
@@ -181,9 +182,9 @@ def run_prefetched(
 
     def start(layers: PyTree, h: Any) -> tuple[Any, Any]:
         # Frozen weights are not perturbed: nothing is computed, sent or kept for their gradients.
-        learns = [leaf.perturbed for leaf in jax.tree.leaves(layers, is_leaf=_is_primal)]
+        layers, learns = split_primals(layers)
         learned_by[:] = learns
-        return forward(jax.tree.map(lambda leaf: leaf.value, layers, is_leaf=_is_primal), h.value, learns)
+        return forward(layers, h.value, learns)
 
     def backward(saved: Any, dh: Any) -> tuple[PyTree, Any]:
         (kept, last, layers), learns = saved, list(learned_by)
@@ -210,10 +211,6 @@ def run_prefetched(
 
     all_layers.defvjp(start, backward, symbolic_zeros=True)
     return all_layers(layers, h)
-
-
-def _is_primal(node: Any) -> bool:
-    return hasattr(node, "perturbed")
 
 
 def _split(tree: PyTree, learns: list[bool]) -> tuple[list[Any], list[Any]]:

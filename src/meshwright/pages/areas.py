@@ -12,6 +12,7 @@ from meshwright.pages.markup import Markup, join, tag
 from meshwright.pages.numbers import Show, number, percent
 
 COLUMNS = 300
+_HEIGHT = 240
 _LABEL_HEIGHT = 18
 
 
@@ -35,7 +36,6 @@ def area_chart(
     unit: str = "",
     x_name: str,
     x_unit: str,
-    height: int = 240,
     capacity: float | None = None,
     capacity_label: str = "capacity",
     show: Show = number,
@@ -59,7 +59,7 @@ def area_chart(
     low, high = levels[0].start, levels[-1].end
     is_near = capacity is not None and peak.total > 0.4 * capacity
     top = 1.06 * max(peak.total, (capacity or 0.0) if is_near else 0.0)
-    frame = Frame(low, high, 0.0, top, height, log=False)
+    frame = Frame(low, high, 0.0, top, _HEIGHT, log=False)
     # Constant parts are at the bottom, so that their areas are flat.
     names = list(dict.fromkeys(name for level in levels for name in level.amounts))
     spread = {name: _spread(levels, name) for name in names}
@@ -75,7 +75,7 @@ def area_chart(
             areas.append(tag("path", tag("title", name), d=path, class_=f"area {plain_fill(fills[name])}"))
         floors = roofs
     curves = tag(
-        "svg", *areas, width="100%", height=height, viewBox=f"0 0 {WIDTH} {height}", preserveAspectRatio="none"
+        "svg", *areas, width="100%", height=_HEIGHT, viewBox=f"0 0 {WIDTH} {_HEIGHT}", preserveAspectRatio="none"
     )
     middle = (peak.start + peak.end) / 2
     said = f"peak {show(peak.total)} at {number(float(f'{middle:.3g}'))}{'' if x_unit == '%' else ' '}{x_unit}"

@@ -67,15 +67,6 @@ FILLS: dict[str, int] = {
 }
 
 
-def fill_of(name: str) -> int:
-    """Returns the fill of a part; parts that the table does not know are gray.
-
-    >>> fill_of("activations") == PURPLE, fill_of("something new") == GRAY
-    (True, True)
-    """
-    return FILLS.get(name, GRAY)
-
-
 def fills_of(names: Sequence[str]) -> list[int]:
     """Returns the fill of each part: from the table, or one that no other part of the chart has.
 

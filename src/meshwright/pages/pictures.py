@@ -69,13 +69,8 @@ def image_grid(title: str, pictures: Sequence[Picture], *, unit: str = "") -> Ma
     return figure(title, unit=unit, body=tag("ul", *cells, class_="pictures"), kind="images")
 
 
-def heat_map(
-    title: str, rows: Sequence[Sequence[float]], *, unit: str = "", show: Show = number, lines: str = "row"
-) -> Markup:
+def heat_map(title: str, rows: Sequence[Sequence[float]], *, unit: str = "", show: Show = number) -> Markup:
     """Returns a matrix as colored cells, darker for larger values; negative values have another color.
-
-    Args:
-        lines: a word for a row of the matrix, for screen readers.
 
     Example:
         >>> html = heat_map("confusion", [[5, 1], [0, 6]])
@@ -103,7 +98,7 @@ def heat_map(
         for j, column in enumerate(across):
             if row is not None and column is not None:
                 at = (left + j * size, top + i * height, size, height)
-                about = f"{lines} {row}, column {column}"
+                about = f"row {row}, column {column}"
                 parts.append(_cell(rows[row][column], largest, at, about, show, is_small))
     width, tall = left + size * len(across) + 4, top + height * len(down) + 4
     label = f"{title}: {len(rows)} rows, {len(rows[0])} columns, largest value {show(largest)}"

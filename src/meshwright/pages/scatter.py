@@ -11,6 +11,7 @@ from meshwright.pages.markup import Markup, join, tag
 from meshwright.pages.numbers import Show, number
 
 MAX_POINTS = 500  # besides the front
+_HEIGHT = 340
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ def scatter_chart(
     limit: float | None = None,
     limit_label: str = "capacity",
     show: Show = number,
-    height: int = 340,
 ) -> Markup:
     """Returns candidates as dots, the front connected; pointing at a dot names it, and arrow keys walk the front.
 
@@ -74,7 +74,7 @@ def scatter_chart(
     others = _few([point for point in near if point not in taken])
     right = 1.03 * max([right, *(point.x for point in others)])
     top = 1.1 * max([*(point.y for point in shown), *(point.y for point in others)])
-    frame = Frame(0.0, right, best / 1.1, top, height, log=top > 4 * best)
+    frame = Frame(0.0, right, best / 1.1, top, _HEIGHT, log=top > 4 * best)
     dots = [_dot(point, frame, show, x_unit, "point" if point.fits else "point over") for point in others]
     dots += [_dot(point, frame, show, x_unit, "point front", focus=True) for point in front]
     lines = [_stair(frame, first, second) for first, second in itertools.pairwise(front)]
@@ -83,7 +83,7 @@ def scatter_chart(
         x = f"{100 * frame.x(limit):.3f}%"
         edge = join(
             [
-                tag("line", x1=x, x2=x, y1=0, y2=height, class_="capacity-line"),
+                tag("line", x1=x, x2=x, y1=0, y2=_HEIGHT, class_="capacity-line"),
                 tag("text", f"{limit_label} {number(limit)} {x_unit}", x=x, dx=-6, y=12, class_="level-label end"),
             ]
         )

@@ -12,7 +12,7 @@ from meshwright.mesh.build import create_abstract_mesh
 from meshwright.mesh.string import MeshSpec, parse_mesh
 from meshwright.plan.costs.job_costs import JobCosts, profile_job
 from meshwright.plan.possible_meshes import check_mesh, check_mesh_axes
-from meshwright.plan.step_setup import Setup, make_optimizer, view_of_setup
+from meshwright.plan.step_setup import Setup, named_optimizer, view_of_setup
 from meshwright.plan.target import Target, check_slices, parse_target
 from meshwright.train.padding import view_of_layout
 from meshwright.train.state import state_layout
@@ -85,7 +85,7 @@ def lay_out(job: Any, profile: JobCosts, spec: MeshSpec, setup: Setup) -> tuple[
             layout = make_layout(job.rules, profile.state, mesh)
         else:
             options: Any = {"zero_axis": setup.zero_axis, "precision": profile.precision, "pad": setup.pad or False}
-            layout = state_layout(job, make_optimizer(setup.optimizer), mesh, **options)
+            layout = state_layout(job, named_optimizer(setup.optimizer), mesh, **options)
     return layout, tuple(str(warning.message) for warning in caught if warning.category is MeshwrightWarning)
 
 

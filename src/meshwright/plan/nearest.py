@@ -13,6 +13,7 @@ from meshwright.plan.job_on_mesh import prepare
 from meshwright.plan.plan import Plan, assemble
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target, enlarged
+from meshwright.specs import round_up
 
 MOST = 4096
 """Largest factor by which the number of chips is multiplied."""
@@ -86,7 +87,7 @@ def _plan(job: Any, profile: JobCosts, target: Target, setup: Setup, rows: int) 
     try:
         prepared = prepare(job, target, setup, profile=profile)
         parts = prepared.row_parts
-        wanted = rows if rows % parts == 0 else parts * -(-rows // parts)
+        wanted = round_up(rows, parts)
         prepared = replace(prepared, setup=replace(setup, rows=wanted))
         return assemble(prepared, rows=wanted)
     except MeshwrightError:  # e.g. a dim that the larger axis does not divide

@@ -6,7 +6,6 @@ sheets, "assumed" uses a rate measured on another machine, or an estimate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,10 +21,11 @@ from meshwright.plan.costs.communication import (
     host_copies,
     step_traffic,
 )
-from meshwright.plan.costs.job_costs import PIPELINE_AXIS, JobCosts, each_count
+from meshwright.plan.costs.job_costs import PIPELINE_AXIS, JobCosts
 from meshwright.plan.costs.links import axis_links
 from meshwright.plan.costs.memory import MemoryPlan, overlap_limit, plan_memory
 from meshwright.plan.costs.stages import Stages
+from meshwright.plan.costs.step_flops import count_device_matmuls, step_flops
 from meshwright.plan.costs.step_time import TimePlan, step_time
 from meshwright.plan.expected_goodput import ExpectedGoodput
 from meshwright.plan.job_on_mesh import Prepared, check_rows, prepare
@@ -190,24 +190,8 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
             f"remat={setup.remat!r} was not profiled.",
             hint=f"use one of {', '.join(profile.needs)}, or pass it to profile_job(remats=...).",
         )
-    needs = profile.needs[setup.remat]
-    flops = each_count(lambda count: count * rows, needs.flops)
-    if stages.count > 1 and not stages.is_scheduled:  # every backward tick recomputes its forward pass
-        forward = each_count(lambda count: count * rows, profile.forward)
-        flops = replace(
-            each_count(int.__add__, flops, forward),
-            recomputed=flops.recomputed + forward.matmul,
-            masked=flops.masked,
-        )
-    if sizes.get(PIPELINE_AXIS, 1) > max(1, stages.count):
-        flops, words = _without_schedule(flops, profile, sizes)
-        notes += (words,)
-    if stages.extra > 1:
-        flops = _with_ignored_layers(flops, profile, stages, rows)
-        notes += (
-            f"{profile.num_layers} layers in {stages.count} x {stages.rounds} pipeline stages of different lengths: "
-            f"devices compute as many as in {stages.count * stages.computed_layers}",
-        )
+    flops, words = step_flops(profile, stages, setup, sizes, rows=rows)
+    notes += words
     links = axis_links(target, spec)
     memory = plan_memory(profile, layout, target, setup, rows=rows, compiled=compiled)
     most, crowded = overlap_limit(memory, target, setup)
@@ -239,7 +223,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         notes += (crowded,)
     if view.view == "global" and setup.view is None:
         notes = (f"the step runs in the global view: {view.reason}", *notes)
-    if needs.hosted_per_row and target.chip is not None:
+    if profile.needs[setup.remat].hosted_per_row and target.chip is not None:
         sent += (host_copies(profile, target.chip, setup, sizes, rows),)
     tokens = rows * profile.tokens_per_row
     if profile.precision.fp8 is not None:
@@ -261,7 +245,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
             stages,
             is_compiled=ran is not None,
             tokens=tokens,
-            num_matmuls=_matmuls(profile, stages, setup, ways=profile.ways(sizes)),
+            num_matmuls=count_device_matmuls(profile, stages, setup, ways=profile.ways(sizes)),
         ),
         tokens_per_step=tokens,
         peak_flops=None if target.chip is None else target.chip.peak(dtype),
@@ -273,36 +257,3 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         state_bytes=sum(leaf.bytes_total for leaf in layout.leaves),
         num_params=profile.num_params,
     )
-
-
-def _matmuls(profile: JobCosts, stages: Stages, setup: Setup, *, ways: int) -> int:
-    """Returns how many matmuls a device runs in a step: all of each minibatch, or its layers of each microbatch."""
-    again = profile.forward_matmuls if stages.count > 1 and not stages.is_scheduled else 0
-    each = profile.needs[setup.remat].num_matmuls + again
-    return round(each * setup.num_minibatches * stages.microbatches * stages.extra / ways)
-
-
-def _without_schedule(flops: Flops, profile: JobCosts, sizes: Mapping[str, int]) -> tuple[Flops, str]:
-    """Returns the FLOPs on all devices if the plan knows no schedule of a pipeline, and what it assumes instead."""
-    if profile.ways(sizes) > 1:
-        return flops, (
-            f"custom model: its stages along {PIPELINE_AXIS} are assumed to be always busy, to compute nothing twice "
-            "and to keep the activations of all microbatches"
-        )
-    more = each_count(lambda count: count * sizes[PIPELINE_AXIS], flops)
-    more = replace(more, recomputed=more.matmul - flops.matmul + flops.recomputed, masked=flops.masked)
-    return more, (
-        f"the loss runs no stages along {PIPELINE_AXIS} in the {profile.view} view, so each device along it is assumed "
-        "to gather and compute all layers"
-    )
-
-
-def _with_ignored_layers(flops: Flops, profile: JobCosts, stages: Stages, rows: int) -> Flops:
-    """Adds the layers that shorter stages compute and ignore; like recomputed matmuls, the model does not need them."""
-    matmuls = 3 if stages.is_scheduled else 4  # of the head, once per step whatever the stages
-    head = matmuls * 2 * (profile.vocab_size or 0) * (profile.d_model or 0) * rows * profile.tokens_per_row
-    factor = 1 + (stages.extra - 1) * max(0.0, 1 - head / flops.matmul)
-    more = each_count(lambda count: round(count * factor), flops)
-    attention, model = round(flops.attention * stages.extra), flops.matmul - flops.recomputed
-    masked = flops.masked
-    return replace(more, attention=attention, recomputed=more.matmul - model, masked=masked)

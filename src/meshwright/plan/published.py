@@ -109,17 +109,4 @@ def _tokens_per_second(row: Mapping[str, Any], model: Decoder) -> float:
         return float(row["tokens_per_second"])
     head_dim = model.head_dim or model.d_model // model.num_heads
     attention = model.num_layers * model.num_heads * head_dim * row["tokens"]
-    return float(row["tflops"] * 1e12 / (6 * num_params(model) + 6 * attention))
-
-
-def num_params(model: Decoder) -> int:
-    """Returns the number of parameters of a decoder, without creating them.
-
-    Example:
-        >>> num_params(Decoder.named("7b")) / 1e9
-        6.738415616
-    """
-    import jax
-
-    shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    return float(row["tflops"] * 1e12 / (6 * model.num_params + 6 * attention))

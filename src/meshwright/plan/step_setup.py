@@ -100,11 +100,11 @@ class Setup:
         return " ".join([self.mesh, *(f"{name}={value}" for name, value in shown.items())])
 
 
-def make_optimizer(name: str) -> Any:
+def named_optimizer(name: str) -> Any:
     """Returns an optax optimizer by name, with a placeholder learning rate.
 
     Example:
-        >>> make_optimizer("adamw").init({"w": np.zeros(2)})[0].mu
+        >>> named_optimizer("adamw").init({"w": np.zeros(2)})[0].mu
         {'w': Array([0., 0.], dtype=float32)}
     """
     import optax
@@ -140,7 +140,7 @@ def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
     """Returns the train step of a setup on a mesh, and the shapes of its batch."""
     require_loss(job, who="plan")
     job = with_schedule(job, setup)
-    optimizer = make_optimizer(setup.optimizer)
+    optimizer = named_optimizer(setup.optimizer)
     layout = state_layout(
         job, optimizer, mesh, zero_axis=setup.zero_axis, precision=setup.dtypes, pad=setup.pad or False
     )

@@ -12,6 +12,7 @@ import jax
 from meshwright.errors import MeshError, did_you_mean
 from meshwright.models.execution import DATA_AXES, Execution
 from meshwright.models.language import LanguageModel
+from meshwright.rng import abstract_key
 from meshwright.rules import as_rules
 from meshwright.specs import spec_axes
 from meshwright.types import PyTree
@@ -85,8 +86,7 @@ def abstract_init(init: Callable[[Any], PyTree]) -> PyTree:
         >>> abstract_init(lambda key: {"w": jax.random.normal(key, (2, 3))})
         {'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
     """
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(init, key)
+    return jax.eval_shape(init, abstract_key())
 
 
 def traceable_loss(job: Any) -> Callable[..., Any]:

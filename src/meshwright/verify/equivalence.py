@@ -27,7 +27,7 @@ from meshwright.types import PyTree
 from meshwright.verify.blind_spots import blind_spots, require_gradients
 from meshwright.verify.compare import compare
 from meshwright.verify.diagnose import causes
-from meshwright.verify.diagnose.compile_notes import compile_step
+from meshwright.verify.diagnose.compile_notes import compile_with_notes
 from meshwright.verify.diagnose.diagnosis import LOSS_VARIES, Finding, cause_of_error
 from meshwright.verify.example_batch import drawn_batch
 from meshwright.verify.measure import Placed, SharedInputs
@@ -265,7 +265,7 @@ def _case(
     step: Callable[..., Any] = placed.make_step(view, num_minibatches)
     notes: tuple[str, ...] = ()
     if inspect and view == "global":
-        step, notes = compile_step(step, placed.inputs.batch, placed.mesh.shape)
+        step, notes = compile_with_notes(step, placed.inputs.batch, placed.mesh.shape)
     measured = placed.measure(step)
     comparisons = (initial, *reference.compare(measured, tolerance))
     if not all(comparison.ok for comparison in comparisons[1:]):

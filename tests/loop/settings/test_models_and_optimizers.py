@@ -10,7 +10,7 @@ from meshwright.checkpoint.manifest import model_fact
 from meshwright.errors import ConfigError
 from meshwright.loop.resume import what_must_match
 from meshwright.loop.settings.choices import make_model, model_names
-from meshwright.loop.settings.optimizers import decayed, make_optimizer, make_schedule
+from meshwright.loop.settings.optimizers import decayed, make_learning_rate, make_optimizer
 from meshwright.loop.settings.options import OptimizerOptions
 
 
@@ -67,7 +67,7 @@ def test_norms_do_not_decay():
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_schedules_rise_and_end_where_they_should(schedule):
-    rate = make_schedule(OptimizerOptions(learning_rate=2.0, schedule=schedule, warmup=10), 100)
+    rate = make_learning_rate(OptimizerOptions(learning_rate=2.0, schedule=schedule, warmup=10), 100)
     rates = np.asarray(jax.vmap(rate)(jnp.arange(101)))
     assert 0 < rates[0] < rates[5] < rates[10] == rates.max() == 2.0
     np.testing.assert_allclose(rates[100], 2.0 if schedule == "constant" else 0.2, rtol=1e-6)

@@ -18,7 +18,7 @@ from meshwright.errors import PlacementError
 from meshwright.parallel import Form, gather_matmul, local_map, matmul_scatter
 from meshwright.parallel.kernels.matmul_kernel import tile_columns
 from meshwright.parallel.overlap import forms as overlap_forms
-from meshwright.parallel.overlap.collective_parts import MULTIPROCESSORS, cut
+from meshwright.parallel.overlap.collective_parts import MULTIPROCESSORS, part_bounds
 from meshwright.parallel.overlap.forms import FORMS, PARTS, choose_form
 from meshwright.plan.compiled.collectives import read_schedule
 
@@ -33,7 +33,7 @@ EVENER = Form(ring=False, parts=(2, 2, 3, 4, 5))
 )
 @settings(max_examples=200, deadline=None)
 def test_parts_cover_everything_once_and_in_order(total, parts, unit, tiles):
-    edges = cut(total, parts, unit=unit, tiles=tiles)
+    edges = part_bounds(total, parts, unit=unit, tiles=tiles)
     assert (edges[0][0], edges[-1][1]) == (0, total)
     assert len(edges) <= len(parts)
     assert all(start < end for start, end in edges)
@@ -47,7 +47,7 @@ def test_parts_cover_everything_once_and_in_order(total, parts, unit, tiles):
 def test_parts_need_no_more_rounds_than_the_whole(rows, columns):
     """Rows of 8 devices, cut for tiles of 128 rows."""
     across = -(-columns // tile_columns(columns))
-    sizes = [end - start for start, end in cut(rows // 8, PARTS.parts, unit=16, tiles=across)]
+    sizes = [end - start for start, end in part_bounds(rows // 8, PARTS.parts, unit=16, tiles=across)]
 
     def rounds(num_rows):
         return math.ceil(num_rows / 128 * across / MULTIPROCESSORS)
@@ -62,7 +62,7 @@ def test_parts_need_no_more_rounds_than_the_whole(rows, columns):
 @settings(max_examples=100, deadline=None)
 def test_cutting_columns_costs_little(rows, columns):
     """A scatter with tiles of 128 x 256 cuts columns, and one tile column may need slightly more than a round."""
-    sizes = [(end - start) // 256 for start, end in cut(256 * columns, PARTS.parts, unit=256, tiles=rows)]
+    sizes = [(end - start) // 256 for start, end in part_bounds(256 * columns, PARTS.parts, unit=256, tiles=rows)]
     in_one = math.ceil(columns * rows / MULTIPROCESSORS)
     more = sum(math.ceil(size * rows / MULTIPROCESSORS) for size in sizes) - in_one
     exposed = in_one / 2 * sizes[0] / columns  # parts that double assume transfers take half as long as matmuls

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.errors import MeshwrightError
 from meshwright.plan.compiled.compile import WIDENED, Compiled, CompileError, compile_step
+from meshwright.plan.compiled.scheduled_steps import every_work
 from meshwright.plan.compiled.topology import can_compile_for
 from meshwright.plan.step_setup import Setup
 
@@ -41,6 +42,11 @@ good, crashes, hangs = job_of(loss), job_of(aborting), job_of(sleeping)
 SETUP = Setup(mesh="fsdp:2", precision="float32", optimizer="sgd")
 
 
+def scheduled_peak(found):
+    """Peak of the live buffers of a schedule, without the gaps between them."""
+    return max(work.live_bytes for work, _ in every_work(found.steps))
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     path = tmp_path_factory.mktemp("jobs") / "small_job.py"
@@ -65,7 +71,7 @@ def test_the_result(reference, tmp_path):
     # The speed of CPUs is unknown.
     assert [(c.share, c.transfer_s, c.state) for c in gathered] == [(None, None, "exposed")]
     assert Compiled.from_json(json.loads(json.dumps(found.to_json()))) == found
-    assert found.scheduled_peak_bytes == pytest.approx(found.peak_bytes, rel=0.2)
+    assert scheduled_peak(found) == pytest.approx(found.peak_bytes, rel=0.2)
     # Half of the weights and of the batch, and scalars.
     assert 0 < found.memory["argument"] - (16 * 32 * 4 // 2 + 8 * 16 * 4 // 2) < 64
     assert found.peak_bytes >= found.memory["argument"]
@@ -148,6 +154,6 @@ def test_real_compilers(target):
     assert {c.kind for c in found.collectives} >= {"all-gather"}
     assert found.is_judged
     # 0.84 of the compiler's peak with libtpu 0.0.42, most of it alignment; 1.000 for a 7B decoder on v5p:4x4x8.
-    assert found.scheduled_peak_bytes == pytest.approx(found.peak_bytes, rel=0.2)
+    assert scheduled_peak(found) == pytest.approx(found.peak_bytes, rel=0.2)
     assert all(0 <= c.share <= 1 and c.transfer_s > 0 for c in found.collectives if c.wire_bytes)
     assert any(c.serves == "params/layers/attn/q" or " more" in c.serves for c in found.collectives)

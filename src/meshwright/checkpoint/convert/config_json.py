@@ -155,14 +155,14 @@ class ConfigJson:
         return CheckpointError(f"{self.where} has {name}={shown}.", hint=f"it must be {wanted}.")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_model_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file.
 
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "config.json"
         >>> _ = path.write_text('{"vocab_size": 8}')
-        >>> read_json(path)
+        >>> read_model_json(path)
         {'vocab_size': 8}
     """
     try:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.checkpoint.convert.config_json import read_json
+from meshwright.checkpoint.convert.config_json import read_model_json
 from meshwright.checkpoint.convert.pretrained import read_pretrained
 from meshwright.errors import CheckpointError
 from meshwright.files import write_atomically
@@ -173,7 +173,7 @@ def has_transformers() -> bool:
 
 
 def _read_fingerprint(path: Path, vocab_size: int) -> dict[str, Any]:
-    stored = read_json(path)
+    stored = read_model_json(path)
     try:
         positions, ids, values = (np.asarray(stored[name]) for name in ("positions", "ids", "logits"))
         tokens = np.asarray(stored["tokens"])

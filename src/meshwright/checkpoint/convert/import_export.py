@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import math
 import sys
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 
 from meshwright.checkpoint.arrays import read_anything
-from meshwright.checkpoint.convert.config_json import CONFIG, read_json
+from meshwright.checkpoint.convert.config_json import CONFIG, read_model_json
 from meshwright.checkpoint.convert.families import decoder_of_config, family_named
 from meshwright.checkpoint.convert.family import canonical
 from meshwright.checkpoint.convert.fingerprint import available_memory, model_logits, probe_tokens, write_fingerprint
@@ -23,7 +22,7 @@ from meshwright.checkpoint.convert.peft_adapters import settings_of, write_peft
 from meshwright.checkpoint.convert.pretrained import PretrainedFolder, read_pretrained, write_pretrained
 from meshwright.checkpoint.convert.stored_params import load_all, merged_lazily, one_device_layout, stored_params
 from meshwright.checkpoint.file_hashes import new_folder
-from meshwright.checkpoint.manifest import Manifest, model_fact, model_text, read_manifest
+from meshwright.checkpoint.manifest import Manifest, model_fact, model_text, parse_model, read_manifest
 from meshwright.checkpoint.retention import Keep
 from meshwright.checkpoint.store import Checkpoints
 from meshwright.errors import CheckpointError, MeshwrightWarning
@@ -143,10 +142,7 @@ def _open_params(folder: Path | str, step: int | None, tell: Callable[[str], Non
     """Returns the parameters of a verified step, by default the last good one, as leaves to load in turn."""
     checkpoints = Checkpoints(folder)
     if step is None:
-        step, notes = checkpoints.last_good()
-        if step is None:
-            detail = "".join(f"\n  {note}" for note in notes)
-            raise CheckpointError(f"there is no good step in {folder}.{detail}", hint="restore a backup.")
+        step, notes = checkpoints.last_good_or_raise()
         for note in [*notes, f"exporting step {step}, the last good one"] if notes else []:
             tell(note)
     else:
@@ -182,7 +178,7 @@ def _origin(steps: Path, manifest: Manifest, model: Decoder, tell: Callable[[str
     copy = steps.absolute().parent / COPY
     for place in (folder, copy):
         # Another model may lie there by now.
-        if (place / CONFIG).is_file() and read_json(place / CONFIG) == config:
+        if (place / CONFIG).is_file() and read_model_json(place / CONFIG) == config:
             return place
     tell(f"{folder} is gone or holds another model, so no tokenizer files are copied; name its folder with --like")
     return config
@@ -237,15 +233,13 @@ def decoder_of_text(text: str) -> Decoder:
         >>> decoder_of_text(repr(Decoder.named("tiny"))) == Decoder.named("tiny")
         True
     """
-    fields = {field.name for field in dataclasses.fields(Decoder)}
     try:
-        call = ast.parse(text, mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "Decoder":
+        fact = parse_model(text)
+        if fact["class"] != Decoder.__name__:
             raise ValueError("not a Decoder")
-        values = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
-        if call.args or not set(values) <= fields:
+        if not set(fact["fields"]) <= {field.name for field in dataclasses.fields(Decoder)}:
             raise ValueError("unknown fields")
-        return Decoder(**values)
+        return Decoder(**fact["fields"])
     except (SyntaxError, ValueError, TypeError) as error:
         raise CheckpointError(f"{text[:80]!r} is not a Decoder: {error}.", hint="convert Decoders only.") from None
 

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.bounded_reader import open_regular, read_json, require_fields
+from meshwright.bounded_reader import read_json, require_fields
 from meshwright.checkpoint.convert.families.llama import LLAMA
+from meshwright.checkpoint.convert.tensor_files import opened, safetensors_package
 from meshwright.checkpoint.file_hashes import new_folder
 from meshwright.dtypes import is_float
 from meshwright.errors import CheckpointError, FileFormatError, did_you_mean
@@ -100,7 +101,7 @@ def write_peft(
         "target_modules": sorted({_module(name) for name in found}),
     }
     with new_folder(folder, empty=True):
-        _safetensors().numpy.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        safetensors_package().numpy.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         write_atomically(folder / CONFIG, json.dumps(config, indent=1) + "\n")
     return [folder / WEIGHTS, folder / CONFIG]
 
@@ -173,14 +174,9 @@ def read_peft(folder: Path | str, params: PyTree) -> PyTree:
         ... )
         True
     """
-    path, package = Path(folder) / WEIGHTS, _safetensors()
-    try:
-        open_regular(path).close()  # names the reason; safetensors reports every failure as a missing file
-        with package.safe_open(path, framework="np") as file:
-            stored = {name: np.asarray(file.get_tensor(name)).astype(np.float32) for name in file.keys()}  # noqa: SIM118
-    except (OSError, FileFormatError, package.SafetensorError) as error:
-        why = str(error).rstrip(".")
-        raise CheckpointError(f"cannot read {path}: {why}.", hint="fetch it again; it may be incomplete.") from None
+    path = Path(folder) / WEIGHTS
+    with opened(path) as file:
+        stored = {name: np.asarray(file.get_tensor(name)).astype(np.float32) for name in file.keys()}  # noqa: SIM118
     used: set[str] = set()
 
     def filled(at: Any, node: Any) -> Any:
@@ -238,12 +234,3 @@ def _place(name: str) -> str:
             hint="export the merged model instead.",
         )
     return PLACES[name].name
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ModuleNotFoundError:
-        raise CheckpointError("this needs safetensors.", hint="run `pip install safetensors`.") from None
-    return safetensors

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright.checkpoint.arrays import nest
-from meshwright.checkpoint.convert.config_json import CONFIG, ConfigJson, read_json
+from meshwright.checkpoint.convert.config_json import CONFIG, ConfigJson, read_model_json
 from meshwright.checkpoint.convert.families import family_named, family_of
 from meshwright.checkpoint.convert.family import Family
 from meshwright.checkpoint.convert.leaf_pieces import is_shared, pieces_of, tensor_forms
@@ -97,7 +97,7 @@ class PretrainedFolder:
 
     def __init__(self, folder: Path | str, *, ignore: Collection[str] = (), store: ObjectStore | None = None) -> None:
         self.folder = Path(folder)
-        self.config = read_json(self.folder / CONFIG)
+        self.config = read_model_json(self.folder / CONFIG)
         self.family: Family = family_named(self.config.get("model_type"))
         where = str(self.folder / CONFIG)
         self.model, self.notes = self.family.decoder(ConfigJson(self.config, where=where), ignore=ignore)
@@ -281,7 +281,7 @@ def write_pretrained(
         raise CheckpointError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}.", hint="try 5000000000.")
     target = None if dtype is None else _float_dtype(dtype)
     kept = target or jax.tree.leaves(params)[0].dtype
-    base = like if isinstance(like, Mapping) else {} if like is None else read_json(Path(like) / CONFIG)
+    base = like if isinstance(like, Mapping) else {} if like is None else read_model_json(Path(like) / CONFIG)
     chosen = family_named(family or base["model_type"]) if family or "model_type" in base else family_of(model)
     if base and max_positions is None and not (model.rope_scaling or "").startswith("dynamic"):
         max_positions = base.get("max_position_embeddings")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.bounded_reader import open_regular
-from meshwright.checkpoint.convert.config_json import read_json
+from meshwright.checkpoint.convert.config_json import read_model_json
 from meshwright.checkpoint.convert.tensor_regions import Array, Region, StoredTensor, fill_regions
 from meshwright.checkpoint.convert.tensor_writer import DTYPES, INDEX, SINGLE
 from meshwright.errors import CheckpointError, FileFormatError
@@ -91,7 +91,7 @@ def weight_files(folder: Path) -> list[Path]:
         meshwright.errors.CheckpointError: the folder has neither model.safetensors nor model.safetensors.index.json.
     """
     if (folder / INDEX).exists():
-        index = read_json(folder / INDEX).get("weight_map")
+        index = read_model_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise CheckpointError(f"{folder / INDEX} has no weight_map.", hint="fetch it again.")
         for name in index.values():
@@ -105,21 +105,22 @@ def weight_files(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file; the errors name the reason."""
-    package = _safetensors()
+    """Opens a safetensors file; errors, also of reading from it, name the reason."""
+    package = safetensors_package()
     try:
         open_regular(path).close()  # names the reason; safetensors reports every failure as a missing file
-        file = package.safe_open(path, framework="np")
+        with package.safe_open(path, framework="np") as file:
+            yield file
     except (OSError, FileFormatError, package.SafetensorError) as error:
         why = str(error).rstrip(".")
         raise CheckpointError(f"cannot read {path}: {why}.", hint="fetch it again; it may be incomplete.") from None
-    with file:
-        yield file
 
 
-def _safetensors() -> Any:
+def safetensors_package() -> Any:
+    """Imports safetensors; raises an error with a hint if it is not installed."""
     try:
         import safetensors
+        import safetensors.numpy
     except ModuleNotFoundError:
         raise CheckpointError("this needs safetensors.", hint="run `pip install safetensors`.") from None
     return safetensors

@@ -16,6 +16,7 @@ from meshwright.checkpoint.convert.family import Family
 from meshwright.errors import CheckpointError
 from meshwright.layout.leaf import text_table
 from meshwright.models import Decoder
+from meshwright.rng import abstract_key
 from meshwright.tree import flatten_tree
 from meshwright.types import PyTree
 
@@ -36,7 +37,7 @@ class TensorPart(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def abstract_params(model: Decoder) -> PyTree:
     """Returns the shapes and dtypes of a decoder's parameters; they are traced once for each model."""
-    return jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    return jax.eval_shape(model.init, abstract_key())
 
 
 def leaf_shapes(model: Decoder) -> dict[str, Shape]:

@@ -20,7 +20,7 @@ from meshwright.data.ledger.mixture_audit import (
     mixed_rows,
     mixture_differences,
     same_mixture,
-    some,
+    some_numbers,
 )
 from meshwright.errors import DataError
 
@@ -131,7 +131,7 @@ def check_ledger(
     # A line is written before its step runs, so every step after the first recorded one must have a line.
     wanted = {step for step in done if upto_step is None or step <= upto_step}
     if missing := sorted(step for step in wanted if step not in times and step > min(times, default=0)):
-        problems.append(f"the run did steps that are not in its ledger: {some(missing)}")
+        problems.append(f"the run did steps that are not in its ledger: {some_numbers(missing)}")
     seen = _follow([(step, counted[step]) for step in steps], problems, notes)
     epochs, sources, source_rows = [], dict[str, list[int]](), dict[str, int]()
     if any("mixture" in start.facts for start in starts):
@@ -369,7 +369,7 @@ def _follow(steps: list[tuple[int, _Entry]], problems: list[str], notes: list[st
             problems.append(f"{begin}: rows up to {next_row - 1} were used before")
         start, next_step, next_row = entry.start, step + 1, entry.first_row + entry.num_rows
         if missing := [place for place in range(entry.first_row, next_row) if place not in entry.rows]:
-            problems.append(f"step {step}: no process recorded the rows at positions {some(missing)}")
+            problems.append(f"step {step}: no process recorded the rows at positions {some_numbers(missing)}")
         seen |= entry.rows
     return seen
 
@@ -384,14 +384,16 @@ def _count_epochs(seen: dict[int, int], per_epoch: int | None, problems: list[st
         return []
     outside = rows[(rows < 0) | (rows >= per_epoch)]
     if len(outside):
-        problems.append(f"rows {some(outside)} do not exist: the data has {per_epoch} rows")
+        problems.append(f"rows {some_numbers(outside)} do not exist: the data has {per_epoch} rows")
     found = []
     for epoch in range(int(places.max()) // per_epoch + 1):
         mine = rows[places // per_epoch == epoch]
         values, counts = np.unique(mine, return_counts=True)
         found.append(len(values))
         if (counts > 1).any():
-            problems.append(f"epoch {epoch}: rows {some(values[counts > 1])} were used more than once")
+            problems.append(f"epoch {epoch}: rows {some_numbers(values[counts > 1])} were used more than once")
         if len(mine) == per_epoch and len(values) < per_epoch:
-            problems.append(f"epoch {epoch}: rows {some(np.setdiff1d(np.arange(per_epoch), values))} were never used")
+            problems.append(
+                f"epoch {epoch}: rows {some_numbers(np.setdiff1d(np.arange(per_epoch), values))} were never used"
+            )
     return found

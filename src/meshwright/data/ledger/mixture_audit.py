@@ -87,25 +87,27 @@ def _check(
     numbers = np.array([row.number for row in rows])
     values, times = np.unique(places, return_counts=True)
     if (times > 1).any():
-        problems.append(f"{name}: rows at positions {some(values[times > 1])} were used more than once")
+        problems.append(f"{name}: rows at positions {some_numbers(values[times > 1])} were used more than once")
     first = 0 if whole else int(values[0])
     gaps = np.setdiff1d(np.arange(first, int(values[-1]) + 1), values).tolist()
     missing = [place for place in gaps if place not in skipped]
     if missing:
-        problems.append(f"{name}: rows at positions {some(missing)} were lost")
+        problems.append(f"{name}: rows at positions {some_numbers(missing)} were lost")
     if len(outside := numbers[(numbers < 0) | (numbers >= size)]):
-        problems.append(f"{name}: rows {some(outside)} do not exist: it has {size} rows")
+        problems.append(f"{name}: rows {some_numbers(outside)} do not exist: it has {size} rows")
     found = []
     for epoch in range(int(places.max()) // size + 1):
         mine = numbers[places // size == epoch]
         different, times = np.unique(mine, return_counts=True)
         found.append(len(different))
         if (times > 1).any():
-            problems.append(f"{name}, epoch {epoch}: rows {some(different[times > 1])} were used more than once")
+            problems.append(
+                f"{name}, epoch {epoch}: rows {some_numbers(different[times > 1])} were used more than once"
+            )
     return found
 
 
-def some(numbers: Iterable[int]) -> str:
+def some_numbers(numbers: Iterable[int]) -> str:
     """Returns the first five numbers as text."""
     numbers = list(numbers)
     return ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")

@@ -15,7 +15,7 @@ from meshwright.launch.command import given, program
 from meshwright.launch.launch_options import LaunchOptions
 
 
-def batch_script(options: LaunchOptions, command: Sequence[str], *, token_file: Path, words: Sequence[str] = ()) -> str:
+def batch_script(options: LaunchOptions, command: Sequence[str], *, token_file: Path) -> str:
     """Returns the batch script for a command.
 
     Every attempt runs the same command with `--resume --or-start`. The next element of the array continues after a
@@ -23,7 +23,6 @@ def batch_script(options: LaunchOptions, command: Sequence[str], *, token_file: 
 
     Args:
         token_file: file with the token of the run, which only the user can read.
-        words: the words that start `meshwright` (default: this Python).
 
     Example:
         >>> options = LaunchOptions(backend="slurm", processes=2, nodes=2, devices_per_process=8)
@@ -39,7 +38,7 @@ def batch_script(options: LaunchOptions, command: Sequence[str], *, token_file: 
     own = [f"--engine-args {argument}" for argument in options.engine_args if not argument.startswith("-")]
     if own:
         raise ConfigError(f"{own[0]} is not an option of sbatch.", hint="write --engine-args=--partition=gpu.")
-    train = [*(words or program()), *command]
+    train = [*program(), *command]
     train += [option for option in ("--resume", "--or-start") if option not in command]
     logs = options.logs or str(_local_folder(command, run))
     each = options.processes // options.nodes

@@ -26,7 +26,7 @@ from meshwright.checkpoint import Checkpoints, DurableSteps, Keep, TieredCheckpo
 from meshwright.data.cache_folder import default_cache
 from meshwright.distributed.agreement import as_first, from_first, gather_texts, together
 from meshwright.errors import CheckpointError, ConfigError, StoreError, TrainingError
-from meshwright.files import write_atomically
+from meshwright.files import try_lock, write_atomically
 from meshwright.loop.callbacks import Callback
 from meshwright.loop.fit import Loop
 from meshwright.loop.folder.run_dir import CONFIG, FACTS
@@ -255,16 +255,13 @@ class RemoteRun:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         path = self.folder.with_name(f"{self.folder.name}.lock")
         self._lock = path.open("w")
-        try:
-            import fcntl
-
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        locked = try_lock(self._lock)
+        if locked is False:
             raise ConfigError(
                 f"another process is training in {self.url}, with the local folder {self.folder}.",
                 hint="wait until it ends, or use another --run.",
-            ) from None
-        except (ImportError, OSError):  # without locks, wait for the lease
+            )
+        if locked is None:  # without locks, wait for the lease
             return None
         stat = os.fstat(self._lock.fileno())
         return {"host": socket.gethostname(), "boot": _boot(), "lock": [str(path), stat.st_dev, stat.st_ino]}

@@ -17,7 +17,7 @@ import jax
 
 from meshwright.distributed.agreement import as_first, together
 from meshwright.errors import ConfigError
-from meshwright.files import write_atomically
+from meshwright.files import try_lock, write_atomically
 from meshwright.loop.settings.config import TrainConfig
 
 CONFIG, FACTS = "config.yaml", "run.json"
@@ -150,19 +150,13 @@ class RunFolder:
             write_atomically(self.path / name, text)
 
     def _take_lock(self) -> None:
-        try:
-            import fcntl
-        except ImportError:  # without fcntl the folder is not locked
-            return
         self._lock = (self.path / ".lock").open("w")
-        try:
-            # The system releases it when the process ends, even after a kill.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        locked = try_lock(self._lock)
+        if locked is False:
             raise ConfigError(
                 f"another process is training in {self.path}.", hint="wait until it ends, or use another --run."
-            ) from None
-        except OSError:  # some network file systems have no locks
+            )
+        if locked is None:  # some network file systems have no locks
             with contextlib.suppress(OSError):
                 self._lock.close()
             self._lock = None

@@ -14,6 +14,7 @@ from meshwright.checkpoint.manifest import current_versions, model_fact
 from meshwright.hardware.chips import chip_of
 from meshwright.hardware.flops import count_flops
 from meshwright.loop.text_source import MixedSource
+from meshwright.rng import abstract_key
 from meshwright.train.job import abstract_init, traceable_loss
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def flops_per_step(run: RunSetup) -> float | None:
         value = traceable_loss(run.job)(params, batch, key)[0]
         return value[0] if isinstance(value, tuple) else value
 
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = abstract_key()
     try:
         counted = count_flops(jax.grad(loss), abstract_init(run.job.init), run.job.batch, key)
     except Exception as error:  # some losses only work on their mesh; MFU is not worth failing the run

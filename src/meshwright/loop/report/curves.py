@@ -84,7 +84,7 @@ def speed_section(run: RunRecord) -> Section:
     return Section("Speed", join([prose(*speed_sentences(run)), chart, side_by_side(*more) if more else None]))
 
 
-def time_section(run: RunRecord) -> Section:
+def time_spent_section(run: RunRecord) -> Section:
     """Returns the section on where the time went, in total and per step."""
     totals = part_seconds(run)
     parts = list(totals)

@@ -49,7 +49,7 @@ def mesh_section(run: RunRecord) -> Section:
     return Section("Mesh", join([prose(sentence, why), mesh_picture("Devices", mesh, names=devices or None)]))
 
 
-def layout_section(run: RunRecord) -> Section:
+def recorded_layout_section(run: RunRecord) -> Section:
     """Returns the bytes per device, the spec of every leaf, and pictures of the largest leaves."""
     recorded = run.facts.get("layout")
     if not recorded:

@@ -9,10 +9,10 @@ from typing import Any
 
 from meshwright.bounded_reader import read_bytes
 from meshwright.errors import FileFormatError, MeshwrightError
-from meshwright.loop.report.curves import loss_section, metrics_section, speed_section, time_section
+from meshwright.loop.report.curves import loss_section, metrics_section, speed_section, time_spent_section
 from meshwright.loop.report.event_timeline import events_section, samples_section
 from meshwright.loop.report.goodput_section import goodput_section
-from meshwright.loop.report.placement_section import layout_section, mesh_section
+from meshwright.loop.report.placement_section import mesh_section, recorded_layout_section
 from meshwright.loop.report.predictions_section import predictions_section
 from meshwright.loop.report.run_record import RunRecord, read_run
 from meshwright.loop.report.sources_section import sources_section
@@ -59,9 +59,9 @@ def render(run: RunRecord, *, now: float) -> str:
         samples_section(run),
         speed_section(run),
         goodput_section(run),
-        time_section(run),
+        time_spent_section(run),
         mesh_section(run),
-        layout_section(run),
+        recorded_layout_section(run),
         events_section(run),
         config_section(run),
         versions_section(run),

@@ -20,6 +20,7 @@ from meshwright.files import write_atomically
 from meshwright.loop.results.before_after import BeforeAfter
 from meshwright.loop.text_source import StreamStart
 from meshwright.pages import encode_png
+from meshwright.specs import ceil_div
 from meshwright.train.jobs.job_loading import job_errors
 from meshwright.train.padding import cut, part_leaves
 from meshwright.train.precision import Precision
@@ -208,7 +209,7 @@ def to_pngs(images: Any) -> list[bytes]:
     low, high = float(np.nanmin(pixels)), float(np.nanmax(pixels))
     if low < 0 or high > 1:
         pixels = (pixels - low) / (high - low)
-    factor = -(-max(images.shape[1:3]) // MAX_PIXELS)
+    factor = ceil_div(max(images.shape[1:3]), MAX_PIXELS)
     if factor > 1:
         height, width = (max(1, size // factor) for size in images.shape[1:3])
         cut = pixels[:, : height * factor, : width * factor]

@@ -85,7 +85,7 @@ def choose_optimizer(options: OptimizerOptions, num_steps: int, job: Any = None)
         _check_schedule(rate, rater)
     if own is None:
         if rate is None:
-            schedule = make_schedule(options, num_steps)
+            schedule = make_learning_rate(options, num_steps)
             return OptimizerChoice(make_optimizer(options, num_steps), schedule, is_builtin=True)
         _require_default(options, ("learning_rate", "warmup", "final_learning_rate"), f"{rater} sets the learning rate")
         built = make_optimizer(options, num_steps, schedule=rate)
@@ -143,11 +143,11 @@ def _require_default(options: OptimizerOptions, names: tuple[str, ...], why: str
             raise ConfigError(f"{name} is {value}, which would have no effect: {why}.", hint=f"leave {name} out.")
 
 
-def make_schedule(options: OptimizerOptions, num_steps: int) -> Schedule:
+def make_learning_rate(options: OptimizerOptions, num_steps: int) -> Schedule:
     """Returns the learning rate schedule: a function of the number of steps taken so far.
 
     Example:
-        >>> rate = make_schedule(OptimizerOptions(learning_rate=1.0, warmup=10), 100)
+        >>> rate = make_learning_rate(OptimizerOptions(learning_rate=1.0, warmup=10), 100)
         >>> [round(float(rate(n)), 2) for n in (0, 5, 10, 100)]
         [0.09, 0.55, 1.0, 0.1]
     """
@@ -180,7 +180,7 @@ def make_optimizer(options: OptimizerOptions, num_steps: int, *, schedule: Sched
         >>> [round(float(update), 4) for update in updates["w"]]
         [-0.003, -0.003]
     """
-    rate = make_schedule(options, num_steps) if schedule is None else schedule
+    rate = make_learning_rate(options, num_steps) if schedule is None else schedule
     decay = options.weight_decay
     if options.optimizer in (None, "adamw"):
         return optax.adamw(rate, b1=options.beta1, b2=options.beta2, weight_decay=decay, mask=decayed)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.parallel.pipeline.named_schedules import ScheduleName
+
 OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "sgd")
 SCHEDULES = ("cosine", "linear", "constant")
 NUM_ROWS = 16
@@ -108,7 +110,7 @@ class PlacementOptions:
     """Number of minibatches per step (gradient accumulation)."""
     sync: Literal["auto", "every", "hybrid", "once"] = "auto"
     """How often devices exchange gradients during accumulation."""
-    pipeline: Literal["gpipe", "circular", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"] | None = None
+    pipeline: ScheduleName | None = None
     """Pipeline schedule, on a mesh with a pp axis (default: the job's, or gpipe); may change on resume."""
     pipeline_rounds: int | None = None
     """Stages per device with interleaved-1f1b and circular (default: 2)."""

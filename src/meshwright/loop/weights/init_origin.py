@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.convert.config_json import CONFIG, read_json
+from meshwright.checkpoint.convert.config_json import CONFIG, read_model_json
 from meshwright.checkpoint.convert.import_export import COPY
 from meshwright.checkpoint.convert.pretrained import copy_tokenizer
 from meshwright.checkpoint.manifest import model_fact
@@ -148,7 +148,7 @@ def _copied(config: TrainConfig) -> InitOrigin | None:
     copy = None if config.run.run is None else Path(config.run.run) / COPY
     if not config.run.resume or copy is None or not (copy / MODEL).is_file():
         return None
-    held = read_json(copy / MODEL)
+    held = read_model_json(copy / MODEL)
     return InitOrigin(copy, model_of_fact(held.get("model")), held.get("pretrained"), None, _tokenizer_in(copy))
 
 

@@ -169,10 +169,7 @@ def _find(options: InitOptions) -> Weights | Callable[[], Path]:
 def _choose_step(steps: Path, step: int | None) -> Path:
     checkpoints = Checkpoints(steps)
     if step is None:
-        step, notes = checkpoints.last_good()
-        if step is None:
-            detail = "".join(f"\n  {note}" for note in notes)
-            raise CheckpointError(f"--init-from: there is no good step in {steps}.{detail}", hint="restore a backup.")
+        step, _ = checkpoints.last_good_or_raise(who="--init-from: ")
     elif step not in checkpoints.steps():
         there = ", ".join(map(str, checkpoints.steps())) or "none"
         raise CheckpointError(f"--init-step: there is no step {step} in {steps}.", hint=f"finished steps: {there}.")

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from meshwright.checkpoint.convert.config_json import CONFIG, read_json
+from meshwright.checkpoint.convert.config_json import CONFIG, read_model_json
 from meshwright.checkpoint.convert.pretrained import TOKENIZER_FILES
 from meshwright.checkpoint.convert.tensor_writer import INDEX, SINGLE
 from meshwright.checkpoint.manifest import MANIFEST
@@ -76,7 +76,7 @@ class RemoteFolderWeights(FolderWeights):
             shutil.copyfile(small / name, folder / name)
         files = [SINGLE]
         if INDEX in names:
-            index = read_json(folder / INDEX).get("weight_map")
+            index = read_model_json(folder / INDEX).get("weight_map")
             files = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else []
         self._store, self._files = store, [name for name in files if name in infos and "/" not in name]
         self._versions = versions_of({name: infos[name] for name in self._files})

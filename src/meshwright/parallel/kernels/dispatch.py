@@ -41,7 +41,7 @@ def uses_kernels(wanted: bool | None) -> bool:
         kept = [axis for axis, kind in kinds if mesh.shape[axis] > 1 or kind == AxisType.Explicit]
         split = [axis for axis in kept if axis not in mesh.manual_axes]
     if wanted is None:
-        return chip == "gpu" and not split and _has_mosaic() and is_hopper(mesh)
+        return chip == "gpu" and not split and has_mosaic() and is_hopper(mesh)
     if split:
         raise PlacementError(
             f"kernels=True, but XLA splits arrays over {', '.join(map(repr, split))} here and cannot split kernels.",
@@ -52,7 +52,7 @@ def uses_kernels(wanted: bool | None) -> bool:
         why = "JAX cannot interpret them on several CPU devices" if mesh is not None and mesh.manual_axes else None
     elif chip != "gpu" or not is_hopper(mesh):
         why = "this is another GPU" if chip == "gpu" else f"this is {chip}"
-    elif not _has_mosaic():
+    elif not has_mosaic():
         why = f"this is jax {jax.__version__}"
     if why is not None:
         raise PlacementError(
@@ -67,7 +67,7 @@ def uses_hopper_kernels(wanted: bool | None) -> bool:
 
     Without a mesh, the default depends on the default backend.
     """
-    if not _has_mosaic():
+    if not has_mosaic():
         return False
     mesh = current_mesh()
     if wanted is None and mesh is None:
@@ -75,7 +75,8 @@ def uses_hopper_kernels(wanted: bool | None) -> bool:
     return uses_kernels(wanted) and (is_hopper(mesh) or is_interpreted())
 
 
-def _has_mosaic() -> bool:
+def has_mosaic() -> bool:
+    """Returns whether this JAX has the parts of Mosaic GPU that the kernels need."""
     return bool(jax.__version_info__ >= (0, 11))
 
 
@@ -172,6 +173,12 @@ def block_index(dim: int) -> Any:
     return pl.program_id(dim) if is_interpreted() else lax.axis_index(_grid_name(dim))
 
 
+def swizzled() -> tuple[Any, ...]:
+    """Returns the layout of 16-bit floats in shared memory for matmuls: tiles of 8 rows of 128 bytes, swizzled."""
+    mosaic = mosaic_gpu()
+    return mosaic.TilingTransform((8, 64)), mosaic.SwizzleTransform(128)
+
+
 def fits_row(size: int) -> bool:
     """Returns whether `load_row` supports rows of this size."""
     return size > 0 and size % _THREADS == 0
@@ -181,9 +188,7 @@ def load_row(ref: Any) -> Any:
     """Loads a contiguous row from global memory, up to 16 bytes per thread at once."""
     if is_interpreted():
         return ref[...]
-    mosaic = mosaic_gpu()
-
-    return mosaic.load(ref, layout=_row_layout(ref.shape[0]), optimized=False)
+    return mosaic_gpu().load(ref, layout=_row_layout(ref.shape[0]), optimized=False)
 
 
 def fill_row(size: int, value: Any, dtype: Any) -> Any:

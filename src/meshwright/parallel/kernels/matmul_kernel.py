@@ -26,7 +26,7 @@ from jax import lax
 from meshwright.hardware.chips import is_hopper
 from meshwright.hardware.flops import Tally, matmul_flops, register_cost
 from meshwright.mesh.current import current_mesh
-from meshwright.parallel.kernels.dispatch import is_interpreted
+from meshwright.parallel.kernels.dispatch import has_mosaic, is_interpreted, mosaic_gpu, swizzled
 
 TILE_ROWS = 128
 _WIDTHS = (256, 192, 128)  # Tile widths in columns; the first that divides the weight's columns is used.
@@ -55,7 +55,7 @@ def can_write(x: Any, weights: Sequence[Any], out_dtype: Any, size: int) -> bool
     *lead, num_rows, width = x.shape
     dtypes = {jnp.dtype(kind) for kind in (x.dtype, out_dtype or x.dtype, *(w.dtype for w in weights))}
     return (
-        jax.__version_info__ >= (0, 11)
+        has_mosaic()
         and (is_hopper(current_mesh()) or is_interpreted())
         and dtypes in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)})
         and 0 not in (*x.shape, *(w.shape[-1] for w in weights))
@@ -77,7 +77,9 @@ def write_product(out: Any, rows: Any, w: Any, *, size: int, num_blocks: int, sh
         num_blocks: B.
         shard_rows: M.
     """
-    pl, mosaic = _pallas()
+    from jax.experimental import pallas as pl
+
+    mosaic = mosaic_gpu()
     width, shards = tile_columns(w.shape[1]), size * num_blocks
     part = rows.shape[0] // shards
 
@@ -89,7 +91,7 @@ def write_product(out: Any, rows: Any, w: Any, *, size: int, num_blocks: int, sh
     kernel = mosaic.kernel(
         functools.partial(_kernel, width=width, place=place, together=math.gcd(part, _SQUARE)),
         out_type=whole if out is None else (),
-        scratch_types=[mosaic.SMEM((2, 2, _SQUARE, _SQUARE), rows.dtype, transforms=_swizzled())],
+        scratch_types=[mosaic.SMEM((2, 2, _SQUARE, _SQUARE), rows.dtype, transforms=swizzled())],
         grid=(rows.shape[0] // TILE_ROWS * (w.shape[1] // width),),
         grid_names=("tile",),
         num_threads=3,
@@ -125,14 +127,16 @@ def _kernel(
         place: maps a row's index to its row in `out`.
         together: number of consecutive rows that stay consecutive in `out`.
     """
-    pl, mosaic = _pallas()
+    from jax.experimental import pallas as pl
+
+    mosaic = mosaic_gpu()
     grid = rows.shape[0] // TILE_ROWS, w.shape[1] // width
     down, across = mosaic.planar_snake(lax.axis_index("tile"), grid, 1, _BAND)
     first_row, first_column = down * TILE_ROWS, across * width
     me = lax.axis_index("warpgroup")
 
     def fetched(shape: tuple[int, int], index: Callable[[Any], Any]) -> Any:
-        return mosaic.BlockSpec(shape, index, transforms=_swizzled(), memory_space=mosaic.SMEM)
+        return mosaic.BlockSpec(shape, index, transforms=swizzled(), memory_space=mosaic.SMEM)
 
     def multiply(_: Any, some_rows: Any, some_weights: Any, total: Any) -> Any:
         mosaic.wgmma(total, some_rows.at[pl.ds(me * _SQUARE, _SQUARE)], some_weights)
@@ -168,17 +172,3 @@ def _kernel(
         memory_registers=_FETCHING_REGISTERS,
         max_concurrent_steps=_STAGES,
     )(rows.at[pl.ds(first_row, TILE_ROWS), :], w.at[:, pl.ds(first_column, width)])
-
-
-def _swizzled() -> tuple[Any, ...]:
-    """Returns the shared-memory layout that the matmuls read: tiles of 8 rows of 128 bytes, swizzled."""
-    _, mosaic = _pallas()
-    return mosaic.TilingTransform((_LEAST_ROWS, _SQUARE)), mosaic.SwizzleTransform(2 * _SQUARE)
-
-
-def _pallas() -> tuple[Any, Any]:
-    """Imports Pallas and Mosaic GPU on first use, because the import takes a second."""
-    from jax.experimental import pallas
-    from jax.experimental.pallas import mosaic_gpu
-
-    return pallas, mosaic_gpu

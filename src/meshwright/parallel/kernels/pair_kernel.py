@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from meshwright.hardware.flops import Tally, matmul_flops, register_cost
 from meshwright.mesh.axes import pcast_varying, varying_axes
-from meshwright.parallel.kernels.dispatch import is_interpreted
+from meshwright.parallel.kernels.dispatch import is_interpreted, mosaic_gpu, swizzled
 from meshwright.parallel.kernels.pair_program import pair_program
 from meshwright.parallel.kernels.pair_tiles import SIDE, TILE_ROWS, Pairs, pair_tiles
 
@@ -52,7 +52,7 @@ def gated_pairs(
         own: `[B, S, H, Z]`.
         chunk_vectors: `[B, H, N, Z]`, float32; the result gets `vector_factor_t` times its chunk's vector.
     """
-    _, mosaic = _pallas()
+    mosaic = mosaic_gpu()
     (num_rows, length, num_heads, x_size), z_size, num_chunks = x.shape, z.shape[-1], memory.shape[2]
     tiles = pair_tiles(x_size, z_size)
     assert tiles is not None
@@ -68,10 +68,9 @@ def gated_pairs(
     out_type = [jax.ShapeDtypeStruct((num_rows * length, num_heads * z_size), x.dtype)]
     if pairs.normalize or pairs.own:
         out_type.append(jax.ShapeDtypeStruct((sums, length), jnp.float32))
-    swizzled = mosaic.TilingTransform((8, SIDE)), mosaic.SwizzleTransform(2 * SIDE)
 
     def shared(*shape: int) -> Any:
-        return mosaic.SMEM(shape, x.dtype, transforms=swizzled)
+        return mosaic.SMEM(shape, x.dtype, transforms=swizzled())
 
     views = [shared(tiles.num_stages, SIDE, tiles.width), shared(tiles.num_stages, tiles.y_rows, tiles.y_columns)]
     if pairs.transposed:
@@ -126,11 +125,3 @@ def _cost(pairs: Pairs, equation: Any) -> Tally:
     flops = matmul_flops((num_tokens, columns), (x_size + z_size,)) + matmul_flops((num_tokens, x_size), (z_size,))
     moved = sum(math.prod(one.aval.shape) * one.aval.dtype.itemsize for one in (*equation.invars, *equation.outvars))
     return Tally(by_dtype=Counter({x.dtype.name: flops}), moved=moved)
-
-
-def _pallas() -> tuple[Any, Any]:
-    """Imports Pallas and Mosaic GPU on first use, because the import takes a second."""
-    from jax.experimental import pallas
-    from jax.experimental.pallas import mosaic_gpu
-
-    return pallas, mosaic_gpu

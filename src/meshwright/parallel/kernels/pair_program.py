@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.parallel.kernels.dispatch import is_interpreted
+from meshwright.parallel.kernels.dispatch import is_interpreted, mosaic_gpu
 from meshwright.parallel.kernels.pair_tiles import SIDE, TILE_ROWS, Pairs, Tiles
 
 _FETCHING_REGISTERS, _MULTIPLYING_REGISTERS = 40, 232
@@ -41,7 +41,9 @@ def pair_program(
     *refs: Any, pairs: Pairs, tiles: Tiles, num_heads: int, num_chunks: int, num_tiles: int, **scratch: Any
 ) -> None:
     """Runs one block; see `pair_kernel.gated_pairs` for the arguments and scratch memory."""
-    pl, mosaic = _pallas()
+    from jax.experimental import pallas as pl
+
+    mosaic = mosaic_gpu()
     names = ["x", "y", "z", *(["own"] if pairs.own else []), "memory", "rows", "columns"]
     names += [*(["chunk_vectors"] if pairs.own else []), "out"]
     names += ["numbers_out"] if pairs.normalize or pairs.own else []
@@ -339,11 +341,3 @@ def pair_program(
 
     pl.when(me == 2)(fetch)
     pl.when(me < 2)(multiply)
-
-
-def _pallas() -> tuple[Any, Any]:
-    """Imports Pallas and Mosaic GPU on first use, because the import takes a second."""
-    from jax.experimental import pallas
-    from jax.experimental.pallas import mosaic_gpu
-
-    return pallas, mosaic_gpu

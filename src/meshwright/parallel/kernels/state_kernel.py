@@ -20,7 +20,7 @@ from jax import lax
 
 from meshwright.hardware.flops import Tally, matmul_flops, register_cost
 from meshwright.mesh.axes import pcast_varying, varying_axes
-from meshwright.parallel.kernels.dispatch import is_interpreted
+from meshwright.parallel.kernels.dispatch import is_interpreted, mosaic_gpu, swizzled
 
 _STEP = 64  # Tokens that are fetched and multiplied at once; also the width of a row of swizzled memory.
 _STAGES = 4  # Steps in flight.
@@ -41,20 +41,19 @@ def running_sums(a: Any, c: Any, weights: Any, keep: Any, *, reverse: bool = Fal
         keep: `[B, H, N]`, float32. A chunk has S / N tokens, a multiple of 64.
         reverse: start with the last chunk.
     """
-    _, mosaic = _pallas()
+    mosaic = mosaic_gpu()
     num_rows, length, num_heads, keys = a.shape
     values, num_chunks = c.shape[-1], keep.shape[-1]
     num_groups, group_rows, width = _tile(keys, values, num_rows * num_heads)
     tiles = keys // (num_groups * group_rows), values // width
-    swizzled = mosaic.TilingTransform((8, _STEP)), mosaic.SwizzleTransform(2 * _STEP)
     kernel = mosaic.kernel(
         functools.partial(_kernel, num_heads=num_heads, num_chunks=num_chunks, tiles=tiles, reverse=reverse),
         out_type=jax.ShapeDtypeStruct((num_rows * num_heads * num_chunks * keys, values), a.dtype),
         scratch_types=[
-            mosaic.SMEM((_STAGES, num_groups, _STEP, group_rows), a.dtype, transforms=swizzled),
-            mosaic.SMEM((_STAGES, _STEP, width), a.dtype, transforms=swizzled),
+            mosaic.SMEM((_STAGES, num_groups, _STEP, group_rows), a.dtype, transforms=swizzled()),
+            mosaic.SMEM((_STAGES, _STEP, width), a.dtype, transforms=swizzled()),
             mosaic.SMEM((_STAGES, _STEP), jnp.float32),
-            mosaic.SMEM((num_groups, group_rows, width), a.dtype, transforms=swizzled),
+            mosaic.SMEM((num_groups, group_rows, width), a.dtype, transforms=swizzled()),
             mosaic.Barrier(num_arrivals=num_groups + 2, num_barriers=_STAGES),
             mosaic.Barrier(num_arrivals=num_groups, num_barriers=_STAGES),
         ],
@@ -118,7 +117,9 @@ def _kernel(
     tiles: tuple[int, int],
     reverse: bool,
 ) -> None:
-    pl, mosaic = _pallas()
+    from jax.experimental import pallas as pl
+
+    mosaic = mosaic_gpu()
     _, num_groups, _, group_rows = a_stages.shape
     width, length = c_stages.shape[-1], weights.shape[1]
     keys = tiles[0] * num_groups * group_rows
@@ -194,11 +195,3 @@ def _kernel(
 
     pl.when(me == num_groups)(fetch)
     pl.when(me < num_groups)(multiply)
-
-
-def _pallas() -> tuple[Any, Any]:
-    """Imports Pallas and Mosaic GPU on first use, because the import takes a second."""
-    from jax.experimental import pallas
-    from jax.experimental.pallas import mosaic_gpu
-
-    return pallas, mosaic_gpu

@@ -24,14 +24,14 @@ from jax import lax
 
 from meshwright.hardware.flops import Tally, matmul_flops, register_cost
 from meshwright.mesh.axes import pcast_varying, varying_axes
-from meshwright.parallel.kernels.dispatch import is_interpreted, mosaic_gpu, uses_hopper_kernels
+from meshwright.parallel.kernels.dispatch import is_interpreted, mosaic_gpu, swizzled, uses_hopper_kernels
 
 _TILE = 128  # rows and columns of a tile
 _DEPTH, _STAGES = 64, 3  # features per fetched piece, and pieces in flight; a fourth would not fit into half the memory
 _SQUARE = 64  # results are written in squares of this side: a row of swizzled memory
 
 
-def can_mirror(num_rows: int, num_features: int, dtype: Any, *, kernels: bool | None = None) -> bool:
+def can_mirror(num_rows: int, num_features: int, dtype: Any) -> bool:
     """Returns whether `symmetric_product` supports factors `[N, num_rows, num_features]` here; see `uses_kernels`."""
     return (
         num_rows > 0
@@ -39,7 +39,7 @@ def can_mirror(num_rows: int, num_features: int, dtype: Any, *, kernels: bool | 
         and num_rows % _TILE == 0
         and num_features % _DEPTH == 0
         and jnp.dtype(dtype) in (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
-        and uses_hopper_kernels(kernels)
+        and uses_hopper_kernels(None)
     )
 
 
@@ -54,7 +54,7 @@ def symmetric_product(a: Any, b: Any, *, scale: float = 1.0, diagonal: float = 0
     kernel = mosaic.kernel(
         functools.partial(_kernel, num_rows=num_rows, scale=scale, diagonal=diagonal),
         out_type=jax.ShapeDtypeStruct((count * num_rows, num_rows), a.dtype),
-        scratch_types=[mosaic.SMEM((2, _SQUARE, _SQUARE), a.dtype, transforms=_swizzled())],
+        scratch_types=[mosaic.SMEM((2, _SQUARE, _SQUARE), a.dtype, transforms=swizzled())],
         grid=(count * _tiles_before(num_rows // _TILE, num_rows // _TILE),),
         grid_names=("tile",),
         kernel_name="symmetric_product",
@@ -110,7 +110,7 @@ def _kernel(a: Any, b: Any, out: Any, squares: Any, *, num_rows: int, scale: flo
             mosaic.wgmma_wait(1)  # the previous product is done, so its pieces may be replaced
 
         piece = mosaic.BlockSpec(
-            (_TILE, _DEPTH), lambda k: (0, k), transforms=_swizzled(), memory_space=mosaic.SMEM, delay_release=1
+            (_TILE, _DEPTH), lambda k: (0, k), transforms=swizzled(), memory_space=mosaic.SMEM, delay_release=1
         )
         mosaic.emit_pipeline(
             multiply, grid=(a.shape[1] // _DEPTH,), in_specs=[piece, piece], max_concurrent_steps=_STAGES
@@ -132,8 +132,3 @@ def _kernel(a: Any, b: Any, out: Any, squares: Any, *, num_rows: int, scale: flo
             turned.transpose((1, 0))[...] = mosaic.layout_cast(part, mosaic.Layout.WGMMA_TRANSPOSED)
             write(turned, first_column + j, first_row + i, row != column)
         mosaic.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _swizzled() -> tuple[Any, ...]:
-    mosaic = mosaic_gpu()
-    return mosaic.TilingTransform((8, _SQUARE)), mosaic.SwizzleTransform(2 * _SQUARE)

@@ -38,7 +38,7 @@ _FEW_ROUNDS, _FEW_PARTS = 24, 8  # Above these, a partial round costs little and
 _LAUNCH = 0.1  # Cost of a kernel launch, in rounds: about 10 us of 100 us.
 
 
-def cut(total: int, parts: Sequence[int], *, unit: int, tiles: int) -> list[tuple[int, int]]:
+def part_bounds(total: int, parts: Sequence[int], *, unit: int, tiles: int) -> list[tuple[int, int]]:
     """Returns the start and end of each part of `total`, roughly in proportion to `parts`.
 
     If a matmul has few rounds of tiles, all parts but the last have full rounds, because a partial round takes as long
@@ -49,9 +49,9 @@ def cut(total: int, parts: Sequence[int], *, unit: int, tiles: int) -> list[tupl
         tiles: number of tiles in one unit.
 
     Example:
-        >>> cut(2048, (1, 2, 4, 7), unit=16, tiles=14)  # 14 rounds of 132 tiles
+        >>> part_bounds(2048, (1, 2, 4, 7), unit=16, tiles=14)  # 14 rounds of 132 tiles
         [(0, 144), (144, 432), (432, 1024), (1024, 2048)]
-        >>> cut(3, (1, 2, 4, 7), unit=16, tiles=14)
+        >>> part_bounds(3, (1, 2, 4, 7), unit=16, tiles=14)
         [(0, 1), (1, 2), (2, 3)]
     """
     units = total // unit
@@ -120,7 +120,7 @@ def gather_in_parts(
     blocks = math.prod(lead)
     unit = row_unit(size * blocks)
     tiles = unit * size * blocks // TILE_ROWS * ceil_div(columns, tile_columns(columns))
-    edges = cut(num_rows, parts, unit=unit, tiles=max(tiles, 1))
+    edges = part_bounds(num_rows, parts, unit=unit, tiles=max(tiles, 1))
     cuts = [x[..., start:end, :].reshape(-1, width) for start, end in edges]
     found: list[list[Any]] = []
     outs: list[Any] = [None] * len(written)
@@ -170,7 +170,7 @@ def scatter_in_parts(
     # [B, n * M, K] to [n, B, M, K], which copies nothing without B.
     rows = [jnp.moveaxis(x.reshape(*x.shape[:-2], size, x.shape[-2] // size, x.shape[-1]), -3, 0) for x in operands]
     across = ceil_div(math.prod(rows[0].shape[:-1]), TILE_ROWS)
-    edges = cut(weights[0].shape[-1], parts, unit=_TILE_COLUMNS, tiles=across)[::-1]
+    edges = part_bounds(weights[0].shape[-1], parts, unit=_TILE_COLUMNS, tiles=across)[::-1]
     cuts = list(zip(*(cut_columns(w, edges, kernels=kernels) for w in weights), strict=True))
     sums: list[Any] = []
     for index in range(len(edges)):

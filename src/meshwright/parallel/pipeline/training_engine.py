@@ -28,6 +28,7 @@ from meshwright.parallel.pipeline.stage_moves import count_layers
 from meshwright.parallel.pipeline.training_loop import TrainingLoop
 from meshwright.parallel.pipeline.training_schedule import TrainingSchedule
 from meshwright.parallel.rows import split_rows
+from meshwright.tree import split_primals
 from meshwright.types import PyTree
 
 
@@ -121,17 +122,18 @@ def pipeline_loss(
         return result
 
     def start(layers: PyTree, ends: list[Any], data: PyTree, rng: PyTree) -> tuple[Any, Any]:
-        if any(leaf.perturbed for leaf in jax.tree.leaves(data, is_leaf=_is_primal)):
+        (layers, learned), (ends, learned_ends), (data, differentiated), (rng, _) = map(
+            split_primals, (layers, ends, data, rng)
+        )
+        if any(differentiated):
             raise PlacementError(
                 f"pipeline_loss: the schedule {schedule.name!r} computes gradients of parameters only, but the batch "
                 "is differentiated too.",
                 hint='pass it through jax.lax.stop_gradient, or use pipeline(schedule="gpipe").',
             )
-        learns = [[leaf.perturbed for leaf in jax.tree.leaves(tree, is_leaf=_is_primal)] for tree in (layers, ends)]
-        layers, ends, data, rng = jax.tree.map(lambda leaf: leaf.value, (layers, ends, data, rng), is_leaf=_is_primal)
         parts = split_rows(data, schedule.num_microbatches, who="pipeline", part="microbatch")
         functions = Functions(stage_fn, first, last, parts, rng)
-        loop = TrainingLoop(functions, schedule, axis, learns[0], learns[1], unpack, places, remat, total)
+        loop = TrainingLoop(functions, schedule, axis, learned, learned_ends, unpack, places, remat, total)
         return loop.run(layers, ends)
 
     def backward(grads: tuple[PyTree, list[Any]], cotangents: tuple[Any, PyTree]) -> Any:
@@ -150,10 +152,6 @@ def pipeline_loss(
     run.defvjp(start, backward, symbolic_zeros=True)
     loss, aux = run(layers, ends, data, rng)
     return loss, lax.stop_gradient(aux)
-
-
-def _is_primal(node: Any) -> bool:
-    return hasattr(node, "perturbed")
 
 
 def _joined_ends(

@@ -25,7 +25,7 @@ from meshwright.hardware.libtpu import TPU_ENVIRONMENT
 from meshwright.interrupts import at_end
 from meshwright.plan.compiled.busy_clock import wait_busy
 from meshwright.plan.compiled.fp8_matmuls import MatmulUse
-from meshwright.plan.compiled.scheduled_steps import Steps, every_work, steps_from_json, steps_to_json
+from meshwright.plan.compiled.scheduled_steps import Steps, steps_from_json, steps_to_json
 from meshwright.plan.compiled.topology import require_compiler
 from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.step_setup import Setup
@@ -90,11 +90,6 @@ class Compiled:
     def wire_bytes(self) -> float:
         """Bytes that each device sends per step."""
         return sum(c.trips * c.wire_bytes for c in self.collectives)
-
-    @property
-    def scheduled_peak_bytes(self) -> int:
-        """Peak of the live buffers of `steps`, without gaps between them; 0 if unknown."""
-        return max((work.live_bytes for work, _ in every_work(self.steps)), default=0)
 
     @property
     def hidden_share(self) -> float:

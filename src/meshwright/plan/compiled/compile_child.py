@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import MeshwrightError
+from meshwright.files import write_atomically
 from meshwright.layout.leaf import format_bytes
 from meshwright.loop.logging.memory_use import peak_resident
 from meshwright.parallel.pipeline.named_schedules import check_rounds
@@ -55,7 +56,7 @@ def main(asked: str, answered: str) -> None:
         except Exception as error:  # compilers raise any type
             said = f"the compiler rejected the program: {type(error).__name__}: {_short(error)}"
             answer = {"error": said, "reason": "refused"}
-    _write(Path(answered), answer)
+    write_atomically(Path(answered), json.dumps(answer))
 
 
 def _watch_parent(parent: str | None, *, seconds: float = 0.5) -> None:
@@ -180,18 +181,11 @@ def _watch_memory(limit: int, answered: Path) -> None:
         while True:
             if (used := peak_resident()) > limit:
                 said = f"compiling used {format_bytes(used)} of host memory; the limit is {format_bytes(limit)}."
-                _write(answered, {"error": said, "reason": "memory"})
+                write_atomically(answered, json.dumps({"error": said, "reason": "memory"}))
                 os._exit(1)
             time.sleep(0.1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _write(answered: Path, answer: dict[str, Any]) -> None:
-    # Rename atomically, so that the other process never reads a partial file.
-    part = answered.with_suffix(".part")
-    part.write_text(json.dumps(answer))
-    part.replace(answered)
 
 
 def _refusal(error: MeshwrightError, reason: str) -> dict[str, Any]:

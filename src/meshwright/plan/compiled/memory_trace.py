@@ -335,10 +335,6 @@ def _leaves(tree: Tree) -> Iterator[int]:
             yield from _leaves(part)
 
 
-def _add(parts: dict[str, int], part: str, size: int) -> None:
-    parts[part] = parts.get(part, 0) + size
-
-
 def _argument_part(name: str) -> str:
     if "params" in name and "opt_state" not in name:
         return "parameters"

@@ -106,7 +106,7 @@ class CompiledCollective:
     @property
     def reason(self) -> str:
         """Why it is not hidden or sends too much; "" if there is no problem."""
-        return self.why or explain(self, self.hidden_share)
+        return self.why or why_not_hidden(self, self.hidden_share)
 
     @property
     def verdict(self) -> str:
@@ -145,7 +145,7 @@ def judge(
         whole = facts.seconds[place]
         share = (beside[place] / whole if whole else float(one.hidden)) if known else float(one.hidden)
         advice = sync_advice(target.kind, target.platform, one.kind, one.source, options or {})
-        found.append(Verdict(share, whole, explain(one, share, advice)))
+        found.append(Verdict(share, whole, why_not_hidden(one, share, advice)))
     return tuple(found)
 
 
@@ -228,7 +228,7 @@ def state_of(share: float) -> Exposure:
     return "hidden" if share >= HIDDEN_FROM else "exposed" if share < EXPOSED_BELOW else "partly hidden"
 
 
-def explain(one: Collective | CompiledCollective, share: float, advice: str = "") -> str:
+def why_not_hidden(one: Collective | CompiledCollective, share: float, advice: str = "") -> str:
     """Returns why a collective is not hidden or sends too much, or ""; `advice` comes from `sync_advice`."""
     if one.kind == "all-reduce" and ("reduce_scatter" in one.source or "psum_scatter" in one.source):
         said = "a reduce-scatter was compiled to an all-reduce, which sends twice the bytes"

@@ -27,7 +27,8 @@ from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.topology import assumed_cudnn
 from meshwright.plan.costs.saved_activations import REST, bytes_kept
 from meshwright.plan.costs.stages import Stages
-from meshwright.plan.step_setup import Setup, batch_of, make_optimizer
+from meshwright.plan.step_setup import Setup, batch_of, named_optimizer
+from meshwright.rng import abstract_key
 from meshwright.train.fine_tuning.lora import MergedFunction
 from meshwright.train.job import execution_of, loss_axes, model_of, traceable_loss
 from meshwright.train.precision import Precision
@@ -77,10 +78,6 @@ class Needs:
     @property
     def kept_per_row(self) -> float:
         return math.fsum(self.kept.values())
-
-    @property
-    def kept_fixed(self) -> float:
-        return math.fsum(self.fixed.values())
 
     @property
     def hosted_per_row(self) -> float:
@@ -251,8 +248,8 @@ def profile_job(
     layers = [leaf.value.shape[0] for leaf in leaves if leaf.name.startswith(LAYERS)]
     tokens, notes = _tokens_per_row(job)
     has_tokens = not notes
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    rule = make_optimizer(optimizer)
+    key = abstract_key()
+    rule = named_optimizer(optimizer)
     state = jax.eval_shape(lambda key: make_state(job, rule, key, precision=dtypes), key)
     widths = {
         leaf.name: int(dtype.itemsize)
@@ -319,7 +316,7 @@ def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, p
     """Returns the costs of a gradient for so many rows, with `fixed` still included in the others."""
     batch = batch_of(job, rows)
     loss = _loss(job, remat)
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = abstract_key()
     narrow, learns = _narrow(params, dtypes), trainable_leaves(job, params)
     count: list[int] = []
 
@@ -343,7 +340,7 @@ def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, p
 
 def _forward(job: Any, params: PyTree, dtypes: Precision, platform: str) -> tuple[Flops, int]:
     """Returns the FLOPs of the loss per row, which a pipeline recomputes, and its number of matmuls."""
-    loss, key = _loss(job, "none"), jax.eval_shape(lambda: jax.random.key(0))
+    loss, key = _loss(job, "none"), abstract_key()
 
     def trace(rows: int) -> Any:
         with _traced_for(platform):

@@ -10,6 +10,7 @@ from meshwright.plan.costs import Basis
 from meshwright.plan.costs.communication import Sent, param_leaves
 from meshwright.plan.costs.job_costs import JobCosts
 from meshwright.plan.costs.stages import Stages
+from meshwright.plan.costs.step_flops import head_flops
 from meshwright.plan.target import Target
 
 # Measured on one H200 (benchmarks/results/decoder_h200.md) and assumed for all chips: copies reach 4.3 of 4.8 TB/s.
@@ -97,9 +98,8 @@ def step_time(
     exposed = waiting + max(0.0, hidden - compute)
     bubble, words = 0.0, "no pipeline"
     if stages.count > 1:
-        # The last stage sets the pace, as it also runs the head: its matmul, twice with "gpipe", and two for gradients.
-        matmuls = 3 if stages.is_scheduled else 4
-        head = matmuls * 2 * (profile.vocab_size or 0) * (profile.d_model or 0) * tokens / devices / rate * ring
+        # The last stage sets the pace, as it also runs the head.
+        head = head_flops(profile, stages, tokens) / devices / rate * ring
         slowest = compute + (stages.count - 1) * head + exposed
         bubble = slowest / (1 - stages.idle) - compute - exposed
         words = f"{stages.words}; the last stage also runs the head"

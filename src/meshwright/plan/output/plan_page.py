@@ -42,14 +42,14 @@ from meshwright.plan.output.plan_diff import PlanDiff
 from meshwright.plan.output.schedule_picture import scheduled_step
 from meshwright.plan.output.sections.communication_section import sending_section
 from meshwright.plan.output.sections.compare_section import compare_section, time_bars, why_section
-from meshwright.plan.output.sections.failures_section import goodput_section
+from meshwright.plan.output.sections.failures_section import failures_section
 from meshwright.plan.output.sections.layout_section import layout_section, machine_section
 from meshwright.plan.output.sections.memory_section import memory_section
 from meshwright.plan.output.sections.time_section import pipeline_section, time_section
 from meshwright.plan.output.summary import PARTS, Table, band_words, setup_words
 from meshwright.plan.plan import Plan
 from meshwright.plan.search import Search
-from meshwright.plan.step_setup import make_optimizer
+from meshwright.plan.step_setup import named_optimizer
 from meshwright.train.state import state_layout
 
 
@@ -105,7 +105,7 @@ def render_plan(
         time_section(plan, made),
         sending_section(plan),
         pipeline_section(plan),
-        goodput_section(plan),
+        failures_section(plan),
         machine_section(plan),
         layout_section(layout),
         compare_section([plan, *others], subject, found),
@@ -128,7 +128,7 @@ def plan_layout(plan: Plan, job: Any) -> Layout:
         warnings.simplefilter("ignore", MeshwrightWarning)  # they are notes of the plan already
         setup = plan.setup
         options: Any = {"zero_axis": setup.zero_axis, "precision": setup.dtypes, "pad": setup.pad or False}
-        return state_layout(job, make_optimizer(setup.optimizer), mesh, **options)
+        return state_layout(job, named_optimizer(setup.optimizer), mesh, **options)
 
 
 def _head(plan: Plan, subject: PlannedJob, notes: Sequence[str]) -> Markup:

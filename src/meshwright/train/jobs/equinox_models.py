@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.errors import JobError
+from meshwright.rng import abstract_key
 from meshwright.train.job import Job
 from meshwright.train.jobs.model_job import Names, make_job, rules_for
 from meshwright.tree import key_to_string
@@ -67,7 +68,7 @@ def equinox_job(
         pair: tuple[Any, Any] = eqx.nn.make_with_state(lambda: made)()  # an empty state if there is nothing to keep
         return pair
 
-    model, state = eqx.filter_eval_shape(build, jax.eval_shape(lambda: jax.random.key(0)))
+    model, state = eqx.filter_eval_shape(build, abstract_key())
     params, rest = eqx.partition(model, _is_parameter)
     buffers, static = eqx.partition(rest, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     names, buffer_names, state_names = Names.of(params), Names.of(buffers), _state_names(state)

@@ -45,7 +45,6 @@ def newton_schulz(
     coefficients: Sequence[Sequence[float]] = (COEFFICIENTS,),
     squares: Any = None,
     turned: bool = False,
-    kernels: bool | None = None,
 ) -> Any:
     """Returns stacked matrices `[N, m, n]`, m <= n, with singular values near 1.
 
@@ -53,7 +52,6 @@ def newton_schulz(
         coefficients: a, b and c of each iteration; the last are used again if there are more iterations.
         squares: the sum of squares of each matrix, `[N]`, if known.
         turned: return the matrices transposed, `[N, n, m]`.
-        kernels: see `Execution`.
 
     Example:
         >>> newton_schulz(jnp.eye(2)[None], num_iterations=5).shape
@@ -68,7 +66,7 @@ def newton_schulz(
     num_rows, num_columns = x.shape[-2:]
     rest = [tuple(coefficients[min(i, len(coefficients) - 1)]) for i in range(num_iterations)]
     most = _TOGETHER if x.dtype == jnp.float16 and num_columns >= _WIDE * num_rows else 1
-    mirror = can_mirror(num_rows, num_rows, x.dtype, kernels=kernels) and num_columns % 64 == 0
+    mirror = can_mirror(num_rows, num_rows, x.dtype) and num_columns % 64 == 0
     while rest:
         together = min(len(rest), most) if len(rest) <= most else max(most - 1, 1)
         factor, rest = _polynomial(x, rest[:together], mirror), rest[together:]

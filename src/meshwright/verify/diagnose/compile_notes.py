@@ -116,7 +116,9 @@ def _is_own(line: str) -> bool:
     return bool(line) and not _OWN.search(line)
 
 
-def compile_step(step: Any, batch: PyTree, sizes: Mapping[str, int]) -> tuple[Callable[..., Any], tuple[str, ...]]:
+def compile_with_notes(
+    step: Any, batch: PyTree, sizes: Mapping[str, int]
+) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """Returns a step as a compiled program, called with the same arguments, and the remarks on it."""
     with captured_stderr() as said:
         compiled = step.lower(batch).compile()

@@ -7,7 +7,7 @@ from meshwright.plan.output.summary import goodput_table
 from meshwright.plan.plan import Plan
 
 
-def goodput_section(plan: Plan) -> Section | None:
+def failures_section(plan: Plan) -> Section | None:
     """Returns the goodput and its curve over the number of chips; None if it was not planned."""
     found = plan.goodput
     if found is None:
