@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.models import Decoder
+from meshwright.models import Decoder, Execution
 from meshwright.plan import search as search_module
 from meshwright.plan.compiled.compile import Compiled, CompileError
 from meshwright.plan.costs.job_costs import profile_job
@@ -240,3 +240,23 @@ def test_pipeline_options_without_effect_are_errors(limits):
     job = language_job(Decoder.named("tiny", num_layers=4), batch_size=64, num_tokens=16)
     with pytest.raises(ConfigError, match=r"would have no effect.*\nhint: leave it out, or allow pp of 2 or more"):
         search(job, "h200:1x4", constraints=limits)
+
+
+def test_pipelines_may_keep_their_weights():
+    """Gathering the weights of a stage in every tick takes longer than anything else here."""
+    job = language_job(Decoder.named("tiny", num_layers=16, d_model=4096, d_ff=16384), batch_size=64, num_tokens=2048)
+    found = search(job, "h100:8x8", constraints="pp=8, fsdp=8, microbatches=8, remat=full")
+    best = found.ranked[0].setup
+    assert (best.sync, best.num_minibatches) == ("once", 1)
+    assert {"circular", "zb-v", "1f1b"} <= {plan.setup.pipeline for plan in found.ranked}
+
+
+@pytest.mark.parametrize(("layers", "pad"), [(4, ()), (6, ("layers/",))])
+def test_a_schedule_that_does_not_fit_a_mesh_leaves_the_others(layers, pad):
+    """The job's own schedule needs eight stages on four devices."""
+    job = language_job(
+        Decoder.named("tiny", num_layers=layers), batch_size=16, num_tokens=64, run=Execution(pipeline="zb-v")
+    )
+    found = search(job, "v5e:2x2", constraints="pp=4, remat=none", pad=pad)
+    assert "1f1b" in {plan.setup.pipeline for plan in found.ranked}
+    assert {"zb-v", None} <= {one.setup.pipeline for one in found.rejected if one.reason == "layers not divisible"}

@@ -6,6 +6,7 @@ the best candidates and ranks them again.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,7 +147,7 @@ def search(
             first = replace(first, pad=())
         if view.view == "global" and "sync" in constraints.choices:
             layout = "sync in the global view", f"the step runs in the global view ({view.reason}), without sync modes"
-        for setup in _variants(first, constraints, remats, view.view, mesh_sizes(spec).get("pp", 1)):
+        for setup in _variants(first, constraints, remats, view.view, mesh_sizes(spec)):
             found: Plan | Rejected
             if isinstance(layout, Layout) and (problem := pipeline_problem(here, mesh_sizes(spec), setup)):
                 found = Rejected(setup, *problem)
@@ -274,11 +275,14 @@ def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _variants(
-    first: Setup, constraints: Constraints, remats: Sequence[str], view: View, stages: int
+    first: Setup, constraints: Constraints, remats: Sequence[str], view: View, sizes: Mapping[str, int]
 ) -> Iterator[Setup]:
+    stages, gathers = sizes.get("pp", 1), sizes.get("fsdp", 1) > 1
     schedules = constraints.choices.get("pipeline") if stages > 1 else None
     asked = next((number for sign, number in constraints.limits.get("microbatches", ()) if sign == "="), None)
     if stages > 1 and view == "local" and (schedules or stages <= MOST_STAGES):
+        # Every tick gathers the weights of its stage again, unless "once" keeps them.
+        syncs = constraints.choices.get("sync", (None, "once") if gathers else (None,))
         # Microbatches accumulate gradients, so minibatches on top of them would only add bubbles.
         for name in schedules or PIPELINES:
             counts = [asked] if asked else [size * stages for size in MICROBATCHES]
@@ -286,8 +290,8 @@ def _variants(
                 counts = [] if asked else counts[1:]
             counts = [count for count in counts if constraints.allows("microbatches", count)]
             if constraints.allows("minibatches", 1):
-                for remat in remats:
-                    yield from (replace(first, remat=remat, pipeline=name, num_microbatches=one) for one in counts)
+                for remat, sync, one in itertools.product(remats, syncs, counts):
+                    yield replace(first, remat=remat, sync=sync, pipeline=name, num_microbatches=one)
     if schedules and "gpipe" not in schedules:
         return
     if stages > 1 and view == "global" and asked:

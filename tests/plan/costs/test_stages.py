@@ -102,21 +102,23 @@ def test_stages_of_different_lengths_take_as_long_as_the_longest():
 
 
 # The meshes and policies whose programs differ: gathers in the cells, rings in the cells, layers that move. With 6 or 7
-# layers, stages are longer than what a device stores, places are empty, and layers move one by one.
+# layers, stages are longer than what a device stores, places are empty, and layers move one by one. With "once",
+# gathered layers move.
 COMPILED = [
-    ("1f1b", "fsdp:2,pp:2", "none", 8),
-    ("zb-v", "fsdp:2,pp:2", "full", 8),
-    ("zb-h1", "pp:2,tp:2", "none", 8),
-    ("gpipe", "fsdp:2,pp:2", "full", 7),
-    ("interleaved-1f1b", "fsdp:2,pp:2", "full", 7),
-    ("zb-v", "pp:2,tp:2", "none", 6),
-    ("1f1b", "pp:4", "none", 6),
-    ("gpipe", "pp:4", "full", 6),
+    ("1f1b", "fsdp:2,pp:2", "none", 8, None),
+    ("zb-v", "fsdp:2,pp:2", "full", 8, None),
+    ("zb-h1", "pp:2,tp:2", "none", 8, None),
+    ("gpipe", "fsdp:2,pp:2", "full", 7, None),
+    ("interleaved-1f1b", "fsdp:2,pp:2", "full", 7, None),
+    ("zb-v", "pp:2,tp:2", "none", 6, None),
+    ("1f1b", "pp:4", "none", 6, None),
+    ("gpipe", "pp:4", "full", 6, None),
+    ("circular", "fsdp:2,pp:2", "full", 8, "once"),
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh", "remat", "num_layers"), COMPILED)
-def test_compiled_bytes_match_the_computed_ones(name, mesh, remat, num_layers, tmp_path):
+@pytest.mark.parametrize(("name", "mesh", "remat", "num_layers", "sync"), COMPILED)
+def test_compiled_bytes_match_the_computed_ones(name, mesh, remat, num_layers, sync, tmp_path):
     """A compiled plan counts the branches that a device takes."""
     path = tmp_path / "piped_job.py"
     path.write_text(
@@ -124,7 +126,7 @@ def test_compiled_bytes_match_the_computed_ones(name, mesh, remat, num_layers, t
         f"job = language_job(Decoder.named('tiny', num_layers={num_layers}), batch_size=16, num_tokens=32)\n"
     )
     pad = ("layers/",) if num_layers % int(mesh.partition("pp:")[2][0]) else ()
-    plan = plan_of(name, mesh, "cpu:4", num_layers, remat=remat, pad=pad)
+    plan = plan_of(name, mesh, "cpu:4", num_layers, remat=remat, pad=pad, sync=sync)
     found = compile_step(f"{path}:job", "cpu:4", plan.setup)
     computed = sum(item.wire_bytes for item in plan.sent)
     assert found.wire_bytes == pytest.approx(computed, rel=0.02)

@@ -111,9 +111,13 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
         size, width, learns = local_size(leaf), profile.widths[name], name not in profile.frozen
         split = [axis for axis in spec_axes(leaf.spec) if sizes.get(axis, 1) > 1]
         if stages.moves and name.startswith(LAYERS):
-            # Layers go to the devices of their virtual stages, and their gradients back, in the same dtype.
-            own = int(leaf.dtype.itemsize) if GATHER_AXIS in split else width
-            moved += often * stages.moved_layers * size / stages.stored_layers * own * (1 + learns)
+            # Layers go to the devices of their virtual stages, and their gradients back, in the same dtype; gathered
+            # ones if "once" gathers them before the loss.
+            once = setup.sync == "once" and GATHER_AXIS in split
+            own = int(leaf.dtype.itemsize) if GATHER_AXIS in split and not once else width
+            moved += (
+                often * stages.moved_layers * size * (fsdp if once else 1) / stages.stored_layers * own * (1 + learns)
+            )
         if PIPELINE_AXIS in split and profile.ways(sizes) == 1:
             # Without stages, all devices along pp need all layers, in the forward pass and in the backward pass.
             whole = size * (fsdp if GATHER_AXIS in split else 1)

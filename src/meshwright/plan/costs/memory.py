@@ -237,13 +237,10 @@ def _stage_layers(profile: JobCosts, layout: Layout, setup: Setup, target: Targe
     """Returns the copy of a device's layers that it computes, if they are not those that it stores."""
     stages = profile.stages(dict(layout.mesh.shape), setup)
     copies = _STAGE_COPIES[target.platform] if stages.moves else 1
-    if target.platform == "tpu" or not (stages.moves or stages.extra > 1):
-        copies = 0
-    one = math.fsum(
-        local_size(leaf) * profile.widths[leaf.name.removeprefix("params/")]
-        for leaf in param_leaves(layout)
-        if leaf.name.startswith(f"params/{LAYERS}")
-    )
+    if target.platform == "tpu" or setup.sync == "once" or not (stages.moves or stages.extra > 1):
+        copies = 0  # with "once", they take the place of the gathered ones
+    held = [leaf for leaf in param_leaves(layout) if leaf.name.startswith(f"params/{LAYERS}")]
+    one = math.fsum(local_size(leaf) * profile.widths[leaf.name.removeprefix("params/")] for leaf in held)
     size = copies * one * stages.computed_layers / stages.stored_layers
     return Part("layers of the stages", size, "assumed", "moved from the devices that store them, with empty places")
 
