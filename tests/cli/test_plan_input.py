@@ -54,6 +54,8 @@ def cli(capsys):
         (["search", "--top", "-1"], "--top must be at least 1; got -1"),
         (["search", "--constraints", "batch=0 rows"], "'batch=0 rows' is an empty batch"),
         (["search", "--constraints", "batch=0.4 tokens"], "'batch=0.4 tokens' is an empty batch"),
+        (["search", "--constraints", "batch=8 rows", "--batch-size", "8"], "both --batch-size and a batch"),
+        (["search", "pp=1"], "'pp=1' looks like a constraint: pass all of them as one text"),
         (["search", "--constraints", "tp=3"], "tp=3 matches no mesh of 8 devices.\nhint: set tp to 1, 2, 4 or 8"),
         (["search", "--constraints", "tp>4, tp<8"], "tp>4, tp<8 matches no mesh of 8 devices"),
         (["search", "--constraints", "tp=4, fsdp=4"], "fsdp=4, tp=4 together match no mesh of 8 devices"),

@@ -12,6 +12,7 @@ from meshwright.models import Decoder, Execution
 from meshwright.plan import search as search_module
 from meshwright.plan.compiled.compile import Compiled, CompileError
 from meshwright.plan.costs.job_costs import profile_job
+from meshwright.plan.nearest import find_nearest
 from meshwright.plan.output.commands import PlannedJob, train_command
 from meshwright.plan.plan import make_plan
 from meshwright.plan.possible_meshes import mesh_problem
@@ -39,7 +40,7 @@ def test_constraints():
     assert (parsed.batch_tokens, parsed.rows) == (4_000_000, None)
     assert parse_constraints("batch=512 rows").rows == 512
     assert parse_constraints("batch=4Mi tokens").batch_tokens == 2**22
-    assert parse_constraints("batch=0.5M").batch_tokens == 500_000
+    assert parse_constraints("batch=0.5M tokens").batch_tokens == 500_000
     assert parse_constraints("tp <= 8 pp=1, remat=full|dots minibatches==4") == parse_constraints(
         "tp<=8, pp=1, remat=full|dots, minibatches=4"
     )
@@ -57,6 +58,11 @@ def test_constraints():
         ("tp<=many", "'many' is not a number"),
         ("tp<=8 qq=1", "cannot parse the constraint 'qq=1'"),
         ("tp===8", "cannot parse the constraint 'tp===8'"),
+        ("tp=>8", "compare with one of <=, >="),
+        ("tp!=8", "compare with one of <=, >="),
+        ("ep=1", "[Cc]onstrain one of dp, fsdp, pp, tp"),
+        ("tp=8 rows", "'tp=8 rows' is not a number of rows"),
+        ("batch=512", "'batch=512' has no unit.\nhint: write e.g. batch=4M tokens or batch=512 rows"),
         ("remat=some", r"remat=none\|dots\|full"),
         ("batch>4M tokens", "the batch size takes only `=`"),
     ],
@@ -99,15 +105,15 @@ def test_rejections_have_reasons():
 def test_axes_that_do_not_divide_the_model():
     model = Decoder.named("tiny", num_layers=6)  # 8 heads
     job = language_job(model, batch_size=256, num_tokens=64)
-    result = search(job, "h200:2x8", constraints="dp=1, fsdp=1, minibatches=1, pipeline=gpipe")
-    reasons = {item.setup.mesh: item.reason for item in result.rejected}
-    assert reasons == {
-        "tp:16": "heads not divisible",
-        "pp:4,tp:4": "layers not divisible",
-        "pp:8,tp:2": "layers not divisible",
-        "pp:16": "layers not divisible",
-    }
+    result = search(job, "h200:2x8", constraints="dp=1, fsdp=1, minibatches=1")
+    reasons = {item.setup.mesh: item.reason for item in result.rejected if item.setup.pipeline in (None, "gpipe")}
+    pipelines = dict.fromkeys(("pp:4,tp:4", "pp:8,tp:2", "pp:16"), "layers not divisible")
+    assert reasons == {"tp:16": "heads not divisible", **pipelines}
     assert {plan.setup.mesh for plan in result.ranked} == {"pp:2,tp:8"}
+    # A schedule asks for a pipeline.
+    result = search(job, "h200:2x8", constraints="dp=1, fsdp=1, minibatches=1, pipeline=gpipe")
+    assert {item.setup.mesh for item in result.rejected} == pipelines.keys()
+    assert {plan.setup.pipeline for plan in result.ranked} <= {None, "gpipe"}
 
 
 def test_devices_may_share_key_value_heads():
@@ -141,8 +147,19 @@ def test_if_nothing_fits_the_nearest_candidate_and_a_larger_machine_are_named():
     assert "it would fit on 8 chips (v5e:2x4), as " in str(result)
     assert larger.setup.mesh in str(result)
     # On four chips of 1 GiB, no v5e slice would do.
-    assert "it would not fit on" in str(replace(result.nearest, larger=None))
+    assert "it would not fit on 256 chips either" in str(replace(result.nearest, larger=None, tried=256))
+    assert "no larger v5e target is known" in str(replace(result.nearest, larger=None, tried=4))
+    grown = replace(larger, rows=64)
+    assert "chips (v5e:2x4) with 64 rows for 8, as " in str(replace(result.nearest, larger=grown))
     assert found("v5p:4x4x4", "tp=1, pp=1, remat=full").nearest is None
+
+
+def test_a_larger_machine_takes_fewer_minibatches_before_more_rows():
+    job = language_job(Decoder.named("7b"), batch_size=32, num_tokens=4096)
+    plan = make_plan(job, "v5e:2x4", Setup(mesh="fsdp:8", remat="full", num_minibatches=4))
+    larger = find_nearest(job, profile_job(job, remats=("none", "full")), plan).larger
+    assert larger.rows == 32
+    assert larger.setup.num_minibatches < 4
 
 
 def test_jobs_without_tokens_are_not_refused_for_them():

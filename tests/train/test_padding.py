@@ -9,7 +9,9 @@ import pytest
 import meshwright as mw
 from meshwright import P
 from meshwright.cli import main
-from meshwright.train import init_state, make_eval_step, make_train_step, state_layout
+from meshwright.models import Decoder
+from meshwright.train import init_state, language_job, make_eval_step, make_train_step, state_layout
+from meshwright.train.padding import padding_suggested, view_of_layout
 
 RULES = mw.Rules(
     [("up", P("fsdp", "tp")), ("down", P("tp", "fsdp")), ("bias", P("fsdp"))], optional_axes=("fsdp", "tp")
@@ -170,3 +172,26 @@ def test_train_and_verify_pad(tmp_path, capsys):
     code, said = run("train", "--job", job, "--mesh", "fsdp:8", "--steps", 2, "--run", tmp_path / "other", *quiet)
     assert code == 1
     assert "9 % 8 = 1" in said.err
+
+
+def test_errors_name_the_parameters_that_padding_would_place():
+    with pytest.raises(mw.LayoutError) as caught, padding_suggested(JOB):
+        state_layout(JOB, optax.sgd(0.1), mw.create_abstract_mesh("fsdp:2"))
+    assert str(caught.value).endswith(" Or store them padded: --pad bias down up")
+    assert str(caught.value).count("hint:") == 1
+    model = language_job(Decoder.named("tiny", vocab_size=257), batch_size=8, num_tokens=8)
+    with pytest.raises(mw.LayoutError) as caught, padding_suggested(model):
+        state_layout(model, optax.sgd(0.1), mw.create_abstract_mesh("tp:2"))
+    assert "--pad" not in str(caught.value)  # matmuls along tp do not take padding
+
+
+def test_a_view_is_suggested_only_if_all_parameters_may_use_it():
+    def two(key):
+        return {"blocks": jnp.zeros((7, 4)), "table": jnp.zeros((6, 4))}
+
+    rules = [("blocks", P("pp")), ("table", P("dp"))]
+    both = mw.Job(init=two, rules=rules, local_axes=("pp",))
+    layout = state_layout(both, optax.sgd(0.1), mw.create_abstract_mesh("dp:4,pp:2"), pad=True)
+    assert "view" not in view_of_layout(both, layout, None).reason
+    layout = state_layout(both, optax.sgd(0.1), mw.create_abstract_mesh("dp:2,pp:2"), pad=True)
+    assert 'pass view="local"' in view_of_layout(both, layout, None).reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json as json_lib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from meshwright.plan.output.summary import Summary, plan_summary, search_summary
 from meshwright.plan.plan import Plan, make_plan
 from meshwright.plan.search import Rejected, Search, compile_best
 from meshwright.plan.search import search as search_plans
+from meshwright.plan.search_limits import parse_constraints
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
 from meshwright.train.fine_tuning.lora import adapt_job
@@ -285,6 +287,9 @@ class _Planner:
         batch = None if rows is None else f"{rows} rows"
         asked = {"remat": options.remat, "minibatches": options.minibatches, "sync": options.sync, "batch": batch}
         asked |= {"pipeline": options.pipeline, "microbatches": options.microbatches}
+        limits = parse_constraints(constraints)
+        if options.batch_size is not None and (limits.rows is not None or limits.batch_tokens is not None):
+            raise ConfigError("both --batch-size and a batch in --constraints given.", hint="keep one of them.")
         narrowed = [constraints, *(f"{name}={value}" for name, value in asked.items() if value is not None)]
         with self.errors():
             found = search_plans(
@@ -323,6 +328,8 @@ class _Planner:
 def _subject(job: str, options: StepOptions) -> PlannedJob:
     if bool(job) == (options.model is not None):
         hint = "pass one of them, e.g. my_pkg.train:job or --model decoder-7b."
+        if re.search(r"[<>=]", job):
+            hint = f'{job!r} looks like a constraint: pass all of them as one text, e.g. --constraints "tp<=4 pp=1".'
         raise ConfigError(f"{'both a job and --model' if job else 'neither a job nor --model'} given.", hint=hint)
     if job:
         if options.num_tokens is not None or options.model_options:

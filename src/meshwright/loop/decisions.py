@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from meshwright.distributed.agreement import agree, as_first, together
-from meshwright.errors import ConfigError, LayoutError
+from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.loop.folder.remote_run import RemoteRun
@@ -38,6 +38,7 @@ from meshwright.train import Step, language_job, make_train_step, state_layout
 from meshwright.train.fine_tuning.lora import adapt_job
 from meshwright.train.job import check_axes
 from meshwright.train.jobs.job_loading import load_job
+from meshwright.train.padding import padding_suggested
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,8 @@ def decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSet
     # Report a misspelled axis before the layout warns about it; the step checks the axes of the layout itself.
     check_axes(job, {axis: size for axis, size in mesh.shape.items() if axis != config.placement.zero_axis})
     zero_axis, pad, ema = config.placement.zero_axis, config.placement.pad or False, config.adapt.ema
-    try:
+    with padding_suggested(job):
         layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=precision, pad=pad, ema=ema)
-    except LayoutError as error:
-        if "hint: pad to" not in str(error):
-            raise
-        more = "Or store such parameters padded: --pad REGEX, e.g. --pad layers/."
-        raise LayoutError(f"{error} {more}", report=error.report) from None
     if origin is not None and origin.weights is not None:
         lora = getattr(job, "lora", None)
         together("comparing --init-from with the model", lambda: compare_weights(origin, layout, config.init, lora))

@@ -14,7 +14,7 @@ from meshwright.plan.costs.job_costs import JobCosts, profile_job
 from meshwright.plan.possible_meshes import check_mesh, check_mesh_axes
 from meshwright.plan.step_setup import Setup, named_optimizer, view_of_setup
 from meshwright.plan.target import Target, check_slices, parse_target
-from meshwright.train.padding import view_of_layout
+from meshwright.train.padding import padding_suggested, view_of_layout
 from meshwright.train.state import state_layout
 from meshwright.train.views import ViewChoice, sync_needs_local_view
 
@@ -79,7 +79,7 @@ def profile_of(job: Any, target: Target, setup: Setup) -> JobCosts:
 def lay_out(job: Any, profile: JobCosts, spec: MeshSpec, setup: Setup) -> tuple[Layout, tuple[str, ...]]:
     """Returns the layout of the train state, and its warnings."""
     mesh = create_abstract_mesh(spec)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, padding_suggested(job):
         warnings.simplefilter("always", MeshwrightWarning)
         if setup.zero_axis is None and not setup.pad:
             layout = make_layout(job.rules, profile.state, mesh)

@@ -36,11 +36,14 @@ class Nearest:
 
     def __str__(self) -> str:
         said = f"nothing fits; nearest is {self.plan.setup}: {self.plan.memory.verdict.removeprefix('does not fit: ')}"
+        if self.larger is None and self.tried == _chips(self.plan.target):
+            return f"{said}\nno larger {self.plan.target.kind} target is known; use less memory, or several slices"
         if self.larger is None:
             return f"{said}\nit would not fit on {self.tried} chips either (fsdp, computed)"
-        target = self.larger.target
+        target, rows = self.larger.target, self.larger.rows
+        batch = "" if rows == self.plan.rows else f" with {rows:,} rows for {self.plan.rows:,}"
         return (
-            f"{said}\nit would fit on {_chips(target)} chips ({target}), as {self.larger.setup}: "
+            f"{said}\nit would fit on {_chips(target)} chips ({target}){batch}, as {self.larger.setup}: "
             f"{format_bytes(self.larger.memory.total)} of {format_bytes(self.larger.memory.capacity or 0)} (computed)"
         )
 
@@ -57,10 +60,13 @@ class Nearest:
         }
 
 
-def find_nearest(job: Any, profile: JobCosts, plan: Plan) -> Nearest:
+def find_nearest(job: Any, profile: JobCosts, plan: Plan, *, pad: tuple[str, ...] = ()) -> Nearest:
     """Returns a plan that does not fit, and the same on more chips: each doubling multiplies the `fsdp` axis.
 
-    The batch stays, or grows with the chips if its rows no longer divide.
+    The batch stays, with fewer minibatches if its rows no longer divide, or grows if that is not enough.
+
+    Args:
+        pad: regexes of parameters that may be stored padded on larger meshes.
 
     Example:
         >>> from meshwright.models import Decoder
@@ -75,7 +81,7 @@ def find_nearest(job: Any, profile: JobCosts, plan: Plan) -> Nearest:
     """
     tried, factor = _chips(plan.target), 2
     while factor <= MOST and (target := enlarged(plan.target, factor)) is not None:
-        setup = replace(plan.setup, mesh=_wider(plan.setup.mesh, factor))
+        setup = replace(plan.setup, mesh=_wider(plan.setup.mesh, factor), pad=pad or plan.setup.pad)
         made = _plan(job, profile, target, setup, plan.rows)
         if made is not None and made.memory.fits:
             return Nearest(plan, made, _chips(target))
@@ -86,9 +92,12 @@ def find_nearest(job: Any, profile: JobCosts, plan: Plan) -> Nearest:
 def _plan(job: Any, profile: JobCosts, target: Target, setup: Setup, rows: int) -> Plan | None:
     try:
         prepared = prepare(job, target, setup, profile=profile)
-        parts = prepared.row_parts
-        wanted = round_up(rows, parts)
-        prepared = replace(prepared, setup=replace(setup, rows=wanted))
+        count = setup.num_minibatches
+        each = prepared.row_parts // count
+        fewer = [parts for parts in range(count, 0, -1) if count % parts == 0 and rows % (each * parts) == 0]
+        wanted, parts = (rows, fewer[0]) if fewer else (round_up(rows, each), 1)
+        sync = setup.sync if parts > 1 or setup.pipeline else None
+        prepared = replace(prepared, setup=replace(setup, rows=wanted, num_minibatches=parts, sync=sync))
         return assemble(prepared, rows=wanted)
     except MeshwrightError:  # e.g. a dim that the larger axis does not divide
         return None

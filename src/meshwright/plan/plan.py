@@ -6,6 +6,7 @@ sheets, "assumed" uses a rate measured on another machine, or an estimate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from meshwright.plan.costs.communication import (
     host_copies,
     step_traffic,
 )
-from meshwright.plan.costs.job_costs import PIPELINE_AXIS, JobCosts
+from meshwright.plan.costs.job_costs import PIPELINE_AXIS, TENSOR_AXIS, JobCosts
 from meshwright.plan.costs.links import axis_links
 from meshwright.plan.costs.memory import MemoryPlan, overlap_limit, plan_memory
 from meshwright.plan.costs.stages import Stages
@@ -206,6 +207,8 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         rate = target.matmul_rate(dtype)
         if rate is not None:
             sent = beside_matmuls(sent, (flops.matmul - flops.attention) / layout.mesh.size / rate)
+        if profile.d_model is None and sent:
+            notes += (_assumed_of_custom(sizes),)
         is_limited = any(item.hidden > most for item in sent)
         sent = tuple(replace(item, hidden=min(item.hidden, most)) for item in sent)
         if view.view == "global":
@@ -257,3 +260,11 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         state_bytes=sum(leaf.bytes_total for leaf in layout.leaves),
         num_params=profile.num_params,
     )
+
+
+def _assumed_of_custom(sizes: Mapping[str, int]) -> str:
+    """Returns what a plan assumes about the communication of a custom model."""
+    axes = [f"{TENSOR_AXIS} sends half of the saved activations"] * (sizes.get(TENSOR_AXIS, 1) > 1)
+    axes += [f"stages along {PIPELINE_AXIS} send nothing"] * (sizes.get(PIPELINE_AXIS, 1) > 1)
+    more = f", and that {' and '.join(axes)}" if axes else ""
+    return f"custom model: it is assumed that no communication hides behind compute{more}; compile to read both"

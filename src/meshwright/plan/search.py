@@ -140,6 +140,8 @@ def search(
     closest: Plan | None = None
     for mesh in _meshes(target, constraints):
         spec = parse_mesh(mesh)
+        if constraints.wants_pipelines and mesh_sizes(spec).get("pp", 1) == 1:
+            continue
         first = Setup(mesh=mesh, rows=rows, precision=precision, optimizer=optimizer, pad=pad)
         view, layout = _placed(job, profile, target, spec, first)
         here = replace(profile, view=view.view)
@@ -163,9 +165,10 @@ def search(
                     closest = found
             else:
                 ranked.append(found)
-    _require_stages(constraints, ranked, rejected)
+    if constraints.wants_pipelines:
+        _require_stages(ranked, rejected)
     ranked.sort(key=_rank)
-    nearest = None if ranked or closest is None else find_nearest(job, profile, closest)
+    nearest = None if ranked or closest is None else find_nearest(job, profile, closest, pad=pad)
     seconds = time.perf_counter() - begin
     return Search(target, tuple(ranked), tuple(rejected), rows, profile.tokens_per_row, seconds, profile, nearest)
 
@@ -308,14 +311,11 @@ def _variants(
                 yield replace(first, remat=remat, num_minibatches=count, sync=sync)
 
 
-def _require_stages(constraints: Constraints, ranked: Sequence[Plan], rejected: Sequence[Rejected]) -> None:
-    """Raises if pipeline options were given, but no candidate has stages to which they apply."""
-    names = [name for name in ("pipeline", "microbatches") if name in constraints.choices or name in constraints.limits]
-    setups = [one.setup for one in ranked]
-    setups += [one.setup for one in rejected if one.reason != NO_STAGES]
-    if names and not any(mesh_sizes(parse_mesh(setup.mesh)).get("pp", 1) > 1 for setup in setups):
+def _require_stages(ranked: Sequence[Plan], rejected: Sequence[Rejected]) -> None:
+    """Raises if no candidate has stages to which pipeline options apply."""
+    if not ranked and all(one.reason == NO_STAGES for one in rejected):
         raise ConfigError(
-            f"{' and '.join(names)} would have no effect: no candidate is a pipeline with them.",
+            "pipeline or microbatches would have no effect: no candidate is a pipeline.",
             hint="leave it out, or allow pp of 2 or more; only built-in models can be split into pipeline stages.",
         )
 

@@ -30,7 +30,7 @@ class Constraints:
     """Limits on the candidates of a search; made by `parse_constraints`.
 
     Args:
-        limits: (comparison, number) pairs for mesh axes and `minibatches`.
+        limits: (comparison, number) pairs for mesh axes, `minibatches` and `microbatches`.
         choices: allowed values of `remat`, `sync` and `pipeline`.
         batch_tokens, rows: the batch size; if both are None, the job's.
     """
@@ -39,6 +39,11 @@ class Constraints:
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     batch_tokens: int | None = None
     rows: int | None = None
+
+    @property
+    def wants_pipelines(self) -> bool:
+        """Whether a schedule or a number of microbatches is asked for, which only pipelines have."""
+        return "pipeline" in self.choices or "microbatches" in self.limits
 
     def allows(self, name: str, value: int) -> bool:
         compare = {"<=": int.__le__, ">=": int.__ge__, "=": int.__eq__, "<": int.__lt__, ">": int.__gt__}
@@ -58,7 +63,7 @@ def parse_constraints(text: str) -> Constraints:
         >>> parse_constraints("tpp<=8")
         Traceback (most recent call last):
         meshwright.errors.MeshwrightError: cannot parse the constraint 'tpp<=8'.
-        hint: did you mean 'tp'?
+        hint: did you mean 'tp'? Otherwise constrain one of dp, fsdp, pp, tp, ...
     """
     limits: dict[str, list[tuple[str, int]]] = {}
     choices: dict[str, tuple[str, ...]] = {}
@@ -66,9 +71,14 @@ def parse_constraints(text: str) -> Constraints:
     known = (*AXES, "minibatches", "microbatches", "remat", "sync", "pipeline", "batch")
     for part in filter(None, (part.strip() for whole in text.split(",") for part in _NEXT_TERM.split(whole))):
         match = _TERM.fullmatch(part.replace("==", "=", 1))
+        if match is None and re.match(r"[a-z_]+\s*(=[<>]|!=)", part):
+            raise MeshwrightError(
+                f"cannot parse the constraint {part!r}.", hint="compare with one of <=, >=, =, < and >, e.g. tp<=8."
+            )
         if match is None or match["name"] not in known:
-            wrong = match["name"] if match else part
-            hint = did_you_mean(wrong, known) or f"constrain one of {', '.join(known)}, e.g. tp<=8."
+            names = f"constrain one of {', '.join(known)}, e.g. tp<=8."
+            close = did_you_mean(match["name"] if match else part, known)
+            hint = f"{close} Otherwise {names}" if close else names
             raise MeshwrightError(f"cannot parse the constraint {part!r}.", hint=hint)
         name, sign, value = match["name"], match["sign"], match["value"].strip()
         if name in ("remat", "sync", "pipeline"):
@@ -83,18 +93,24 @@ def parse_constraints(text: str) -> Constraints:
         elif name == "batch":
             count, unit = _amount(part, value)
             hint = "write e.g. batch=4M tokens or batch=512 rows."
+            if unit is None:
+                raise ConfigError(f"{part!r} has no unit.", hint=hint)
             if count < 1:
                 raise ConfigError(f"{part!r} is an empty batch.", hint=hint)
             tokens, rows = (count, None) if unit == "tokens" else (None, count)
             if sign != "=":
                 raise MeshwrightError(f"{part!r}: the batch size takes only `=`.", hint=hint)
         else:
-            limits.setdefault(name, []).append((sign, _amount(part, value)[0]))
+            count, unit = _amount(part, value)
+            if unit is not None:
+                raise ConfigError(f"{part!r} is not a number of {unit}.", hint=f"write e.g. {name}{sign}{count}.")
+            limits.setdefault(name, []).append((sign, count))
     return Constraints({name: tuple(pairs) for name, pairs in limits.items()}, choices, tokens, rows)
 
 
-def _amount(part: str, value: str) -> tuple[int, str]:
+def _amount(part: str, value: str) -> tuple[int, str | None]:
+    """Returns a number and its unit, if it has one."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]{0,2}?)\s*(tokens|rows)?", value.lower())
     if match is None or match[2] not in _UNITS:
         raise MeshwrightError(f"{part!r}: {value!r} is not a number.", hint="write e.g. 8, 512 rows or 4M tokens.")
-    return round(float(match[1]) * _UNITS[match[2]]), match[3] or "tokens"
+    return round(float(match[1]) * _UNITS[match[2]]), match[3]

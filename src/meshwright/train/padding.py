@@ -6,7 +6,8 @@ before the loss pads its gradient with zeros, and an update is padded with zeros
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +18,15 @@ from jax.sharding import PartitionSpec as P
 from meshwright.errors import LayoutError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout
+from meshwright.layout.report import LayoutReport
 from meshwright.specs import dim_axes
 from meshwright.train.job import execution_of, loss_axes
 from meshwright.train.views import GATHER_AXES, PIPELINE_AXES, View, ViewChoice, resolve_view
 from meshwright.types import PyTree
+
+STACKED = "layers/"
+"""The stacked layers of a model."""
+MOST_NAMED = 4
 
 
 def part_leaves(layout: Layout, part: str) -> list[LeafLayout]:
@@ -99,7 +105,7 @@ def view_of_layout(
     padded = padded._replace(name=padded.name.removeprefix("params/"))
     if view is not None:
         raise pads_in_local_view(padded)
-    ignores = needs_global_view([padded], also=stage_axes(job, "local")) is None
+    ignores = needs_global_view(leaves, also=stage_axes(job, "local")) is None
     more = '; if the stages of the loss ignore padding, pass view="local" (--view local)' if ignores else ""
     return ViewChoice("global", f"`{padded.name}` is padded{more}")
 
@@ -118,6 +124,48 @@ def stage_axes(job: Any, view: View | None) -> tuple[str, ...]:
     run = execution_of(job)
     handled = loss_axes(job) if run is None and view == "local" else () if run is None else (run.pipeline_axis,)
     return tuple(axis for axis in PIPELINE_AXES if axis in handled)
+
+
+@contextlib.contextmanager
+def padding_suggested(job: Any) -> Iterator[None]:
+    """Adds `--pad` to the hint of a layout's error, with the parameters, if storing them padded is enough to train.
+
+    Example:
+        >>> import meshwright as mw, optax
+        >>> job = mw.Job(init=lambda key: {"w": jnp.zeros(6)}, rules=[("w", mw.P("dp"))])
+        >>> with padding_suggested(job):
+        ...     mw.train.state_layout(job, optax.sgd(0.1), mw.create_abstract_mesh("dp:4"))
+        Traceback (most recent call last):
+        meshwright.errors.LayoutError: 1 leaf does not fit the mesh dp=4:
+          `params/w` (rule 0): dim 0 has size 6; `dp` has 4 devices: 6 % 4 = 2.
+        hint: pad to 8, or drop `dp` here. Or store it padded: --pad w
+    """
+    try:
+        yield
+    except LayoutError as error:
+        raise _with_padding(error, job) from None
+
+
+def _with_padding(error: LayoutError, job: Any) -> LayoutError:
+    report, run = error.report, execution_of(job)
+    if not isinstance(report, LayoutReport) or report.matches.unmatched:
+        return error
+    if len(report.indivisible) != len(report.problems):
+        return error
+    names = []
+    for (subject, _, spec, _), problem in report.problems:
+        if spec is None or (run is not None and run.tensor_axis in dim_axes(spec[problem.dim])):
+            return error  # its matmuls do not take padding
+        part, _, name = subject.name.partition("/")
+        if part == "params":
+            names.append(STACKED if name.startswith(STACKED) else name)
+    names = list(dict.fromkeys(names))
+    if not names or len(names) > MOST_NAMED:
+        return error
+    them = "it" if len(names) == 1 else "them"
+    hint = f"{error.hint} Or store {them} padded: --pad {' '.join(names)}"
+    message = str(error).rpartition("\nhint: ")[0]
+    return LayoutError(message, hint=hint, report=report)
 
 
 def is_padded_along_others(leaf: LeafLayout, axes: Sequence[str]) -> bool:

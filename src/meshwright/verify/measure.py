@@ -27,7 +27,7 @@ from meshwright.mesh.axes import varying_axes
 from meshwright.models.execution import DATA_AXES, Remat
 from meshwright.parallel.rows import count_rows
 from meshwright.train.gradients import make_gradients
-from meshwright.train.padding import cut, fill, part_leaves
+from meshwright.train.padding import cut, fill, padding_suggested, part_leaves
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, only_trainable, state_layout, trainable_leaves
 from meshwright.train.step import Step, make_train_step
@@ -76,7 +76,8 @@ class SharedInputs:
         with warnings.catch_warnings():
             if quiet:  # the reference already printed warnings about the rules
                 warnings.simplefilter("ignore", MeshwrightWarning)
-            layout = state_layout(self.job, self.recording, mesh, precision=self.precision, pad=self.pad)
+            with padding_suggested(self.job):
+                layout = state_layout(self.job, self.recording, mesh, precision=self.precision, pad=self.pad)
             key = jax.random.key(self.seed)
             return Placed(self, layout, init_state(self.job, self.recording, layout, key, precision=self.precision))
 

@@ -242,6 +242,7 @@ def test_attributes_with_line_breaks_do_not_end_a_computation():
         # A part of an axis: a factor of 2 after a factor of 1 or 2.
         ("mesh['a'=2,'b'=4] {'b':(1)2}", (0, 2)),
         ("mesh['a'=2,'b'=4] {'b':(2)2}", (0, 1)),
+        ("mesh['a'=8,'b'=2] {'a':(1)2,'a':(4)2}", (0, 2, 8, 10)),
     ],
 )
 def test_groups_of_devices(groups, expected):

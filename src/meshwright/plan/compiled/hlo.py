@@ -213,14 +213,16 @@ def partners(attributes: str) -> tuple[tuple[int, ...], ...]:
 def _mesh_group(mesh: str, order: str, axes: str) -> tuple[int, ...]:
     """Returns the first group along axes of a mesh, or parts of them: 'a':(2)4 is a factor of 4 after a factor of 2."""
     found = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
-    parts = {name: (int(before or 1), int(size or 0)) for name, before, size in found}
     dims: list[int] = []
     group: list[slice | int] = []
     for name, text in re.findall(r"'([^']+)'=(\d+)", mesh):
-        before, size = parts.get(name, (1, 1))
-        size = size or int(text)
-        dims += [before, size, int(text) // before // size]
-        group += [0, slice(None), 0]
+        done = 1  # the product of the factors so far
+        for before, size in sorted((int(before or 1), int(size or text)) for one, before, size in found if one == name):
+            dims += [before // done, size]
+            group += [0, slice(None)]
+            done = before * size
+        dims.append(int(text) // done)
+        group.append(0)
     places = np.arange(math.prod(dims)).reshape(dims)[tuple(group)].reshape(-1)
     iota = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", order)
     listed = re.search(r"device_ids=\(([\d,]+)\)", order)

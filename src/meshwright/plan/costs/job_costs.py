@@ -257,11 +257,6 @@ def profile_job(
     }
     if not all(learns):
         notes += (f"{len(leaves) - sum(learns)} of {len(leaves)} parameters are frozen: they have no gradients",)
-    if model is None:
-        notes += (
-            "custom model: until it is compiled, tp is assumed to send half of the saved activations, and stages "
-            "nothing; communication is assumed to hide behind no compute",
-        )
     forward, forward_matmuls = _forward(job, params, dtypes, platform)
     return JobCosts(
         num_params=sum(int(leaf.value.size) for leaf in leaves),

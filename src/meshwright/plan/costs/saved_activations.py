@@ -28,7 +28,7 @@ _MOST = 8
 _HANDS_ON = ("convert_element_type", "name", "reshape", "device_put")
 _NUMBER = re.compile(r"[_.]?\d+$")
 _WRAPPED = re.compile(r"[\w<>.]+\(|[()]")
-_A_LOSS = re.compile(r"(^|\b|_)loss(_fn)?$")
+_A_LOSS = re.compile(r"(^|\b|_)loss(_fn)?$|loss\.__call__$")
 _JAX, _HERE = os.path.dirname(jax.__file__), str(Path(__file__).parents[1])
 # Operations that change no value, and operations that are cheaper to recompute than to store.
 _RENAMES = ("reshape", "name", "squeeze", "expand_dims", "convert_element_type", "copy")
