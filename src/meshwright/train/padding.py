@@ -7,6 +7,7 @@ before the loss pads its gradient with zeros, and an update is padded with zeros
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,10 +19,12 @@ from jax.sharding import PartitionSpec as P
 from meshwright.errors import LayoutError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout
-from meshwright.layout.report import LayoutReport
+from meshwright.layout.report import LayoutReport, PadPolicy
+from meshwright.rules.rule_set import compile_pattern
 from meshwright.specs import dim_axes
 from meshwright.train.job import execution_of, loss_axes
 from meshwright.train.views import GATHER_AXES, PIPELINE_AXES, View, ViewChoice, resolve_view
+from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
 STACKED = "layers/"
@@ -33,6 +36,25 @@ def part_leaves(layout: Layout, part: str) -> list[LeafLayout]:
     """Returns the leaves of one field of a state's layout, such as `opt_state`."""
     parts = layout.structure.unflatten(layout.leaves)
     return jax.tree.leaves(getattr(parts, part), is_leaf=lambda node: isinstance(node, LeafLayout))
+
+
+def require_padded_names(pad: PadPolicy, params: PyTree) -> None:
+    """Raises if a regex of parameters to pad matches none.
+
+    Example:
+        >>> require_padded_names(["layers/"], {"w": jnp.zeros(6)})
+        Traceback (most recent call last):
+        meshwright.errors.LayoutError: pad='layers/' has no effect: no parameter matches.
+        hint: leave it out, or use e.g. 'w'.
+    """
+    if isinstance(pad, bool):
+        return
+    names = [leaf.name for leaf in named_leaves(params)]
+    for text in [pad] if isinstance(pad, str) else pad:
+        if not any(map(compile_pattern(text).matches, names)):
+            (close,) = difflib.get_close_matches(text, names, 1, 0) or [""]
+            hint = f"leave it out, or use e.g. {close!r}."
+            raise LayoutError(f"pad={text!r} has no effect: no parameter matches.", hint=hint)
 
 
 def cut(tree: PyTree, leaves: Sequence[LeafLayout]) -> PyTree:

@@ -24,7 +24,7 @@ from meshwright.rules.rule_set import compile_pattern
 from meshwright.specs import canonical, dim_axes, format_spec, shard_shape, spec_axes
 from meshwright.train.fine_tuning.adapting import with_fields
 from meshwright.train.job import abstract_init
-from meshwright.train.padding import fill, split_evenly
+from meshwright.train.padding import fill, require_padded_names, split_evenly
 from meshwright.train.precision import Precision
 from meshwright.tree import named_leaves
 from meshwright.types import PRNGKeyArray, PyTree
@@ -107,6 +107,7 @@ def state_layout(
         P('dp',)
     """
     abstract = abstract_init(lambda key: make_state(job, optimizer, key, precision=precision, ema=ema))
+    require_padded_names(pad, abstract.params)
     layout = make_layout(job.rules, abstract, mesh, pad=pad)
     if zero_axis is None:
         return layout
