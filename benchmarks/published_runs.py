@@ -5,7 +5,8 @@
 Each run in `plan/published.toml` is planned by arithmetic. Of a chip's runs, every second one is held out. The others
 fit two shares of the peak, of matmuls and of attention, by least squares of the log ratio of planned to published
 tokens per second, with a weak preference for the attention share measured elsewhere, which short rows hardly
-determine. Held-out runs decide *met* or *MISSED*: a median ratio of 0.90 to 1.10, nine in ten within 25%.
+determine. If the shares of a chip were measured, all of its runs are held out. `PublishedRun.compared` says which runs
+are only compared. Held-out runs decide *met* or *MISSED*: a median ratio of 0.90 to 1.10, nine in ten within 25%.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Case:
         assert plan.time is not None
         assert chip is not None
         assert plan.peak_flops is not None
+        if self.run.pipeline is not None:  # never fitted
+            return plan.tokens_per_step / plan.time.step.value / plan.target.num_devices / self.run.tokens_per_second
         seconds = plan.time.step.value - plan.time.matmul.value
         ring = RING_FACTOR[chip.platform] if "tp:" in self.run.mesh else 1.0
         peak = plan.target.num_devices * plan.peak_flops
@@ -79,27 +82,33 @@ def main() -> None:
     for name, cases in by_chip.items():
         chip = chip_of(name)
         assert chip is not None
-        fitted = [case for case in cases if case.run.is_fitted]
-        held = [case.ratio() for case in cases if not case.run.is_fitted]
-        shares = fit(fitted)
+        fitted = [case for case in cases if case.run.half == "fitted"]
+        held = [case.ratio() for case in cases if case.run.half == "held out"]
+        compared = sorted((case for case in cases if case.run.compared), key=lambda case: case.run.compared)
+        stored = (chip.rates.matmul, chip.rates.attention, chip.rates.error)
+        shares = fit(fitted) if fitted else stored[:2]
         median, near = statistics.median(held), sum(abs(ratio - 1) <= WITHIN for ratio in held) / len(held)
-        worst = max(abs(math.log(case.ratio())) for case in cases)
-        least = WITHIN if len(cases) < FEW else 0.10
+        ratios = [case.ratio() for case in cases if not case.run.compared]
+        worst = max(abs(math.log(ratio)) for ratio in ratios)
+        least = WITHIN if len(ratios) < FEW else 0.10
         error = max(least, math.ceil(100 * (math.exp(worst) - 1)) / 100)
         said = "met" if 0.90 <= median <= 1.10 and near >= 0.9 else "MISSED"
-        stored = (chip.rates.matmul, chip.rates.attention, chip.rates.error)
         kept = "as stored" if (*shares, error) == stored else f"STORED: {stored}"
         print(
             f"{name}: fit {shares[0]:.2f} and {shares[1]:.2f} of the peak, error {error:.2f} ({kept}); held-out runs "
             f"{len(held)}, median {median:.3f}, {near:.0%} within 25%: {said}"
         )
+        by_source = itertools.groupby((case for case in cases if not case.run.compared), lambda case: case.run.source)
+        by_reason = itertools.groupby(compared, lambda case: f"only compared ({case.run.compared})")
+        for group, members in itertools.chain(by_source, by_reason):
+            each = [case.ratio() for case in members]
+            print(f"  {group}: {len(each)}, median {statistics.median(each):.2f}, {min(each):.2f} to {max(each):.2f}")
         for case in cases:
             run, plan = case.run, case.plan
             planned = case.ratio() * run.tokens_per_second
-            half = "fitted" if run.is_fitted else "held out"
             lines.append(
                 f"| {run.name} | {run.target} | `{run.mesh}` | {run.rows} x {run.tokens} | {run.remat} | "
-                f"{run.tokens_per_second:,.0f} | {planned:,.0f} | {case.ratio():.2f} | {plan.mfu:.1%} | {half} | "
+                f"{run.tokens_per_second:,.0f} | {planned:,.0f} | {case.ratio():.2f} | {plan.mfu:.1%} | {run.half} | "
                 f"{run.source} |"
             )
     heading = [

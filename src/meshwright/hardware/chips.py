@@ -56,6 +56,16 @@ class Rates:
     error: float
     source: str
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the shares were fitted to published runs on this chip."""
+        return self.source.startswith("fitted")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the shares were measured by this project on this chip."""
+        return self.source.startswith("measured")
+
 
 @dataclass(frozen=True)
 class Chip:

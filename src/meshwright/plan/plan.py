@@ -13,6 +13,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.flops import Flops, utilization
 from meshwright.parallel.rows import count_rows
+from meshwright.plan.band import band_notes
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.costs.communication import (
     Sent,
@@ -232,6 +233,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
     if profile.precision.fp8 is not None:
         notes += ("fp8: computed times and memory are those of bfloat16, which are upper bounds",)
     notes += known_to_fail(target, sizes) + flops.notes + (() if compiled is None else compiled.notes)
+    notes += band_notes(target, sizes, profile)
     return Plan(
         target=target,
         setup=setup,
