@@ -53,6 +53,8 @@ def one_device(tied, **changes):
 CASES = [
     ("1f1b", "pp:2,dp:2,tp:2", True, 1, "none"),
     ("1f1b", "pp:4,fsdp:2", False, 2, "full"),
+    ("aligned-1f1b", "pp:2,dp:2,tp:2", False, 2, "full"),
+    ("aligned-1f1b", "pp:4,fsdp:2", True, 1, "none"),
     ("interleaved-1f1b", "pp:2,dp:2,fsdp:2", False, 1, "none"),
     ("interleaved-1f1b", "pp:4,tp:2", True, 2, "full"),
     ("zb-h1", "pp:2,fsdp:2,tp:2", True, 2, "dots"),

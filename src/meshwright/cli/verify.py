@@ -59,8 +59,8 @@ def verify(
         precision: compute precision: float32, mixed, bfloat16 or fp8.
         remat: activations to recompute in the backward pass: none, dots, full or offload.
         sync: how often devices exchange gradients in the local view: every, hybrid or once (default: hybrid).
-        pipeline: schedule on meshes with a pp axis: gpipe, circular, 1f1b, interleaved-1f1b, zb-h1 or zb-v
-            (default: the job's).
+        pipeline: schedule on meshes with a pp axis: gpipe, circular, 1f1b, aligned-1f1b, interleaved-1f1b,
+            zb-h1 or zb-v (default: the job's).
         pipeline_rounds: stages per device with interleaved-1f1b and circular (default: 2).
         microbatches: number of microbatches in a pipeline (default: the job's, or twice the number of stages).
         mask: seed for random masks or weights, in place of those of the batch.

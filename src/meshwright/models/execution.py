@@ -44,7 +44,8 @@ class Execution:
         layers: "scan" compiles one layer, "unroll" compiles all of them, a number that many per loop step. "auto" picks
             the fastest form measured on the backend (benchmarks/results/decoder_h200.md).
         num_microbatches: number of microbatches in a pipeline (default: twice the number of stages).
-        pipeline: the schedule of a pipeline: "gpipe", "circular", "1f1b", "interleaved-1f1b", "zb-h1" or "zb-v"; see
+        pipeline: the schedule of a pipeline: "gpipe", "circular", "1f1b", "aligned-1f1b", "interleaved-1f1b",
+            "zb-h1" or "zb-v"; see
             `meshwright.parallel.make_schedule`. All but "gpipe" follow `remat`: with "full", the backward pass of a
             stage starts from its input, otherwise forward passes save activations for at most as many microbatches
             as the schedule says. "gpipe" always starts from the inputs.

@@ -13,7 +13,7 @@ from meshwright.plan.costs.job_costs import REMATS
 AXES = ("dp", "fsdp", "pp", "tp")
 SYNCS = ("hybrid", "once")
 MINIBATCHES = (1, 2, 4, 8, 16, 32)
-PIPELINES = ("gpipe", "circular", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+PIPELINES = ("gpipe", "circular", "1f1b", "aligned-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 """Schedules that a search tries, beside the job's own with its number of microbatches."""
 MICROBATCHES = (2, 4, 8, 16, 32)
 """Numbers of microbatches that a search tries for them, per stage."""

@@ -66,6 +66,8 @@ def scheduled_loss(mesh, schedule, *, tied=False, seed=None, remat=True, factor=
 CASES = [
     ("pp:4", "1f1b", 3, {"remat": True, "tied": True}),
     ("pp:2,dp:2,tp:2", "1f1b", 4, {"remat": False}),
+    ("pp:4,dp:2", "aligned-1f1b", 5, {"remat": True, "tied": True}),
+    ("pp:2,tp:2", "aligned-1f1b", 4, {"remat": False}),
     ("pp:2", "interleaved-1f1b", 5, {"remat": False, "rounds": 4, "tied": True}),
     ("pp:4,tp:2", "interleaved-1f1b", 8, {"remat": True}),
     ("pp:4,dp:2", "zb-h1", 8, {"remat": False, "tied": True}),
@@ -166,7 +168,7 @@ def scans(jaxpr):
                 yield from scans(inner)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("name", ["1f1b", "aligned-1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
 def test_the_loop_runs_the_ticks_of_the_schedule(name):
     """One loop of as many steps as ticks; each sends one message in each direction that the schedule needs."""
     schedule = make_schedule(name, 4, 8)
@@ -177,7 +179,13 @@ def test_the_loop_runs_the_ticks_of_the_schedule(name):
         sends = [eqn.params["perm"] for eqn in body.eqns if eqn.primitive.name == "ppermute"]
         found += [(scan.params["length"], sends)] if sends else []
     ((length, sends),) = found
-    formula = {"1f1b": 2 * (8 + 3), "interleaved-1f1b": 2 * (16 + 3), "zb-h1": 3 * 8 + 3, "zb-v": 6 * 8 + 3}
+    formula = {
+        "1f1b": 2 * (8 + 3),
+        "aligned-1f1b": 2 * (8 + 3),
+        "interleaved-1f1b": 2 * (16 + 3),
+        "zb-h1": 3 * 8 + 3,
+        "zb-v": 6 * 8 + 3,
+    }
     assert length == schedule.num_ticks == formula[name]
     assert len(sends) == 2
     wraps = any((3, 0) in perm for perm in sends)
@@ -185,7 +193,7 @@ def test_the_loop_runs_the_ticks_of_the_schedule(name):
 
 
 @pytest.mark.parametrize("remat", [True, False])
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("name", ["1f1b", "aligned-1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
 def test_compiled_memory_does_not_grow_with_microbatches(name, remat):
     """GPipe, which keeps the input of every microbatch, needs at least 24 x 256 bytes more."""
 

@@ -14,7 +14,7 @@ F, B, W = Work
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 7, 8, 16, 32])
 def test_ticks_equal_the_formulas(n, m):
     """The constructor checks dependencies, so these tables are also complete and in a possible order."""
-    for name in ("1f1b", "gpipe"):
+    for name in ("1f1b", "aligned-1f1b", "gpipe"):
         assert make_schedule(name, n, m).num_ticks == 2 * (m + n - 1)
     h1, v = make_schedule("zb-h1", n, m), make_schedule("zb-v", n, m)
     # With few microbatches, the weight gradients do not fill the ticks in which a device waits for both passes.
@@ -23,6 +23,7 @@ def test_ticks_equal_the_formulas(n, m):
     assert max(h1.peak_residuals) == min(m, n)
     assert max(v.peak_residuals) == 2 * min(m, n)
     assert make_schedule("1f1b", n, m).peak_residuals == tuple(min(n - d, m) for d in range(n))
+    assert max(make_schedule("aligned-1f1b", n, m).peak_residuals) == min(2 * n - 1, m)
     assert make_schedule("gpipe", n, m).peak_microbatches == (m,) * n
     for rounds in (1, 2, 3):
         table = make_schedule("interleaved-1f1b", n, m, num_rounds=rounds)
@@ -38,7 +39,7 @@ def test_zero_bubbles_at_four_stages_and_eight_microbatches():
     assert bubbles["zb-v"] < bubbles["zb-h1"] < bubbles["interleaved-1f1b"] < bubbles["1f1b"] == bubbles["gpipe"]
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("name", ["1f1b", "aligned-1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
 def test_memory_does_not_grow_with_microbatches(name):
     peaks = {make_schedule(name, 4, m).peak_residuals for m in (8, 16, 64)}
     assert len(peaks) == 1
@@ -68,6 +69,24 @@ def test_times():
     assert starts[-1].max() == 33
     assert (np.diff(starts, axis=0) >= 0).all()
     assert one.makespan() >= 33  # a device that waits for its neighbors is never earlier
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize(("n", "m"), [(2, 2), (4, 8), (4, 9), (3, 7), (8, 32)])
+def test_aligned_schedules_never_wait(n, m, rounds):
+    """Devices that wait for their neighbors after each tick are as fast as those that do not, and as a whole group."""
+    table = make_schedule("interleaved-1f1b", n, m, num_rounds=rounds)
+    works = [set(row[row != -1].tolist()) for row in table.work]
+    assert all(len(kinds) == 1 for kinds in works)
+    for times in ({"forward": 1, "backward": 2}, {"forward": 1, "backward": 3}):
+        time = table.makespan(**times)
+        if m % n == 0:
+            assert time == table.makespan(**times, lockstep=False) == (m * rounds + n - 1) * sum(times.values())
+        assert time <= make_schedule("1f1b", n, m).makespan(**times) * rounds
+    if rounds == 1:
+        aligned = make_schedule("aligned-1f1b", n, m)
+        assert (aligned.stages == table.stages).all()
+        assert (aligned.work == table.work).all()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from meshwright.plan.step_setup import Setup
 from meshwright.train.jobs.job_loading import load_job
 from meshwright.train.jobs.language_job import language_job
 
-NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+NAMES = ("1f1b", "aligned-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 
 
 @functools.cache

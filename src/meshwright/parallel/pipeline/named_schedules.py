@@ -3,14 +3,17 @@
     name               bubble, in ticks      microbatches in memory, on `n` devices
     gpipe, circular    2(n - 1)              all
     1f1b               2(n - 1)              n
+    aligned-1f1b       2(n - 1)              2n - 1
     interleaved-1f1b   2(n - 1), shorter     n + (n - 1) / rounds
     zb-h1              n - 1                 n
     zb-v               n - 1, half as long   n
 
 `zb-h1` and `zb-v` are the zero-bubble schedules of Qi et al., 2023 and 2024 ("Zero Bubble Pipeline Parallelism",
 "Pipeline Parallelism with Controllable Memory"): weight gradients, which no other device waits for, fill the ticks in
-which a device would be idle. In `zb-v`, device `d` of `n` has the virtual stages `d` and `2n - 1 - d`, so that a
-microbatch comes back to the first device, which has the loss as well.
+which a device would be idle. In `aligned-1f1b` and `interleaved-1f1b`, the forward passes of all devices share their
+ticks, and so do the backward passes, so that no device waits for longer work than its own. In `zb-v`, device `d` of `n`
+has the virtual stages `d` and `2n - 1 - d`, so that a microbatch comes back to the first device, which has the loss as
+well.
 """
 
 from __future__ import annotations
@@ -23,9 +26,8 @@ import numpy as np
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.parallel.pipeline.schedule import IDLE, circular_schedule, gpipe_schedule
 from meshwright.parallel.pipeline.training_schedule import TrainingSchedule, Work, work_before
-from meshwright.specs import round_up
 
-ScheduleName = Literal["gpipe", "circular", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"]
+ScheduleName = Literal["gpipe", "circular", "1f1b", "aligned-1f1b", "interleaved-1f1b", "zb-h1", "zb-v"]
 SCHEDULE_NAMES: tuple[str, ...] = get_args(ScheduleName)
 
 Order = list[tuple[Work, int, int]]
@@ -38,7 +40,7 @@ def make_schedule(
     """Returns a training schedule by name.
 
     Args:
-        name: "gpipe", "circular", "1f1b", "interleaved-1f1b", "zb-h1" or "zb-v".
+        name: "gpipe", "circular", "1f1b", "aligned-1f1b", "interleaved-1f1b", "zb-h1" or "zb-v".
         num_stages: number of devices in the pipeline.
         num_rounds: virtual stages per device, for "circular" and "interleaved-1f1b" (default: 2). "zb-v" has 2, the
             others 1.
@@ -56,10 +58,10 @@ def make_schedule(
     devices = range(num_stages)
     if name in ("gpipe", "circular"):
         return _mirrored(name, num_stages, rounds, num_microbatches)
+    if name in ("aligned-1f1b", "interleaved-1f1b"):
+        return _aligned(name, num_stages, rounds, num_microbatches)
     if name == "1f1b":
         orders = [_one_f_one_b(device, num_stages, num_microbatches) for device in devices]
-    elif name == "interleaved-1f1b":
-        orders = [_interleaved(device, num_stages, rounds, num_microbatches) for device in devices]
     elif name == "zb-h1":
         orders = [_zero_bubble_h1(device, num_stages, num_microbatches) for device in devices]
     else:
@@ -120,19 +122,6 @@ def _one_f_one_b(device: int, num_stages: int, num_microbatches: int) -> Order:
     forward = [(Work.FORWARD, device, part) for part in range(num_microbatches)]
     backward = [(Work.BACKWARD, device, part) for part in range(num_microbatches)]
     return _alternating(forward, backward, ahead=ahead - 1)
-
-
-def _interleaved(device: int, num_stages: int, num_rounds: int, num_microbatches: int) -> Order:
-    """Microbatches take turns in whole groups of `num_stages`, without those that there are not."""
-    whole = round_up(num_microbatches, num_stages)
-    groups = [range(first, first + num_stages) for first in range(0, whole, num_stages)]
-    rounds = range(num_rounds)
-    forward = [(Work.FORWARD, turn * num_stages + device, p) for group in groups for turn in rounds for p in group]
-    backward = [
-        (Work.BACKWARD, turn * num_stages + device, p) for group in groups for turn in reversed(rounds) for p in group
-    ]
-    order = _alternating(forward, backward, ahead=2 * (num_stages - device - 1) + (num_rounds - 1) * num_stages)
-    return [cell for cell in order if cell[2] < num_microbatches]
 
 
 def _alternating(forward: Order, backward: Order, *, ahead: int) -> Order:
@@ -205,4 +194,23 @@ def _mirrored(name: str, num_stages: int, num_rounds: int, num_microbatches: int
 
     work = both(*(np.where(busy, kind, IDLE) for kind in (Work.FORWARD, Work.BACKWARD)))
     stages, parts = (both(cells, cells) for cells in (table.stages, table.microbatches))
+    return TrainingSchedule(work, stages, parts, name)
+
+
+def _aligned(name: str, num_stages: int, num_rounds: int, num_microbatches: int) -> TrainingSchedule:
+    """Returns ticks of forward and of backward passes by turns, each in the order of a circular schedule.
+
+    Backward passes run in the reversed pipeline. They begin when the first microbatch has passed all stages.
+    """
+    table = circular_schedule(num_stages, num_rounds, num_microbatches)
+    reverse = np.where(table.stages == IDLE, IDLE, table.num_virtual_stages - 1 - table.stages)[:, ::-1]
+    there = (Work.FORWARD, 0, table.stages, table.microbatches)
+    back = (Work.BACKWARD, table.num_virtual_stages - 1, reverse, table.microbatches[:, ::-1])
+    rows = []
+    for turn in range(table.num_ticks + table.num_virtual_stages - 1):
+        for kind, begin, stages, parts in (there, back):
+            at = turn - begin
+            if 0 <= at < table.num_ticks and (stages[at] != IDLE).any():
+                rows.append((np.where(stages[at] == IDLE, IDLE, kind), stages[at], parts[at]))
+    work, stages, parts = map(np.stack, zip(*rows, strict=True))
     return TrainingSchedule(work, stages, parts, name)
