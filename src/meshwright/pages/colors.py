@@ -24,6 +24,7 @@ FILLS: dict[str, int] = {
     "ticks": PURPLE + HATCHED,
     "temporaries": GRAY,
     "gradients of a tick": ORANGE + HATCHED,
+    "gradients of a minibatch": ORANGE + HATCHED,  # a plan has one of the two
     "layers of the stages": BLUE + HATCHED,
     "bookkeeping": GREEN + HATCHED,
     "rest": GRAY + HATCHED,

@@ -201,6 +201,7 @@ def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mappin
     elif profile.stages(sizes, setup).count > 1:
         note = "one layer of the stage, and all weights outside layers"
     gathered = Part(GATHERED_WEIGHTS, layers + ends, "computed", note)
+    new = _new_gradients(profile, layout, setup, sizes)
     narrow = Part("narrow weights", copies, "computed", "copies in the compute dtype")
     if profile.merged:
         # Of a loop over stacked layers, XLA holds all merged matrices and all their gradients; otherwise the gradient
@@ -210,7 +211,7 @@ def _weight_parts(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mappin
         size = math.fsum(times[name] * local_size(held[name]) * width for name, width in profile.merged.items())
         merged = Part("merged matrices", size, "assumed", "of the base and its adapters, or their gradients")
         return [grads, merged, gathered, narrow]
-    return [grads, _tick_gradients(profile, layout, setup, sizes), gathered, narrow]
+    return [grads, new, gathered, narrow]
 
 
 def _gathered(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> tuple[float, float, float]:
@@ -245,12 +246,13 @@ def _stage_layers(profile: JobCosts, layout: Layout, setup: Setup, target: Targe
     return Part("layers of the stages", size, "assumed", "moved from the devices that store them, with empty places")
 
 
-def _tick_gradients(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> Part:
-    """Returns the additional gradients of a pipeline: those of the current tick, and the sum they are added to."""
+def _new_gradients(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> Part:
+    """Returns the gradients of the current minibatch or pipeline tick, which are added to the sums."""
     stages = profile.stages(sizes, setup)
-    if stages.count == 1:
-        return Part("gradients of a tick", 0.0, "computed")
     own = gradient_bytes(profile, layout, replace(setup, num_minibatches=1))
+    if stages.count == 1:
+        size = own if setup.num_minibatches > 1 else 0.0
+        return Part("gradients of a minibatch", size, "computed", "as they arrive, then added to the sums")
     if stages.is_scheduled:
         return Part("gradients of a tick", own / stages.rounds, "assumed", "of one stage, added to the sums in place")
     return Part("gradients of a tick", 2 * own, "assumed", "one tick and a copy, fitted to CPU programs")
@@ -373,6 +375,7 @@ def _shrunk(parts: list[Part], by: float) -> list[Part]:
     spared = (
         "merged matrices",
         "gradients of a tick",
+        "gradients of a minibatch",
         "layers of the stages",
         "activations",
         "gradients",
