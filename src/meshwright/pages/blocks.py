@@ -130,6 +130,8 @@ def table(
     def cell(element: str, column: int, value: object) -> Markup:
         kinds = ["long"] * (column in long and column not in codes and element == "td")
         kinds += ["number"] * (column in numbers) + ["code"] * (column in codes and element == "td")
+        # Shapes and names stay whole.
+        kinds += ["breaks"] * (column in codes and element == "td" and len(str(value)) > LONG)
         return tag(element, value, class_=" ".join(kinds) or None, scope="col" if element == "th" else None)
 
     head = tag("tr", *(cell("th", column, heading) for column, heading in enumerate(headings)))

@@ -138,9 +138,9 @@ def test_the_text_of_the_page():
     assert "All 100 collectives of the compiled program, 100 kinds" in text
     assert "params/layers/mlp/gate" in text
     assert "Chips are linked along x (4, a ring), y (4, a ring), z (8, a ring)." in text
-    assert "chip 127: x 3, y 3, z 7" in html
+    assert "chip 3,3,7: x 3, y 3, z 7" in html
     # Chips have another order than devices, so they are not highlighted together.
-    assert 'data-devices="0"' not in html[html.index("chip 0: x 0") : html.index("chip 127: ")]
+    assert 'data-devices="0"' not in html[html.index("chip 0,0,0: x 0") : html.index("chip 3,3,7: ")]
     assert "&lt;layer 19&gt;" in html
     # Every row of the tables of figures names its basis.
     for heading in ("Where the figures come from", "One step on one device"):
