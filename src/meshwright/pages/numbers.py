@@ -78,10 +78,11 @@ def duration(seconds: float) -> str:
 def plural(count: int, word: str) -> str:
     """Returns a count with its noun.
 
-    >>> plural(1, "row"), plural(4096, "row")
-    ('1 row', '4,096 rows')
+    >>> plural(1, "row"), plural(4096, "row"), plural(2, "minibatch")
+    ('1 row', '4,096 rows', '2 minibatches')
     """
-    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+    ending = "" if count == 1 else "es" if word.endswith("ch") else "s"
+    return f"{count:,} {word}{ending}"
 
 
 def ticks(low: float, high: float, *, count: int = 5) -> list[float]:

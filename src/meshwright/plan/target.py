@@ -102,7 +102,7 @@ class Target:
     def title(self) -> str:
         """A description of the machine."""
         if self.chip is None:
-            return f"{self.num_devices} simulated CPU devices"
+            return f"{self.num_devices} simulated CPU device{'' if self.num_devices == 1 else 's'}"
         if self.platform == "gpu":
             hosts = "1 host" if self.shape[0] == 1 else f"{self.shape[0]} hosts"
             return f"{self.num_devices} x {self.chip.title} ({hosts} of {self.shape[1]})"
