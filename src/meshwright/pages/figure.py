@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshwright.pages.blocks import table
 from meshwright.pages.colors import NUM_FILLS, NUM_TONES
 from meshwright.pages.markup import Markup, data_block, join, tag
-from meshwright.pages.numbers import Show, compact, duration, log_ticks, ticks, time_levels, whole_ticks
+from meshwright.pages.numbers import Show, compact, duration, log_ticks, plural, ticks, time_levels, whole_ticks
 
 Values = tuple[str, Sequence[float], Sequence[float]]
 """Name, x values and y values of a series."""
@@ -166,7 +166,7 @@ def _numbers(series: Sequence[Values], show: Show, heading: str, *, rows: int = 
     lines = [
         [f"{x:,.10g}", *("" if x not in column else show(column[x]) for column in columns)] for x in sorted(wanted)
     ]
-    what = f"{len(lines)} of {len(known):,} drawn points" if len(lines) < len(known) else f"{len(known):,} points"
+    what = f"{len(lines)} of {len(known):,} drawn points" if len(lines) < len(known) else plural(len(known), "point")
     shown = table([heading, *(name for name, _, _ in series)], lines, right=range(len(series) + 1), sortable=False)
     return tag("details", tag("summary", f"Numbers ({what})"), shown, class_="behind")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwright.layout import format_bytes
-from meshwright.pages import Level, Markup, area_chart, percent
+from meshwright.pages import Level, Markup, area_chart, duration, percent
 from meshwright.plan.output.schedule_picture import ScheduledStep
 from meshwright.plan.plan import Plan
 
@@ -46,6 +46,7 @@ def memory_chart(plan: Plan, made: ScheduledStep | None) -> Markup:
         capacity=None if plan.memory.capacity is None else plan.memory.capacity / unit,
         capacity_label=f"{plan.target.kind} has",
         show=lambda amount: format_bytes(amount * unit),
+        show_x=(lambda place: duration(place / scale)) if timed else None,
         note=note,
     )
 
