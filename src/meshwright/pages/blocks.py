@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwright.pages.markup import Markup, tag
+from meshwright.pages.markup import Markup, join, tag
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ def table(
         kinds = ["long"] * (column in long and column not in codes and element == "td")
         kinds += ["number"] * (column in numbers) + ["code"] * (column in codes and element == "td")
         kinds += ["whole"] * (column in lines and element == "td")
+        if column in codes - lines and element == "td" and not isinstance(value, Markup):
+            value = join(str(value).split("/"), Markup("/<wbr>"))  # the best places to break a path
         return tag(element, value, class_=" ".join(kinds) or None, scope="col" if element == "th" else None)
 
     head = tag("tr", *(cell("th", column, heading) for column, heading in enumerate(headings)))

@@ -96,7 +96,7 @@ def big_plan(**changes):
 
 def words(html):
     """Returns the visible text of a page."""
-    body = re.sub(r"<(style|script)\b.*?</\1>", " ", html, flags=re.S)
+    body = re.sub(r"<(style|script)\b.*?</\1>", " ", html, flags=re.S).replace("<wbr>", "")
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
 
 

@@ -16,7 +16,7 @@ from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.compiled.verdict import CompiledCollective, judge, timed_schedule
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.costs.links import axis_links
-from meshwright.plan.output.axes_picture import places
+from meshwright.plan.output.axes_picture import axes_picture, places
 from meshwright.plan.output.memory_levels import compiled_levels, computed_levels, memory_chart
 from meshwright.plan.output.schedule_picture import EXPOSED, HIDDEN, KINDS, WAITING, lanes, scheduled_step, words
 from meshwright.plan.plan import make_plan
@@ -198,6 +198,11 @@ def test_the_places_of_the_axes_multiply_to_the_machine_and_agree_with_their_lin
     where = parse_target(target)
     spec = parse_mesh(mesh).resolve(where.num_devices)
     found = places(where, spec)
+    drawn = axes_picture(where, spec)
+    width = int(re.search(r'<svg width="(\d+)"[^>]*role="img"', drawn)[1])
+    labels = re.findall(r'<text x="0"[^>]*>([^<]*)</text>', drawn)
+    assert len(labels) == len(found)
+    assert all(7.5 * len(label) < width for label in labels)  # a letter takes about 7 pixels
     assert all(math.prod(ways for _, ways in place.axes) == place.size for place in found)
     for axis in spec.axes:
         assert math.prod(ways for place in found for name, ways in place.axes if name == axis.name) == axis.size
