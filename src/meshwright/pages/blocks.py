@@ -133,7 +133,7 @@ def table(
         kinds = ["long"] * (column in long and column not in codes and element == "td")
         kinds += ["number"] * (column in numbers) + ["code"] * (column in codes and element == "td")
         kinds += ["whole"] * (column in lines and element == "td")
-        if column in codes - lines and element == "td" and not isinstance(value, Markup):
+        if column in (codes | long) - lines and element == "td" and not isinstance(value, Markup):
             value = join(str(value).split("/"), Markup("/<wbr>"))  # the best places to break a path
         return tag(element, value, class_=" ".join(kinds) or None, scope="col" if element == "th" else None)
 
