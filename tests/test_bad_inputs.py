@@ -60,13 +60,13 @@ ERRORS = [
         lambda: mw.create_mesh("data:3,tensor:2"),
         mw.MeshError,
         r"^the mesh data=3 x tensor=2 needs 6 devices, but there are 8\.\n"
-        r"hint: use data=4, or pass devices=jax\.devices\(\)\[:6\]$",
+        r"hint: use data:4,tensor:2, or pass devices=jax\.devices\(\)\[:6\]$",
     ),
     (
         "wrong number of devices",
         lambda: mw.create_mesh("data:8,tensor:2"),
         mw.MeshError,
-        r"^the mesh data=8 x tensor=2 needs 16 devices, but there are 8\.\nhint: use data=4$",
+        r"^the mesh data=8 x tensor=2 needs 16 devices, but there are 8\.\nhint: use data:4,tensor:2$",
     ),
     (
         "wrong number of devices",

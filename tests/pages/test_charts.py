@@ -142,6 +142,13 @@ def test_an_empty_timeline_says_so():
     assert "No data recorded." in timeline("t", [Lane("a")])
 
 
+def test_a_peak_in_the_middle_has_its_label_around_it():
+    """On a phone, a label on one side would leave the page."""
+    levels = [Level(0, 2, {"a": 1.0}), Level(2, 4, {"a": 9.0}), Level(4, 6, {"a": 1.0})]
+    page = area_chart("Memory", levels, x_name="time", x_unit="s", show_x="{:g} seconds".format)
+    assert re.search(r'<text x="50.00%" dx="0"[^>]* class="level-label middle">peak 9 at 3 seconds<', page)
+
+
 @pytest.mark.parametrize(("peak", "is_below"), [(97.0, True), (60.0, False), (102.0, False)])
 def test_labels_of_close_lines_do_not_overlap(peak, is_below):
     """The label of the lower line is below it, and the other one above its line."""

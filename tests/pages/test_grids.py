@@ -2,8 +2,12 @@ import re
 
 import pytest
 
+from meshwright.mesh.string import parse_mesh
 from meshwright.pages import Tile, TileGrid, mesh_picture, tile_picture
+from meshwright.pages.colors import FILLS
 from meshwright.pages.grids import shown
+from meshwright.plan.output.axes_picture import axes_picture
+from meshwright.plan.target import parse_target
 
 
 def devices(html):
@@ -66,3 +70,30 @@ def test_shown_keeps_first_and_last(count, limit):
     found = shown(count, limit)
     assert len(found) <= max(limit, 2)
     assert found[-1] == count - 1 or limit == 1
+
+
+def test_an_axis_has_one_color_in_every_picture():
+    """Also in the picture of where the axes run, whatever their order and number."""
+    spec = parse_mesh("fsdp:4,tp:2")
+    where = axes_picture(parse_target("h200:1x8"), spec)
+    for axis, tone in (("fsdp", FILLS["fsdp"]), ("tp", FILLS["tp"])):
+        assert f"url(#tone-{tone})" in where
+        for axes in ({"fsdp": 4, "tp": 2}, {"tp": 2, "fsdp": 4}, {"pp": 2, axis: 4}):
+            assert re.search(rf'class="axis-name[^"]* ink-{tone}">{axis} ', mesh_picture("m", axes))
+    machine = mesh_picture("Torus", {"x": 4, "y": 8}, node="chip", is_machine=True)
+    assert "line-" not in machine
+    assert ">3,7</text>" in machine
+
+
+def test_labels_that_would_be_too_small_on_a_phone_are_left_out():
+    def picture(text, columns):
+        labels = [f"{1024 * place}:{1024 * place + 1024}" for place in range(columns)]
+        return tile_picture("w", [TileGrid("", ["0:4"], labels, [[Tile(text, (0, 1))] * columns])])
+
+    for text in ("0,4,8,12", "0,16,32,.. (16)"):
+        html = picture(text, 16)
+        shown = len(text) <= 12
+        assert (f">{text}</text>" in html) == shown
+        assert ("see its devices" in html) != shown
+        assert "on devices 0 1" in html
+        assert int(re.search(r'<svg width="(\d+)"', html)[1]) * 9 <= 12.5 * 358

@@ -1,11 +1,12 @@
 import itertools
 import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.pages.numbers import compact, duration, log_ticks, number, percent, ticks, time_ticks
+from meshwright.pages.numbers import compact, duration, log_ticks, number, percent, ticks, time_levels, time_ticks
 
 FINITE = st.floats(min_value=-1e12, max_value=1e12, allow_nan=False)
 
@@ -28,6 +29,19 @@ def test_time_ticks_start_at_0(seconds):
     assert found[0] == 0
     assert found[-1] <= seconds * (1 + 1e-9)
     assert 1 <= len(found) <= 16
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(("low", "high"), [(1e-4, 2e-3), (0.4, 11), (3, 25), (900, 5400), (60, 7300), (4000, 4e5)])
+def test_times_on_an_axis_are_round(low, high, log):
+    found = time_levels(low, high, log=log)
+    assert 1 < len(found) <= 9
+    assert all(low * 0.99 <= level <= high * 1.01 for level in found)
+    for level in found:
+        if level >= 600:
+            assert re.fullmatch(r"\d+ (d|h|min)|\d+ h (15|20|30|45) min|\d+ d (6|12|18) h", duration(level)), duration(
+                level
+            )
 
 
 @pytest.mark.parametrize(("low", "high"), [(1e-3, 800), (0.5, 0.9), (1, 1e12), (3, 3.0001)])

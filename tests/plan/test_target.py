@@ -81,7 +81,10 @@ def test_errors_suggest_the_nearest_target(text, says, hint):
     ("target", "mesh", "says", "hint"),
     [
         ("v5p:4x4x8*4", "fsdp:512", "4 slices, but no axis of mesh 'fsdp:512' crosses them", "fsdp:512@dcn=4"),
-        ("v5p:4x4x8*4", "dp:4,fsdp:128", "no axis of mesh", "dp:4@dcn, or"),
+        ("v5p:4x4x8*4", "dp:4,fsdp:128", "no axis of mesh", "dp:4@dcn,fsdp:128, or"),
+        ("v5p:4x4x4*3", "dp:2@dcn,fsdp:96", "crosses 2", "dp:2,fsdp:96@dcn=3"),
+        ("v5p:4x4x4*6", "dp:4@dcn,fsdp:96", "crosses 4", "dp:4,fsdp:96@dcn=6"),
+        ("v5p:2x2x1*6", "dp:8,fsdp:3", "no axis", "dp:8@dcn=2,fsdp:3@dcn, or"),
         ("v5p:4x4x8*4", "dp:2@dcn,fsdp:256", "mesh 'dp:2@dcn,fsdp:256' crosses 2", "fsdp:256@dcn=4"),
         ("v5e:4x4*3", "dp:16,tp:3", "no axis", "tp:3@dcn"),
         ("v5p:4x4x8", "dp:2@dcn,fsdp:64", "has 1 slice, but mesh", "drop @dcn"),
@@ -93,8 +96,26 @@ def test_a_mesh_must_cross_the_slices(target, mesh, says, hint):
     with pytest.raises(MeshError, match=re.escape(says)) as caught:
         check_slices(machine, parse_mesh(mesh).resolve(machine.num_devices))
     assert hint in caught.value.hint
+    if suggested := re.match(r"write (\S+), or", caught.value.hint):
+        check_slices(machine, parse_mesh(suggested[1]).resolve(machine.num_devices))
     with pytest.raises(MeshError, match=re.escape(says)):
         prepare(None, target, Setup(mesh=mesh))
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "hint"),
+    [
+        ("h200:8x8", "fsdp:32", "use fsdp:64, or plan for h200:4x8"),
+        ("v5p:4x4x4", "fsdp:64,tp:2", "use fsdp:32,tp:2, or plan for v5p:4x4x8"),
+        ("v5p:4x4x8*4", "dp:2@dcn,fsdp:128", "use dp:2@dcn,fsdp:256, or plan for v5p:4x4x8*2"),
+        ("v5p:4x4x8*4", "dp:4@dcn,fsdp:96", "use dp:4@dcn,fsdp:128"),
+        ("cpu:8", "fsdp:3", "use fsdp:8, or plan for cpu:3"),
+    ],
+)
+def test_a_mesh_of_another_size_suggests_one_that_fits_and_its_machine(target, mesh, hint):
+    with pytest.raises(MeshError, match="devices, but there are") as caught:
+        prepare(None, target, Setup(mesh=mesh))
+    assert caught.value.hint.startswith(hint)
 
 
 def test_meshes_that_cross_the_slices():

@@ -16,7 +16,6 @@ import tyro
 from meshwright.cli import show
 from meshwright.cli.plan_options import StepOptions
 from meshwright.errors import ConfigError, JobError
-from meshwright.mesh.string import parse_mesh
 from meshwright.plan.compiled.compile import AdaptedReference, CompileError, compile_step
 from meshwright.plan.compiled.topology import can_compile_for
 from meshwright.plan.expected_goodput import plan_goodput
@@ -29,7 +28,7 @@ from meshwright.plan.search import Rejected, Search, compile_best
 from meshwright.plan.search import search as search_plans
 from meshwright.plan.search_limits import parse_constraints
 from meshwright.plan.step_setup import Setup
-from meshwright.plan.target import parse_target
+from meshwright.plan.target import mesh_on, parse_target
 from meshwright.train.fine_tuning.lora import adapt_job
 from meshwright.train.jobs.job_loading import job_errors, load_job
 
@@ -254,7 +253,7 @@ class _Planner:
 
     def check(self, setup: Setup) -> Plan:
         """Returns the computed plan, or raises within a second if the setup is wrong."""
-        mesh = str(parse_mesh(setup.mesh).resolve(self.target.num_devices))
+        mesh = str(mesh_on(self.target, setup.mesh))
         with self.errors():
             return make_plan(self.job, self.target, replace(setup, mesh=mesh), price=self.options.price)
 

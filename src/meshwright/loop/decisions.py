@@ -33,6 +33,7 @@ from meshwright.loop.weights.init_origin import (
 )
 from meshwright.loop.weights.initial_adapters import with_adapters
 from meshwright.mesh.build import create_mesh
+from meshwright.mesh.string import parse_mesh
 from meshwright.models.language import LanguageModel
 from meshwright.train import Step, language_job, make_train_step, state_layout
 from meshwright.train.fine_tuning.lora import adapt_job
@@ -90,7 +91,7 @@ def decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSet
     choice = together("choosing a mesh", lambda: _choose_mesh(config, model, job, optimizer, precision))
     choice = MeshChoice(as_first(choice.mesh), as_first(choice.reason))
     tell(f"mesh: {choice.mesh} ({_devices()}); {choice.reason}")
-    mesh = create_mesh(choice.mesh)
+    mesh = create_mesh(parse_mesh(choice.mesh).resolve(jax.device_count()))
     # Report a misspelled axis before the layout warns about it; the step checks the axes of the layout itself.
     check_axes(job, {axis: size for axis, size in mesh.shape.items() if axis != config.placement.zero_axis})
     zero_axis, pad, ema = config.placement.zero_axis, config.placement.pad or False, config.adapt.ema

@@ -54,7 +54,9 @@ def create_mesh(
     """
     spec = _spec_of(axis_dims, axis_names)
     chosen = _pick_devices(backend, devices)
-    spec = spec.resolve(len(chosen))
+    spec = spec.resolve(
+        len(chosen), instead=lambda count: f"pass devices=jax.devices()[:{count}]" if count < len(chosen) else ""
+    )
     _warn_if_latency_bound_axes_span_hosts(spec, _domains(chosen, process_is_granule)[0])
     grid = arrange_devices(
         spec, chosen, process_is_granule=process_is_granule, allow_split_physical_axes=allow_split_physical_axes

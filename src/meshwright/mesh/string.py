@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.errors import MeshError, did_you_mean
@@ -68,8 +68,12 @@ class MeshSpec:
         text = ",".join(map(str, self.axes))
         return f"!{text}" if self.plain_order else text
 
-    def resolve(self, num_devices: int) -> MeshSpec:
-        """Returns the mesh with its -1 filled in; raises if the product of the sizes is not `num_devices`."""
+    def resolve(self, num_devices: int, *, instead: Callable[[int], str] | None = None) -> MeshSpec:
+        """Returns the mesh with its -1 filled in; raises if the product of the sizes is not `num_devices`.
+
+        Args:
+            instead: returns another remedy for the hint, by the number of devices that the mesh needs, or "".
+        """
         fixed = math.prod(size for size in self.sizes if size != -1)
         shown = " x ".join(f"{axis.name}={axis.size}" for axis in self.axes if axis.size != -1)
         free = next((axis for axis in self.axes if axis.size == -1), None)
@@ -81,7 +85,7 @@ class MeshSpec:
         if free is None and fixed != num_devices:
             raise MeshError(
                 f"the mesh {shown} needs {fixed} devices, but there are {num_devices}.",
-                hint=self._nearest_fix(fixed, num_devices),
+                hint=self._nearest_fix(fixed, num_devices, "" if instead is None else instead(fixed)),
             )
         axes = tuple(replace(axis, size=num_devices // fixed) if axis is free else axis for axis in self.axes)
         resolved = MeshSpec(axes, self.plain_order)
@@ -93,13 +97,14 @@ class MeshSpec:
                 )
         return resolved
 
-    def _nearest_fix(self, product: int, num_devices: int) -> str:
-        subset = f"pass devices=jax.devices()[:{product}]" if product < num_devices else None
-        for axis in self.axes:
-            others = product // axis.size
-            if num_devices % others == 0:
-                return ", or ".join(filter(None, [f"use {axis.name}={num_devices // others}", subset]))
-        return subset or f"choose sizes whose product is {num_devices}"
+    def _nearest_fix(self, product: int, num_devices: int, instead: str) -> str:
+        # An axis that crosses slices must still fit them.
+        for axis in sorted(self.axes, key=lambda axis: axis.dcn != 1):
+            size, rest = divmod(num_devices, product // axis.size)
+            if rest == 0 and size % (axis.dcn or 1) == 0:
+                fixed = (replace(one, size=size) if one is axis else one for one in self.axes)
+                return ", or ".join(filter(None, [f"use {MeshSpec(tuple(fixed), self.plain_order)}", instead]))
+        return instead or f"choose sizes whose product is {num_devices}"
 
 
 def parse_mesh(text: str, names: Sequence[str] | None = None) -> MeshSpec:

@@ -10,7 +10,7 @@ from meshwright.pages.blocks import Figure, badge, command, fold, headline, pair
 from meshwright.pages.grids import Tile, TileGrid, mesh_picture, tile_picture
 from meshwright.pages.lines import Mark, Series, line_chart, smooth, thin
 from meshwright.pages.markup import Markup, join, tag, text
-from meshwright.pages.numbers import compact, duration, number, percent
+from meshwright.pages.numbers import compact, duration, number, percent, plural
 from meshwright.pages.page import Section, make_page, write_page
 from meshwright.pages.pictures import Picture, encode_png, heat_map, image_grid
 from meshwright.pages.scatter import Point, pareto_front, scatter_chart
@@ -60,6 +60,7 @@ __all__ = [
     "compact",
     "percent",
     "duration",
+    "plural",
     "Markup",
     "tag",
     "join",

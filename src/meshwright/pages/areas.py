@@ -39,6 +39,7 @@ def area_chart(
     capacity: float | None = None,
     capacity_label: str = "capacity",
     show: Show = number,
+    show_x: Show | None = None,
     note: str = "",
 ) -> Markup:
     """Returns stacked areas, the parts that are large at the peak at the bottom, with their amounts at the peak.
@@ -46,6 +47,7 @@ def area_chart(
     Args:
         levels: in order; many short ones are drawn as their highest.
         capacity: draws a line at this amount, if the peak comes near it.
+        show_x: formats the place of the peak (default: a number with the unit of the axis).
 
     Example:
         >>> levels = [Level(0, 2, {"parameters": 3}), Level(2, 4, {"parameters": 3, "activations": 6})]
@@ -78,7 +80,8 @@ def area_chart(
         "svg", *areas, width="100%", height=_HEIGHT, viewBox=f"0 0 {WIDTH} {_HEIGHT}", preserveAspectRatio="none"
     )
     middle = (peak.start + peak.end) / 2
-    said = f"peak {show(peak.total)} at {number(float(f'{middle:.3g}'))}{'' if x_unit == '%' else ' '}{x_unit}"
+    place = f"{number(float(f'{middle:.3g}'))}{'' if x_unit == '%' else ' '}{x_unit}"
+    said = f"peak {show(peak.total)} at {place if show_x is None else show_x(middle)}"
     marked = [(peak.total, said, "peak", frame.x(middle))]
     if capacity is not None and is_near:
         marked.append((capacity, f"{capacity_label} {show(capacity)}", "capacity", 1.0))
@@ -155,8 +158,8 @@ def _outline(levels: Sequence[Level], floors: Sequence[float], roofs: Sequence[f
 
 def _level_line(frame: Frame, value: float, said: str, kind: str, share: float, *, below: bool) -> Markup:
     y = round(frame.y(value), 1)
-    end = " end" if share > 0.5 else ""
-    at = {"x": f"{100 * share:.2f}%", "dx": -8 if end else 8}
+    end = " end" if share > 0.7 else " middle" if share > 0.3 else ""
+    at = {"x": f"{100 * share:.2f}%", "dx": {"": 8, " end": -8}.get(end, 0)}
     line = tag("line", x1=0, x2="100%", y1=y, y2=y, class_=f"{kind}-line")
     dot = tag("circle", cx=f"{100 * share:.2f}%", cy=y, r=4.5, class_="peak-dot") if kind == "peak" else None
     return join([line, dot, tag("text", said, **at, y=y + (16 if below else -5), class_=f"level-label{end}")])

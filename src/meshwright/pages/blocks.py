@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwright.pages.markup import Markup, tag
+from meshwright.pages.markup import Markup, join, tag
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,15 @@ def table(
     *,
     right: Iterable[int] = (),
     code: Iterable[int] = (),
+    whole: Iterable[int] = (),
     sortable: bool = True,
 ) -> Markup:
     """Returns a table that scrolls horizontally and sorts by a click on a heading.
 
     Args:
         right: indices of right-aligned columns, which sort as numbers, also with units of bytes or time.
-        code: indices of columns in a monospace font.
+        code: indices of columns in a monospace font, whose values may break anywhere.
+        whole: indices of those among them whose values stay in one line, such as names and shapes.
         sortable: whether headings are buttons that sort (default: True).
 
     Example:
@@ -119,7 +121,7 @@ def table(
         >>> '<td class="number">1.0 MiB</td>' in html
         True
     """
-    numbers, codes = frozenset(right), frozenset(code)
+    numbers, codes, lines = frozenset(right), frozenset(code), frozenset(whole)
     # A column of sentences must not shrink to the width of a word on a phone.
     long = {
         column
@@ -130,14 +132,17 @@ def table(
     def cell(element: str, column: int, value: object) -> Markup:
         kinds = ["long"] * (column in long and column not in codes and element == "td")
         kinds += ["number"] * (column in numbers) + ["code"] * (column in codes and element == "td")
+        kinds += ["whole"] * (column in lines and element == "td")
+        if column in (codes | long) - lines and element == "td" and not isinstance(value, Markup):
+            value = join(str(value).split("/"), Markup("/<wbr>"))  # the best places to break a path
         return tag(element, value, class_=" ".join(kinds) or None, scope="col" if element == "th" else None)
 
     head = tag("tr", *(cell("th", column, heading) for column, heading in enumerate(headings)))
     body = [tag("tr", *(cell("td", column, value) for column, value in enumerate(row))) for row in rows]
-    whole = tag("table", tag("thead", head), tag("tbody", *body), data_sortable=sortable and len(rows) > 1)
+    drawn = tag("table", tag("thead", head), tag("tbody", *body), data_sortable=sortable and len(rows) > 1)
     # A scrolling region must be reachable by keyboard and then needs an accessible name.
     name = ", ".join(str(heading) for heading in headings)
-    return tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=f"Table: {name}")
+    return tag("div", drawn, class_="scroll", tabindex=0, role="region", aria_label=f"Table: {name}")
 
 
 def pairs(entries: Sequence[tuple[object, object]]) -> Markup:

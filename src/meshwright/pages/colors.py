@@ -31,6 +31,7 @@ FILLS: dict[str, int] = {
     # One step; "optimizer" is above
     "matmuls": BLUE,
     "memory traffic": PURPLE,
+    "waits for communication": ORANGE + HATCHED,
     "hidden communication": SKY,
     "exposed communication": ORANGE,
     "pipeline bubble": GRAY,

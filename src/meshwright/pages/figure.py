@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshwright.pages.blocks import table
 from meshwright.pages.colors import NUM_FILLS, NUM_TONES
 from meshwright.pages.markup import Markup, data_block, join, tag
-from meshwright.pages.numbers import Show, compact, log_ticks, ticks, whole_ticks
+from meshwright.pages.numbers import Show, compact, duration, log_ticks, plural, ticks, time_levels, whole_ticks
 
 Values = tuple[str, Sequence[float], Sequence[float]]
 """Name, x values and y values of a series."""
@@ -98,13 +98,15 @@ def plot(
         names: names of places on the x axis.
     """
     parts = [*_axes(frame, show, x_name, x_unit), *drawn]
+    longest = max((len(show(level)) for level in _levels(frame, show)), default=0)
     body = tag(
         "div",
         tag("svg", *parts, width="100%", height=frame.height, role="img", aria_label=title),
         tag("div", class_="cross", hidden=True),
         tag("div", class_="readout", hidden=True, aria_live="polite"),
         class_="plot",
-        style=f"height:{frame.height}px",
+        # The margin at the left grows with the labels of the y axis.
+        style=f"height:{frame.height}px;--letters:{longest}",
         tabindex=0,
         role="group",
         aria_roledescription="chart",
@@ -124,8 +126,7 @@ def plot(
 
 def _axes(frame: Frame, show: Show, x_name: str, x_unit: str) -> list[Markup]:
     parts, height = [], frame.height
-    count = 5 if height >= 200 else 3
-    for level in log_ticks(frame.low, frame.high) if frame.log else ticks(frame.low, frame.high, count=count):
+    for level in _levels(frame, show):
         y = round(frame.y(level), 1)
         parts.append(tag("line", x1=0, x2="100%", y1=y, y2=y, class_="grid"))
         parts.append(tag("text", show(level), x=0, dx=-8, y=y, dy="0.32em", class_="tick y"))
@@ -144,6 +145,14 @@ def _axes(frame: Frame, show: Show, x_name: str, x_unit: str) -> list[Markup]:
     return parts
 
 
+def _levels(frame: Frame, show: Show) -> list[float]:
+    """Returns the labeled values of the y axis."""
+    count = 5 if frame.height >= 200 else 3
+    if show is duration:
+        return time_levels(frame.low, frame.high, log=frame.log, count=count)
+    return log_ticks(frame.low, frame.high) if frame.log else ticks(frame.low, frame.high, count=count)
+
+
 def _numbers(series: Sequence[Values], show: Show, heading: str, *, rows: int = 24) -> Markup:
     """Returns a collapsible table of at most about `rows` points of a chart."""
     known = sorted(dict.fromkeys(x for _, xs, _ in series for x in xs))
@@ -157,7 +166,7 @@ def _numbers(series: Sequence[Values], show: Show, heading: str, *, rows: int = 
     lines = [
         [f"{x:,.10g}", *("" if x not in column else show(column[x]) for column in columns)] for x in sorted(wanted)
     ]
-    what = f"{len(lines)} of {len(known):,} drawn points" if len(lines) < len(known) else f"{len(known):,} points"
+    what = f"{len(lines)} of {len(known):,} drawn points" if len(lines) < len(known) else plural(len(known), "point")
     shown = table([heading, *(name for name, _, _ in series)], lines, right=range(len(series) + 1), sortable=False)
     return tag("details", tag("summary", f"Numbers ({what})"), shown, class_="behind")
 
@@ -194,7 +203,7 @@ def patterns() -> Markup:
     for tone in range(NUM_FILLS):
         # The second round of colors gets the patterns of other tones.
         line = lines[(tone + 3 * (tone // NUM_TONES)) % NUM_TONES]
-        fill = tag("rect", width=8, height=8, class_=f"tone-{tone % NUM_TONES}")
+        fill = tag("rect", width=8, height=8, class_=plain_fill(tone))
         hatch = tag("path", d=line, class_="hatch") if line else None
         made.append(tag("pattern", fill, hatch, id=f"tone-{tone}", width=8, height=8, patternUnits="userSpaceOnUse"))
     return tag("svg", tag("defs", join(made)), class_="patterns", width=0, height=0, aria_hidden="true")

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.pages.colors import NUM_TONES
+from meshwright.pages.colors import NUM_TONES, fills_of
 from meshwright.pages.figure import figure, legend
-from meshwright.pages.markup import Markup, join, tag
+from meshwright.pages.markup import Markup, tag
 
 NODE_WIDTH, NODE_HEIGHT = 40, 26
 # Offset of each layer, to the right and up, by number of layers.
@@ -20,7 +20,9 @@ DEPTHS = {1: (0, 0), 2: (60, 46), 3: (46, 36)}
 MAX_PANELS = 8
 # Columns, rows and layers of a lattice, by number of axes.
 LIMITS = {1: (12, 1, 1), 2: (8, 8, 1), 3: (8, 4, 3)}
-MAX_TILE_COLUMNS, MAX_TILE_ROWS = 6, 8
+MAX_TILE_COLUMNS, MIN_TILE_COLUMNS, MAX_TILE_ROWS = 6, 3, 8
+# Pictures of tiles shrink to the page. On a phone, labels of wider ones would be smaller than 9 pixels.
+MAX_TILES_WIDTH, MAX_TILE_LETTERS = 470, 12
 
 
 def shown(count: int, limit: int) -> list[int | None]:
@@ -36,7 +38,12 @@ def shown(count: int, limit: int) -> list[int | None]:
 
 
 def mesh_picture(
-    title: str, axes: Mapping[str, int], *, names: Sequence[str] | None = None, node: str = "device"
+    title: str,
+    axes: Mapping[str, int],
+    *,
+    names: Sequence[str] | None = None,
+    node: str = "device",
+    is_machine: bool = False,
 ) -> Markup:
     """Returns devices as a lattice: the last axis runs right, the one before it down, the one before that backward.
 
@@ -45,7 +52,8 @@ def mesh_picture(
     Args:
         axes: sizes by name, in the order of device numbers (last axis fastest).
         names: tooltip of each device, by device number.
-        node: noun for a node; only "device" nodes are highlighted in other pictures.
+        node: noun for a node; a "device" has its number and is highlighted in other pictures, others have coordinates.
+        is_machine: whether the axes are directions of a machine, in gray, instead of mesh axes in their colors.
 
     Example:
         >>> picture = mesh_picture("Mesh", {"fsdp": 4, "tp": 2})
@@ -60,10 +68,14 @@ def mesh_picture(
 
     def lattice(index: int) -> tuple[str, Markup]:
         label = ", ".join(f"{axis} {place}" for (axis, _), place in zip(outer, places[index], strict=True))
-        return label, _lattice(inner, first=index * block, names=names, node=node, label=f"{title} {label}".strip())
+        about = f"{title} {label}".strip()
+        return label, _lattice(inner, colors, first=index * block, names=names, node=node, label=about)
 
     total = math.prod(axes.values())
-    entries = [(_axis_swatch(number), f"{axis}: {size}") for number, (axis, size) in enumerate(reversed(inner))]
+    fills = dict(zip((axis for axis, _ in long), fills_of([axis for axis, _ in long]), strict=True))
+    colors = {} if is_machine else {axis: fill % NUM_TONES for axis, fill in fills.items()}
+    rows = enumerate(reversed(inner))
+    entries = [(_axis_swatch(colors.get(axis), number), f"{axis}: {size}") for number, (axis, size) in rows]
     entries += [(Markup(""), f"{axis}: {size}, one lattice each") for axis, size in outer]
     entries += [(Markup(""), f"{axis}: 1") for axis, size in axes.items() if size == 1]
     unit = f"1 {node}" if total == 1 else f"{total:,} {node}s"
@@ -82,13 +94,24 @@ def _panels(count: int, draw: Callable[[int], tuple[str, Markup]]) -> Markup:
     return tag("div", *pictures, class_="panels")
 
 
-def _axis_swatch(number: int) -> Markup:
-    line = tag("path", d="M1 7H25", class_=f"edge axis-{number}")
+def _axis_swatch(tone: int | None, direction: int) -> Markup:
+    line = tag("path", d="M1 7H25", class_=_edge(tone, direction))
     return tag("svg", line, class_="swatch", width=26, height=14, aria_hidden="true")
 
 
+def _edge(tone: int | None, direction: int) -> str:
+    """Returns the classes of a line along an axis: its color, and dashes by its direction in the picture."""
+    return f"edge dash-{direction} {'plain' if tone is None else f'line-{tone}'}"
+
+
 def _lattice(
-    axes: Sequence[tuple[str, int]], *, first: int, names: Sequence[str] | None, node: str, label: str
+    axes: Sequence[tuple[str, int]],
+    colors: Mapping[str, int],
+    *,
+    first: int,
+    names: Sequence[str] | None,
+    node: str,
+    label: str,
 ) -> Markup:
     padded = [("", 1)] * (3 - len(axes)) + list(axes)
     (_, depth), (_, height), (_, width) = padded
@@ -99,7 +122,9 @@ def _lattice(
         step_x = step_x * 2 // 3
     away_x, away_y = step_x * (len(layers) - 1), step_y * (len(layers) - 1)
     # Leaves room for nodes of the back layers between front nodes.
-    pitch_x, pitch_y = NODE_WIDTH + 28 + away_x, NODE_HEIGHT + 24 + away_y
+    letters = sum(len(str(size - 1)) + 1 for _, size in axes) if node != "device" else 0
+    wide = max(NODE_WIDTH, 7 * letters + 4)
+    pitch_x, pitch_y = wide + 28 + away_x, NODE_HEIGHT + 24 + away_y
     left, top = 30 + 8 * len(padded[1][0]) if len(rows) > 1 else 8, 8 + away_y
 
     # Back layers first; each cell has its index in the mesh, or None if it stands for skipped devices.
@@ -115,28 +140,30 @@ def _lattice(
         for number, other in enumerate(((i + 1, j, k), (i, j + 1, k), (i, j, k + 1))):
             # A line may end at a skipped cell, but not join two of them.
             if other in index and (index[i, j, k] or index[other]):
-                line = f"M{_middle(*at[i, j, k])}L{_middle(*at[other])}"
-                parts.append(tag("path", d=line, class_=f"edge axis-{2 - number}"))
+                line = f"M{_middle(*at[i, j, k], wide)}L{_middle(*at[other], wide)}"
+                parts.append(tag("path", d=line, class_=_edge(colors.get(padded[number][0]), 2 - number)))
     for cell, (x, y) in at.items():
         place = index[cell]
         if place is None:
-            parts.append(tag("text", "…", x=x + NODE_WIDTH / 2, y=y + 17, class_="node-text elided"))
+            parts.append(tag("text", "…", x=x + wide / 2, y=y + 17, class_="node-text elided"))
             continue
         device = first + (place[0] * height + place[1]) * width + place[2]
         about = ", ".join(f"{axis} {number}" for (axis, _), number in zip(padded, place, strict=True) if axis)
         kind = f", {names[device]}" if names is not None and device < len(names) else ""
-        about = f"{node} {device}: {about}{kind}" if about else f"{node} {device}{kind}"
-        parts.append(_node(device, x, y, about, data_devices=device if node == "device" else None))
+        is_device = node == "device"
+        named = str(device) if is_device else ",".join(map(str, place[3 - len(axes) :]))
+        about = f"{node} {named}: {about}{kind}" if about else f"{node} {named}{kind}"
+        parts.append(_node(named, x, y, wide, about, data_devices=device if is_device else None))
     bottom = top + (len(rows) - 1) * pitch_y + NODE_HEIGHT
-    right = left + (len(columns) - 1) * pitch_x + NODE_WIDTH
+    right = left + (len(columns) - 1) * pitch_x + wide
     words = [
-        (padded[2][0], "→", left, bottom + 17, "ink-0"),
-        (padded[1][0], "↓", left - 10, top + 17, "end ink-1"),
-        (padded[0][0], "↗", right + away_x // 2 + 2, bottom - away_y // 2 + 8, "ink-2"),
+        (padded[2][0], "→", left, bottom + 17, ""),
+        (padded[1][0], "↓", left - 10, top + 17, " end"),
+        (padded[0][0], "↗", right + away_x // 2 + 2, bottom - away_y // 2 + 8, ""),
     ]
-    parts.append(
-        join(tag("text", f"{n} {arrow}", x=x, y=y, class_=f"axis-name {c}") for n, arrow, x, y, c in words if n)
-    )
+    for name, arrow, x, y, side in words:
+        ink = f" ink-{colors[name]}" if name in colors else ""
+        parts += [tag("text", f"{name} {arrow}", x=x, y=y, class_=f"axis-name{side}{ink}")] if name else []
     total_width = right + away_x + 12 + (8 * len(padded[0][0]) if away_x else 0)
     return tag(
         "svg",
@@ -154,13 +181,13 @@ def _size(width: int, height: int) -> dict[str, object]:
     return {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
 
 
-def _middle(x: int, y: int) -> str:
-    return f"{x + NODE_WIDTH / 2} {y + NODE_HEIGHT / 2}"
+def _middle(x: int, y: int, width: int) -> str:
+    return f"{x + width / 2} {y + NODE_HEIGHT / 2}"
 
 
-def _node(device: int, x: int, y: int, about: str, **data: int | None) -> Markup:
-    box = tag("rect", x=x, y=y, width=NODE_WIDTH, height=NODE_HEIGHT, rx=6)
-    label = tag("text", device, x=x + NODE_WIDTH / 2, y=y + 17, class_="node-text")
+def _node(name: str, x: int, y: int, width: int, about: str, **data: int | None) -> Markup:
+    box = tag("rect", x=x, y=y, width=width, height=NODE_HEIGHT, rx=6)
+    label = tag("text", name, x=x + width / 2, y=y + 17, class_="node-text")
     return tag("g", tag("title", about), box, label, class_="node", **data, role="img", aria_label=about)
 
 
@@ -195,19 +222,28 @@ def tile_picture(title: str, grids: Sequence[TileGrid], *, note: str = "") -> Ma
     def tiles(index: int) -> tuple[str, Markup]:
         return grids[index].title, _tiles(grids[index], f"{title} {grids[index].title}".strip())
 
-    after = tag("p", note, class_="note") if note else None
+    unlabeled = any(_letters(grid) > MAX_TILE_LETTERS for grid in grids)
+    said = " ".join(filter(None, [note, "Point at a tile or tap it to see its devices." if unlabeled else ""]))
+    after = tag("p", said, class_="note") if said else None
     return figure(title, body=_panels(len(grids), tiles), after=after, kind="tiles")
 
 
+def _letters(grid: TileGrid) -> int:
+    return max(len(tile.text) for line in grid.tiles for tile in line)
+
+
 def _tiles(grid: TileGrid, label: str) -> Markup:
-    rows, columns = shown(len(grid.row_labels), MAX_TILE_ROWS), shown(len(grid.column_labels), MAX_TILE_COLUMNS)
-    longest = max(len(tile.text) for line in grid.tiles for tile in line)
+    longest = _letters(grid)
+    has_labels = longest <= MAX_TILE_LETTERS
     side = max(len(text) for text in grid.row_labels)
     above = max(len(text) for text in grid.column_labels)
-    shape = math.sqrt(min(max(grid.aspect, 0.4), 4.0))
-    width = max(34, 7 * longest + 14, 7 * above + 10, round(150 * shape) // len(columns))
-    height = max(26, round(150 / shape) // len(rows))
     left, top = (7 * side + 12 if side else 2), (20 if above else 2)
+    width = max(34, 7 * longest + 14 if has_labels else 0, 7 * above + 10)
+    most = min(MAX_TILE_COLUMNS, max(MIN_TILE_COLUMNS, (MAX_TILES_WIDTH - left) // width))
+    rows, columns = shown(len(grid.row_labels), MAX_TILE_ROWS), shown(len(grid.column_labels), most)
+    shape = math.sqrt(min(max(grid.aspect, 0.4), 4.0))
+    width = max(width, round(150 * shape) // len(columns))
+    height = max(26, round(150 / shape) // len(rows))
     parts = []
     for j, column in enumerate(columns):
         text = "…" if column is None else grid.column_labels[column]
@@ -227,7 +263,7 @@ def _tiles(grid: TileGrid, label: str) -> Markup:
             tone = (row * len(grid.column_labels) + column) % NUM_TONES
             devices = " ".join(map(str, tile.devices))
             name = tag("title", f"on device {devices}" if len(tile.devices) == 1 else f"on devices {devices}")
-            drawn = tag("rect", **box, class_=f"wash-{tone}"), tag("text", tile.text, **middle)
+            drawn = tag("rect", **box, class_=f"wash-{tone}"), tag("text", tile.text, **middle) if has_labels else None
             parts.append(tag("g", name, *drawn, class_="tile", data_devices=devices))
     size = _size(left + width * len(columns) + 2, top + height * len(rows) + 2)
     return tag("svg", tag("title", label), *parts, **size, role="img", aria_label=label)

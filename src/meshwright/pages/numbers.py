@@ -75,6 +75,16 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def plural(count: int, word: str) -> str:
+    """Returns a count with its noun.
+
+    >>> plural(1, "row"), plural(4096, "row"), plural(2, "minibatch")
+    ('1 row', '4,096 rows', '2 minibatches')
+    """
+    ending = "" if count == 1 else "es" if word.endswith("ch") else "s"
+    return f"{count:,} {word}{ending}"
+
+
 def ticks(low: float, high: float, *, count: int = 5) -> list[float]:
     """Returns about `count` round numbers between `low` and `high`.
 
@@ -129,11 +139,38 @@ def time_ticks(seconds: float, *, count: int = 6) -> list[float]:
     """
     if seconds < 20:
         return ticks(0, seconds, count=count)
-    steps = [5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400]
-    step = next((step for step in steps if seconds / step <= count), None)
-    if step is None:
-        step = round(86400 * _round_step(seconds / 86400 / count))
+    step = _time_step(seconds / count)
     return [step * i for i in range(int(seconds // step) + 1)]
+
+
+def _time_step(wanted: float) -> int:
+    """Returns the next larger round number of seconds, minutes, hours or days."""
+    steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400]
+    step = next((step for step in steps if step >= wanted), None)
+    return 86400 * max(1, round(_round_step(wanted / 86400))) if step is None else step
+
+
+def time_levels(low: float, high: float, *, log: bool = False, count: int = 5) -> list[float]:
+    """Returns round times between two times, in seconds, for an axis that need not start at 0.
+
+    >>> [duration(level) for level in time_levels(0, 9000)]
+    ['0 s', '30 min', '1 h', '1 h 30 min', '2 h', '2 h 30 min']
+    >>> [duration(level) for level in time_levels(40, 9000, log=True)]
+    ['1 min', '10 min', '1 h']
+    """
+    if high < 20 or not high > low:
+        return log_ticks(low, high) if log else ticks(low, high, count=count)
+    if log:
+        powers = [10.0**power for power in range(math.floor(math.log10(low)), 1)]
+        tens = [*powers, 10, 60, 600, 3600, 36000, *(86400.0 * 10**power for power in range(12))]
+        halves = [factor * power for power in powers for factor in (2, 5)]
+        halves += [20, 30, 120, 300, 1200, 1800, 7200, 18000, 43200, *(factor * 86400.0 for factor in (2, 5, 20, 50))]
+        for known in (tens, sorted([*tens, *halves])):
+            found = [level for level in known if low * 0.999 <= level <= high * 1.001]
+            if len(found) > 2:
+                return found[:: math.ceil(len(found) / 7)]
+    step = _time_step((high - low) / count)
+    return [float(step * place) for place in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def finite_range(values: Sequence[float]) -> tuple[float, float] | None:

@@ -9,11 +9,12 @@ from typing import Any
 from meshwright.errors import MeshwrightWarning, PlacementError
 from meshwright.layout import Layout, make_layout
 from meshwright.mesh.build import create_abstract_mesh
-from meshwright.mesh.string import MeshSpec, parse_mesh
+from meshwright.mesh.string import MeshSpec
+from meshwright.pages.numbers import plural
 from meshwright.plan.costs.job_costs import JobCosts, profile_job
 from meshwright.plan.possible_meshes import check_mesh, check_mesh_axes
 from meshwright.plan.step_setup import Setup, named_optimizer, view_of_setup
-from meshwright.plan.target import Target, check_slices, parse_target
+from meshwright.plan.target import Target, check_slices, mesh_on, parse_target
 from meshwright.train.padding import padding_suggested, view_of_layout
 from meshwright.train.state import state_layout
 from meshwright.train.views import ViewChoice, sync_needs_local_view
@@ -42,7 +43,7 @@ class Prepared:
 def prepare(job: Any, target: str | Target, setup: Setup, *, profile: JobCosts | None = None) -> Prepared:
     """Checks a setup, profiles the job unless `profile` is given, and lays out its state."""
     target = parse_target(target)
-    spec = parse_mesh(setup.mesh).resolve(target.num_devices)
+    spec = mesh_on(target, setup.mesh)
     check_slices(target, spec)
     sizes = mesh_sizes(spec)
     if profile is None:
@@ -98,10 +99,10 @@ def check_rows(prepared: Prepared, rows: int) -> None:
     if rows % ways:
         stages = prepared.profile.stages(prepared.layout.mesh.shape, setup)
         devices = ways // (setup.num_minibatches * stages.microbatches)
-        parts = f"{devices} devices and {setup.num_minibatches} minibatches"
-        parts += f" of {stages.microbatches} microbatches" if stages.count > 1 else ""
+        parts = f"{plural(devices, 'device')} and {plural(setup.num_minibatches, 'minibatch')}"
+        parts += f" of {plural(stages.microbatches, 'microbatch')}" if stages.count > 1 else ""
         raise PlacementError(
-            f"{rows} rows do not divide over {parts}.",
-            hint=f"use {max(1, rows // ways) * ways} rows, or another number of "
+            f"{plural(rows, 'row')} {'does' if rows == 1 else 'do'} not divide over {parts}.",
+            hint=f"use {plural(max(1, rows // ways) * ways, 'row')}, or another number of "
             f"{'microbatches' if stages.count > 1 else 'minibatches'}.",
         )

@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.errors import MeshError, did_you_mean
 from meshwright.hardware.chips import ALIASES, CHIPS, Chip, chip_of
-from meshwright.mesh.string import MeshSpec
+from meshwright.mesh.string import MeshSpec, parse_mesh
 from meshwright.specs import ceil_div
 
 _FORM = re.compile(r"(?P<kind>[A-Za-z][\w.\-]*):(?P<shape>\d+(?:[xX]\d+)*)(?:\*(?P<slices>\d+))?")
@@ -102,13 +102,33 @@ class Target:
     def title(self) -> str:
         """A description of the machine."""
         if self.chip is None:
-            return f"{self.num_devices} simulated CPU devices"
+            return f"{self.num_devices} simulated CPU device{'' if self.num_devices == 1 else 's'}"
         if self.platform == "gpu":
             hosts = "1 host" if self.shape[0] == 1 else f"{self.shape[0]} hosts"
             return f"{self.num_devices} x {self.chip.title} ({hosts} of {self.shape[1]})"
         torus = "x".join(map(str, self.shape))
         slices = f"{self.num_slices} slices of " if self.num_slices > 1 else ""
         return f"{slices}{self.devices_per_slice // self.chip.devices_per_chip} x {self.chip.title} (torus {torus})"
+
+
+def mesh_on(target: Target, mesh: str) -> MeshSpec:
+    """Parses a mesh and resolves it for a target; an error also suggests a target that the mesh would fill.
+
+    Example:
+        >>> str(mesh_on(parse_target("h200:8x8"), "fsdp:-1,tp:8"))
+        'fsdp:8,tp:8'
+        >>> mesh_on(parse_target("h200:8x8"), "fsdp:32")
+        Traceback (most recent call last):
+        meshwright.errors.MeshError: the mesh fsdp=32 needs 32 devices, but there are 64.
+        hint: use fsdp:64, or plan for h200:4x8
+    """
+    spec = parse_mesh(mesh)
+
+    def other_target(count: int) -> str:
+        fits = resized(target, count, slices=math.prod(spec.dcn_sizes) if target.platform == "tpu" else 1)
+        return "" if fits is None else f"plan for {fits}"
+
+    return spec.resolve(target.num_devices, instead=other_target)
 
 
 def check_slices(target: Target, spec: MeshSpec) -> None:
@@ -129,14 +149,21 @@ def check_slices(target: Target, spec: MeshSpec) -> None:
     if slices == 1:
         hint = "drop @dcn, or name the slices, e.g. --target v5p:4x4x8*4."
         raise MeshError(f"{found}mesh {str(spec)!r} crosses {crossed}.", hint=hint)
-    fits = [axis for axis in spec.axes if axis.size % slices == 0]
-    if not fits:
-        hint = f"make the size of one axis a multiple of {slices}, e.g. dp:{slices}@dcn."
-    else:
-        crossing = "@dcn" if fits[0].size == slices else f"@dcn={slices}"
-        hint = f"write {fits[0].name}:{fits[0].size}{crossing}, or put @dcn on another axis."
+    hint = f"write {_crossing(spec, slices)}, or put @dcn on another axis."
     said = f"mesh {str(spec)!r} crosses {crossed}" if spec.is_hybrid else f"no axis of mesh {str(spec)!r} crosses them"
     raise MeshError(f"{found}{said}.", hint=hint)
+
+
+def _crossing(spec: MeshSpec, slices: int) -> MeshSpec:
+    """Returns a resolved mesh with `@dcn` on one axis that crosses all slices, or else on several."""
+    single = [axis for axis in spec.axes if axis.size % slices == 0]
+    left, axes = slices, []
+    for axis in spec.axes:
+        crossed = math.gcd(axis.size, left) if not single or axis is single[0] else 1
+        left //= crossed
+        axes.append(replace(axis, dcn=None if 1 < crossed == axis.size else crossed))
+    assert left == 1, "the sizes of a resolved mesh multiply to the devices of all slices"
+    return MeshSpec(tuple(axes), spec.plain_order)
 
 
 def parse_target(text: str | Target) -> Target:
@@ -176,7 +203,27 @@ def enlarged(target: Target, factor: int) -> Target | None:
         >>> print(enlarged(parse_target("h200:1x4"), 4), enlarged(parse_target("v5e:4x4"), 4))
         h200:2x8 v5e:8x8
     """
-    count = math.prod(target.shape) * factor
+    return _with_chips(target, math.prod(target.shape) * factor)
+
+
+def resized(target: Target, num_devices: int, *, slices: int = 1) -> Target | None:
+    """Returns a machine of the same kind with another number of devices; None if there is none.
+
+    Example:
+        >>> print(resized(parse_target("h200:8x8"), 32), resized(parse_target("v5p:4x4x4*4"), 128, slices=2))
+        h200:4x8 v5p:4x4x4*2
+        >>> print(resized(parse_target("v5p:4x4x8"), 48))
+        None
+    """
+    each = slices * (1 if target.chip is None else target.chip.devices_per_chip)
+    if num_devices % each or (slices > 1 and target.platform != "tpu"):
+        return None
+    other = replace(target, num_slices=slices)
+    same = math.prod(target.shape) == num_devices // each
+    return other if same else _with_chips(other, num_devices // each)
+
+
+def _with_chips(target: Target, count: int) -> Target | None:
     if target.chip is None:
         shape: tuple[int, ...] = (count,)
     elif target.platform == "gpu":

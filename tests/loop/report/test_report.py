@@ -73,8 +73,8 @@ def test_samples_stand_side_by_side_and_stay_text(fake_run):
 def test_every_leaf_is_in_the_table_as_the_layout_shows_it(fake_run):
     html = build_report(fake_run()).read_text(encoding="utf-8")
     row = "params/layers/mlp/down", "4x1024x256", "float32"
-    assert "".join(f'<td class="code">{cell}</td>' for cell in row) in html
-    assert html.count('<tr><td class="code">') == 41
+    assert "".join(f'<td class="code whole">{cell}</td>' for cell in row) in html
+    assert html.count('<tr><td class="code whole">') == 41
     assert "4x1024x256, P(None, &#x27;tp&#x27;, &#x27;fsdp&#x27;): 4 tiles of 4x512x128, each on 2 devices." in html
 
 

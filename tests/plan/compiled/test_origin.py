@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.mesh.axes import pcast_varying
+from meshwright.models import Decoder
 from meshwright.parallel.fsdp import gather_tree
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.plan.compiled.origin import last_scope, short_path
 from meshwright.plan.step_setup import Setup, build_step
+from meshwright.train import language_job
 
 SPECS = {"layers": {"wq": P(None, None, "fsdp")}, "head": P("fsdp")}
 PARAMS = {"layers": {"wq": jnp.ones((4, 16, 16))}, "head": jnp.ones((16, 8))}
@@ -219,6 +221,37 @@ def test_a_reduction_without_a_name_uses_the_cast_of_the_gradient():
         '%made = f32[64,64]{1,0} multiply(%a, %a), metadata={op_name="jit(step)/transpose(jvp(params[head/kernel]))/convert"}',
     )
     assert read_schedule(named).collectives[0].serves == "gradient of params/head/kernel"
+
+
+@pytest.mark.parametrize(
+    ("name", "serves"),
+    [
+        ("jit(s)/jvp(params[layers/(attn/k])/all_gather:mlp/gate])/all_gather)", "params/layers/attn/k and 1 more"),
+        ("jit(s)/(jvp(params[head/kernel])/all_gather:jvp(params[norm])/all_gather)", "params/head/kernel and 1 more"),
+        ("jit(s)/jvp(params[layers/(attn/(k]/all_gather:o]/all_gather):mlp/up]/all_gather)", "params/layers/attn/k"),
+    ],
+)
+def test_merged_names_are_told_apart(name, serves):
+    """XLA:GPU combines gathers, and writes what their names share only once."""
+    text = LOOP.replace('op_name="jit(f)/all_gather"', f'op_name="{name}"')
+    found = read_schedule(text).collectives[0].serves
+    assert found.startswith(serves)
+    assert "(" not in found
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "sends"),
+    [
+        ("gpipe", {"activations between stages", "gradients between stages"}),
+        ("1f1b", {"activations and gradients between stages"}),
+    ],
+)
+def test_hops_between_stages_are_named(pipeline, sends):
+    job = language_job(Decoder.named("tiny"), batch_size=32, num_tokens=16)
+    setup = Setup(mesh="pp:2,fsdp:4", pipeline=pipeline, precision="float32", optimizer="sgd")
+    step, batch = build_step(job, mw.create_mesh(setup.mesh), setup)
+    collectives = read_schedule(step.lower(batch).compile().as_text()).collectives
+    assert sends <= {one.serves for one in collectives if one.kind == "collective-permute"}
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,25 @@ def test_on_one_mesh_additional_matmul_time_is_recomputation():
     assert "model matmuls" not in causes
 
 
+def test_other_chips_are_named_as_a_cause():
+    setup = Setup(mesh="fsdp:256", remat="full")
+    old, new = (make_plan(job(), target, setup).to_json() for target in ("h100:32x8", "v5e:16x16"))
+    (time, _) = explain(old, new)
+    causes = {cause.what: cause.why for cause in time.causes}
+    assert "in B (fsdp:256 on v5e:16x16, 256 x 197 TFLOP/s)" in causes["model matmuls"]
+    assert "in A (fsdp:256 on h100:32x8, 256 x 989 TFLOP/s)" in causes["model matmuls"]
+    assert "(remat=full on v5e:16x16, 256 x 819 GB/s)" in causes["memory traffic"]
+
+
+def test_microbatches_and_the_schedule_are_named():
+    small = language_job(Decoder.named("tiny", num_layers=4), batch_size=32, num_tokens=64)
+    setups = (Setup(mesh="dp:4"), Setup(mesh="pp:4", pipeline="1f1b", num_microbatches=8))
+    time, _ = explain(*(make_plan(small, "h100:1x4", setup).to_json() for setup in setups))
+    why = next(cause.why for cause in time.causes if cause.what == "memory traffic")
+    assert "in B (remat=none, 8 microbatches in 1f1b)" in why
+    assert "in A (remat=none)" in why
+
+
 def test_zero_1_is_a_cause_of_optimizer_memory():
     _, memory = explain(plan("dp:256"), plan("dp:256", zero_axis="dp"))
     (cause,) = [cause for cause in memory.causes if cause.what == "optimizer"]

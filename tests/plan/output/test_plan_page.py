@@ -22,6 +22,7 @@ from meshwright.plan.output.plan_diff import diff_plans
 from meshwright.plan.output.plan_page import build_diff_page, build_plan_page, render_plan
 from meshwright.plan.output.sections.memory_section import _bar_parts
 from meshwright.plan.output.sections.time_section import EXPOSED, HIDDEN, _lanes
+from meshwright.plan.output.summary import plan_summary, ranking_table
 from meshwright.plan.plan import make_plan
 from meshwright.plan.search import search
 from meshwright.plan.step_setup import Setup
@@ -95,7 +96,7 @@ def big_plan(**changes):
 
 def words(html):
     """Returns the visible text of a page."""
-    body = re.sub(r"<(style|script)\b.*?</\1>", " ", html, flags=re.S)
+    body = re.sub(r"<(style|script)\b.*?</\1>", " ", html, flags=re.S).replace("<wbr>", "")
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
 
 
@@ -138,9 +139,9 @@ def test_the_text_of_the_page():
     assert "All 100 collectives of the compiled program, 100 kinds" in text
     assert "params/layers/mlp/gate" in text
     assert "Chips are linked along x (4, a ring), y (4, a ring), z (8, a ring)." in text
-    assert "chip 127: x 3, y 3, z 7" in html
+    assert "chip 3,3,7: x 3, y 3, z 7" in html
     # Chips have another order than devices, so they are not highlighted together.
-    assert 'data-devices="0"' not in html[html.index("chip 0: x 0") : html.index("chip 127: ")]
+    assert 'data-devices="0"' not in html[html.index("chip 0,0,0: x 0") : html.index("chip 3,3,7: ")]
     assert "&lt;layer 19&gt;" in html
     # Every row of the tables of figures names its basis.
     for heading in ("Where the figures come from", "One step on one device"):
@@ -186,6 +187,43 @@ def test_a_plan_that_does_not_fit_gives_advice():
     assert "the largest part is activations with" in text
     assert "Train this plan anyway (run on every host)" in text
     assert "Use more remat, more minibatches, fewer rows or a larger tp axis to reduce it." in text
+
+
+def test_titles_tell_plans_apart():
+    """Also plans of one mesh, and models with other sizes than their names say."""
+
+    def title(subject, **options):
+        plan = make_plan(big_job(), "v5p:4x4x8", Setup(mesh="fsdp:128", **options), profile=big_profile())
+        html = render_plan(plan, job=big_job(), subject=subject)
+        found = re.search(r"<title>(.*?) · plan</title>", html)[1]
+        assert f"<h1>{found} " in html
+        return found
+
+    assert title(SUBJECT) == "decoder-7b (6.7B parameters) as fsdp:128 on v5p:4x4x8"
+    full = title(SUBJECT, remat="full", num_minibatches=2, sync="once", overlap=False)
+    assert (
+        full
+        == "decoder-7b (6.7B parameters) as fsdp:128, remat=full, 2 minibatches, sync=once, no overlap on v5p:4x4x8"
+    )
+    other = PlannedJob(model="decoder-70b", model_options=("num_layers=126",), num_tokens=4096)
+    assert title(other) == "decoder (6.7B parameters) as fsdp:128 on v5p:4x4x8"
+
+
+def test_jobs_without_tokens_count_rows():
+    def loss(params, batch, rng):
+        return jnp.mean((batch["x"] @ params["w"]) ** 2), {}
+
+    batch = {"x": jax.ShapeDtypeStruct((8, 64), "float32")}
+    job = mw.Job(init=lambda key: {"w": jnp.zeros((64, 64))}, loss=loss, rules=[("w", P("fsdp"))], batch=batch)
+    plan, other = (
+        make_plan(job, "v5p:2x2x2", Setup(mesh="fsdp:8", remat=remat), price=2.0) for remat in ("none", "full")
+    )
+    subject = PlannedJob(job="train.py:job")
+    said = words(render_plan(plan, job=job, subject=subject)) + str(plan_summary(plan, subject))
+    said += str(ranking_table([plan])) + str(diff_plans(plan, other))
+    assert "Rows per second" in said
+    assert "rows/s" in said
+    assert not re.search(r"tokens (per|/s)|tokens/s|billion tokens", said)
 
 
 def test_large_replicated_parameters_are_named():

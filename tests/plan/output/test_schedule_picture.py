@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 
@@ -15,9 +16,9 @@ from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.compiled.verdict import CompiledCollective, judge, timed_schedule
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.costs.links import axis_links
-from meshwright.plan.output.axes_picture import places
+from meshwright.plan.output.axes_picture import axes_picture, places
 from meshwright.plan.output.memory_levels import compiled_levels, computed_levels, memory_chart
-from meshwright.plan.output.schedule_picture import EXPOSED, HIDDEN, KINDS, lanes, scheduled_step, words
+from meshwright.plan.output.schedule_picture import EXPOSED, HIDDEN, KINDS, WAITING, lanes, scheduled_step, words
 from meshwright.plan.plan import make_plan
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
@@ -88,7 +89,12 @@ def test_the_bars_add_up_to_the_figures_of_the_plan(trips, target, cycles):
     assert min(made.total(EXPOSED), made.total(HIDDEN)) > 0
     assert sum(map(made.total, KINDS[:3])) == close(time.matmul.value + time.memory.value + time.optimizer.value)
     assert made.seconds == close(time.step.value + made.late)
+    # While nothing is sent, something is computed, and compute waits for what is exposed.
+    assert made.total(WAITING) == pytest.approx(time.exposed.value + made.late, rel=1e-9)
+    compute = next(lane for lane in lanes(made) if lane.name == "compute").spans
+    assert sum(span.end - span.start for span in compute) == close(made.seconds)
     for lane in lanes(made):
+        assert lane.spans[-1].end <= made.seconds * (1 + 1e-9)
         ends = [span.end for span in lane.spans]
         assert all(span.start >= end - 1e-12 for span, end in zip(lane.spans[1:], ends, strict=False)), lane.name
     # The bars have these lengths too, up to the three decimals of the picture.
@@ -120,6 +126,49 @@ def test_computed_memory_peaks_where_the_plan_does_and_says_that_it_is_computed(
     assert "Computed: the sizes" in memory_chart(plan, None)
 
 
+@pytest.mark.parametrize(("count", "cycles"), [(1, 1), (4, 4), (16, 3)])
+def test_computed_memory_has_a_cycle_per_minibatch(count, cycles):
+    job = language_job(Decoder.named("tiny"), batch_size=128, num_tokens=64)
+    plan = make_plan(job, "v5p:2x2x2", Setup(mesh="fsdp:8", num_minibatches=count))
+    levels = computed_levels(plan)
+    activations = [level.amounts["activations"] for level in levels]
+    rises = [a < b for a, b in itertools.pairwise(activations)]
+    assert sum(now and not before for before, now in itertools.pairwise([False, *rises])) == cycles + (count > cycles)
+    gradients = [level.amounts["gradients"] > 0 for level in levels]
+    assert gradients == sorted(gradients)  # they stay from the first backward pass on
+    assert all(one.end == pytest.approx(two.start) for one, two in itertools.pairwise(levels))
+    assert levels[-1].end == pytest.approx(plan.time.step.value)
+    said = memory_chart(plan, None)
+    assert (f"once for each of {count} minibatches" in said) == (count > 1)
+    assert ("The first 3 are drawn one by one" in said) == (count > cycles)
+
+
+def test_the_memory_of_a_scheduled_pipeline_is_flat():
+    job = language_job(Decoder.named("tiny", num_layers=4), batch_size=64, num_tokens=64)
+    plan = make_plan(job, "v5p:2x2x1", Setup(mesh="fsdp:2,pp:2", pipeline="1f1b"))
+    ticks, _ = computed_levels(plan)
+    assert ticks.total == pytest.approx(plan.memory.total)
+    assert "memory is flat until the update" in memory_chart(plan, None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit"), [(1e-3, "ms"), (0.5, "ms"), (17.4, "s"), (75, "s"), (266, "min"), (2e4, "h")]
+)
+def test_the_time_axis_of_memory_has_a_readable_unit(seconds, unit):
+    job, profile = tiny()
+    plan = make_plan(job, "v5p:2x2x2", Setup(mesh="fsdp:8", rows=8), profile=profile)
+    step = dataclasses.replace(plan.time.step, value=seconds)
+    html = memory_chart(dataclasses.replace(plan, time=dataclasses.replace(plan.time, step=step)), None)
+    assert f"time, {unit}</text>" in html
+
+
+def test_the_parts_of_the_chart_are_related_to_those_of_the_bar():
+    plan = plan_of(peak=2**27)
+    said = compiled_levels(plan, scheduled_step(plan))[1]
+    assert "The parts are read from the names in the program." in said
+    assert re.search(r"here and in the bar: temporaries [\d.]+ \w+ and [\d.]+ MiB", said) or "rest" in said
+
+
 def test_transfers_that_do_not_fit_beside_the_compute_are_late():
     plan = plan_of()
     slower = [dataclasses.replace(plan.compiled, steps=())]
@@ -149,6 +198,11 @@ def test_the_places_of_the_axes_multiply_to_the_machine_and_agree_with_their_lin
     where = parse_target(target)
     spec = parse_mesh(mesh).resolve(where.num_devices)
     found = places(where, spec)
+    drawn = axes_picture(where, spec)
+    width = int(re.search(r'<svg width="(\d+)"[^>]*role="img"', drawn)[1])
+    labels = re.findall(r'<text x="0"[^>]*>([^<]*)</text>', drawn)
+    assert len(labels) == len(found)
+    assert all(7.5 * len(label) < width for label in labels)  # a letter takes about 7 pixels
     assert all(math.prod(ways for _, ways in place.axes) == place.size for place in found)
     for axis in spec.axes:
         assert math.prod(ways for place in found for name, ways in place.axes if name == axis.name) == axis.size

@@ -83,7 +83,7 @@ def leaf_table(rows: Sequence[Sequence[str]]) -> Markup:
     """Returns the table of `leaf_rows`, with most of a long one folded."""
 
     def shown(some: Sequence[Sequence[str]]) -> Markup:
-        return table(HEADINGS, some, right=(5,), code=(0, 1, 2, 3, 4))
+        return table(HEADINGS, some, right=(5,), code=(0, 1, 2, 3, 4), whole=(0, 1, 2))
 
     more = fold(f"{len(rows) - MAX_ROWS:,} more rows", shown(rows[MAX_ROWS:])) if len(rows) > MAX_ROWS else None
     return join([shown(rows[:MAX_ROWS]), more])

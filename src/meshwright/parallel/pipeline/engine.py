@@ -24,7 +24,14 @@ from jax import lax
 from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError, did_you_mean
 from meshwright.mesh.axes import axis_index, axis_size, pcast_varying, summing_dtype, varying_axes
 from meshwright.parallel.pipeline.flow import Functions, flow, in_mesh_order, mark, zeros
-from meshwright.parallel.pipeline.schedule import IDLE, Schedule, circular_schedule, count_rounds, gpipe_schedule
+from meshwright.parallel.pipeline.schedule import (
+    IDLE,
+    STAGES_SCOPE,
+    Schedule,
+    circular_schedule,
+    count_rounds,
+    gpipe_schedule,
+)
 from meshwright.parallel.pipeline.stage_moves import count_layers, make_moves
 from meshwright.parallel.rows import split_rows
 from meshwright.types import PyTree
@@ -161,7 +168,10 @@ def pipeline(
 
     def step(h: PyTree, row: Any) -> tuple[PyTree, PyTree]:
         h, out = tick(h, row)
-        return h if num_stages == 1 else jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), h), out
+        if num_stages == 1:
+            return h, out
+        with jax.named_scope(STAGES_SCOPE):
+            return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), h), out
 
     _, outs = lax.scan(step, zeros(h_type), (jnp.asarray(table.stages), jnp.asarray(table.microbatches)))
     result = _combine(outs, table, combine)

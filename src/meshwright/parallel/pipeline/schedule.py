@@ -20,6 +20,8 @@ from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
 IDLE = -1
+# Scopes of what stages send each other; plans name collectives by them.
+STAGES_SCOPE, MESSAGES_SCOPE = "between_stages", "messages_between_stages"
 
 
 class TableSizes:

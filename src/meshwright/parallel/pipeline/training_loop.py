@@ -16,7 +16,7 @@ from meshwright.dtypes import is_float
 from meshwright.errors import PlacementError
 from meshwright.mesh.axes import axis_index, pcast_varying, varying_axes
 from meshwright.parallel.pipeline.flow import Functions, flow, in_mesh_order, mark, traced_types, zeros
-from meshwright.parallel.pipeline.schedule import IDLE
+from meshwright.parallel.pipeline.schedule import IDLE, MESSAGES_SCOPE
 from meshwright.parallel.pipeline.slots import Slots, assign_slots
 from meshwright.parallel.pipeline.stage_backward import StageBackward, split_stage
 from meshwright.parallel.pipeline.stage_moves import make_moves
@@ -121,7 +121,8 @@ class Cells:
             message, state = lax.switch(jnp.asarray(order)[at["work"] + 1], calls, state)
             for by in slots.arrivals:
                 pairs = _pairs(schedule, by)
-                arrived = jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), message) if by else message  # noqa: B023
+                with jax.named_scope(MESSAGES_SCOPE):
+                    arrived = jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), message) if by else message  # noqa: B023
                 # The slot after the last one takes what nobody waits for.
                 inbox = _put(inbox, arrived, at[f"from_{by}"])
             return (inbox, state), None

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from meshwright.parallel.pipeline.schedule import MESSAGES_SCOPE, STAGES_SCOPE
 from meshwright.plan.compiled.hlo import Instruction, Program, array_bytes
 
 # Operations that pass a value on: unchanged, cast, rearranged, sliced, or from another device.
@@ -23,7 +24,7 @@ _PASSES = frozenset((
 _JOINS = re.compile(r'custom_call_target="(?:ConcatBitcast|AsyncCollectiveStart)"')
 _CALLS = ("fusion", "call", "async-start", "call-start")
 _REDUCES = ("all-reduce", "reduce-scatter", "all-to-all")
-_SCOPE = re.compile(r"\bparams\[([^\]]*)\]")
+_SCOPE = re.compile(r"\bparams\[([^\]:]*)\]")
 _PLAIN = frozenset((
     "shard_map", "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "remat", "scan",
     "pjit", "core_call", "custom_vjp_call", "custom_jvp_call", "custom_vjp", "custom_jvp", "jvp", "transpose",
@@ -154,6 +155,12 @@ class Origins:
         if kind in _REDUCES and "jvp(" not in source and (sums := _SUMS.get(function.rpartition(".")[2])):
             # The compiler combines it with gradients of parameters that are not split.
             return f"a few numbers: {sums}" if few else f"gradients, and {sums}"
+        if where == STAGES_SCOPE:
+            return f"{'gradients' if 'transpose(' in source else 'activations'} between stages"
+        if where == MESSAGES_SCOPE:
+            return "activations and gradients between stages"
+        if kind in _REDUCES and function.rpartition(".")[2] == "accumulate":
+            return "gradients, added up over minibatches"
         if kind in _REDUCES and "transpose(" in source:
             what = "a gradient"
         elif few:
@@ -278,7 +285,22 @@ _HANDLERS: dict[str, Callable[[_Walk, Instruction], bool]] = {
 
 
 def _leaves(*sources: str) -> list[str]:
-    return [f"params/{name}" for name in dict.fromkeys(name for source in sources for name in _SCOPE.findall(source))]
+    names = [name for source in sources for one in unmerged(source) for name in _SCOPE.findall(one)]
+    return [f"params/{name}" for name in dict.fromkeys(names)]
+
+
+def unmerged(source: str) -> list[str]:
+    """Returns the names of the operations that a compiler merged into one, which it writes as `path/(one:other)`.
+
+    Example:
+        >>> unmerged("jit(step)/jvp(params[layers/(attn/k])/all_gather:mlp/gate])/all_gather)")
+        ['jit(step)/jvp(params[layers/attn/k])/all_gather', 'jit(step)/jvp(params[layers/mlp/gate])/all_gather']
+    """
+    path, is_merged, ends = source.partition("/(")
+    if not is_merged:
+        return [source]
+    # A group may contain another one, whose parts then continue the path of the part before it.
+    return [name for end in ends.removesuffix(")").split(":") for name in unmerged(f"{path}/{end.removeprefix('(')}")]
 
 
 def argument_name(name: str) -> str:

@@ -108,16 +108,16 @@ def axes_picture(target: Target, spec: MeshSpec) -> Markup | None:
     fills = dict(zip(names, fills_of(names), strict=True))
     keys = legend([(swatch(fills[axis.name]), f"{axis.name}: {axis.size}") for axis in spec.axes if axis.size > 1])
     drawn = [_row(place, fills, top=ROW * number) for number, place in enumerate(rows)]
-    width = max(8 * len(place.name) + 8 for place in rows)
-    width = max(width, *(_width(place) for place in rows), *(7 * len(_words(place)) + 12 for place in rows))
-    said = "; ".join(f"{place.name}: {_words(place)}" for place in rows)
+    width = max(max(_width(place), 8 * len(_label(place)) + 8) for place in rows)
+    said = "; ".join(map(_label, rows))
     size = {"width": width, "height": ROW * len(rows), "viewBox": f"0 0 {width} {ROW * len(rows)}"}
     svg = tag("svg", join(drawn), **size, role="img", aria_label=f"Where the axes run. {said}.")
     return figure("Where the axes run", unit="devices next to each other", keys=keys, body=svg, kind="tiles axes")
 
 
-def _words(place: GridPlace) -> str:
-    return ", ".join(f"{axis} {'all' if ways == place.size else ways}" for axis, ways in place.axes)
+def _label(place: GridPlace) -> str:
+    axes = ", ".join(f"{axis} {'all' if ways == place.size else ways}" for axis, ways in place.axes)
+    return f"{place.name}: {axes}"
 
 
 def _cells(place: GridPlace) -> int:
@@ -130,7 +130,7 @@ def _width(place: GridPlace) -> int:
 
 
 def _row(place: GridPlace, fills: dict[str, int], *, top: int) -> Markup:
-    parts = [tag("text", f"{place.name}: {_words(place)}", x=0, y=top + 13)]
+    parts = [tag("text", _label(place), x=0, y=top + 13)]
     x = 0
     for number in range(_cells(place)):
         stride = 1

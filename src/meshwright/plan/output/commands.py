@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass
 
 from meshwright.loop.settings.options import OPTIMIZERS
+from meshwright.pages import compact
 from meshwright.plan.plan import Plan
 from meshwright.plan.step_setup import Setup
 
@@ -28,6 +29,28 @@ class PlannedJob:
     @property
     def name(self) -> str:
         return self.model or self.job or "a job"
+
+    @property
+    def described(self) -> str:
+        """Its name with the options that make it another model than its name says.
+
+        >>> PlannedJob(model="decoder-70b", model_options=("num_layers=126",)).described
+        'decoder-70b with num_layers=126'
+        """
+        more = [*self.model_options, *([] if self.lora is None else [f"lora {self.lora}"])]
+        return f"{self.name} with {', '.join(more)}" if more else self.name
+
+    def titled(self, num_params: int) -> str:
+        """Returns its name and size for a title; a model with other sizes than its name says has that of its family.
+
+        >>> PlannedJob(model="decoder-70b").titled(70_550_000_000)
+        'decoder-70b (70.5B parameters)'
+        >>> PlannedJob(model="decoder-70b", model_options=("num_layers=126",)).titled(109_000_000_000)
+        'decoder (109B parameters)'
+        """
+        name = self.name.partition("-")[0] if self.model_options else self.name
+        size = f" ({compact(num_params)} parameters)" if num_params else ""
+        return f"{name}{' with adapters' if self.lora else ''}{size}"
 
     def arguments(self) -> list[str]:
         """Returns the arguments of `meshwright train` that name it."""

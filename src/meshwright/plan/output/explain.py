@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.hardware.chips import chip_of
 from meshwright.layout.leaf import format_bytes
-from meshwright.pages.numbers import compact, duration, percent
+from meshwright.pages.numbers import compact, duration, percent, plural
+from meshwright.plan.output.setup_words import pipeline_words
 
 PlanData = Mapping[str, Any]
 SHOW: dict[str, Callable[[float], str]] = {"bytes": format_bytes, "s": duration, "1/s": compact, "share": percent}
@@ -153,20 +155,57 @@ def _time(before: PlanData, after: PlanData) -> list[CostChange]:
     between, update, bubble = ([_seconds(plan, name) for plan in sides] for name in ("memory", "optimizer", "bubble"))
     policies = [f"remat={plan['setup'].get('remat', 'none')}" for plan in sides]
     parted = [
-        f"{policy}, {count} minibatches" if (count := plan["setup"].get("num_minibatches", 1)) > 1 else policy
+        ", ".join([policy, *_pieces(plan), *pipeline_words(plan.get("pipeline", {}))])
         for policy, plan in zip(policies, sides, strict=True)
     ]
     meshes = [str(plan["setup"]["mesh"]) for plan in sides]
     ticks = [str(plan["time"]["bubble"]["note"]) for plan in sides]
+    peaks, reads = (_machines(before, after, show) for show in (_peak_words, _bandwidth_words))
     parts = (
-        ("recomputation", again, "the backward pass recomputes for ", policies),
-        ("model matmuls", own, "they take ", meshes),
-        ("memory traffic", between, "reads and writes between matmuls, and the start of kernels, take ", parted),
-        ("optimizer", update, "the update takes ", meshes),
+        ("recomputation", again, "the backward pass recomputes for ", _joined(policies, peaks)),
+        ("model matmuls", own, "they take ", _joined(meshes, peaks)),
+        (
+            "memory traffic",
+            between,
+            "reads and writes between matmuls, and the start of kernels, take ",
+            _joined(parted, reads),
+        ),
+        ("optimizer", update, "the update takes ", _joined(meshes, reads)),
         ("pipeline bubble", bubble, "stages are idle for ", ticks),
     )
     causes = [_cause(what, spent, words + _each(spent, notes), "s") for what, spent, words, notes in parts]
     return [*causes, *_waiting(before, after)]
+
+
+def _pieces(plan: PlanData) -> list[str]:
+    count = plan["setup"].get("num_minibatches", 1)
+    return [plural(count, "minibatch")] if count > 1 else []
+
+
+def _machines(before: PlanData, after: PlanData, show: Callable[[PlanData], str]) -> list[str]:
+    """Returns what distinguishes the machines of two plans: their chips, or else their shapes; "" if they are equal."""
+    names = [str(plan["target"]["name"]) for plan in (before, after)]
+    if names[0] == names[1]:
+        return ["", ""]
+    kinds = [name.partition(":")[0] for name in names]
+    return names if kinds[0] == kinds[1] else [show(plan) for plan in (before, after)]
+
+
+def _peak_words(plan: PlanData) -> str:
+    name, count = str(plan["target"]["name"]), plan["target"]["devices"]
+    chip = chip_of(name.partition(":")[0])
+    peak = None if chip is None else chip.peak("float32" if plan["setup"].get("precision") == "float32" else "bfloat16")
+    return name + (f", {count} x {peak / 1e12:,.0f} TFLOP/s" if peak else "")
+
+
+def _bandwidth_words(plan: PlanData) -> str:
+    name, count = str(plan["target"]["name"]), plan["target"]["devices"]
+    chip = chip_of(name.partition(":")[0])
+    return name + (f", {count} x {chip.memory_bandwidth / 1e9:,.0f} GB/s" if chip else "")
+
+
+def _joined(notes: Sequence[str], machines: Sequence[str]) -> list[str]:
+    return [f"{note} on {machine}" if machine else note for note, machine in zip(notes, machines, strict=True)]
 
 
 def _runs_alike(before: PlanData, after: PlanData) -> bool:

@@ -10,7 +10,9 @@ from typing import Any
 
 from meshwright.bounded_reader import read_json
 from meshwright.errors import ConfigError, FileFormatError, MeshwrightError
+from meshwright.pages import plural
 from meshwright.plan.output.explain import SHOW, Explanation, PlanData, band_of, explain
+from meshwright.plan.output.setup_words import assignments, counted
 from meshwright.plan.output.summary import PART_NAMES, PARTS, Summary, Table
 from meshwright.plan.plan import Plan
 from meshwright.plan.step_setup import Setup
@@ -166,7 +168,7 @@ def parse_setup(text: str, base: Setup) -> Setup:
                 f"{word!r} in {text!r} is not a setup option, and no file has that name.",
                 hint='pass a setup like "fsdp:32,tp:4 remat=full", or a file written by `meshwright plan --json`.',
             )
-        changes[name] = _value(name, value, word)
+        changes[name] = tuple(value.split(",")) if name == "pad" else _value(name, value, word)
     return dataclasses.replace(base, mesh=mesh, **changes)
 
 
@@ -232,7 +234,16 @@ def _time(old: PlanData, new: PlanData) -> list[Change]:
         for name in (*PARTS, "step")
         if _seconds(old, name) or _seconds(new, name)
     ]
-    found.append(Change(group, "tokens/s", old["tokens_per_second"], new["tokens_per_second"], "1/s"))
+    unit = {counted(plan["rows"], plan["tokens_per_step"]) for plan in (old, new)}
+    found.append(
+        Change(
+            group,
+            f"{'rows' if unit == {'rows'} else 'tokens'}/s",
+            old["tokens_per_second"],
+            new["tokens_per_second"],
+            "1/s",
+        )
+    )
     return [*found, Change(group, "MFU", old["mfu"], new["mfu"], "share")]
 
 
@@ -246,11 +257,10 @@ def _both(one: str, other: str) -> str:
 
 
 def _title(plan: PlanData) -> str:
-    setup = {name: value for name, value in plan["setup"].items() if name not in ("mesh", "rows")}
-    words = " ".join([plan["setup"]["mesh"], *(f"{name}={value}" for name, value in setup.items())])
+    words = " ".join([plan["setup"]["mesh"], *assignments(plan["setup"])])
     band = band_of(plan)
     verdict = plan["memory"]["verdict"] + (f" A step takes {band}." if band else "")
-    return f"{words}, {plan['rows']:,} rows on {plan['target']['title']}: {verdict}"
+    return f"{words}, {plural(plan['rows'], 'row')} on {plan['target']['title']}: {verdict}"
 
 
 def _row(change: Change) -> tuple[str, ...]:

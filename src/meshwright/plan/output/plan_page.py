@@ -46,7 +46,8 @@ from meshwright.plan.output.sections.failures_section import failures_section
 from meshwright.plan.output.sections.layout_section import layout_section, machine_section
 from meshwright.plan.output.sections.memory_section import memory_section
 from meshwright.plan.output.sections.time_section import pipeline_section, time_section
-from meshwright.plan.output.summary import PARTS, Table, band_words, setup_words
+from meshwright.plan.output.setup_words import assignments, batch_words
+from meshwright.plan.output.summary import PARTS, Table, band_words, title_words, unit_of
 from meshwright.plan.plan import Plan
 from meshwright.plan.search import Search
 from meshwright.plan.step_setup import named_optimizer
@@ -114,7 +115,7 @@ def render_plan(
     ]
     today = time.strftime("%Y-%m-%d", time.gmtime())
     return make_page(
-        f"{subject.name} as {plan.setup.mesh} on {plan.target.name} · plan",
+        f"{title_words(plan, subject)} · plan",
         head=_head(plan, subject, notes),
         sections=[section for section in sections if section is not None],
         foot=f"Made by Meshwright on {today}. Nothing ran on {plan.target.title}. This file needs no network access.",
@@ -135,14 +136,13 @@ def _head(plan: Plan, subject: PlannedJob, notes: Sequence[str]) -> Markup:
     fits = plan.memory.fits
     word, kind = {True: ("fits", "good"), False: ("does not fit", "bad"), None: ("planned", "busy")}[fits]
     said = f"{'Each device' if fits is None else 'It'} {plan.memory.verdict}"
-    how = "".join(f", {text}" for text in setup_words(plan))
     return join(
         [
             tag("p", "Plan", class_="eyebrow"),
-            tag("h1", f"{subject.name} as {plan.setup.mesh} on {plan.target.name} ", badge(word, kind=kind)),
+            tag("h1", f"{title_words(plan, subject)} ", badge(word, kind=kind)),
             prose(
-                f"{_many(plan.num_params)} parameters on {plan.target.title} as {plan.setup.mesh}{how}: "
-                f"{plan.rows:,} rows, {plan.tokens_per_step:,} tokens per step.",
+                f"{subject.described}, {_many(plan.num_params)} parameters, on {plan.target.title}: "
+                f"{batch_words(plan.rows, plan.tokens_per_step)}.",
                 said,
                 _waiting(plan),
             ),
@@ -191,7 +191,7 @@ def _figures(plan: Plan) -> list[Figure]:
         each = compact(plan.tokens_per_second / plan.target.num_devices)
         low, high = (compact(rate) for rate in plan.tokens_per_second_band or ())
         said = f"{low} to {high}, {each} per device, assumed"
-        found.append(Figure("Tokens per second", compact(plan.tokens_per_second), said))
+        found.append(Figure(f"{unit_of(plan).capitalize()} per second", compact(plan.tokens_per_second), said))
     if plan.mfu is not None:
         found.append(
             Figure("MFU", percent(plan.mfu), f"{_between(plan, plan.mfu, percent)} of the chips' peak, assumed")
@@ -208,7 +208,7 @@ def _figures(plan: Plan) -> list[Figure]:
     if cost is not None:
         between = _between(plan, cost, "${:,.0f}".format)
         said = f"{between} at ${plan.price:g} per device-hour, assumed"
-        found.append(Figure("Per billion tokens", f"${cost:,.0f}", said))
+        found.append(Figure(f"Per billion {unit_of(plan)}", f"${cost:,.0f}", said))
     return found
 
 
@@ -237,7 +237,7 @@ def _grounds(plan: Plan, notes: Sequence[str]) -> Section:
         ("attention only", f"{flops.attention:.4g} FLOP"),
         ("masked by causal attention, not in MFU", f"{flops.masked:.4g} FLOP"),
         *([("HFU: with recomputed and masked FLOPs", percent(plan.hfu))] if plan.hfu is not None else []),
-        ("tokens per step", f"{plan.tokens_per_step:,}"),
+        (f"{unit_of(plan)} per step", f"{plan.tokens_per_step:,}"),
     ]
     made += [tag("h3", "Counted in the traced program (computed)"), pairs(counted)]
     if plan.compiled is not None:
@@ -328,7 +328,7 @@ def _told_apart(plans: Sequence[PlanData]) -> list[str]:
     options = [name for name in plans[0]["setup"] | plans[1]["setup"] if name not in ("mesh", "rows")]
     setups = [plan["setup"] for plan in plans]
     differ = [name for name in options if setups[0].get(name) != setups[1].get(name)]
-    shown = [" ".join([one["mesh"], *(f"{name}={one[name]}" for name in differ if name in one)]) for one in setups]
+    shown = [" ".join([one["mesh"], *assignments({n: one[n] for n in differ if n in one})]) for one in setups]
     targets = [plan["target"]["name"] for plan in plans]
     return (
         shown if targets[0] == targets[1] else [f"{one} on {where}" for one, where in zip(shown, targets, strict=True)]

@@ -17,8 +17,8 @@ from meshwright.plan.compiled.scheduled_steps import OUTSIDE, LoopStep, Step, Wa
 from meshwright.plan.plan import Plan
 
 ROUNDS = 2  # of each loop, drawn one by one
-KINDS = ("matmuls", "memory traffic", "optimizer", "hidden communication", "exposed communication", "pipeline bubble")
-HIDDEN, EXPOSED = "hidden communication", "exposed communication"
+WAITING, HIDDEN, EXPOSED = "waits for communication", "hidden communication", "exposed communication"
+KINDS = ("matmuls", "memory traffic", "optimizer", WAITING, HIDDEN, EXPOSED, "pipeline bubble")
 _FINEST = 1 / 5000  # of the step
 _MANY = 2500  # bars
 _ATTENTION_BACKWARD = 2.5  # time of attention's backward pass, in forward passes
@@ -217,12 +217,13 @@ class _Drawing:
             return at
         one = self.compiled.collectives[place]
         late = max(0.0, self.arrives.pop(place, at) - at)
-        self.made.late += late
-        at += late
         exposed = (one.transfer_s or 0.0) * (1 - one.hidden_share)
+        self.made.late += late
+        if late + exposed > 0:
+            self.made.bars.append(StepBar("compute", at, late + exposed, WAITING, "waits", f"for {one.kind}"))
         if exposed > 0:
-            self._transfer(place, at, exposed, EXPOSED)
-        return at + exposed
+            self._transfer(place, at + late, exposed, EXPOSED)
+        return at + late + exposed
 
     def _transfer(self, place: int, start: float, seconds: float, kind: str) -> None:
         one = self.compiled.collectives[place]
@@ -245,9 +246,14 @@ class _Drawing:
         sums: dict[tuple[str, str], float] = {}
         for bar in self.made.bars[first:]:
             sums[bar.lane, bar.kind] = sums.get((bar.lane, bar.kind), 0.0) + left * bar.seconds
+        # Devices wait for exposed transfers one after another, after the compute of the block.
+        waits = at + length - sum(seconds for (_, kind), seconds in sums.items() if kind == EXPOSED)
         cursors: dict[str, float] = {}
         for (lane, kind), seconds in sorted(sums.items(), key=lambda item: KINDS.index(item[0][1])):
             start = cursors.get(lane, at)
+            if kind == EXPOSED:
+                start = max(start, waits)
+                waits = start + seconds
             self.made.bars.append(StepBar(lane, start, seconds, kind, f"{left:,} more rounds", f"{kind}, added up"))
             cursors[lane] = start + seconds
         most = max(self.made.levels[level:], key=lambda one: sum(one.live.values()), default=None)
@@ -271,8 +277,10 @@ class _Drawing:
                     if item.hidden:
                         made.bars.append(StepBar(lane, 0.0, item.seconds * item.hidden, HIDDEN, item.kind, said))
                     if item.hidden < 1:
-                        made.bars.append(StepBar(lane, at, item.seconds * (1 - item.hidden), EXPOSED, item.kind, said))
-                        at += item.seconds * (1 - item.hidden)
+                        exposed = item.seconds * (1 - item.hidden)
+                        made.bars.append(StepBar(lane, at, exposed, EXPOSED, item.kind, said))
+                        made.bars.append(StepBar("compute", at, exposed, WAITING, "waits", f"for {item.kind}"))
+                        at += exposed
             if time.bubble.value > 0:
                 made.bars.append(StepBar("compute", at, time.bubble.value, KINDS[-1], "bubble", time.bubble.note))
                 at += time.bubble.value

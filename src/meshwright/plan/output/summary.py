@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.layout.leaf import format_bytes, rich_table, text_table
-from meshwright.pages import Markup, compact, duration, percent, table
+from meshwright.pages import Markup, compact, duration, percent, plural, table
 from meshwright.plan.costs.step_time import TimePlan
 from meshwright.plan.expected_goodput import STORAGE_MOST, STORAGE_PER_HOST, ExpectedGoodput
 from meshwright.plan.output.commands import PlannedJob, how_to_run, train_command
+from meshwright.plan.output.setup_words import assignments, batch_words, counted, option_words
 from meshwright.plan.plan import Plan
 from meshwright.plan.search import Rejected, Search
 
@@ -74,9 +75,8 @@ class Summary:
 def plan_summary(plan: Plan, subject: PlannedJob) -> Summary:
     """Returns the text that `meshwright plan` prints."""
     head = [
-        f"{subject.name} on {plan.target.title}",
-        f"{plan.setup.mesh}, {plan.rows:,} rows, {plan.tokens_per_step:,} tokens per step"
-        + "".join(f", {text}" for text in setup_words(plan)),
+        f"{subject.described} on {plan.target.title}",
+        ", ".join([plan.setup.mesh, batch_words(plan.rows, plan.tokens_per_step), *option_words(_setup(plan))]),
         plan.memory.verdict,
         _speed(plan),
     ]
@@ -92,14 +92,20 @@ def plan_summary(plan: Plan, subject: PlannedJob) -> Summary:
     return Summary(tuple(part for part in parts if isinstance(part, str) or part.rows))
 
 
-def setup_words(plan: Plan) -> list[str]:
-    """Returns the options of a setup that differ from the defaults, without mesh and rows, and a chosen global view."""
-    chosen = {"view": "global"} if plan.view.view == "global" else {}
-    return [
-        f"{name}={value}"
-        for name, value in {**plan.setup.to_json(), **chosen}.items()
-        if name not in ("mesh", "rows") and value is not None
-    ]
+def title_words(plan: Plan, subject: PlannedJob) -> str:
+    """Returns one line about a plan: model and size, mesh, options that differ from the defaults, and target."""
+    how = ", ".join([plan.setup.mesh, *option_words(_setup(plan))])
+    return f"{subject.titled(plan.num_params)} as {how} on {plan.target.name}"
+
+
+def _setup(plan: Plan) -> dict[str, Any]:
+    """Returns the options of a setup that differ from the defaults, and a chosen global view."""
+    return plan.setup.to_json() | ({"view": "global"} if plan.view.view == "global" else {})
+
+
+def unit_of(plan: Plan) -> str:
+    """Returns what a step trains on: "tokens", or "rows" for a job without tokens."""
+    return counted(plan.rows, plan.tokens_per_step)
 
 
 def _speed(plan: Plan) -> str:
@@ -107,11 +113,11 @@ def _speed(plan: Plan) -> str:
         return "step time is not estimated for CPUs"
     mfu = "" if plan.mfu is None else f", MFU {percent(plan.mfu)}"
     cost = plan.dollars_per_billion_tokens
-    money = "" if cost is None else f", ${cost:,.0f} per billion tokens"
+    money = "" if cost is None else f", ${cost:,.0f} per billion {unit_of(plan)}"
     if plan.goodput is not None:
         money += f", goodput {percent(plan.goodput.share)} with failures"
     step = f"{duration(plan.time.step.value)} per step ({band_words(plan.time)})"
-    return f"{step}, {compact(plan.tokens_per_second)} tokens/s{mfu}{money} ({plan.time.step.basis})"
+    return f"{step}, {compact(plan.tokens_per_second)} {unit_of(plan)}/s{mfu}{money} ({plan.time.step.basis})"
 
 
 def band_words(time: TimePlan) -> str:
@@ -194,10 +200,10 @@ def goodput_table(plan: Plan, found: ExpectedGoodput) -> Table:
         ("Young-Daly", duration(failures.young_daly), "the same to first order"),
     ]
     if plan.tokens_per_second is not None:
-        rows.append(("tokens/s", f"{plan.tokens_per_second * found.share:,.0f}", "with failures"))
+        rows.append((f"{unit_of(plan)}/s", f"{plan.tokens_per_second * found.share:,.0f}", "with failures"))
     if plan.dollars_per_billion_tokens is not None:
         cost = plan.dollars_per_billion_tokens / found.share
-        rows.append(("price", f"${cost:,.0f}", "per billion tokens, with failures"))
+        rows.append(("price", f"${cost:,.0f}", f"per billion {unit_of(plan)}, with failures"))
     return Table("Goodput (assumed)", ("figure", "value", "note"), tuple(rows), (1,))
 
 
@@ -205,14 +211,14 @@ def search_summary(
     found: Search, best: Sequence[Plan], subject: PlannedJob, *, failed: Sequence[Rejected] = (), top: int = 5
 ) -> Summary:
     """Returns the text that `meshwright plan search` prints: the best plans, their commands, and rejections."""
-    batch = f"{found.rows:,} rows per step"
+    batch = f"{plural(found.rows, 'row')} per step"
     if found.profile.has_tokens:
         tokens = found.rows * found.tokens_per_row
-        batch = f"{found.rows:,} rows of {found.tokens_per_row:,} tokens, {tokens:,} tokens per step"
+        batch = f"{plural(found.rows, 'row')} of {found.tokens_per_row:,} tokens, {tokens:,} tokens per step"
     head = (
-        f"{subject.name} on {found.target.title}\n"
+        f"{subject.described} on {found.target.title}\n"
         f"{batch}\n"
-        f"{found.considered:,} candidates in {found.seconds:.1f} s; {len(found.ranked):,} fit"
+        f"{plural(found.considered, 'candidate')} in {duration(found.seconds)}; {len(found.ranked):,} fit"
     )
     parts: list[str | Table] = [head]
     if best:
@@ -231,7 +237,8 @@ def search_summary(
 def ranking_table(plans: Sequence[Plan]) -> Table:
     """Returns one row per plan."""
     planned = any(plan.goodput is not None for plan in plans)
-    headings = ["", "mesh", "setup", "step", "band", "MFU", "tokens/s", "memory", "sent", "exposed", "memory and links"]
+    rate = f"{unit_of(plans[0])}/s" if plans else "tokens/s"
+    headings = ["", "mesh", "setup", "step", "band", "MFU", rate, "memory", "sent", "exposed", "memory and links"]
     headings += ["goodput"] if planned else []
     rows = []
     for place, plan in enumerate(plans, 1):
@@ -240,8 +247,8 @@ def ranking_table(plans: Sequence[Plan]) -> Table:
             (
                 str(place),
                 plan.setup.mesh,
-                " ".join(setup_words(plan)) or "-",
-                f"{plan.time.step.value:.4g} s",
+                " ".join(assignments(_setup(plan))) or "-",
+                duration(plan.time.step.value),
                 band_words(plan.time),
                 "-" if plan.mfu is None else percent(plan.mfu),
                 "-" if plan.tokens_per_second is None else compact(plan.tokens_per_second),

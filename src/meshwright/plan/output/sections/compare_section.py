@@ -13,6 +13,7 @@ from meshwright.pages import (
     duration,
     fold,
     join,
+    plural,
     prose,
     scatter_chart,
     stacked_bars,
@@ -39,9 +40,9 @@ def compare_section(plans: Sequence[Plan], subject: PlannedJob, found: Search | 
     if found is not None:
         made.append(
             prose(
-                f"The search considered {found.considered:,} candidates in {found.seconds:.1f} s; "
+                f"The search considered {plural(found.considered, 'candidate')} in {duration(found.seconds)}; "
                 f"{len(found.ranked):,} fit.",
-                f"The best {len(timed)} are shown." if timed else "",
+                _shown(len(timed)),
             )
         )
     if found is not None and found.ranked:
@@ -59,6 +60,10 @@ def compare_section(plans: Sequence[Plan], subject: PlannedJob, found: Search | 
     if found is not None and found.rejected:
         made += [tag("h3", "Rejected candidates"), rejected_table(found).markup()]
     return Section("Other plans", join(made))
+
+
+def _shown(count: int) -> str:
+    return "" if not count else "The best one is shown." if count == 1 else f"The best {count} are shown."
 
 
 def candidates_chart(found: Search) -> Markup:

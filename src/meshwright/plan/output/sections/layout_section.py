@@ -30,7 +30,7 @@ def machine_section(plan: Plan) -> Section:
         made += _torus(target)
     elif target.platform == "gpu" and not spec.is_hybrid and target.num_devices > 1:
         # GPUs are placed in plain order, so device numbers match those of the mesh.
-        made.append(mesh_picture("Hosts", {"host": target.shape[0], "gpu": target.shape[1]}))
+        made.append(mesh_picture("Hosts", {"host": target.shape[0], "gpu": target.shape[1]}, is_machine=True))
     links = axis_links(target, spec)
     if links:
         rows = [
@@ -51,8 +51,9 @@ def _torus(target: Target) -> list[Markup]:
     dims = list(zip("xyz", target.shape, target.wraps, strict=False))  # of two dims, only x and y
     words = [f"{name} ({size}, {'a ring' if wraps else 'a line'})" for name, size, wraps in dims]
     slices = f" of each of {target.num_slices} slices" if target.num_slices > 1 else ""
-    picture = mesh_picture("Torus", {name: size for name, size, _ in dims}, node="chip")
-    return [picture, prose(f"Chips{slices} are linked along {', '.join(words)}.")]
+    picture = mesh_picture("Torus", {name: size for name, size, _ in dims}, node="chip", is_machine=True)
+    numbers = "A chip has its coordinates; the numbers of devices above follow the mesh."
+    return [picture, prose(f"Chips{slices} are linked along {', '.join(words)}.", numbers)]
 
 
 def layout_section(layout: Layout) -> Section:

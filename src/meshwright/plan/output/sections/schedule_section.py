@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from meshwright.pages import Lane, Section, Span, duration, join, prose, timeline
+from meshwright.pages import Lane, Section, Span, duration, join, plural, prose, timeline
 from meshwright.parallel.pipeline.schedule import IDLE
 from meshwright.parallel.pipeline.training_schedule import Work
 from meshwright.plan.plan import Plan
 
 MAX_STAGES = 16
+NUMBERED = "Each block is a microbatch; zoom in or point at it to see its number."
 KEYS = ("forward", "backward", "weight gradients")
 _NAMES = {Work.FORWARD: "forward", Work.BACKWARD: "backward", Work.WEIGHTS: "weight gradients"}
 
@@ -47,10 +48,11 @@ def schedule_section(plan: Plan) -> Section:
         lanes.append(Lane(f"device {device}", spans))
     rest = f"The first {MAX_STAGES} of {stages.count} devices are drawn." if stages.count > MAX_STAGES else ""
     each = f" in one of its {stages.rounds} stages" if stages.rounds > 1 else ""
+    most = plural(stages.live, "microbatch")
     said = prose(
-        f"{stages.count} devices run {table.num_microbatches} microbatches in {stages.schedule}; each waits "
-        f"{stages.idle:.1%} of the time (computed), and holds activations of at most {stages.live} microbatches{each}.",
-        "Numbers are microbatches. A backward pass is assumed to take twice as long as a forward pass, plus one if it "
+        f"{stages.count} devices run {plural(table.num_microbatches, 'microbatch')} in {stages.schedule}; each waits "
+        f"{stages.idle:.1%} of the time (computed), and holds activations of at most {most}{each}.",
+        f"{NUMBERED} A backward pass is assumed to take twice as long as a forward pass, plus one if it "
         "recomputes that; devices wait for their neighbors after each tick.",
         rest,
     )

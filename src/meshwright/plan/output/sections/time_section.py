@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from meshwright.pages import Lane, Markup, Section, Span, duration, join, prose, table, timeline
+from meshwright.pages import Lane, Markup, Section, Span, duration, join, plural, prose, table, timeline
 from meshwright.pages.colors import FILLS
 from meshwright.parallel.pipeline.schedule import IDLE, gpipe_schedule
 from meshwright.plan.costs.communication import Sent
 from meshwright.plan.costs.step_time import TimePlan
 from meshwright.plan.output.schedule_picture import KINDS, ScheduledStep, lanes, words
-from meshwright.plan.output.sections.schedule_section import schedule_section
+from meshwright.plan.output.sections.schedule_section import NUMBERED, schedule_section
 from meshwright.plan.output.summary import band_words, time_table
 from meshwright.plan.plan import Plan
 
 KEYS = {kind: FILLS[kind] for kind in KINDS}
-MATMUL, MEMORY, OPTIMIZER, HIDDEN, EXPOSED, BUBBLE = KEYS.values()
+MATMUL, MEMORY, OPTIMIZER, WAITING, HIDDEN, EXPOSED, BUBBLE = KEYS.values()
 MAX_STAGES = 16
 BACKWARD = 3  # time of a backward tick in forward ticks: it recomputes its forward pass first
 _SMALL = 2e-4  # of a step; shorter transfers would be invisible
@@ -49,7 +49,7 @@ def _picture(plan: Plan, time: TimePlan, made: ScheduledStep | None) -> Markup:
     keys = {kind: fill for kind, fill in KEYS.items() if made.total(kind) > 0}
     said = [
         "The compiled program in the order of its schedule, with the plan's times.",
-        "A transfer is drawn on its link from its start on; devices wait for its exposed part.",
+        "A transfer is drawn on its link from its start on; compute waits for its exposed part.",
         *words(made),
     ]
     return timeline(title, lanes(made), unit="compiled schedule, assumed times", keys=keys, note=" ".join(said))
@@ -62,6 +62,7 @@ def _lanes(plan: Plan, time: TimePlan) -> list[Lane]:
     spans = [
         Span(0.0, time.matmul.value, "matmuls", MATMUL, time.matmul.note),
         Span(time.matmul.value, compute, "memory", MEMORY, time.memory.note),
+        Span(compute, waits, "waits", WAITING, "for exposed communication"),
         Span(waits, bubble, "bubble", BUBBLE, time.bubble.note),
         Span(bubble, bubble + time.optimizer.value, "optimizer", OPTIMIZER, time.optimizer.note),
     ]
@@ -127,9 +128,9 @@ def pipeline_section(plan: Plan) -> Section | None:
     often = plan.setup.num_minibatches
     again = f" This repeats {often} times per step, once per minibatch." if often > 1 else ""
     said = prose(
-        f"{stages} stages process {schedule.num_microbatches} microbatches; each is idle "
+        f"{stages} stages process {plural(schedule.num_microbatches, 'microbatch')}; each is idle "
         f"{schedule.bubble_fraction:.1%} of the time (computed).{again}{rest}",
-        "Numbers are microbatches. A backward tick recomputes its forward pass, so it is drawn three times as long as "
+        f"{NUMBERED} A backward tick recomputes its forward pass, so it is drawn three times as long as "
         "a forward tick (assumed).",
     )
     # Without a step time, only the order is known.
