@@ -1,6 +1,7 @@
 """Muon takes the steps of optax's, on every mesh, with one exchange of the matrices in each direction."""
 
 import functools
+import math
 import sys
 
 import jax
@@ -12,9 +13,10 @@ from optax.contrib import MuonDimensionNumbers
 
 import meshwright as mw
 from meshwright import P
+from meshwright.models import Decoder
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.plan.compiled.topology import can_compile_for
-from meshwright.train import init_state, make_train_step, muon, state_layout
+from meshwright.train import init_state, make_train_step, muon, orthogonalize, state_layout
 from meshwright.train.optimizer.newton_schulz import COEFFICIENTS, DION_COEFFICIENTS
 
 RULES = mw.Rules(
@@ -116,6 +118,28 @@ def check_steps(optimizer, steps_of_optax, mesh, zero_axis=None):
         # Iterations multiply small singular values and their rounding errors: five by 3.44^5, four of Dion's by 174.
         atol = 485 * np.finfo(np.float32).eps * np.abs(expected).max()
         np.testing.assert_allclose(state.params[name], expected, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kv_heads"), [("tp:4", None), ("fsdp:2,tp:4", None), ("fsdp:2,tp:2", 2), ("fsdp:4,tp:2", 2)]
+)
+def test_the_layers_of_a_decoder_are_orthogonalized_as_on_one_device(mesh, kv_heads):
+    """On these meshes, XLA:CPU gave the operands of an all-to-all different layouts and refused its own program."""
+    model = Decoder(vocab_size=64, num_layers=2, d_model=64, num_heads=8, num_kv_heads=kv_heads, d_ff=128)
+    params = model.init(jax.random.key(0))
+    mesh = mw.create_mesh(mesh, devices=math.prod(int(axis[-1]) for axis in mesh.split(",")))
+    layout = mw.make_layout(model.rules, params, mesh)
+    names = ("attn", "mlp")
+    layers, specs, shardings = (
+        {name: tree["layers"][name] for name in names} for tree in (params, layout.specs, layout.shardings)
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        split = jax.jit(lambda tree: orthogonalize(tree, specs=specs), out_shardings=shardings)(
+            jax.device_put(layers, shardings)
+        )
+    for one, whole in zip(jax.tree.leaves(split), jax.tree.leaves(orthogonalize(layers)), strict=True):
+        # The bound of `check_steps`; singular values are near 1.
+        np.testing.assert_allclose(one, whole, atol=485 * np.finfo(np.float32).eps)
 
 
 def test_matrices_travel_once_in_each_direction():

@@ -298,7 +298,8 @@ def _share(stack: Any, split: Split, mesh: Any) -> tuple[Any, Callable[[Any], An
     num_copies = math.prod(sizes[axis] for axis in copies)
     count = stack.shape[0]
     ways = num_copies * math.prod(sizes[axis] for axes, _ in dims for axis in axes)
-    moved = jnp.pad(stack, ((0, round_up(count, ways) - count), (0, 0), (0, 0)))
+    # Behind a barrier, because XLA:CPU can give the operands of an all-to-all of padded parts different layouts.
+    moved = lax.optimization_barrier(jnp.pad(stack, ((0, round_up(count, ways) - count), (0, 0), (0, 0))))
     if copies:
         share = moved.shape[0] // num_copies
         moved = lax.dynamic_slice_in_dim(moved, lax.axis_index(copies) * share, share)
