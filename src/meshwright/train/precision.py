@@ -41,7 +41,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         if isinstance(self.fp8, Mapping):
-            object.__setattr__(self, "fp8", Fp8(**self.fp8))
+            object.__setattr__(self, "fp8", Fp8.from_fields(self.fp8))
         elif not (self.fp8 is None or isinstance(self.fp8, Fp8)):
             raise MeshwrightError(f"precision: fp8 must be an Fp8; got {self.fp8!r}.", hint="pass fp8=Fp8(), or None.")
         for name in ("params", "compute", "reduce", "accumulate"):
@@ -49,6 +49,11 @@ class Precision:
             if not is_float(dtype):
                 raise MeshwrightError(f"precision: {name}={dtype} is not a float dtype.", hint="pass e.g. bfloat16.")
             object.__setattr__(self, name, jnp.dtype(dtype))
+        if self.fp8 is not None and self.compute == jnp.float16:
+            raise MeshwrightError(
+                "precision: fp8 does not work with compute=float16, in which small gradients become zero.",
+                hint="use compute='bfloat16'.",
+            )
         if self.accumulate != jnp.float32:
             raise MeshwrightError(
                 f"precision: accumulate must be float32; got {self.accumulate}.",
