@@ -38,6 +38,7 @@ from meshwright.train import Step, language_job, make_train_step, state_layout
 from meshwright.train.fine_tuning.lora import adapt_job
 from meshwright.train.job import check_axes
 from meshwright.train.jobs.job_loading import load_job
+from meshwright.train.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class RunSetup:
     choice: MeshChoice
     layout: Layout
     precision: str
+    dtypes: Precision
     step: Step
     folder: RunFolder
     origin: InitOrigin | None = None
@@ -82,11 +84,12 @@ def decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSet
     precision: str = config.placement.precision
     if precision == "auto":
         precision = "float32" if jax.devices()[0].platform == "cpu" else "mixed"
+    dtypes = config.dtypes(precision)
     updates = together("choosing an optimizer", lambda: choose_optimizer(config.optimizer, config.run.steps, job))
     optimizer = updates.optimizer
     if updates.text:
         tell(updates.text)
-    choice = together("choosing a mesh", lambda: _choose_mesh(config, model, job, optimizer, precision))
+    choice = together("choosing a mesh", lambda: _choose_mesh(config, model, job, optimizer, dtypes))
     choice = MeshChoice(as_first(choice.mesh), as_first(choice.reason))
     tell(f"mesh: {choice.mesh} ({_devices()}); {choice.reason}")
     mesh = create_mesh(choice.mesh)
@@ -94,7 +97,7 @@ def decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSet
     check_axes(job, {axis: size for axis, size in mesh.shape.items() if axis != config.placement.zero_axis})
     zero_axis, pad, ema = config.placement.zero_axis, config.placement.pad or False, config.adapt.ema
     try:
-        layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=precision, pad=pad, ema=ema)
+        layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=dtypes, pad=pad, ema=ema)
     except LayoutError as error:
         if "hint: pad to" not in str(error):
             raise
@@ -115,7 +118,7 @@ def decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSet
         view=None if config.placement.view == "auto" else config.placement.view,
         num_minibatches=config.placement.minibatches,
         sync=None if config.placement.sync == "auto" else config.placement.sync,
-        precision=precision,
+        precision=dtypes,
         remat=config.placement.remat,
         clip=config.optimizer.clip,
         overlap=config.placement.overlap,
@@ -130,7 +133,21 @@ def decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSet
     if tokenizer is not None:  # the original may disappear, the copy stays
         config = config.changed({"tokenizer": str(copy_of_tokenizer(folder.path))})
     return RunSetup(
-        config, tell, model, job, source, held_out, updates, choice, layout, precision, step, folder, origin, remote
+        config,
+        tell,
+        model,
+        job,
+        source,
+        held_out,
+        updates,
+        choice,
+        layout,
+        precision,
+        dtypes,
+        step,
+        folder,
+        origin,
+        remote,
     )
 
 
@@ -174,7 +191,7 @@ def _load(
     return model, job, source, held_out
 
 
-def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, precision: str) -> MeshChoice:
+def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, precision: Precision) -> MeshChoice:
     named = config.placement.mesh if config.placement.mesh != "auto" else getattr(job, "mesh", None)
     if named is not None:
         return MeshChoice(named, "set by --mesh." if config.placement.mesh != "auto" else "set by the job.")

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.hardware.chips import multiplies_fp8
 from meshwright.hardware.flops import Flops, utilization
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.compile import Compiled
@@ -227,7 +228,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         sent += (host_copies(profile, target.chip, setup, sizes, rows),)
     tokens = rows * profile.tokens_per_row
     if profile.precision.fp8 is not None:
-        notes += ("fp8: computed times and memory are those of bfloat16, which are upper bounds",)
+        notes += fp8_notes(profile, target)
     notes += known_to_fail(target, sizes) + flops.notes + (() if compiled is None else compiled.notes)
     return Plan(
         target=target,
@@ -257,3 +258,19 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         state_bytes=sum(leaf.bytes_total for leaf in layout.leaves),
         num_params=profile.num_params,
     )
+
+
+def fp8_notes(profile: JobCosts, target: Target) -> tuple[str, ...]:
+    """Returns what a plan in fp8 does not count, and the matrices that are not multiplied in fp8."""
+    fp8 = profile.precision.fp8
+    if fp8 is None:
+        return ()
+    basis = "fp8: computed times and memory are those of bfloat16"
+    if multiplies_fp8(target.platform, target.chip):
+        notes = (f"{basis}, which are upper bounds",)
+    else:
+        notes = (
+            f"{basis}, and the step takes more: on {target.kind}, XLA widens fp8 values before it multiplies them",
+        )
+    skipped = fp8.skipped(profile.state.params)
+    return (*notes, f"fp8: too narrow, so not in fp8: {', '.join(skipped)}") if skipped else notes

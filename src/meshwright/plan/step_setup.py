@@ -54,7 +54,7 @@ class Setup:
     remat: str = "none"
     num_minibatches: int = 1
     sync: str | None = None
-    precision: str | Mapping[str, str] = "mixed"
+    precision: str | Mapping[str, Any] = "mixed"
     optimizer: str = "adamw"
     zero_axis: str | None = None
     pipeline: str | None = None
@@ -68,6 +68,20 @@ class Setup:
     def dtypes(self) -> Precision:
         """The precision as `make_train_step` takes it."""
         return Precision.named(self.precision) if isinstance(self.precision, str) else Precision(**self.precision)
+
+    def precision_options(self) -> dict[str, str]:
+        """Returns the precision as command-line options; {} if no options give it.
+
+        Example:
+            >>> Setup(mesh="dp:8", precision={"compute": "bfloat16", "fp8": {"scaling": "current"}}).precision_options()
+            {'--precision': 'fp8', '--fp8-scaling': 'current'}
+        """
+        if isinstance(self.precision, str):
+            return {"--precision": self.precision}
+        fields = self.precision.get("fp8")
+        if not isinstance(fields, Mapping) or dict(self.precision) != {"compute": "bfloat16", "fp8": fields}:
+            return {}
+        return {"--precision": "fp8"} | {f"--fp8-{name.replace('_', '-')}": str(fields[name]) for name in fields}
 
     def to_json(self) -> dict[str, Any]:
         """Returns the mesh and the fields that differ from their defaults."""

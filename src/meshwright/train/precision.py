@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -83,6 +83,25 @@ class Precision:
             hint = did_you_mean(name, known) or f"use one of: {', '.join(known)}, or a Precision."
             raise MeshwrightError(f"unknown precision {name!r}.", hint=hint)
         return known[name]
+
+    @classmethod
+    def with_fp8(cls, name: str, fields: Mapping[str, Any]) -> Precision:
+        """Returns a precision by name, with fields of its `Fp8`; those that are None keep their defaults.
+
+        Example:
+            >>> Precision.with_fp8("fp8", {"scaling": "current", "matmuls": None}).fp8.scaling
+            'current'
+        """
+        given = {field: value for field, value in fields.items() if value is not None}
+        if given and name != "fp8":
+            options = ", ".join(f"--fp8-{field.replace('_', '-')}" for field in given)
+            one = len(given) == 1
+            raise MeshwrightError(
+                f"{options} {'has' if one else 'have'} no effect without --precision fp8.",
+                hint=f"add --precision fp8, or leave {'it' if one else 'them'} out (on resume, pass None).",
+            )
+        found = cls.named(name)
+        return replace(found, fp8=Fp8.from_fields(given)) if given else found
 
     def stored(self, params: PyTree, *, keep: str | Sequence[str] = ()) -> PyTree:
         """Casts parameters to the dtype in which they are stored, except those with a match of a regex in `keep`."""

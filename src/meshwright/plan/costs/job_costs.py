@@ -189,7 +189,7 @@ class JobCosts:
 def profile_job(
     job: Any,
     *,
-    precision: Precision | str | Mapping[str, str] = "mixed",
+    precision: Precision | str | Mapping[str, Any] = "mixed",
     optimizer: str = "adamw",
     platform: str = "tpu",
     remats: tuple[str, ...] = REMATS,
