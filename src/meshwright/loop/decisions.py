@@ -18,7 +18,7 @@ from meshwright.loop.logging.progress import Voice
 from meshwright.loop.logging.run_stats import num_params
 from meshwright.loop.settings.choices import MeshChoice, choose_mesh, device_memory, make_model
 from meshwright.loop.settings.config import TrainConfig
-from meshwright.loop.settings.optimizers import OptimizerChoice, choose_optimizer
+from meshwright.loop.settings.optimizers import OptimizerChoice, choose_optimizer, muon_line
 from meshwright.loop.settings.pipeline_options import pipeline_line, require_rows, with_pipeline
 from meshwright.loop.sources import HeldOut, Source, make_held_out, make_source, rows_of, with_rows
 from meshwright.loop.text_source import MixedSource, TextSource
@@ -111,6 +111,8 @@ def decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSet
         f"model: {named}, {num_params(job):,} parameters; the state takes "
         f"{format_bytes(layout.bytes_per_device)} per device; precision {precision}"
     )
+    if (muons := muon_line(layout, job)) is not None:
+        tell(muons)
     step = make_train_step(
         job,
         optimizer,

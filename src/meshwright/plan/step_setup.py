@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,8 +115,8 @@ class Setup:
         return " ".join([self.mesh, *(f"{name}={value}" for name, value in shown.items())])
 
 
-def named_optimizer(name: str) -> Any:
-    """Returns an optax optimizer by name, with a placeholder learning rate.
+def named_optimizer(name: str, job: Any = None) -> Any:
+    """Returns an optax optimizer by name, with a placeholder learning rate; a job may say what muon orthogonalizes.
 
     Example:
         >>> named_optimizer("adamw").init({"w": np.zeros(2)})[0].mu
@@ -123,7 +124,8 @@ def named_optimizer(name: str) -> Any:
     """
     import optax
 
-    factory = muon if name == "muon" else getattr(optax, name, None)
+    own_muon = functools.partial(muon, is_matrix=getattr(job, "is_matrix", None))
+    factory = own_muon if name == "muon" else getattr(optax, name, None)
     if not callable(factory):
         known = ("adamw", "adam", "sgd", "adafactor", "lion", "lamb", "rmsprop", "adagrad", "muon")
         raise MeshwrightError(
@@ -154,7 +156,7 @@ def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
     """Returns the train step of a setup on a mesh, and the shapes of its batch."""
     require_loss(job, who="plan")
     job = with_schedule(job, setup)
-    optimizer = named_optimizer(setup.optimizer)
+    optimizer = named_optimizer(setup.optimizer, job)
     layout = state_layout(
         job, optimizer, mesh, zero_axis=setup.zero_axis, precision=setup.dtypes, pad=setup.pad or False
     )

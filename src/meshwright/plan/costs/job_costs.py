@@ -249,7 +249,7 @@ def profile_job(
     tokens, notes = _tokens_per_row(job)
     has_tokens = not notes
     key = abstract_key()
-    rule = named_optimizer(optimizer)
+    rule = named_optimizer(optimizer, job)
     state = jax.eval_shape(lambda key: make_state(job, rule, key, precision=dtypes), key)
     widths = {
         leaf.name: int(dtype.itemsize)
