@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import meshwright as mw
 from meshwright.hardware.flops import count_flops
 from meshwright.models import MLSTMState, mlstm_recurrent
 from meshwright.parallel.kernels import token_kernel
@@ -96,7 +97,8 @@ def test_gradients_and_rows_apart_are_those_of_a_recurrence_without_the_kernel()
 
 def test_other_sizes_use_xla(monkeypatch):
     monkeypatch.setattr(token_kernel, "call_kernel", None)
-    recur(True, keys=64)
+    with pytest.warns(mw.MeshwrightWarning, match="XLA's form runs: heads have 64 features of keys and 128 of values"):
+        recur(True, keys=64)
 
 
 def test_the_cost_is_that_of_the_operations():
