@@ -1,12 +1,12 @@
-"""Checks the values of all kernels but the mLSTM's (`mlstm_h200.py --values`) on the local GPU.
+"""Checks the values of all kernels but those of the mLSTM's chunks (`mlstm_h200.py --values`) on the local GPU.
 
     PYTHONPATH=src python3 benchmarks/kernel_values.py           # a Hopper GPU
     PYTHONPATH=src python3 benchmarks/kernel_values.py --tiny    # the smallest shapes, interpreted on a CPU
 
-Products of gathered rows and symmetric products use integers, which are exact in float32, so every element must match
-to the bit; so must the columns of a cut weight, stacked arrays and casts to fp8. Gradients of norms and of the loss are
-compared with XLA in float32, relative to the largest element. Each shape runs five times, because a missing barrier may
-not show in a single run.
+Products of gathered rows, symmetric products and tokens of a recurrence use integers, which are exact in float32, so
+every element must match to the bit; so must the columns of a cut weight, stacked arrays and casts to fp8. Gradients of
+norms and of the loss are compared with XLA in float32, relative to the largest element. Each shape runs five times,
+because a missing barrier may not show in a single run.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from meshwright.parallel.kernels.copy_kernels import cut_columns, stack
 from meshwright.parallel.kernels.gradient_kernels import residual_norm, softmax_gradient
 from meshwright.parallel.kernels.matmul_kernel import can_write, write_product
 from meshwright.parallel.kernels.symmetric_kernel import symmetric_product
+from meshwright.parallel.kernels.token_kernel import advance_memory, fits_token
 from meshwright.parallel.tensor import sequence_norm
 
 # Devices, blocks of rows, row boundaries of the parts, features of rows and of products, dtype.
@@ -59,6 +60,15 @@ CASTS: list[tuple[int, int, str]] = [
     (4096, 2048, "float8_e4m3fn"),
     (2048, 5632, "float8_e5m2"),
 ]
+# Rows, heads, features of keys and of values.
+TOKENS: list[tuple[int, int, int, int]] = [
+    (1, 2, 128, 128),
+    (2, 3, 256, 384),
+    (70, 4, 128, 128),
+    (1, 1, 128, 4096),
+    (1, 4, 256, 512),
+    (32, 8, 256, 512),
+]
 # Rows, features, dtype, largest relative difference: two roundings to bfloat16, or float32 in another order.
 NORMS: list[tuple[int, int, str, float]] = [
     (70, 256, "bfloat16", 8e-3),
@@ -87,6 +97,7 @@ def main() -> None:
         found |= {f"cuts {shape}": wrong_cuts(*shape, times=times) for shape in CUTS[:few]}
         found |= {f"stacks {shape}": wrong_stacks(*shape, times=times) for shape in STACKS[: few and 1]}
         found |= {f"casts {shape}": wrong_casts(*shape, times=times) for shape in CASTS[:few]}
+        found |= {f"tokens {shape}": wrong_tokens(*shape, times=times) for shape in TOKENS[:few]}
         apart = {f"norms {shape}": norm_differences(*shape[:3], times=times) for shape in NORMS[:few]}
         apart |= {f"losses {shape}": loss_differences(*shape[:3], times=times) for shape in LOSSES[:few]}
     for what, count in found.items():
@@ -161,6 +172,22 @@ def wrong_casts(rows: int, columns: int, dtype: str, *, times: int = 1) -> int:
         wrong += sum(int((part != wide[2]).sum()) for part in wide[:2])
         wrong += x.size if float(found.amax) != float(plain.amax) else 0
     return wrong
+
+
+def wrong_tokens(rows: int, heads: int, keys: int, values: int, *, times: int = 1) -> int:
+    """Returns the number of wrong elements after a token of a recurrence, in memories, normalisers and reads."""
+    assert fits_token(keys, values), "the kernel does not support this size"
+    shapes = [(rows, heads, keys, values), *[(rows, heads, keys)] * 3, (rows, heads, values), *[(rows, heads)] * 2]
+    kinds = ["float32", "float32", *["bfloat16"] * 3, "float32", "float32"]
+    given = [whole_numbers(seed, *made) for seed, made in enumerate(zip(shapes, kinds, strict=True))]
+    memory, normaliser, q, k, v, keep, gain = (np.asarray(array, np.float64) for array in given)
+    added = gain[..., None] * k
+    memory = keep[..., None, None] * memory + added[..., None] * v[..., None, :]
+    normaliser = keep[..., None] * normaliser + added
+    true = memory, normaliser, np.einsum("bhk,bhkv->bhv", q, memory), (q * normaliser).sum(-1)
+    run = jax.jit(lambda *given: advance_memory(*given))
+    found = [run(*given) for _ in range(times)]
+    return sum(int((np.asarray(one) != exact).sum()) for made in found for one, exact in zip(made, true, strict=True))
 
 
 def norm_differences(rows: int, features: int, dtype: str, *, times: int = 1) -> dict[str, float]:

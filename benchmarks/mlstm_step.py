@@ -9,7 +9,8 @@ first if there are few rows; *kernel* is `mlstm_recurrent(kernels=True)`, which 
 shape on a CPU, where the first two are the same matmul, and the kernel is interpreted.
 
 Times are of `--tokens` tokens in one program with donated state, medians of `--rounds` calls of each form in a drawn
-order, beside the least at 4.8 TB/s.
+order, beside the least at 4.8 TB/s. Inputs and the first state are random, and outputs and states of all forms must
+agree; otherwise the script exits with 1.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from typing import Any
 from unittest import mock
@@ -42,23 +44,40 @@ FORMS = {
     "kernel": (mlstm._sums, True),
 }
 """How `q C` is summed, and whether the kernel is used."""
+TOLERANCES = {"outputs": 2**-7, "memories": 1e-4}
+"""Outputs are rounded to bfloat16; a memory in float32 is rounded a few times per token."""
 
 
 def main() -> None:
     args = arguments()
     shapes = TINY_SHAPES if args.tiny else SHAPES
     print(f"{'compiled for an H200' if args.bytes else jax.devices()[0].device_kind}; {machine()}; {versions('jax')}")
-    lines = [line for shape in shapes for line in (count(shape) if args.bytes else measure(shape, args))]
     counted, timed = ["kernels", "bytes / state", "kernels with all of it"], ["us per token", "range", "of the least"]
-    print(table(["B, H, K, V", "form", "state, MB", *(counted if args.bytes else timed)], lines))
+    headings = ["B, H, K, V", "form", "state, MB", *(counted if args.bytes else timed)]
+    far = []
+    for shape in shapes:
+        lines, apart = (count(shape), {}) if args.bytes else measure(shape, args)
+        print(table(headings, lines), flush=True)
+        for what, value in apart.items():
+            print(
+                f"{shape}: {what} of all forms at most {value:.1e} apart ({TOLERANCES[what]:.0e} allowed)", flush=True
+            )
+            if not value <= TOLERANCES[what]:
+                far.append(f"{what} of {shape}")
+    if far:
+        sys.exit(f"error: forms differ in {', '.join(far)}.")
 
 
 def inputs(shape: tuple[int, ...], put: Any = lambda x: x) -> tuple[Any, ...]:
     rows, heads, keys, values = shape
-    q, v = jnp.ones((rows, 1, heads, keys), jnp.bfloat16), jnp.ones((rows, 1, heads, values), jnp.bfloat16)
-    gates = jnp.zeros((rows, 1, heads))
+    made = jax.random.split(jax.random.key(0), 7)
+    q, k = (jax.random.normal(key, (rows, 1, heads, keys), jnp.bfloat16) for key in made[:2])
+    v = jax.random.normal(made[2], (rows, 1, heads, values), jnp.bfloat16)
+    i, f = (jax.random.normal(key, (rows, 1, heads)) for key in made[3:5])
     state = init_mlstm_state(rows, heads, key_dim=keys, value_dim=values)
-    result: tuple[Any, ...] = jax.tree.map(put, (state, q, q / 16, v, gates, gates + 3))
+    numbers = (jax.random.normal(key, leaf.shape) for key, leaf in zip(made[5:], state[:2], strict=True))
+    state = type(state)(*numbers, *state[2:])
+    result: tuple[Any, ...] = jax.tree.map(put, (state, q, k / keys**0.5, v, i, f + 3))
     return result
 
 
@@ -85,7 +104,8 @@ def count(shape: tuple[int, ...]) -> list[list[object]]:
     return lines
 
 
-def measure(shape: tuple[int, ...], args: argparse.Namespace) -> list[list[object]]:
+def measure(shape: tuple[int, ...], args: argparse.Namespace) -> tuple[list[list[object]], dict[str, float]]:
+    """Returns the rows of the table, and how far the forms are apart, relative to the first."""
     state, *tokens = inputs(shape)
     programs, states, times = {}, {}, {name: list[float]() for name in FORMS}
     for name, (read, kernels) in FORMS.items():
@@ -111,15 +131,21 @@ def measure(shape: tuple[int, ...], args: argparse.Namespace) -> list[list[objec
             states[name], _, results[name] = jax.block_until_ready(programs[name](states[name], *tokens))
             if number:  # the first round warms up
                 times[name].append((time.perf_counter() - start) / args.tokens * 1e6)
-    one, *others = (results[name].astype(jnp.float32) for name in FORMS)
-    apart = max(float(jnp.linalg.norm(other - one) / jnp.linalg.norm(one)) for other in others)
-    print(f"{shape}: outputs of all forms at most {apart:.1e} apart", flush=True)
+    apart = {"outputs": difference(results), "memories": difference({name: one[0] for name, one in states.items()})}
     least = 2 * size_of(shape) / RATE * 1e6
     return [
         [", ".join(map(str, shape)), name, f"{size_of(shape) / 1e6:.1f}", f"{statistics.median(found):.1f}",
          f"{min(found):.1f}-{max(found):.1f}", f"{statistics.median(found) / least:.2f}"]
         for name, found in times.items()
-    ]  # fmt: skip
+    ], apart  # fmt: skip
+
+
+def difference(arrays: dict[str, Any]) -> float:
+    """Returns the largest difference from the first array, relative to its size; a head counts by itself."""
+    one, *others = (jnp.asarray(array, jnp.float32) for array in arrays.values())
+    dims = tuple(range(2, one.ndim)) if one.ndim > 2 else (-1,)
+    size = jnp.sqrt(jnp.sum(one**2, axis=dims))
+    return max(float(jnp.max(jnp.sqrt(jnp.sum((other - one) ** 2, axis=dims)) / size)) for other in others)
 
 
 def size_of(shape: tuple[int, ...]) -> int:

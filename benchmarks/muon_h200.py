@@ -38,7 +38,7 @@ from meshwright.models import Decoder
 from meshwright.plan.compiled.topology import mesh_on_target
 from meshwright.train import init_state, language_job, make_eval_step, make_train_step, muon, state_layout
 from meshwright.train.optimizer import newton_schulz as iterations
-from meshwright.train.optimizer.muon import NOT_MATRICES
+from meshwright.train.optimizer.muon import is_hidden_matrix
 from meshwright.train.optimizer.newton_schulz import COEFFICIENTS, DION_COEFFICIENTS, newton_schulz
 from meshwright.tree import named_tree_map
 
@@ -54,7 +54,7 @@ def optax_muon() -> Any:
 
     def numbers(params: Any) -> Any:
         return named_tree_map(
-            lambda name, leaf: matrix if leaf.ndim > 1 and not any(word in name for word in NOT_MATRICES) else None,
+            lambda name, leaf: matrix if is_hidden_matrix(name, leaf) else None,
             params,
             sep="/",
         )

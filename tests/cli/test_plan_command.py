@@ -25,7 +25,7 @@ from meshwright.plan.output.plan_diff import diff_plans, parse_setup, read_plan
 from meshwright.plan.output.summary import plan_summary
 from meshwright.plan.plan import make_plan
 from meshwright.plan.step_setup import Setup
-from meshwright.train import language_job, state_layout
+from meshwright.train import Fp8, Precision, language_job, state_layout
 
 SMALL = ("--model", "decoder-tiny", "--num-tokens", "64")
 ON_TPU = (*SMALL, "--target", "v5p:2x2x1", "--no-compile")
@@ -141,6 +141,29 @@ def test_train_and_plan_accept_the_printed_commands(cli):
     data = json.loads(cli(*again[2:], "--json")[1])
     assert Setup.from_json(data["setup"]) == setup
     assert data["rows"] == 8
+
+
+def test_a_plan_in_fp8_has_the_options_of_train(cli):
+    chosen = ("--precision", "fp8", "--fp8-least-dim", "32", "--fp8-matmuls", "attn/k|mlp/up")
+    model = (*SMALL, "--model-options", "num_kv_heads=2")
+    code, out, _ = cli(*model, *chosen, "--target", "h200:1x1", "--no-compile", "--mesh", "dp:1")
+    assert code == 0
+    assert "computed times and memory are those of bfloat16, which are upper bounds" in out
+    assert "fp8: too narrow, so not in fp8: layers/attn/k" in out
+    printed = next(line for line in out.splitlines() if "meshwright train" in line)
+    words = shlex.split(printed.partition("meshwright train ")[2])
+    config = tyro.cli(tyro.conf.OmitArgPrefixes[TrainConfig], args=words)
+    assert config.dtypes("fp8") == Precision(compute="bfloat16", fp8=Fp8(least_dim=32, matmuls="attn/k|mlp/up"))
+    with pytest.raises(MeshwrightError, match="--fp8-scaling has no effect without --precision fp8"):
+        cli(*ON_TPU, "--mesh", "fsdp:4", "--fp8-scaling", "current")
+
+
+@pytest.mark.parametrize("target", ["a100:1x1", "cpu:1", "v6e:1x1"])
+def test_a_chip_without_fp8_matmuls_is_named_once(cli, target):
+    chosen = ("--precision", "fp8", "--fp8-least-dim", "16", "--mesh", "dp:1")
+    _, out, _ = cli(*SMALL, *chosen, "--target", target, "--no-compile")
+    assert out.count("XLA widens fp8 values before it multiplies them") == 1
+    assert "upper bounds" not in out
 
 
 def test_a_train_command_is_shown_only_for_its_optimizers(cli):

@@ -5,15 +5,17 @@ import json
 import pytest
 
 from meshwright.errors import MeshwrightError
+from meshwright.loop.report.run_page import render
+from meshwright.loop.report.run_record import read_run
 from meshwright.loop.run import train
 from meshwright.loop.settings.config import TrainConfig
-from meshwright.plan.compiled.fp8_matmuls import inspect_fp8
+from meshwright.plan.compiled.fp8_matmuls import ROLES, inspect_fp8
 
 JOB = """
 from meshwright.models import Decoder
 from meshwright.train import language_job
-job = language_job(Decoder(vocab_size=64, num_layers=1, d_model=256, num_heads=2, d_ff=256), batch_size=8, num_tokens=8)
-narrow = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=8)
+model = Decoder(vocab_size=64, num_layers=2, d_model=64, num_heads=4, num_kv_heads=1, d_ff=64)
+narrow = language_job(model, batch_size=8, num_tokens=8)
 """
 
 
@@ -21,8 +23,8 @@ narrow = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=8)
 def run(tmp_path):
     (tmp_path / "jobs.py").write_text(JOB)
 
-    def start(job="job", *, inspect=inspect_fp8, **options):
-        lines = []
+    def start(job, *, inspect=inspect_fp8, told=None, **options):
+        lines = [] if told is None else told
         changes = {"job": f"{tmp_path}/jobs.py:{job}", "run": f"{tmp_path}/run", "steps": 1, "report": False}
         config = TrainConfig().changed(changes | {"precision": "fp8", "mesh": "dp:8"} | options)
         train(config, say=lines.append, inspect_fp8=inspect)
@@ -32,23 +34,44 @@ def run(tmp_path):
     return start
 
 
-@pytest.mark.slow  # compiles two steps of a decoder with features of a size that fp8 is for
-def test_a_run_prints_and_logs_how_its_matmuls_run(run):
-    text = "fp8 is emulated on this device: 21 projection matmuls of fp8 values run as 21 f32*f32->f32"
-    lines, events = run()
-    assert [line for line in lines if line.startswith(text)]
+def test_a_run_prints_and_logs_how_its_matmuls_run(run, tmp_path):
+    chosen = {"fp8_matmuls": "attn/k|mlp/(up|down)$", "fp8_least_dim": 32}
+    text = "fp8 is emulated on this device: 12 projection matmuls of fp8 values run as 12 f32*f32->f32"
+    lines, events = run("narrow", **chosen)
+    (line,) = (line for line in lines if line.startswith(text))
+    assert line.endswith("; too narrow for fp8: layers/attn/k (listed in " + f"{tmp_path}/run/events.jsonl)")
     assert [kind for kind, said in events if said.startswith(text)] == ["fp8"]
+    # The event and the report list each parameter, pass and dtype.
+    record = read_run(tmp_path / "run")
+    matmuls = record.happened("fp8")[0]["matmuls"]
+    own = {(row["name"], row["pass"]) for row in matmuls if row["pass"]}
+    assert own == {(f"layers/mlp/{name}", one) for name in ("up", "down") for one in ROLES}
+    assert {row["dtypes"] for row in matmuls if row["pass"]} == {"f32*f32->f32"}
+    page = render(record, now=0)
+    assert "layers/mlp/up" in page
+    assert "weight gradient" in page
 
     # A fallback is a warning with the parameter's name; the run goes on from its checkpoint, with its scaling state.
-    def falls_back(text, names, platform):
-        assert platform == "cpu"
-        return "fp8: 0 of 21", [f"`{names[0]}` does not run in fp8: ...\nhint: ..."]
+    def falls_back(text, names, emulates):
+        assert emulates
+        return "fp8: 0 of 12", [f"`{names[0]}` does not run in fp8: ...\nhint: ..."], []
 
-    lines, events = run(inspect=falls_back, resume=True, steps=2)
-    assert "warning: `layers/attn/k` does not run in fp8: ...\nhint: ..." in lines
-    assert ("warning", "`layers/attn/k` does not run in fp8: ...\nhint: ...") in events
+    lines, events = run("narrow", inspect=falls_back, resume=True, steps=2, **chosen)
+    assert "warning: `layers/mlp/down` does not run in fp8: ...\nhint: ..." in lines
+    assert ("warning", "`layers/mlp/down` does not run in fp8: ...\nhint: ...") in events
+
+    # A pipeline is refused before the run says that it trains.
+    lines.clear()
+    with pytest.raises(MeshwrightError, match=r"a loss does not run in fp8 in a pipeline \(axis 'pp'\)"):
+        run("narrow", mesh="dp:4,pp:2", told=lines, **{**chosen, "run": f"{tmp_path}/other"})
+    assert not [line for line in lines if line.startswith("training from")]
+    with pytest.raises(
+        MeshwrightError, match=r"step 2 was saved with --precision fp8 and its delayed scaling, and this"
+    ):
+        run("narrow", resume=True, steps=3, precision="mixed")
 
 
 def test_narrow_models_are_refused(run):
-    with pytest.raises(MeshwrightError, match=r"no parameter is multiplied in fp8: `layers/attn/k` has dims below 256"):
+    hint = r"\nhint: use precision mixed, or choose others with --fp8-matmuls REGEX and --fp8-least-dim"
+    with pytest.raises(MeshwrightError, match=rf"no parameter .* in fp8: `layers/attn/k` has dims below 256.*{hint}"):
         run("narrow")

@@ -32,7 +32,7 @@ def stand_ins(monkeypatch):
     )
     monkeypatch.setattr(mlstm_hopper, "_CHUNK_SIZES", (64,))
     monkeypatch.setattr(mlstm_chunks, "uses_hopper_kernels", lambda wanted: wanted is not False)
-    monkeypatch.setattr(mlstm_chunks, "can_fuse", lambda q, v: True)
+    monkeypatch.setattr(mlstm_chunks, "why_not_fused", lambda q, v: None)
     return used
 
 
@@ -167,11 +167,45 @@ def test_supported_shapes_and_dtypes(keys, values, length, dtype, fits):
     assert can_fuse(q, v) is fits
 
 
+SIZES = {64: range(64, 769, 64), 128: (64, 128, 256, 384, 512, 640), 192: (192, 384, 576), 256: (128, 256, 512)}
+
+
+def test_the_documented_sizes_are_those_that_fit():
+    """`mlstm_chunkwise` and docs/guides/speed.md list them."""
+    every = range(64, 1025, 64)
+    fits = {
+        (keys, values)
+        for keys in every
+        for values in every
+        if can_fuse(*(jax.ShapeDtypeStruct((1, 128, 1, size), jnp.bfloat16) for size in (keys, values)))
+    }
+    assert fits == {(keys, values) for keys, found in SIZES.items() for values in found}
+
+
+@pytest.mark.parametrize(
+    ("keys", "length", "dtype", "why"),
+    [
+        (64, 128, "float32", "inputs are float32"),
+        (64, 100, "bfloat16", "rows have 100 tokens, which is no multiple of 128"),
+        (32, 128, "bfloat16", "heads have 32 features of keys and 64 of values"),
+    ],
+)
+def test_a_fallback_that_was_not_asked_for_warns(keys, length, dtype, why):
+    q, v = (jnp.zeros((1, length, 1, size), dtype) for size in (keys, 64))
+    gates = jnp.zeros((1, length, 1))
+    with pytest.warns(mw.MeshwrightWarning, match=f"kernels=True, but XLA's form runs: {why}"):
+        mlstm_chunkwise(q, q, v, gates, gates, kernels=True)
+    mlstm_chunkwise(q, q, v, gates, gates)
+
+
 def test_states_and_chunk_sizes_use_xla(stand_ins):
     args = tokens()
-    fused(*args, chunk_size=64)
-    _, state = fused(*args, return_state=True)
-    fused(*args, state=state)
+    with pytest.warns(mw.MeshwrightWarning, match="kernels=True, but XLA's form runs: chunk_size is 64"):
+        fused(*args, chunk_size=64)
+    with pytest.warns(mw.MeshwrightWarning, match="they neither take nor return a state"):
+        _, state = fused(*args, return_state=True)
+    with pytest.warns(mw.MeshwrightWarning, match="they neither take nor return a state"):
+        fused(*args, state=state)
     fused(*args, kernels=False)
     assert not stand_ins
     mlstm_chunkwise(*args)  # the kernels are on by default where they are supported

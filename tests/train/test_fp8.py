@@ -22,6 +22,7 @@ from meshwright.models import XLSTM, Decoder, Execution
 from meshwright.parallel import Amaxes
 from meshwright.train import (
     Fp8,
+    NonFiniteGuard,
     Precision,
     init_state,
     language_job,
@@ -192,6 +193,62 @@ def test_an_infinite_input_of_a_matmul_skips_the_step():
     assert int(metrics["skipped"]) == 1
 
 
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_an_infinite_weight_skips_the_step(scaling):
+    """The weight's cast clips infinity as well; its amax comes from the parameters, before the step."""
+    job, precision = job_of(), PRECISIONS[scaling]
+    layout, state = start(job, mw.create_mesh("dp:2,fsdp:2,tp:2"), precision)
+    step = make_train_step(job, OPTIMIZER, layout, precision=precision, donate=False)
+    layers = state.params["layers"]
+    broken = {**layers, "mlp": {**layers["mlp"], "up": layers["mlp"]["up"].at[0, 0, 0].set(jnp.inf)}}
+    _, metrics = step(dataclasses.replace(state, params={**state.params, "layers": broken}), job.make_batch(1))
+    assert int(metrics["skipped"]) == 1
+    told = NonFiniteGuard.for_layout(layout).check(metrics, step=1)
+    assert told == "step 1 was skipped: an input, weight or gradient of a matmul in fp8 is not finite"
+
+
+def test_a_layout_without_the_history_of_the_step_is_refused():
+    job, mesh, delayed = job_of(), mw.create_mesh("dp:8"), PRECISIONS["delayed"]
+    without, fitting = (state_layout(job, OPTIMIZER, mesh, precision=one) for one in ("mixed", delayed))
+    longer = state_layout(job, OPTIMIZER, mesh, precision=Precision(fp8=dataclasses.replace(FP8, history=5)))
+    need = r"the step needs a history of amaxes for delayed scaling in fp8, but the layout"
+    where = r"`fp8/layers/attn/k` is"
+    for make in (make_eval_step, functools.partial(make_train_step, optimizer=OPTIMIZER)):
+        with pytest.raises(
+            MeshwrightError, match=rf"{need} has none: {where} nothing in the layout, \[2, 2, 3\] in the"
+        ):
+            make(job, layout=without, precision=delayed)
+        with pytest.raises(MeshwrightError, match=rf"{need} has another one: {where} \[2, 2, 5\] in the layout"):
+            make(job, layout=longer, precision=delayed)
+    with pytest.raises(MeshwrightError, match=r"the step needs no history of amaxes, but the layout has one: .*"):
+        make_train_step(job, OPTIMIZER, fitting, precision="mixed")
+    make_eval_step(job, fitting, precision="mixed")
+    make_train_step(job, OPTIMIZER, without, precision=PRECISIONS["current"])
+
+
+def test_a_checkpoint_says_that_its_precision_was_fp8(tmp_path):
+    from meshwright.checkpoint import Checkpoints
+
+    job, mesh = job_of(), mw.create_mesh("dp:8")
+    layouts = {
+        "fp8": state_layout(job, OPTIMIZER, mesh, precision=PRECISIONS["delayed"]),
+        "mixed": state_layout(job, OPTIMIZER, mesh, precision="mixed"),
+        "longer": state_layout(job, OPTIMIZER, mesh, precision=Precision(fp8=dataclasses.replace(FP8, history=5))),
+    }
+    for name, other, text in (
+        ("fp8", "mixed", r"step 0 was saved with --precision fp8 and its delayed scaling, and this run has other"),
+        ("mixed", "fp8", r"step 0 was not saved with --precision fp8 .*, and this run needs its history of amaxes"),
+        ("fp8", "longer", r"step 0 was saved with other options for matmuls in fp8"),
+    ):
+        precision = PRECISIONS["delayed"] if name == "fp8" else "mixed"
+        state = init_state(job, OPTIMIZER, layouts[name], jax.random.key(0), precision=precision)
+        with Checkpoints(tmp_path / f"{name}-{other}") as checkpoints:
+            checkpoints.save(state, step=0, layout=layouts[name], facts={})
+            checkpoints.wait()
+            with pytest.raises(MeshwrightError, match=text):
+                checkpoints.restore(layouts[other])
+
+
 def test_a_resumed_run_is_bit_identical(tmp_path):
     from meshwright.checkpoint import Checkpoints
 
@@ -260,6 +317,16 @@ def test_bad_requests_are_refused():
         Fp8(history=0)
     with pytest.raises(MeshwrightError, match=r"fp8 must be an Fp8; got 'yes'"):
         Precision(fp8="yes")
+    with pytest.raises(MeshwrightError, match=r"fp8: there is no field 'hist'.\nhint: did you mean 'history'"):
+        Precision(fp8={"hist": 3})
+    with pytest.raises(MeshwrightError, match=r"fp8: matmuls must be a regex; got 3"):
+        Fp8(matmuls=3)
+    with pytest.raises(MeshwrightError, match=r"least_dim must be a positive integer; got True"):
+        Fp8(least_dim=True)
+    with pytest.raises(
+        MeshwrightError, match=r"fp8 does not work with compute=float16, .*\nhint: use compute='bfloat16'"
+    ):
+        Precision(compute="float16", fp8=Fp8())
     plain = mw.Job(init=lambda key: {"up": jnp.zeros((16, 16))}, rules=[("up", P())], loss=lambda p, b, r: (0.0, {}))
     layout = state_layout(plain, OPTIMIZER, mesh, precision=PRECISIONS["delayed"])
     with pytest.raises(MeshwrightError, match=r"needs a loss that takes fp8="):
@@ -274,7 +341,7 @@ def test_pipelines_are_refused():
     job, precision = job_of(), PRECISIONS["delayed"]
     layout = state_layout(job, OPTIMIZER, mw.create_mesh("dp:4,pp:2"), precision=precision)
     with pytest.raises(MeshwrightError, match=r"does not run in fp8 in a pipeline \(axis 'pp'\)"):
-        make_train_step(job, OPTIMIZER, layout, precision=precision).lower(job.batch)
+        make_train_step(job, OPTIMIZER, layout, precision=precision)
 
 
 def test_the_default_is_the_projections():

@@ -7,10 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import meshwright as mw
 from meshwright import P
+from meshwright.parallel import column_dense, is_manual
+from meshwright.train import Fp8, Precision
 from meshwright.verify import verify
+from meshwright.verify.fuzz import TOLERANCES
 from meshwright.verify.rounding import MARGIN, jitter, rounding_scales
 
 DIM = 16
@@ -92,3 +96,38 @@ def test_jitter_changes_floats_by_one_unit_in_the_last_place():
 def test_samples_that_are_not_finite_do_not_count():
     samples = [{"w": np.array([1.0, np.nan])}, {"w": np.array([1.5, 2.0])}]
     assert rounding_scales({"w": np.array([1.0, 2.0])}, samples) == {"w": 0.5 * MARGIN}
+
+
+# --- fp8 ---
+
+
+def fp8_job(broken):
+    def loss(params, batch, rng, fp8=None):
+        weights = params if fp8 is None else fp8.weights(params)
+        value = jnp.mean((column_dense(jnp.tanh(batch["x"]), weights["up"], axis=None) - batch["y"]) ** 2)
+        if broken and is_manual("dp"):
+            value = jnp.where(lax.axis_index("dp") == 0, value, lax.stop_gradient(value))
+        return value, {}
+
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.standard_normal((16, 16), np.float32), "y": rng.standard_normal((16, 32), np.float32)}
+    return mw.Job(
+        init=lambda key: {"up": jax.random.normal(key, (16, 32))}, rules=[("up", mw.P())], loss=loss, batch=batch
+    )
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_tolerance_of_fp8_is_a_rounding_of_a_gradient(broken):
+    """Half of a gradient is missing: more than fp8's rounding, and less than all."""
+    assert TOLERANCES["fp8"] == float(jnp.finfo(jnp.float8_e5m2).eps) / 2
+    precision = Precision(compute="bfloat16", fp8=Fp8(least_dim=16))
+    report = verify(
+        fp8_job(broken), meshes="dp:2", views="local", precision=precision, devices=2, tolerance=TOLERANCES["fp8"]
+    )
+    assert report.ok == (not broken)
+
+
+def test_every_named_precision_has_a_tolerance():
+    assert all(Precision.named(name) for name in TOLERANCES)
+    with pytest.raises(mw.MeshwrightError, match="use one of: float32, mixed, bfloat16, fp8"):
+        Precision.named("nothing of it")

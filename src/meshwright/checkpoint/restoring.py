@@ -82,6 +82,8 @@ def require_same_model(manifest: Manifest, layout: Layout, *, part: bool = False
     rows += [("shape", name, _form(old), _form(new)) for name, old, new in both if old.shape != new.shape]
     if not rows:
         return
+    if all(name.startswith("fp8/") for _, name, *_ in rows):
+        raise _other_history(manifest.step, {kind for kind, *_ in rows})
     counts = ", ".join(
         f"{sum(row[0] == kind for row in rows)} {what}"
         for kind, what in (("missing", "missing"), ("extra", "extra"), ("shape", "with another shape"))
@@ -91,6 +93,21 @@ def require_same_model(manifest: Manifest, layout: Layout, *, part: bool = False
     raise CheckpointError(
         f"step {manifest.step} holds a different model or optimizer: {counts}.\n{table}{more}",
         hint="make the layout with the checkpoint's model and optimizer; `meshwright checkpoint show` prints its tree.",
+    )
+
+
+def _other_history(step: int, kinds: set[str]) -> CheckpointError:
+    """Returns the error for a checkpoint that differs only in its history of amaxes for matmuls in fp8."""
+    if kinds == {"extra"}:
+        what = "was saved with --precision fp8 and its delayed scaling, and this run has other options"
+        hint = "pass --precision fp8"
+    elif kinds == {"missing"}:
+        what = "was not saved with --precision fp8 and its delayed scaling, and this run needs its history of amaxes"
+        hint = "keep the options it was saved with"
+    else:
+        what, hint = "was saved with other options for matmuls in fp8", "keep --fp8-matmuls and --fp8-least-dim"
+    return CheckpointError(
+        f"step {step} {what}.", hint=f"{hint}, or start a new run from its parameters: --init-from RUN."
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.pipeline.named_schedules import ScheduleName
 from meshwright.plan.expected_goodput import RESTART_S, Reliability
+from meshwright.train.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class StepOptions:
         lora: Low-rank adapters to train, e.g. rank=16,alpha=32,targets=REGEX,base=int8; if unset, all parameters.
         remat: Rematerialization policy; if unset, none, and a search tries none, dots and full.
         precision: Precision of the step.
+        fp8_matmuls: Regex of the parameters that --precision fp8 multiplies in fp8; if unset, the layers' projections.
+        fp8_scaling: Scales of inputs and gradients with --precision fp8; if unset, delayed.
+        fp8_least_dim: Smallest dim of a matrix that --precision fp8 multiplies in fp8; if unset, 256.
         minibatches: Number of minibatches per step, for gradient accumulation; if unset, 1, and a search tries 1 to 32.
         sync: How often devices exchange the gradients of minibatches; if unset, hybrid, and a search also tries once.
         pipeline: Pipeline schedule; if unset, the job's (gpipe), and a search tries all.
@@ -50,6 +54,9 @@ class StepOptions:
     lora: str | None = None
     remat: Literal["none", "dots", "full", "offload"] | None = None
     precision: Literal["float32", "mixed", "bfloat16", "fp8"] = "mixed"
+    fp8_matmuls: str | None = None
+    fp8_scaling: Literal["delayed", "current"] | None = None
+    fp8_least_dim: int | None = None
     minibatches: int | None = None
     sync: Literal["every", "hybrid", "once"] | None = None
     pipeline: ScheduleName | None = None
@@ -81,6 +88,14 @@ class StepOptions:
             hint = "pass the price per device-hour in dollars, e.g. --price 2.5."
             raise ConfigError(f"--price must be finite and at least 0; got {self.price:g}.", hint=hint)
         self.reliability()
+        self.dtypes()
+
+    def dtypes(self) -> str | dict[str, Any]:
+        """Returns the precision of a `Setup`; raises if an option for fp8 has no effect."""
+        options = {name: getattr(self, f"fp8_{name}") for name in ("matmuls", "scaling", "least_dim")}
+        Precision.with_fp8(self.precision, options)
+        given = {name: value for name, value in options.items() if value is not None}
+        return {"compute": "bfloat16", "fp8": given} if given else self.precision
 
     def reliability(self) -> Reliability | None:
         """Returns how often chips fail; None if no goodput was asked for. Raises if a number is out of range."""

@@ -167,6 +167,16 @@ CHIPS: tuple[Chip, ...] = tuple(_read(name, row) for name, row in _TABLE.items()
 ALIASES: Mapping[str, str] = {"a100-80": "a100", "h100-sxm": "h100", "v5litepod": "v5e", "v7x": "tpu7x"}
 
 
+def multiplies_fp8(platform: str, chip: Chip | None) -> bool:
+    """Returns whether XLA multiplies fp8 values as they are on a device, instead of widening them first.
+
+    Example:
+        >>> multiplies_fp8("gpu", chip_of("h200")), multiplies_fp8("gpu", chip_of("a100")), multiplies_fp8("cpu", None)
+        (True, False, False)
+    """
+    return platform == "gpu" and (chip is None or chip.peak("float8") is not None)
+
+
 def chip_of(kind: str) -> Chip | None:
     """Returns the chip with this name or `device_kind`, or None if it is not in the table.
 

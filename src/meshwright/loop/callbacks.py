@@ -172,7 +172,7 @@ def make_evaluation(setup: RunSetup) -> Callable[[RunState], Mapping[str, Any]] 
         setup.job,
         setup.layout,
         view=setup.step.view.view,
-        precision=setup.precision,
+        precision=setup.dtypes,
         raw=True,
         ema=config.adapt.eval_ema,
     )

@@ -18,7 +18,7 @@ from meshwright.loop.logging.progress import Voice
 from meshwright.loop.logging.run_stats import num_params
 from meshwright.loop.settings.choices import MeshChoice, choose_mesh, device_memory, make_model
 from meshwright.loop.settings.config import TrainConfig
-from meshwright.loop.settings.optimizers import OptimizerChoice, choose_optimizer
+from meshwright.loop.settings.optimizers import OptimizerChoice, choose_optimizer, muon_line
 from meshwright.loop.settings.pipeline_options import pipeline_line, require_rows, with_pipeline
 from meshwright.loop.sources import HeldOut, Source, make_held_out, make_source, rows_of, with_rows
 from meshwright.loop.text_source import MixedSource, TextSource
@@ -40,6 +40,7 @@ from meshwright.train.fine_tuning.lora import adapt_job
 from meshwright.train.job import check_axes
 from meshwright.train.jobs.job_loading import load_job
 from meshwright.train.padding import padding_suggested
+from meshwright.train.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class RunSetup:
     choice: MeshChoice
     layout: Layout
     precision: str
+    dtypes: Precision
     step: Step
     folder: RunFolder
     origin: InitOrigin | None = None
@@ -84,11 +86,12 @@ def decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSet
     precision: str = config.placement.precision
     if precision == "auto":
         precision = "float32" if jax.devices()[0].platform == "cpu" else "mixed"
+    dtypes = config.dtypes(precision)
     updates = together("choosing an optimizer", lambda: choose_optimizer(config.optimizer, config.run.steps, job))
     optimizer = updates.optimizer
     if updates.text:
         tell(updates.text)
-    choice = together("choosing a mesh", lambda: _choose_mesh(config, model, job, optimizer, precision))
+    choice = together("choosing a mesh", lambda: _choose_mesh(config, model, job, optimizer, dtypes))
     choice = MeshChoice(as_first(choice.mesh), as_first(choice.reason))
     tell(f"mesh: {choice.mesh} ({_devices()}); {choice.reason}")
     mesh = create_mesh(parse_mesh(choice.mesh).resolve(jax.device_count()))
@@ -96,7 +99,7 @@ def decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSet
     check_axes(job, {axis: size for axis, size in mesh.shape.items() if axis != config.placement.zero_axis})
     zero_axis, pad, ema = config.placement.zero_axis, config.placement.pad or False, config.adapt.ema
     with padding_suggested(job):
-        layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=precision, pad=pad, ema=ema)
+        layout = state_layout(job, optimizer, mesh, zero_axis=zero_axis, precision=dtypes, pad=pad, ema=ema)
     if origin is not None and origin.weights is not None:
         lora = getattr(job, "lora", None)
         together("comparing --init-from with the model", lambda: compare_weights(origin, layout, config.init, lora))
@@ -105,6 +108,8 @@ def decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSet
         f"model: {named}, {num_params(job):,} parameters; the state takes "
         f"{format_bytes(layout.bytes_per_device)} per device; precision {precision}"
     )
+    if (muons := muon_line(layout, job)) is not None:
+        tell(muons)
     step = make_train_step(
         job,
         optimizer,
@@ -112,7 +117,7 @@ def decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSet
         view=None if config.placement.view == "auto" else config.placement.view,
         num_minibatches=config.placement.minibatches,
         sync=None if config.placement.sync == "auto" else config.placement.sync,
-        precision=precision,
+        precision=dtypes,
         remat=config.placement.remat,
         clip=config.optimizer.clip,
         overlap=config.placement.overlap,
@@ -127,7 +132,21 @@ def decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSet
     if tokenizer is not None:  # the original may disappear, the copy stays
         config = config.changed({"tokenizer": str(copy_of_tokenizer(folder.path))})
     return RunSetup(
-        config, tell, model, job, source, held_out, updates, choice, layout, precision, step, folder, origin, remote
+        config,
+        tell,
+        model,
+        job,
+        source,
+        held_out,
+        updates,
+        choice,
+        layout,
+        precision,
+        dtypes,
+        step,
+        folder,
+        origin,
+        remote,
     )
 
 
@@ -171,7 +190,7 @@ def _load(
     return model, job, source, held_out
 
 
-def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, precision: str) -> MeshChoice:
+def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, precision: Precision) -> MeshChoice:
     named = config.placement.mesh if config.placement.mesh != "auto" else getattr(job, "mesh", None)
     if named is not None:
         return MeshChoice(named, "set by --mesh." if config.placement.mesh != "auto" else "set by the job.")

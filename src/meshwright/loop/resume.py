@@ -144,7 +144,7 @@ def _require_known_facts(facts: Mapping[str, Any], step: int) -> None:
 
 def _new_state(run: RunSetup, given: Mapping[str, Any] | None) -> RunState:
     key = jax.random.key(run.config.run.seed)
-    return init_state(run.job, run.optimizer, run.layout, key, precision=run.precision, given=given)
+    return init_state(run.job, run.optimizer, run.layout, key, precision=run.dtypes, given=given)
 
 
 def _start_from(run: RunSetup, event: str, said: list[str]) -> RunStart:

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from meshwright.errors import PlacementError
+from meshwright.errors import MeshwrightWarning, PlacementError
 from meshwright.mesh.axes import pcast_varying, varying_axes
 from meshwright.mesh.current import current_mesh
 from meshwright.models.attention import check_segment_ids
@@ -89,7 +90,7 @@ def mlstm_recurrent(
 
     Args:
         q, k, v, i, f, state, segment_ids: as for `mlstm_chunkwise`.
-        kernels: use a Pallas kernel for each token, in float32; it has not been timed (None: if possible).
+        kernels: use a Pallas kernel for each token, in float32 (None: if possible). It has not been run on a GPU yet.
 
     Example:
         >>> q = k = v = jnp.ones((1, 3, 2, 4))
@@ -103,6 +104,14 @@ def mlstm_recurrent(
     wide = t.i_BSH.dtype
     begins_BS = jnp.zeros(t.q_BSHK.shape[:2], bool) if t.begins_BS is None else t.begins_BS
     fits = fits_token(t.q_BSHK.shape[-1], t.v_BSHV.shape[-1]) and wide == jnp.float32
+    if kernels and not fits:
+        sizes = f"{t.q_BSHK.shape[-1]} features of keys and {t.v_BSHV.shape[-1]} of values, in {wide}"
+        warnings.warn(
+            f"mlstm_recurrent: kernels=True, but XLA's form runs: heads have {sizes}.\n"
+            "hint: leave kernels out, or use multiples of 128 in float32.",
+            MeshwrightWarning,
+            stacklevel=2,
+        )
     advance = advance_memory if fits and uses_kernels(kernels) else _advance
 
     def token(carry: Any, x: Any) -> tuple[Any, Any]:

@@ -5,16 +5,17 @@ See `meshwright.models.mlstm` for the function, its other forms, and the letters
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from meshwright.errors import PlacementError
+from meshwright.errors import MeshwrightWarning, PlacementError
 from meshwright.models.execution import on_gpu
 from meshwright.models.mlstm import CellInputs, MLSTMState, einsum, normalise, prepare_cell_inputs
-from meshwright.models.mlstm_hopper import can_fuse, mlstm_on_hopper
+from meshwright.models.mlstm_hopper import mlstm_on_hopper, why_not_fused
 from meshwright.parallel.kernels.dispatch import uses_hopper_kernels
 from meshwright.specs import ceil_div
 
@@ -79,8 +80,9 @@ def mlstm_chunkwise(
             outputs of 0.
         return_state: whether to return the state after the last token as well.
         kernels: whether to use Pallas kernels (default: on Hopper GPUs with jax 0.11 or newer). They take 16-bit inputs
-            without `chunk_size` and states, if S is a multiple of 128 and K and V are multiples of 64 that fit; in the
-            global view, only on one device.
+            without `chunk_size` and states, if S is a multiple of 128, for these K and V: 64 and multiples of 64 up to
+            768; 128 and 64, 128, 256, 384, 512 or 640; 192 and 192, 384 or 576; 256 and 128, 256 or 512. In the global
+            view, they run only on one device. With True, other inputs warn that XLA's form runs.
 
     Example:
         >>> q = k = v = jnp.ones((1, 100, 2, 4))
@@ -91,10 +93,19 @@ def mlstm_chunkwise(
         ((1, 100, 2, 4), (1, 2, 4, 4))
     """
     t = prepare_cell_inputs(q, k, v, i, f, state, segment_ids, who="mlstm_chunkwise")
-    plain = state is None and not return_state and chunk_size is None
-    if plain and can_fuse(q, v) and uses_hopper_kernels(kernels):
+    why = None if chunk_size is None else f"chunk_size is {chunk_size}"
+    why = why if state is None and not return_state else "they neither take nor return a state"
+    why = why or why_not_fused(q, v)
+    if why is None and uses_hopper_kernels(kernels):
         fused: Array = t.silence_padding(mlstm_on_hopper(t))
         return fused
+    if kernels:
+        warnings.warn(
+            f"mlstm_chunkwise: kernels=True, but XLA's form runs: {why or f'this is jax {jax.__version__}'}.\n"
+            "hint: leave kernels out, or see the sizes in the guide to speed.",
+            MeshwrightWarning,
+            stacklevel=2,
+        )
     if chunk_size is None:
         wide = min(max(2 * t.q_BSHK.shape[-1], _MIN_GPU_CHUNK), _MAX_GPU_CHUNK)
         chunk_size = wide if on_gpu() else _CHUNK_SIZE

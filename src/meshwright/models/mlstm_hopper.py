@@ -52,14 +52,27 @@ class _Gates(NamedTuple):
 
 def can_fuse(q: Any, v: Any) -> bool:
     """Returns whether the kernels support queries `[B, S, H, K]` and values `[B, S, H, V]`."""
+    return why_not_fused(q, v) is None
+
+
+def why_not_fused(q: Any, v: Any) -> str | None:
+    """Returns why the kernels do not support these queries and values, or None.
+
+    Example:
+        >>> q, v = jnp.zeros((1, 128, 1, 384), jnp.bfloat16), jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
+        >>> why_not_fused(q, v)
+        'heads have 384 features of keys and 64 of values'
+    """
     keys, values = q.shape[-1], v.shape[-1]
-    return (
-        q.dtype in (jnp.bfloat16, jnp.float16)
-        and q.shape[1] % _CHUNK_SIZES[-1] == 0
-        and pair_tiles(keys, values) is not None
-        and (of_keys := pair_tiles(values, keys)) is not None
-        and of_keys.width == keys  # The kernels multiply whole gradients of queries and keys with them.
-    )
+    of_keys = pair_tiles(values, keys)
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"inputs are {q.dtype}"
+    if q.shape[1] % _CHUNK_SIZES[-1]:
+        return f"rows have {q.shape[1]} tokens, which is no multiple of {_CHUNK_SIZES[-1]}"
+    # The kernels multiply whole gradients of queries and keys with them.
+    if pair_tiles(keys, values) is None or of_keys is None or of_keys.width != keys:
+        return f"heads have {keys} features of keys and {values} of values"
+    return None
 
 
 def mlstm_on_hopper(t: CellInputs) -> Any:

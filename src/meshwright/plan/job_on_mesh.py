@@ -86,7 +86,7 @@ def lay_out(job: Any, profile: JobCosts, spec: MeshSpec, setup: Setup) -> tuple[
             layout = make_layout(job.rules, profile.state, mesh)
         else:
             options: Any = {"zero_axis": setup.zero_axis, "precision": profile.precision, "pad": setup.pad or False}
-            layout = state_layout(job, named_optimizer(setup.optimizer), mesh, **options)
+            layout = state_layout(job, named_optimizer(setup.optimizer, job), mesh, **options)
     return layout, tuple(str(warning.message) for warning in caught if warning.category is MeshwrightWarning)
 
 

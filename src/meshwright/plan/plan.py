@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.hardware.chips import multiplies_fp8
 from meshwright.hardware.flops import Flops, utilization
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.band import band_notes
@@ -231,7 +232,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
         sent += (host_copies(profile, target.chip, setup, sizes, rows),)
     tokens = rows * profile.tokens_per_row
     if profile.precision.fp8 is not None:
-        notes += ("fp8: computed times and memory are those of bfloat16, which are upper bounds",)
+        notes += fp8_notes(profile, target)
     notes += known_to_fail(target, sizes) + flops.notes + (() if compiled is None else compiled.notes)
     notes += band_notes(target, sizes, profile)
     return Plan(
@@ -270,3 +271,19 @@ def _assumed_of_custom(sizes: Mapping[str, int]) -> str:
     axes += [f"stages along {PIPELINE_AXIS} send nothing"] * (sizes.get(PIPELINE_AXIS, 1) > 1)
     more = f", and that {' and '.join(axes)}" if axes else ""
     return f"custom model: it is assumed that no communication hides behind compute{more}; compile to read both"
+
+
+def fp8_notes(profile: JobCosts, target: Target) -> tuple[str, ...]:
+    """Returns what a plan in fp8 does not count, and the matrices that are not multiplied in fp8."""
+    fp8 = profile.precision.fp8
+    if fp8 is None:
+        return ()
+    basis = "fp8: computed times and memory are those of bfloat16"
+    if multiplies_fp8(target.platform, target.chip):
+        notes = (f"{basis}, which are upper bounds",)
+    else:
+        notes = (
+            f"{basis}, and the step takes more: on {target.kind}, XLA widens fp8 values before it multiplies them",
+        )
+    skipped = fp8.skipped(profile.state.params)
+    return (*notes, f"fp8: too narrow, so not in fp8: {', '.join(skipped)}") if skipped else notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +55,7 @@ class Setup:
     remat: str = "none"
     num_minibatches: int = 1
     sync: str | None = None
-    precision: str | Mapping[str, str] = "mixed"
+    precision: str | Mapping[str, Any] = "mixed"
     optimizer: str = "adamw"
     zero_axis: str | None = None
     pipeline: str | None = None
@@ -68,6 +69,20 @@ class Setup:
     def dtypes(self) -> Precision:
         """The precision as `make_train_step` takes it."""
         return Precision.named(self.precision) if isinstance(self.precision, str) else Precision(**self.precision)
+
+    def precision_options(self) -> dict[str, str]:
+        """Returns the precision as command-line options; {} if no options give it.
+
+        Example:
+            >>> Setup(mesh="dp:8", precision={"compute": "bfloat16", "fp8": {"scaling": "current"}}).precision_options()
+            {'--precision': 'fp8', '--fp8-scaling': 'current'}
+        """
+        if isinstance(self.precision, str):
+            return {"--precision": self.precision}
+        fields = self.precision.get("fp8")
+        if not isinstance(fields, Mapping) or dict(self.precision) != {"compute": "bfloat16", "fp8": fields}:
+            return {}
+        return {"--precision": "fp8"} | {f"--fp8-{name.replace('_', '-')}": str(fields[name]) for name in fields}
 
     def to_json(self) -> dict[str, Any]:
         """Returns the mesh and the fields that differ from their defaults."""
@@ -100,8 +115,8 @@ class Setup:
         return " ".join([self.mesh, *(f"{name}={value}" for name, value in shown.items())])
 
 
-def named_optimizer(name: str) -> Any:
-    """Returns an optax optimizer by name, with a placeholder learning rate.
+def named_optimizer(name: str, job: Any = None) -> Any:
+    """Returns an optax optimizer by name, with a placeholder learning rate; a job may say what muon orthogonalizes.
 
     Example:
         >>> named_optimizer("adamw").init({"w": np.zeros(2)})[0].mu
@@ -109,7 +124,8 @@ def named_optimizer(name: str) -> Any:
     """
     import optax
 
-    factory = muon if name == "muon" else getattr(optax, name, None)
+    own_muon = functools.partial(muon, is_matrix=getattr(job, "is_matrix", None))
+    factory = own_muon if name == "muon" else getattr(optax, name, None)
     if not callable(factory):
         known = ("adamw", "adam", "sgd", "adafactor", "lion", "lamb", "rmsprop", "adagrad", "muon")
         raise MeshwrightError(
@@ -140,7 +156,7 @@ def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
     """Returns the train step of a setup on a mesh, and the shapes of its batch."""
     require_loss(job, who="plan")
     job = with_schedule(job, setup)
-    optimizer = named_optimizer(setup.optimizer)
+    optimizer = named_optimizer(setup.optimizer, job)
     layout = state_layout(
         job, optimizer, mesh, zero_axis=setup.zero_axis, precision=setup.dtypes, pad=setup.pad or False
     )

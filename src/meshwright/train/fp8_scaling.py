@@ -7,6 +7,7 @@ is the amaxes of this step, combined by maximum over minibatches and devices, an
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.errors import MeshwrightError
-from meshwright.parallel.fp8.casting import GRADIENT, INPUT, Scaling, check_scaling
+from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.parallel.fp8.casting import GRADIENT, INPUT, WEIGHT, Scaling, check_scaling
 from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.rules.rule_set import compile_pattern
 from meshwright.tree import named_leaves
@@ -54,11 +55,30 @@ class Fp8:
 
     def __post_init__(self) -> None:
         check_scaling(self.scaling)
+        if not isinstance(self.matmuls, str):
+            raise MeshwrightError(
+                f"fp8: matmuls must be a regex; got {self.matmuls!r}.", hint="pass e.g. 'mlp/(gate|up|down)$'."
+            )
         compile_pattern(self.matmuls)
         for name in ("history", "least_dim"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise MeshwrightError(f"fp8: {name} must be a positive integer; got {value!r}.", hint="pass e.g. 16.")
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Fp8:
+        """Returns the settings with these fields, such as those of a file; raises if one is unknown.
+
+        Example:
+            >>> Fp8.from_fields({"scaling": "current"}).scaling
+            'current'
+        """
+        known = [item.name for item in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                hint = did_you_mean(str(name), known) or f"use one of: {', '.join(known)}."
+                raise MeshwrightError(f"fp8: there is no field {name!r}.", hint=hint)
+        return cls(**fields)
 
     def names(self, params: PyTree) -> tuple[str, ...]:
         """Returns the paths of the parameters that are multiplied in fp8; raises if there are none."""
@@ -77,7 +97,8 @@ class Fp8:
                 why = f"`{narrow[0]}` has dims below {self.least_dim} or that are not multiples of {_HARDWARE_UNIT}"
             raise MeshwrightError(
                 f"no parameter is multiplied in fp8: {why}.",
-                hint="use precision='mixed', or Precision(compute='bfloat16', fp8=Fp8(matmuls=..., least_dim=...)).",
+                hint="use precision mixed, or choose others with --fp8-matmuls REGEX and --fp8-least-dim "
+                "(in Python, Precision(compute='bfloat16', fp8=Fp8(matmuls=..., least_dim=...))).",
             )
         return tuple(chosen)
 
@@ -128,6 +149,15 @@ class Fp8:
     def _leaves(self, params: PyTree) -> dict[str, Any]:
         chosen = set(self.names(params))
         return {leaf.name: leaf.value for leaf in named_leaves(params) if leaf.name in chosen}
+
+
+def with_weights(found: Amaxes, known: Amaxes) -> Amaxes:
+    """Returns the amaxes that a step found, with those of its weights, which it knew before."""
+
+    def put(now: Any, before: Any) -> Any:
+        return now.at[..., WEIGHT].set(before[..., WEIGHT])
+
+    return dataclasses.replace(found, tree=jax.tree.map(put, found.tree, known.tree))
 
 
 def are_finite(found: Amaxes) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.errors import JobError, LayoutError
+from meshwright.errors import JobError, LayoutError, PlacementError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import LeafLayout
 from meshwright.mesh.current import AnyMesh
@@ -29,7 +29,7 @@ from meshwright.parallel.rows import interleave_rows
 from meshwright.specs import format_spec, keep_axes, spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.axis_errors import axis_errors
-from meshwright.train.fp8_scaling import Fp8
+from meshwright.train.fp8_scaling import Fp8, with_weights
 from meshwright.train.job import check_axes, execution_of
 from meshwright.train.optimizer.norms import leaf_square_sums
 from meshwright.train.padding import (
@@ -145,6 +145,8 @@ def make_gradients(
                 hint="use precision='mixed', or multiply by meshwright.parallel.Fp8Weight, as language_job does.",
             )
         fp8 = None  # an evaluation loss without it computes in `precision.compute`
+    if fp8 is not None and view == "local":
+        _require_no_stages(mesh, piped)
     explain = functools.partial(view_errors, choice)
     loss_of_whole = _loss_function(function, takes, gather, remat, keeps_state=keeps_state, explain=explain)
 
@@ -238,7 +240,10 @@ def make_gradients(
         stored: PyTree, batch: PyTree, rng: Any, model_state: PyTree, scaling: PyTree
     ) -> tuple[Accumulated, Any]:
         amaxes = None if fp8 is None else fp8.amaxes(cut(stored, params.leaves), scaling)
-        return in_view(stored, batch, rng, model_state, amaxes)
+        result, squares = in_view(stored, batch, rng, model_state, amaxes)
+        if amaxes is not None and result.fp8 is not None:
+            result = result._replace(fp8=with_weights(result.fp8, amaxes))
+        return result, squares
 
     return Gradients(compute, row_axes, tuple(trainable), choice, fp8)
 
@@ -301,6 +306,17 @@ def _loss_function(
         return value, metrics, *state
 
     return loss
+
+
+def _require_no_stages(mesh: AnyMesh, axes: Sequence[str]) -> None:
+    """Raises if a step in fp8 has pipeline stages, whose microbatches would add up their amaxes."""
+    for axis in axes:
+        if mesh.shape.get(axis, 1) > 1:
+            raise PlacementError(
+                f"a loss does not run in fp8 in a pipeline (axis {axis!r}): the amaxes of microbatches would be added "
+                "up.",
+                hint="use precision='mixed' (--precision mixed), or a mesh with fsdp and tp.",
+            )
 
 
 def _require_whole_state(layout: Layout) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.errors import TrainingError
+from meshwright.errors import MeshwrightError, TrainingError
 from meshwright.layout import Layout
+from meshwright.train.fp8_scaling import Fp8
 from meshwright.train.state import params_layout
 from meshwright.tree import named_leaves
 from meshwright.types import PyTree
@@ -55,6 +56,29 @@ def require_same_state(state: PyTree, layout: Layout) -> None:
             )
 
 
+def check_scaling_state(fp8: Fp8 | None, layout: Layout, *, evaluates: bool = False) -> None:
+    """Raises if the layout of a state does not have the history of amaxes that fp8 matmuls need.
+
+    Args:
+        evaluates: whether the step only evaluates, which in another precision ignores a history.
+    """
+    if fp8 is None and evaluates:
+        return
+    wanted = None if fp8 is None else jax.eval_shape(fp8.init, params_layout(layout).abstract)
+    asked = {f"fp8/{leaf.name}": tuple(leaf.value.shape) for leaf in named_leaves(wanted)}
+    known = {leaf.name: leaf.shape for leaf in layout.leaves if leaf.name.startswith("fp8/")}
+    if known == asked:
+        return
+    has = "has none" if not known else "has one" if not asked else "has another one"
+    needs = "no history of amaxes" if not asked else "a history of amaxes for delayed scaling in fp8"
+    name = next(name for name in sorted({**asked, **known}) if asked.get(name) != known.get(name))
+    forms = [f"{list(shapes[name])}" if name in shapes else "nothing" for shapes in (known, asked)]
+    raise MeshwrightError(
+        f"the step needs {needs}, but the layout {has}: `{name}` is {forms[0]} in the layout, {forms[1]} in the step.",
+        hint="pass the same precision to state_layout, init_state and make_train_step.",
+    )
+
+
 @dataclass
 class NonFiniteGuard:
     """Reports skipped steps, names the first non-finite gradient, and raises after `limit` skipped steps in a row.
@@ -82,6 +106,8 @@ class NonFiniteGuard:
             return None
         bad = int(metrics["bad_leaf"])
         what = f"the gradient of `{self.leaf_names[bad]}` is not finite" if bad >= 0 else "the loss is not finite"
+        if bad < 0 and all(np.isfinite(float(metrics.get(name, np.nan))) for name in ("loss", "grad_norm")):
+            what = "an input, weight or gradient of a matmul in fp8 is not finite"  # casts clip infinities
         where = f"step {step}" + (f" (batch {batch_id})" if batch_id is not None else "")
         message = f"{where} was skipped: {what}"
         self.events.append(message)

@@ -50,6 +50,7 @@ class Job:
         eval_loss: a loss for evaluation, if it differs from `loss` with `rng=None`.
         optimizer: an optax optimizer, or a function from the number of steps to one.
         schedule: `schedule(step) -> learning rate`, for the built-in optimizers.
+        is_matrix: `is_matrix(name, leaf)`: the parameters that the built-in muon orthogonalizes; see `muon`.
         predict: `predict(params, batch)`, or `predict(params, model_state, batch)`, for the report page.
         local_axes: mesh axes, other than the data axes and `fsdp`, over which the loss communicates in the local view,
             for example `("tp",)`. On meshes with any other axis, the step runs in the global view.
@@ -75,6 +76,7 @@ class Job:
     eval_loss: Callable[..., Any] | None = None
     optimizer: Any = None
     schedule: Callable[[Any], Any] | None = None
+    is_matrix: Callable[[str, Any], bool] | None = None
     predict: Callable[..., Any] | None = None
     local_axes: tuple[str, ...] = ()
 

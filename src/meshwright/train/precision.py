@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         if isinstance(self.fp8, Mapping):
-            object.__setattr__(self, "fp8", Fp8(**self.fp8))
+            object.__setattr__(self, "fp8", Fp8.from_fields(self.fp8))
         elif not (self.fp8 is None or isinstance(self.fp8, Fp8)):
             raise MeshwrightError(f"precision: fp8 must be an Fp8; got {self.fp8!r}.", hint="pass fp8=Fp8(), or None.")
         for name in ("params", "compute", "reduce", "accumulate"):
@@ -49,6 +49,11 @@ class Precision:
             if not is_float(dtype):
                 raise MeshwrightError(f"precision: {name}={dtype} is not a float dtype.", hint="pass e.g. bfloat16.")
             object.__setattr__(self, name, jnp.dtype(dtype))
+        if self.fp8 is not None and self.compute == jnp.float16:
+            raise MeshwrightError(
+                "precision: fp8 does not work with compute=float16, in which small gradients become zero.",
+                hint="use compute='bfloat16'.",
+            )
         if self.accumulate != jnp.float32:
             raise MeshwrightError(
                 f"precision: accumulate must be float32; got {self.accumulate}.",
@@ -78,6 +83,25 @@ class Precision:
             hint = did_you_mean(name, known) or f"use one of: {', '.join(known)}, or a Precision."
             raise MeshwrightError(f"unknown precision {name!r}.", hint=hint)
         return known[name]
+
+    @classmethod
+    def with_fp8(cls, name: str, fields: Mapping[str, Any]) -> Precision:
+        """Returns a precision by name, with fields of its `Fp8`; those that are None keep their defaults.
+
+        Example:
+            >>> Precision.with_fp8("fp8", {"scaling": "current", "matmuls": None}).fp8.scaling
+            'current'
+        """
+        given = {field: value for field, value in fields.items() if value is not None}
+        if given and name != "fp8":
+            options = ", ".join(f"--fp8-{field.replace('_', '-')}" for field in given)
+            one = len(given) == 1
+            raise MeshwrightError(
+                f"{options} {'has' if one else 'have'} no effect without --precision fp8.",
+                hint=f"add --precision fp8, or leave {'it' if one else 'them'} out (on resume, pass None).",
+            )
+        found = cls.named(name)
+        return replace(found, fp8=Fp8.from_fields(given)) if given else found
 
     def stored(self, params: PyTree, *, keep: str | Sequence[str] = ()) -> PyTree:
         """Casts parameters to the dtype in which they are stored, except those with a match of a regex in `keep`."""

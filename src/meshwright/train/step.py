@@ -28,7 +28,7 @@ from meshwright.parallel.rows import count_rows
 from meshwright.specs import round_up
 from meshwright.train.fp8_scaling import are_finite
 from meshwright.train.gradients import Gradients, make_gradients, named_shardings
-from meshwright.train.guards import is_concrete, require_live_state, require_same_state
+from meshwright.train.guards import check_scaling_state, is_concrete, require_live_state, require_same_state
 from meshwright.train.optimizer.ema import averaged_params, check_ema, moved, require_ema
 from meshwright.train.optimizer.norms import check_clip, clipped
 from meshwright.train.optimizer.optimizer_update import require_known_optimizer, update
@@ -122,6 +122,7 @@ def make_train_step(
     gradients = make(True)
     check_clip(clip)
     check_ema(ema, layout)
+    check_scaling_state(gradients.fp8, layout)
     trainable = gradients.trainable
     fine_specs = only_trainable(gradient_specs(layout), trainable)
     fine = named_shardings(layout.mesh, fine_specs)
@@ -238,6 +239,7 @@ def make_eval_step(
 
     if ema:
         require_ema(layout)
+    check_scaling_state(losses.fp8, layout, evaluates=True)
 
     def step(state: RunState, batch: PyTree) -> Metrics:
         params = averaged_params(state, losses.trainable) if ema else state.params

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.loop.settings.config import TrainConfig, read_config
 from meshwright.loop.settings.presets import PRESETS, preset
+from meshwright.train import Fp8, Precision
 
 
 def test_a_written_configuration_reads_back_equal(tmp_path):
@@ -111,3 +112,14 @@ def test_urls_are_rejected_instead_of_creating_a_folder_of_that_name(name):
 def test_adapters_do_not_run_in_fp8():
     with pytest.raises(ConfigError, match=r"adapters do not run in fp8.\nhint: use --precision mixed"):
         TrainConfig().changed({"lora": "rank=4", "precision": "fp8"})
+
+
+def test_options_for_fp8_need_it():
+    config = TrainConfig().changed({"precision": "fp8", "fp8_scaling": "current", "fp8_matmuls": "mlp/up$"})
+    assert config.dtypes("fp8").fp8 == Fp8(matmuls="mlp/up$", scaling="current")
+    for precision in ("auto", "mixed"):
+        with pytest.raises(MeshwrightError, match=r"--fp8-least-dim has no effect without --precision fp8.\nhint: add"):
+            TrainConfig().changed({"precision": precision, "fp8_least_dim": 16})
+    with pytest.raises(MeshwrightError, match="least_dim must be a positive integer; got 0"):
+        TrainConfig().changed({"precision": "fp8", "fp8_least_dim": 0})
+    assert TrainConfig().changed({"precision": "fp8"}).dtypes("fp8") == Precision.named("fp8")

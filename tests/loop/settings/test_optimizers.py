@@ -8,9 +8,13 @@ import numpy as np
 import optax
 import pytest
 
+import meshwright as mw
 from meshwright.errors import ConfigError, JobError
 from meshwright.loop.settings.config import OptimizerOptions, TrainConfig
-from meshwright.loop.settings.optimizers import choose_optimizer
+from meshwright.loop.settings.optimizers import choose_optimizer, muon_line
+from meshwright.plan.step_setup import named_optimizer
+from meshwright.train import muon
+from meshwright.train.optimizer.muon import orthogonalized_names
 
 
 def moved(choice, steps=3):
@@ -112,3 +116,23 @@ def test_a_run_with_the_optimizer_and_schedule_of_its_job(desk):
     lines = [json.loads(line) for line in (desk.folder() / "metrics.jsonl").read_text().splitlines()]
     np.testing.assert_allclose([line["learning_rate"] for line in lines], [0.1, 0.05, 0.1 / 3, 0.025], rtol=1e-6)
     assert desk.bits(result.state) == desk.bits(desk.run("own", name="whole", **plain).state)
+
+
+def test_a_job_says_what_muon_orthogonalizes():
+    params = {"up": jnp.ones((8, 8)), "kernel": jnp.ones((3, 8, 8)), "head": jnp.ones((8, 8))}
+    for fields, expected in (({}, ["up"]), ({"is_matrix": lambda name, leaf: leaf.ndim == 3}, ["kernel"])):
+        chosen = choose_optimizer(OptimizerOptions(optimizer="muon"), 4, job(**fields))
+        for optimizer in (chosen.optimizer, named_optimizer("muon", job(**fields))):
+            assert orthogonalized_names(optimizer.init(params)) == expected
+
+
+def test_a_run_names_the_parameters_that_take_adamw_steps():
+    def init(key):
+        return {"up": jnp.ones((8, 8)), "frozen": jnp.ones((8, 8))} | {f"bias_{n}": jnp.ones(8) for n in range(9)}
+
+    adapted = mw.Job(init=init, rules=[(".*", mw.P())], frozen="frozen")
+    mesh = mw.create_abstract_mesh("dp:8")
+    line = muon_line(mw.state_layout(adapted, muon(1e-3), mesh), adapted)
+    shown = ", ".join(f"bias_{n}" for n in range(8))
+    assert line == f"muon: orthogonalizes 1 of 10 parameters (64 of 136 values); {shown} and 1 more take AdamW steps"
+    assert muon_line(mw.state_layout(adapted, optax.adam(1e-3), mesh), adapted) is None

@@ -1,10 +1,15 @@
 """The kernel that advances the memory of a recurrence by one token, interpreted."""
 
+import runpy
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import meshwright as mw
 from meshwright.hardware.flops import count_flops
 from meshwright.models import MLSTMState, mlstm_recurrent
 from meshwright.parallel.kernels import token_kernel
@@ -53,12 +58,15 @@ def test_sizes_that_fit():
     assert not any(fits_token(*sizes) for sizes in ((64, 128), (128, 192), (128, 8192)))
 
 
-def recur(kernels, *, keys=128, state=None, segment_ids=None, length=5):
+def tokens(keys=128, length=5):
     made = jax.random.split(jax.random.key(1), 5)
     q, k = (jax.random.normal(key, (2, length, 2, keys)) for key in made[:2])
     v = jax.random.normal(made[2], (2, length, 2, 128))
-    i, f = (3 * jax.random.normal(key, (2, length, 2)) for key in made[3:])
-    return mlstm_recurrent(q, k, v, i, f, state=state, segment_ids=segment_ids, kernels=kernels)
+    return q, k, v, *(3 * jax.random.normal(key, (2, length, 2)) for key in made[3:])
+
+
+def recur(kernels, *, keys=128, state=None, segment_ids=None):
+    return mlstm_recurrent(*tokens(keys), state=state, segment_ids=segment_ids, kernels=kernels)
 
 
 @pytest.mark.parametrize("segment_ids", [None, jnp.array([[0, 0, 1, 1, 1], [1, 1, 1, 0, 2]])])
@@ -70,23 +78,27 @@ def test_a_recurrence_with_the_kernel_equals_one_without(segment_ids):
         np.testing.assert_allclose(got, true, rtol=0, atol=128 * 2.0**-23 * max(1.0, np.abs(true).max()))
 
 
-def test_gradients_and_rows_apart_are_those_without_the_kernel():
-    given = inputs((2, 2, 128, 128))
+def test_gradients_and_rows_apart_are_those_of_a_recurrence_without_the_kernel():
+    """The rules of the kernel come from its plain form; the recurrence without it sums in another way."""
+    given = tokens()
 
-    def total(memory, kernel):
-        found = (advance_memory if kernel else token_kernel._plain)(memory, *given[1:])
-        return sum((x**2).sum() for x in found)
+    def total(given, kernels):
+        return (mlstm_recurrent(*given, kernels=kernels)[0] ** 2).sum()
 
-    found, expected = (jax.grad(total)(given[0], kernel) for kernel in (True, False))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
-    by_row = jax.vmap(lambda *one: advance_memory(*(x[None] for x in one)))(*given)
-    for got, true in zip(by_row, token_kernel._plain(*given), strict=True):
-        np.testing.assert_allclose(got[:, 0], true, rtol=1e-5, atol=1e-4)
+    (value, grads), (value_2, grads_2) = (jax.value_and_grad(total)(given, kernels) for kernels in (True, False))
+    # The bound of the test above; gradients sum over the tokens of a row as well.
+    np.testing.assert_allclose(value, value_2, rtol=128 * 2.0**-23)
+    for got, true in zip(grads, grads_2, strict=True):
+        np.testing.assert_allclose(got, true, rtol=0, atol=5 * 128 * 2.0**-23 * np.abs(true).max())
+    by_row = jax.vmap(lambda *one: mlstm_recurrent(*(x[None] for x in one), kernels=True)[0][0])(*given)
+    h = mlstm_recurrent(*given, kernels=False)[0]
+    np.testing.assert_allclose(by_row, h, rtol=0, atol=128 * 2.0**-23 * max(1.0, np.abs(h).max()))
 
 
 def test_other_sizes_use_xla(monkeypatch):
     monkeypatch.setattr(token_kernel, "call_kernel", None)
-    recur(True, keys=64)
+    with pytest.warns(mw.MeshwrightWarning, match="XLA's form runs: heads have 64 features of keys and 128 of values"):
+        recur(True, keys=64)
 
 
 def test_the_cost_is_that_of_the_operations():
@@ -95,3 +107,41 @@ def test_the_cost_is_that_of_the_operations():
     # Scale the memory, multiply and add the new products, multiply by the query and add; the normaliser likewise.
     assert found.total == pytest.approx(5 * 2 * 3 * 128 * 257, rel=0.02)
     assert not found.notes
+
+
+# --- The programs that check it on a GPU ---
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Makes the kernel add to one element of the memory."""
+    run = token_kernel._in_a_kernel
+
+    def wrong(*given):
+        memory, *others = run(*given)
+        return memory.at[0, 0, 0, 0].add(0.5), *others
+
+    def break_it():
+        monkeypatch.setattr(token_kernel, "_in_a_kernel", wrong)
+
+    return break_it
+
+
+def test_kernel_values_finds_a_wrong_kernel(broken):
+    values = runpy.run_path(str(BENCHMARKS / "kernel_values.py"))
+    assert values["wrong_tokens"](1, 2, 128, 128) == 0
+    broken()
+    assert values["wrong_tokens"](1, 2, 128, 128) == 1
+
+
+def test_mlstm_step_fails_for_a_wrong_kernel(broken, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", ["mlstm_step.py", "--tiny", "--rounds", "1", "--tokens", "2"])
+    main = runpy.run_path(str(BENCHMARKS / "mlstm_step.py"))["main"]
+    main()
+    broken()
+    with pytest.raises(SystemExit, match=r"error: forms differ in .*memories of \(2, 2, 128, 128\)"):
+        main()
+    assert "| 2, 2, 128, 128 | kernel" in capsys.readouterr().out  # the row is printed before the script fails

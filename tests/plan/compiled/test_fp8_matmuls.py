@@ -89,7 +89,10 @@ def test_every_matmul_is_listed_with_its_dtypes():
 
 
 def test_a_program_in_fp8_passes():
-    line, warnings = inspect_fp8(program(FORWARD, DGRAD, WGRAD, trips=16), [UP], "gpu")
+    line, warnings, matmuls = inspect_fp8(program(FORWARD, DGRAD, WGRAD, trips=16), [UP], False)
+    fp8 = {"name": UP, "dtypes": "f8e4m3fn*f8e4m3fn->bf16", "runs": 16}
+    assert {**matmuls[0], "how": ""} == {**fp8, "pass": "forward", "how": ""}
+    assert [row["pass"] for row in matmuls if row["name"] == UP] == list(ROLES)
     assert line == "fp8: 48 of 48 projection matmuls run in fp8; 1 others: 1 bf16*bf16->bf16"
     assert warnings == []
 
@@ -119,7 +122,7 @@ def test_devices_without_fp8_say_that_they_emulate_it():
         return (column_dense(x, dataclasses.replace(w, value=value), axis=None) ** 2).sum()
 
     text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(w.value, jnp.ones((32, 16))).compile().as_text()
-    check = check_fp8(text, ["w"], platform="cpu")
+    check = check_fp8(text, ["w"], emulates=True)
     assert check.missing == ()
     assert check.warnings() == []
     assert check.line() == "fp8 is emulated on this device: 3 projection matmuls of fp8 values run as 3 f32*f32->f32"

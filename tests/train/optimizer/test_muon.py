@@ -1,6 +1,7 @@
 """Muon takes the steps of optax's, on every mesh, with one exchange of the matrices in each direction."""
 
 import functools
+import math
 import sys
 
 import jax
@@ -12,9 +13,11 @@ from optax.contrib import MuonDimensionNumbers
 
 import meshwright as mw
 from meshwright import P
+from meshwright.models import XLSTM, Decoder
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.plan.compiled.topology import can_compile_for
-from meshwright.train import init_state, make_train_step, muon, state_layout
+from meshwright.train import init_state, make_train_step, muon, orthogonalize, state_layout
+from meshwright.train.optimizer.muon import is_hidden_matrix, orthogonalized_names
 from meshwright.train.optimizer.newton_schulz import COEFFICIENTS, DION_COEFFICIENTS
 
 RULES = mw.Rules(
@@ -51,7 +54,7 @@ def make_batch():
 
 
 JOB = mw.Job(init=init, rules=RULES, loss=loss, batch=make_batch())
-OPTIONS = {"weight_decay": 0.1, "rms": 0.2}
+OPTIONS = {"weight_decay": 0.1, "rms": 0.2, "is_matrix": lambda name, leaf: name not in ("embed", "norm")}
 
 
 PUBLISHED = {"num_iterations": 5, "coefficients": (COEFFICIENTS,)}  # optax's defaults
@@ -118,6 +121,28 @@ def check_steps(optimizer, steps_of_optax, mesh, zero_axis=None):
         np.testing.assert_allclose(state.params[name], expected, atol=atol, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "kv_heads"), [("tp:4", None), ("fsdp:2,tp:4", None), ("fsdp:2,tp:2", 2), ("fsdp:4,tp:2", 2)]
+)
+def test_the_layers_of_a_decoder_are_orthogonalized_as_on_one_device(mesh, kv_heads):
+    """On these meshes, XLA:CPU gave the operands of an all-to-all different layouts and refused its own program."""
+    model = Decoder(vocab_size=64, num_layers=2, d_model=64, num_heads=8, num_kv_heads=kv_heads, d_ff=128)
+    params = model.init(jax.random.key(0))
+    mesh = mw.create_mesh(mesh, devices=math.prod(int(axis[-1]) for axis in mesh.split(",")))
+    layout = mw.make_layout(model.rules, params, mesh)
+    names = ("attn", "mlp")
+    layers, specs, shardings = (
+        {name: tree["layers"][name] for name in names} for tree in (params, layout.specs, layout.shardings)
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        split = jax.jit(lambda tree: orthogonalize(tree, specs=specs), out_shardings=shardings)(
+            jax.device_put(layers, shardings)
+        )
+    for one, whole in zip(jax.tree.leaves(split), jax.tree.leaves(orthogonalize(layers)), strict=True):
+        # The bound of `check_steps`; singular values are near 1.
+        np.testing.assert_allclose(one, whole, atol=485 * np.finfo(np.float32).eps)
+
+
 def test_matrices_travel_once_in_each_direction():
     """Of two groups of matrices on fsdp, each is exchanged whole; the gradients need no all-to-all."""
     optimizer = muon(0.1, **OPTIONS)
@@ -139,7 +164,7 @@ COMPILED_7B = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding
 import meshwright as mw
-from meshwright.models import Decoder
+from meshwright.models import XLSTM, Decoder
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.plan.compiled.topology import target_mesh
 from meshwright.train import orthogonalize
@@ -183,3 +208,50 @@ def test_a_function_chooses_the_matrices():
         state = muon(0.1, is_matrix=is_matrix).init(params)
         mu = state.inner_states["muon"].inner_state[0].mu
         assert {name for name, leaf in mu.items() if hasattr(leaf, "shape")} == expected
+
+
+MODELS = {
+    "decoder": Decoder(vocab_size=64, num_layers=2, d_model=64, num_heads=8, d_ff=128, qkv_bias=True, qk_norm=True),
+    "xlstm": XLSTM(vocab_size=64, num_layers=2, d_model=64, num_heads=8, d_ff=128),
+}
+MATRICES = {
+    "decoder": "attn/k attn/o attn/q attn/v mlp/down mlp/gate mlp/up",
+    "xlstm": "mlp/down mlp/gate mlp/up mlstm/f_gate mlstm/i_gate mlstm/k mlstm/o_gate mlstm/out mlstm/q mlstm/v",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_projections_of_models_are_matrices(name):
+    found = orthogonalized_names(jax.eval_shape(muon(0.1).init, jax.eval_shape(MODELS[name].init, jax.random.key(0))))
+    assert found == [f"layers/{one}" for one in MATRICES[name].split()]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("multi_head_attention/query/kernel", (16, 16), True),
+        ("downscale/kernel", (16, 8), True),
+        ("heads/q", (16, 16), True),
+        ("bottleneck/kernel", (16, 8), True),
+        ("attention/query/kernel", (16, 4, 4), False),  # [features, heads, head size] is one matrix of 16 x 16
+        ("conv/kernel", (3, 3, 16, 16), False),
+        ("layers/0/attention/query/kernel", (16, 4, 4), False),
+        ("layers/attention/query/kernel", (2, 16, 4, 4), False),
+        ("layers/up", (2, 16, 16), True),
+        ("layers/0/up", (16, 16), True),
+        ("lm_head/kernel", (16, 64), False),
+        ("Embed_0/embedding", (64, 16), False),
+        ("layers/LayerNorm_0/weight", (2, 16), False),
+        ("layers/rmsnorm/weight", (2, 16), False),
+        ("layers/q_bias", (2, 16), False),
+        ("layers/logit_scale", (2, 16), False),
+        ("layers/router", (2, 16, 4), False),
+    ],
+)
+def test_only_hidden_matrices_are_orthogonalized(name, shape, expected):
+    assert is_hidden_matrix(name, jnp.ones(shape)) == expected
+
+
+def test_a_vector_is_no_matrix():
+    with pytest.raises(mw.MeshwrightError, match=r"is_matrix chose `norm`, which has 1 dims.\nhint: return True only"):
+        muon(0.1, is_matrix=lambda name, leaf: True).init({"norm": jnp.ones(8)})

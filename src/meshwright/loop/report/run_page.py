@@ -12,6 +12,7 @@ from meshwright.errors import FileFormatError, MeshwrightError
 from meshwright.loop.report.curves import loss_section, metrics_section, speed_section, time_spent_section
 from meshwright.loop.report.event_timeline import events_section, samples_section
 from meshwright.loop.report.goodput_section import goodput_section
+from meshwright.loop.report.matmuls_section import matmuls_section
 from meshwright.loop.report.placement_section import mesh_section, recorded_layout_section
 from meshwright.loop.report.predictions_section import predictions_section
 from meshwright.loop.report.run_record import RunRecord, read_run
@@ -62,6 +63,7 @@ def render(run: RunRecord, *, now: float) -> str:
         time_spent_section(run),
         mesh_section(run),
         recorded_layout_section(run),
+        matmuls_section(run),
         events_section(run),
         config_section(run),
         versions_section(run),

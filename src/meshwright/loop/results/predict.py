@@ -23,7 +23,6 @@ from meshwright.pages import encode_png
 from meshwright.specs import ceil_div
 from meshwright.train.jobs.job_loading import job_errors
 from meshwright.train.padding import cut, part_leaves
-from meshwright.train.precision import Precision
 from meshwright.tree import flatten_tree
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class Predictions(BeforeAfter):
     def __init__(self, setup: RunSetup) -> None:
         self.setup, self.num_rows = setup, setup.config.run.predict_rows
         job, mesh = setup.job, setup.layout.mesh
-        precision = Precision.named(setup.precision)
+        precision = setup.dtypes
         has_state = getattr(job, "model_state", None) is not None
         leaves, state_leaves = (part_leaves(setup.layout, part) for part in ("params", "model_state"))
 

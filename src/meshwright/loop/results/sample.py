@@ -41,7 +41,7 @@ class TrainingSamples(BeforeAfter):
         self.generator = make_generator(
             setup.model,
             length=len(prompt) + self.options.sample_tokens,
-            precision=setup.precision,
+            precision=setup.dtypes,
             vocab_size=self.tokenizer.vocab_size,
         )
 

@@ -41,6 +41,7 @@ from meshwright.loop.settings.store_options import StoreOptions
 from meshwright.mesh.simulate import MOST_CPU_DEVICES
 from meshwright.remote.object_store import check_scheme, is_url
 from meshwright.train.fine_tuning.lora_settings import LoraSettings
+from meshwright.train.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class TrainConfig:
             LoraSettings.parse(self.adapt.lora)
             if self.placement.precision == "fp8":
                 raise ConfigError("adapters do not run in fp8.", hint="use --precision mixed with --lora.")
+        self.dtypes(self.placement.precision)
         if self.init.init_from is None and self.init != InitOptions():
             raise ConfigError("the options --init-... have no effect without --init-from.", hint="add --init-from.")
         if self.adapt.eval_ema and self.adapt.ema is None:
@@ -131,6 +133,11 @@ class TrainConfig:
                 f"--profile {run.profile} starts after the last step ({run.steps}).",
                 hint="profile earlier steps, or raise --steps.",
             )
+
+    def dtypes(self, precision: str) -> Precision:
+        """Returns a precision by name ("auto" as float32) with the options for fp8; raises if they do not fit it."""
+        options = {name: getattr(self.placement, f"fp8_{name}") for name in ("matmuls", "scaling", "least_dim")}
+        return Precision.with_fp8("float32" if precision == "auto" else precision, options)
 
     def flat(self) -> dict[str, Any]:
         """Returns all options as one flat dict, as in config files and reports.
@@ -172,7 +179,7 @@ _COUNTS = (
 )
 _RATES = "learning_rate final_learning_rate weight_decay beta1 beta2"
 # Options that must not be empty texts.
-_TEXTS = "job data tokenizer data_cache run local_run wandb trackio init_from init_adapters compile_cache"
+_TEXTS = "job data tokenizer data_cache run local_run wandb trackio init_from init_adapters compile_cache fp8_matmuls"
 # Options, a condition on their values unless None, and the hint.
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (f"{_COUNTS} num_processes", lambda value: value >= 1, "use a whole number of at least 1."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,12 @@ import numpy as np
 import optax
 
 from meshwright.errors import ConfigError, JobError, MeshwrightError
+from meshwright.layout import Layout
 from meshwright.loop.settings.options import OptimizerOptions
 from meshwright.train.jobs.job_loading import load_attribute
-from meshwright.train.optimizer.muon import muon
-from meshwright.tree import named_tree_map
+from meshwright.train.optimizer.muon import muon, orthogonalized_names
+from meshwright.train.state import only_trainable, trainable_leaves
+from meshwright.tree import named_leaves, named_tree_map
 from meshwright.types import PyTree
 
 Schedule = Callable[[Any], Any]
@@ -44,6 +47,7 @@ class OptimizerChoice:
 
 
 _MOST_AT_ONCE = 1 << 20
+_SHOWN = 8  # names in the line about muon
 
 
 def _rates_of(schedule: Callable[[Any], Any], start: int, stop: int) -> np.ndarray:
@@ -86,9 +90,9 @@ def choose_optimizer(options: OptimizerOptions, num_steps: int, job: Any = None)
     if own is None:
         if rate is None:
             schedule = make_learning_rate(options, num_steps)
-            return OptimizerChoice(make_optimizer(options, num_steps), schedule, is_builtin=True)
+            return OptimizerChoice(make_optimizer(options, num_steps, job=job), schedule, is_builtin=True)
         _require_default(options, ("learning_rate", "warmup", "final_learning_rate"), f"{rater} sets the learning rate")
-        built = make_optimizer(options, num_steps, schedule=rate)
+        built = make_optimizer(options, num_steps, schedule=rate, job=job)
         return OptimizerChoice(built, rate, is_builtin=False, text=f"learning rate: {rater}")
     names = ("learning_rate", "warmup", "final_learning_rate", "weight_decay", "beta1", "beta2")
     _require_default(options, names, f"{owner} replaces the built-in ones")
@@ -166,11 +170,14 @@ def make_learning_rate(options: OptimizerOptions, num_steps: int) -> Schedule:
     return joined
 
 
-def make_optimizer(options: OptimizerOptions, num_steps: int, *, schedule: Schedule | None = None) -> Any:
+def make_optimizer(
+    options: OptimizerOptions, num_steps: int, *, schedule: Schedule | None = None, job: Any = None
+) -> Any:
     """Returns a built-in optimizer with its schedule; the train step clips gradients.
 
     Args:
         schedule: learning rate by step, instead of the one that the options describe.
+        job: the job, whose `is_matrix` says what muon orthogonalizes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -191,12 +198,37 @@ def make_optimizer(options: OptimizerOptions, num_steps: int, *, schedule: Sched
             weight_decay_mask=decayed,
             adam_beta1=options.beta1,
             adam_beta2=options.beta2,
+            is_matrix=getattr(job, "is_matrix", None),
         )
     if options.optimizer == "lion":
         return optax.lion(rate, b1=options.beta1, b2=options.beta2, weight_decay=decay, mask=decayed)
     if options.optimizer == "adafactor":
         return optax.adafactor(rate, weight_decay_rate=decay or None, weight_decay_mask=decayed)
     return optax.chain(optax.add_decayed_weights(decay, mask=decayed), optax.sgd(rate, momentum=options.beta1 or None))
+
+
+def muon_line(layout: Layout, job: Any) -> str | None:
+    """Returns one line about the parameters that Muon orthogonalizes, and those that take AdamW steps; None without it.
+
+    Example:
+        >>> import jax.numpy as jnp, meshwright as mw
+        >>> init = lambda key: {"up": jnp.zeros((8, 8)), "head": jnp.zeros((8, 8)), "norm": jnp.zeros(8)}
+        >>> job = mw.Job(init=init, rules=[(".*", mw.P())])
+        >>> muon_line(mw.state_layout(job, muon(1e-3), mw.create_abstract_mesh("dp:8")), job)
+        'muon: orthogonalizes 1 of 3 parameters (64 of 136 values); head, norm take AdamW steps'
+    """
+    params, opt_state = layout.abstract.params, layout.abstract.opt_state
+    chosen = set(orthogonalized_names(opt_state))
+    if not chosen:
+        return None
+    learned = named_leaves(only_trainable(params, trainable_leaves(job, params)))
+    sizes = {leaf.name: math.prod(leaf.value.shape) for leaf in learned}
+    rest = [name for name in sizes if name not in chosen]
+    values = f"{sum(sizes[name] for name in chosen):,} of {sum(sizes.values()):,} values"
+    line = f"muon: orthogonalizes {len(chosen)} of {len(sizes)} parameters ({values})"
+    more = f" and {len(rest) - _SHOWN} more" if len(rest) > _SHOWN else ""
+    takes = "takes" if len(rest) == 1 else "take"
+    return f"{line}; {', '.join(rest[:_SHOWN])}{more} {takes} AdamW steps" if rest else line
 
 
 def decayed(params: PyTree) -> PyTree:

@@ -104,6 +104,13 @@ class PlacementOptions:
     precision: Literal["auto", "float32", "mixed", "bfloat16", "fp8"] = "auto"
     """Precision of the step; auto is float32 on CPUs and mixed elsewhere. fp8 multiplies projections in fp8 (Hopper or
     newer; emulated elsewhere)."""
+    fp8_matmuls: str | None = None
+    """Regex of the parameters that --precision fp8 multiplies in fp8 (default: the projections of the layers)."""
+    fp8_scaling: Literal["delayed", "current"] | None = None
+    """Scales of inputs and gradients with --precision fp8: from the last steps, or from the tensors themselves
+    (default: delayed)."""
+    fp8_least_dim: int | None = None
+    """Smallest dim of a matrix that --precision fp8 multiplies in fp8 (default: 256)."""
     remat: Literal["none", "dots", "full", "offload"] = "none"
     """Rematerialization policy for the backward pass."""
     minibatches: int = 1

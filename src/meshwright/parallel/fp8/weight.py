@@ -25,7 +25,9 @@ class Fp8Weight:
     Args:
         value: the weight, in the dtype of the products.
         amaxes: float32 `[3]`: the amaxes that give the scales of the input, the weight and the output's gradient. Its
-            *gradient* is the amaxes of this step, on this device. The weight's amax must be its own.
+            *gradient* is the amaxes of this step, on this device. The weight's amax must be its own. Gradients of
+            several uses add up, so amaxes of a weight that a loss uses twice can be twice the largest, which costs a
+            bit of the scale.
         scaling: "delayed": scales come from `amaxes`. "current": those of inputs and gradients come from the tensors.
         name: path of the parameter, which names its matmuls in compiled programs.
         is_gathered: whether the weight was gathered for this use. Its gradient then casts it again, so that no copy

@@ -18,6 +18,7 @@ import jax
 
 from meshwright.errors import MeshwrightError
 from meshwright.files import write_atomically
+from meshwright.hardware.chips import multiplies_fp8
 from meshwright.layout.leaf import format_bytes
 from meshwright.loop.logging.memory_use import peak_resident
 from meshwright.parallel.pipeline.named_schedules import check_rounds
@@ -112,7 +113,7 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
         notes.append(WIDENED)
     fp8 = setup.dtypes.fp8
     names = () if fp8 is None else fp8.names(step.layout.abstract.params)
-    check = check_fp8(text, names, platform=target.platform)
+    check = check_fp8(text, names, emulates=not multiplies_fp8(target.platform, target.chip))
     if fp8 is not None:
         notes += [check.line(), *check.warnings()]
     return Compiled(

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.plan.compiled.hlo import Instruction, Program, parse_program, trip_count
 from meshwright.plan.compiled.matmuls import is_matmul
@@ -122,21 +123,24 @@ class Fp8Check:
         return [f"`{name}` does not run in fp8: {'; '.join(parts)}.\n{hint}" for name, parts in found.items()]
 
 
-def check_fp8(text: str, wanted: Sequence[str], *, platform: str = "gpu") -> Fp8Check:
+def check_fp8(text: str, wanted: Sequence[str], *, emulates: bool = False) -> Fp8Check:
     """Compares the matmuls of a compiled program with those that should run in fp8.
 
     Args:
         text: `compiled.as_text()`.
         wanted: paths of the parameters, from `Fp8.names`.
-        platform: "gpu", or another platform, which emulates fp8.
+        emulates: whether the device has no fp8 matmuls.
     """
-    return Fp8Check(tuple(read_matmuls(text)), tuple(wanted), emulates=platform != "gpu")
+    return Fp8Check(tuple(read_matmuls(text)), tuple(wanted), emulates)
 
 
-def inspect_fp8(text: str, wanted: Sequence[str], platform: str) -> tuple[str, list[str]]:
-    """Returns the line and the warnings of `check_fp8`, for `meshwright.loop.run.train`."""
-    check = check_fp8(text, wanted, platform=platform)
-    return check.line(), check.warnings()
+def inspect_fp8(text: str, wanted: Sequence[str], emulates: bool) -> tuple[str, list[str], list[dict[str, Any]]]:
+    """Returns the line, the warnings and the matmuls of `check_fp8`, for `meshwright.loop.run.train`."""
+    check = check_fp8(text, wanted, emulates=emulates)
+    rows = [
+        {"name": use.name, "pass": use.role, "dtypes": use.kind, "how": use.how, "runs": use.runs} for use in check.uses
+    ]
+    return check.line(), check.warnings(), rows
 
 
 def read_matmuls(text: str) -> list[MatmulUse]:

@@ -189,7 +189,7 @@ class JobCosts:
 def profile_job(
     job: Any,
     *,
-    precision: Precision | str | Mapping[str, str] = "mixed",
+    precision: Precision | str | Mapping[str, Any] = "mixed",
     optimizer: str = "adamw",
     platform: str = "tpu",
     remats: tuple[str, ...] = REMATS,
@@ -249,7 +249,7 @@ def profile_job(
     tokens, notes = _tokens_per_row(job)
     has_tokens = not notes
     key = abstract_key()
-    rule = named_optimizer(optimizer)
+    rule = named_optimizer(optimizer, job)
     state = jax.eval_shape(lambda key: make_state(job, rule, key, precision=dtypes), key)
     widths = {
         leaf.name: int(dtype.itemsize)

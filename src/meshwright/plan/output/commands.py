@@ -132,7 +132,7 @@ def setup_arguments(setup: Setup) -> list[str]:
     given = {
         "--mesh": setup.mesh,
         "--remat": setup.remat,
-        "--precision": setup.precision if isinstance(setup.precision, str) else None,  # the default differs in `train`
+        **setup.precision_options(),  # also if it is the default, which differs in `train`
         "--minibatches": str(setup.num_minibatches) if setup.num_minibatches > 1 else None,
         "--sync": setup.sync,
         "--pipeline": setup.pipeline,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,8 +35,10 @@ from meshwright.train.optimizer.newton_schulz import DION_COEFFICIENTS, newton_s
 from meshwright.tree import named_leaves, named_tree_map
 from meshwright.types import PyTree
 
-NOT_MATRICES = ("embed", "head", "norm", "bias", "scale", "router")
-"""Words in the names of parameters that take AdamW steps, although they may have two dims."""
+NOT_MATRICES = r"(^|/|_)(embed|embeddings?|head|bias|scale|router)(_?\d+)?(/|$)|norm(_?\d+)?(/|$)"
+"""Regex of the paths of parameters that take AdamW steps, although they may have two dims."""
+STACKED = r"^layers/(?!\d+/)"
+"""Regex of the paths of parameters that are stacked over layers, as in Meshwright's models."""
 
 
 class MuonState(NamedTuple):
@@ -85,7 +88,7 @@ def muon(
         rms: size of an update relative to `sqrt(max(rows, columns))`; 0.2 suits learning rates tuned for AdamW. None
             scales by `sqrt(max(1, columns / rows))` instead.
         is_matrix: which parameters are orthogonalized, as a function of name and leaf; leading dims count matrices
-            (default: two or more dims, and none of `NOT_MATRICES` in the name).
+            (default: `is_hidden_matrix`, which chooses two dims, or three below `layers/`).
         dtype: dtype of the iterations and of the values sent (default: bfloat16 on GPUs and TPUs, float32 on CPUs). On
             GPUs, iterations on bfloat16 values run in float16.
         coefficients: three numbers for each iteration, see `newton_schulz`; the last are used again if there are more
@@ -109,10 +112,19 @@ def muon(
         raise MeshwrightError(
             f"coefficients are {coefficients!r}.", hint="use triples of numbers whose last is not 0, one or more."
         )
-    matrix = is_matrix or _is_matrix
+    chosen = is_matrix or is_hidden_matrix
+
+    def label(name: str, leaf: Any) -> str:
+        if not chosen(name, leaf):
+            return "adam"
+        if leaf.ndim < 2:
+            raise MeshwrightError(
+                f"is_matrix chose `{name}`, which has {leaf.ndim} dims.", hint="return True only for leaf.ndim > 1."
+            )
+        return "muon"
 
     def labels(params: PyTree) -> PyTree:
-        return named_tree_map(lambda name, leaf: "muon" if matrix(name, leaf) else "adam", params, sep="/")
+        return named_tree_map(label, params, sep="/")
 
     orthogonal = optax.chain(
         scale_by_muon(beta=beta, num_iterations=num_iterations, rms=rms, dtype=dtype, coefficients=coefficients),
@@ -130,8 +142,38 @@ def muon(
     return optax.partition({"muon": orthogonal, "adam": adam}, labels)
 
 
-def _is_matrix(name: str, leaf: Any) -> bool:
-    return leaf.ndim > 1 and not any(word in name for word in NOT_MATRICES)
+def is_hidden_matrix(name: str, leaf: Any) -> bool:
+    """Whether Muon orthogonalizes a parameter by default.
+
+    It has two dims, or three if it is stacked over layers, and no part of its path is an embedding, a head, a norm, a
+    bias, a scale or a router. Kernels of other ranks, such as Flax's [features, heads, head size], would have to be
+    reshaped first.
+
+    Example:
+        >>> matrix, kernel = jnp.ones((8, 8)), jnp.ones((8, 2, 4))
+        >>> [is_hidden_matrix(name, matrix) for name in ("up", "multi_head_attention/q", "lm_head", "embed/table")]
+        [True, True, False, False]
+        >>> [is_hidden_matrix(name, kernel) for name in ("layers/up", "attention/query/kernel")]
+        [True, False]
+    """
+    ranks = (2, 3) if re.search(STACKED, name) else (2,)
+    return leaf.ndim in ranks and re.search(NOT_MATRICES, name, re.IGNORECASE) is None
+
+
+def orthogonalized_names(opt_state: PyTree) -> list[str]:
+    """Returns the paths of the parameters that Muon orthogonalizes, from the state of an optimizer.
+
+    Example:
+        >>> params = {"up": jnp.ones((8, 8)), "norm": jnp.ones(8)}
+        >>> orthogonalized_names(muon(1e-3).init(params)), orthogonalized_names(optax.sgd(1e-3).init(params))
+        (['up'], [])
+    """
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, MuonState)
+
+    states = [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+    return [leaf.name for state in states for leaf in named_leaves(state.mu)]
 
 
 def scale_by_muon(
@@ -298,7 +340,8 @@ def _share(stack: Any, split: Split, mesh: Any) -> tuple[Any, Callable[[Any], An
     num_copies = math.prod(sizes[axis] for axis in copies)
     count = stack.shape[0]
     ways = num_copies * math.prod(sizes[axis] for axes, _ in dims for axis in axes)
-    moved = jnp.pad(stack, ((0, round_up(count, ways) - count), (0, 0), (0, 0)))
+    # Behind a barrier, because XLA:CPU can give the operands of an all-to-all of padded parts different layouts.
+    moved = lax.optimization_barrier(jnp.pad(stack, ((0, round_up(count, ways) - count), (0, 0), (0, 0))))
     if copies:
         share = moved.shape[0] // num_copies
         moved = lax.dynamic_slice_in_dim(moved, lax.axis_index(copies) * share, share)
