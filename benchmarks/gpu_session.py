@@ -1,11 +1,13 @@
 """Runs the GPU measurements that are still open, in three parts of under ten minutes each.
 
     PYTHONPATH=src python3 benchmarks/gpu_session.py --parts 1 --out results    # one H200
+    PYTHONPATH=src python3 benchmarks/gpu_session.py --parts 3 --peers FOLDER   # with the peers of decoder_h200.py
     PYTHONPATH=src python3 benchmarks/gpu_session.py --tiny                     # all commands at small sizes, on a CPU
 
-1. Generation: one step of the mLSTM recurrence, an xLSTM and the 956M decoder, each beside its earlier forms.
-2. The mLSTM cell at six shapes: the XLA form, which was changed after it was last timed, and the kernels.
-3. Losses in fp8 for a third seed, and the step with Muon.
+1. Values of all kernels, one token of the mLSTM recurrence with the kernel that no GPU has run yet, and an xLSTM that
+   generates.
+2. Losses in fp8 for a third seed: from a shared start, beside a control in bfloat16, and from random parameters.
+3. The mLSTM cell at its first shape, with values and a train step, and the 956M decoder beside torch.
 
 Each command runs in its own process, under a time limit; its output goes to `<out>/<name>.txt`. A command that would
 not fit in `--seconds` is not started. Exits with 1 if a command failed or was not run.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -34,38 +37,32 @@ class Command:
     limit: int
 
 
+CURVES = "--parts curves --seeds 2 --variants bf16 fp8"
+SHARED = f"{CURVES} bf16_again --curve-steps 200 --shared 100 --batch 8 --rate 1e-4 --seconds 265"
 PARTS = {
     1: (
-        Command("mlstm_step", "mlstm_step.py", "", 120),
-        Command("generate_decoder", "generate.py", "--batches 1", 130),
+        Command("kernel_values", "kernel_values.py", "", 150),
+        Command("mlstm_step", "mlstm_step.py", "", 180),
         Command("generate_xlstm", "generate.py", "--model xlstm --batches 1 8", 230),
-        Command("generate_xlstm_32", "generate.py", "--model xlstm --batches 32 --only meshwright", 60),
     ),
     2: (
-        Command("mlstm_cell", "mlstm_h200.py", "--chunks 256 --rounds 9 --inner 3 --shapes 0 1 2", 280),
-        Command("mlstm_cell_long", "mlstm_h200.py", "--chunks 256 --rounds 9 --inner 3 --shapes 3 4 5", 280),
+        Command("fp8_shared", "fp8_h200.py", SHARED, 280),
+        Command("fp8_random", "fp8_h200.py", f"{CURVES} --curve-steps 300 --seconds 270", 285),
     ),
     3: (
-        Command(
-            "fp8_seed_2",
-            "fp8_h200.py",
-            "--parts curves --variants bf16 fp8 --curve-steps 200 --shared 100 --batch 8 --seeds 2 --rate 1e-4 "
-            "--seconds 230",
-            260,
-        ),
-        Command("muon", "muon_h200.py", "--rounds 3", 330),
+        Command("mlstm_cell", "mlstm_h200.py", "--shapes 0 --chunks 256 --values --steps 12", 260),
+        Command("decoder", "decoder_h200.py", "--programs torch meshwright", 300),
     ),
 }
 # In place of the options that choose sizes.
 TINY = {
-    "mlstm_step": "--tiny --rounds 3 --tokens 4",
+    "kernel_values": "--tiny",
+    "mlstm_step": "--tiny --rounds 1 --tokens 2",
     "generate_xlstm": "--tiny --model xlstm --batches 1",
-    "generate_xlstm_32": "--tiny --model xlstm --batches 4 --only meshwright",
-    "generate_decoder": "--tiny --batches 1 --only meshwright before",
-    "mlstm_cell": "--tiny --rounds 2 --inner 1",
-    "mlstm_cell_long": "--tiny --rounds 1 --inner 1",
-    "fp8_seed_2": "--tiny --parts curves --variants bf16 fp8 --curve-steps 4 --shared 2 --seeds 2",
-    "muon": "--tiny --rounds 1 --steps 1",
+    "fp8_shared": f"--tiny {CURVES} bf16_again --curve-steps 4 --shared 2",
+    "fp8_random": f"--tiny {CURVES} --curve-steps 4",
+    "mlstm_cell": "--tiny --shapes 0 --chunks 16 --rounds 1 --inner 1 --values --steps 1",
+    "decoder": "--tiny --programs meshwright --steps 1",
 }
 
 
@@ -91,9 +88,11 @@ def main() -> None:
 
 def run(command: Command, args: argparse.Namespace, variables: dict[str, str]) -> tuple[int | str, float]:
     options = TINY[command.name] if args.tiny else command.options
+    if args.peers is not None and command.name == "decoder" and not args.tiny:
+        options += f" --peers {shlex.quote(str(args.peers.resolve()))}"
     begun = time.monotonic()
     with (args.out / f"{command.name}.txt").open("w") as out:
-        given = [sys.executable, str(HERE / command.script), *options.split()]
+        given = [sys.executable, str(HERE / command.script), *shlex.split(options)]
         limit = None if args.tiny else command.limit
         try:
             done = subprocess.run(given, env=variables, stdout=out, stderr=subprocess.STDOUT, timeout=limit)
@@ -107,6 +106,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=int, nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("gpu_session"), help="a folder for the output of each command")
+    parser.add_argument("--peers", type=Path, help="folder with torch's program for the decoder (default: without it)")
     parser.add_argument("--seconds", type=float, default=570, help="time limit of the whole run (default: 570)")
     parser.add_argument("--tail", type=int, default=2500, help="characters of each output to print (default: 2500)")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to test the commands on a CPU")
