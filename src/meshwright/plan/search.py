@@ -17,6 +17,7 @@ from meshwright.errors import ConfigError, LayoutError, MeshwrightError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.mesh.string import MeshSpec, parse_mesh
+from meshwright.pages.numbers import plural
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.compile import CompileError, compile_step
 from meshwright.plan.costs.job_costs import REMATS, JobCosts, profile_job
@@ -76,9 +77,8 @@ class Search:
     @property
     def batch_words(self) -> str:
         """Rows and tokens of a step."""
-        if not self.profile.has_tokens:
-            return f"{self.rows} rows"
-        return f"{self.rows} rows of {self.tokens_per_row} tokens ({self.rows * self.tokens_per_row / 1e6:.2f}M)"
+        rows, tokens = plural(self.rows, "row"), self.rows * self.tokens_per_row
+        return f"{rows} of {self.tokens_per_row} tokens ({tokens / 1e6:.2f}M)" if self.profile.has_tokens else rows
 
     def reasons(self) -> Counter[str]:
         """Returns the number of rejected candidates by reason."""
