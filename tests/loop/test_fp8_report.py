@@ -36,7 +36,7 @@ def run(tmp_path):
 
 def test_a_run_prints_and_logs_how_its_matmuls_run(run, tmp_path):
     chosen = {"fp8_matmuls": "attn/k|mlp/(up|down)$", "fp8_least_dim": 32}
-    text = "fp8 is emulated on this device: 12 projection matmuls of fp8 values run as 12 f32*f32->f32"
+    text = "fp8 is emulated on this device: 12 projection matmuls of fp8 values run as"
     lines, events = run("narrow", **chosen)
     (line,) = (line for line in lines if line.startswith(text))
     assert line.endswith("; too narrow for fp8: layers/attn/k (listed in " + f"{tmp_path}/run/events.jsonl)")
@@ -46,7 +46,8 @@ def test_a_run_prints_and_logs_how_its_matmuls_run(run, tmp_path):
     matmuls = record.happened("fp8")[0]["matmuls"]
     own = {(row["name"], row["pass"]) for row in matmuls if row["pass"]}
     assert own == {(f"layers/mlp/{name}", one) for name in ("up", "down") for one in ROLES}
-    assert {row["dtypes"] for row in matmuls if row["pass"]} == {"f32*f32->f32"}
+    # XLA:CPU widens all of them to float32 with jax 0.10, and some of them with 0.12.
+    assert {row["dtypes"] for row in matmuls if row["pass"]} <= {"f32*f32->f32", "bf16*bf16->bf16"}
     page = render(record, now=0)
     assert "layers/mlp/up" in page
     assert "weight gradient" in page

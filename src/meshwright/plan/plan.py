@@ -274,7 +274,7 @@ def _assumed_of_custom(sizes: Mapping[str, int]) -> str:
 
 
 def fp8_notes(profile: JobCosts, target: Target) -> tuple[str, ...]:
-    """Returns what a plan in fp8 does not count, and the matrices that are not multiplied in fp8."""
+    """Returns notes for a plan in fp8: how its figures differ from the step's, and matrices that are too narrow."""
     fp8 = profile.precision.fp8
     if fp8 is None:
         return ()
