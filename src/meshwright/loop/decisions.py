@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from meshwright.distributed.agreement import agree, as_first, together
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, MeshError
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.loop.folder.remote_run import RemoteRun
@@ -94,7 +94,11 @@ def decide(config: TrainConfig, tell: Voice, remote: RemoteRun | None) -> RunSet
     choice = together("choosing a mesh", lambda: _choose_mesh(config, model, job, optimizer, dtypes))
     choice = MeshChoice(as_first(choice.mesh), as_first(choice.reason))
     tell(f"mesh: {choice.mesh} ({_devices()}); {choice.reason}")
-    mesh = create_mesh(parse_mesh(choice.mesh).resolve(jax.device_count()))
+    try:
+        mesh = create_mesh(choice.mesh)
+    except MeshError:
+        parse_mesh(choice.mesh).resolve(jax.device_count())  # raises with a hint for the command line
+        raise
     # Report a misspelled axis before the layout warns about it; the step checks the axes of the layout itself.
     check_axes(job, {axis: size for axis, size in mesh.shape.items() if axis != config.placement.zero_axis})
     zero_axis, pad, ema = config.placement.zero_axis, config.placement.pad or False, config.adapt.ema
