@@ -222,9 +222,10 @@ class Loop:
             batch = next(self.batches, None)
         if batch is None:
             return "out of data"
-        with StepProfiler.annotate(self.number + 1):
-            self.state, metrics = self._compiles.call(self.step, self.state, batch.arrays, self.number + 1)
-        self.number += 1
+        number = self.number + 1
+        with StepProfiler.annotate(number), self._compiles.watched(self.state, batch.arrays, number):
+            self.state, metrics = self.step(self.state, batch.arrays)
+        self.number = number
         self.ticks += 1
         self._pending.append((self.number, metrics, batch.first_row, getattr(batch, "tokens", None)))
         while len(self._pending) > 1:

@@ -38,7 +38,7 @@ def test_nested_intervals_count_once():
 def told():
     """Events of a step that compiles for five kinds of arguments, and runs twice for each."""
     events = []
-    step = StepCompiles(lambda kind, number, text, **facts: events.append((kind, number, text, facts)))
+    compiles = StepCompiles(lambda kind, number, text, **facts: events.append((kind, number, text, facts)))
     jitted = jax.jit(lambda state, batch: (state, sum(leaf.sum() for leaf in jax.tree.leaves(batch))))
     mesh = mw.create_mesh("dp:8")
     batches = [
@@ -49,7 +49,9 @@ def told():
         {"x": jnp.ones((8, 4)), "y": jnp.ones(2)},
     ]
     for number, batch in enumerate([batch for batch in batches for _ in range(2)], start=1):
-        step.call(jitted, {"w": jnp.zeros(3)}, batch, number)
+        state = {"w": jnp.zeros(3)}
+        with compiles.watched(state, batch, number):
+            jitted(state, batch)
     return events
 
 

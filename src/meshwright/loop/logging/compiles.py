@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,16 +84,17 @@ def compile_clock() -> CompileClock:
 
 
 class StepCompiles:
-    """Calls a step, reports how long it compiled, and warns with the cause if it compiles again.
+    """Reports how long a step compiled, and warns with the cause if it compiles again.
 
     Args:
         tell: function of an event's kind, step, text and facts.
 
     Example:
-        >>> step = StepCompiles(lambda kind, number, text, **facts: print(f"{kind} at step {number}: {text[:38]}"))
+        >>> compiles = StepCompiles(lambda kind, number, text, **facts: print(f"{kind} at step {number}: {text[:38]}"))
         >>> double = jax.jit(lambda state, batch: (state, 2 * batch))
         >>> for number, rows in enumerate((2, 2, 4), start=1):
-        ...     _ = step.call(double, 0.0, jax.numpy.ones(rows), number)
+        ...     with compiles.watched(0.0, jax.numpy.ones(rows), number):
+        ...         _ = double(0.0, jax.numpy.ones(rows))
         compile at step 1: compiled the step in ...
         recompile at step 3: warning: the step compiled again in ...
     """
@@ -101,15 +103,15 @@ class StepCompiles:
         self._tell, self._clock = tell, compile_clock()
         self._seen: dict[str, str] | None = None
 
-    def call(self, step: Callable[[Any, Any], Any], state: Any, batch: Any, number: int) -> Any:
-        """Returns `step(state, batch)`."""
+    @contextlib.contextmanager
+    def watched(self, state: Any, batch: Any, number: int) -> Iterator[None]:
+        """Reports the compilations of `step(state, batch)`, which runs inside."""
         before = self._clock.totals()
-        result = step(state, batch)
+        yield
         now = self._clock.totals()
         if now.count > before.count:
             # Donated arrays are deleted by now, but still know their shape, dtype and sharding.
             self._report(number, before, now, _describe(state, batch))
-        return result
 
     def _report(self, number: int, before: CompileTotals, now: CompileTotals, arguments: dict[str, str]) -> None:
         seconds, hits, saved = now.seconds - before.seconds, now.hits - before.hits, now.saved - before.saved
