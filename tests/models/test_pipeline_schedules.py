@@ -11,7 +11,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.models import Decoder, Execution
-from meshwright.train import init_state, language_job, make_eval_step, state_layout
+from meshwright.train import init_state, language_job, make_eval_step, make_train_step, state_layout
 from meshwright.train.fine_tuning.lora import lora
 from meshwright.train.gradients import make_gradients
 
@@ -113,6 +113,27 @@ def test_evaluation_of_stages_that_do_not_divide_the_layers(schedule):
     layout = state_layout(job, optax.sgd(0.1), mesh_of("dp:1"))
     state = init_state(job, optax.sgd(0.1), layout, jax.random.key(0))
     assert loss == pytest.approx(float(make_eval_step(job, layout)(state, job.make_batch(0))["loss"]), rel=1e-5)
+
+
+def test_statistics_of_embedding_and_head_may_be_split_over_stages():
+    """Their parameters are on all stages; two steps with momentum equal those of one device."""
+    optimizer, run = optax.sgd(0.1, momentum=0.9), Execution(pipeline="1f1b", num_microbatches=4)
+
+    def train(mesh, zero_axis):
+        job = make_job(tied=False, num_layers=2, run=run if zero_axis else None)
+        layout = state_layout(job, optimizer, mesh_of(mesh), zero_axis=zero_axis)
+        step = make_train_step(job, optimizer, layout)
+        state = init_state(job, optimizer, layout, jax.random.key(0))
+        for number in range(2):
+            state, _ = step(state, job.make_batch(number))
+        return layout, jax.device_get(state.params)
+
+    layout, got = train("pp:2", "pp")
+    table, head = (layout[f"opt_state/0/trace/{name}"] for name in ("embed/table", "head/kernel"))
+    assert all(2 * leaf.bytes_per_device == leaf.bytes_total for leaf in (table, head))
+    _, expected = train("dp:1", None)
+    for (path, a), (_, b) in zip(jax.tree.leaves_with_path(got), jax.tree.leaves_with_path(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max(), err_msg=jax.tree_util.keystr(path))
 
 
 def test_adapters_and_evaluation():
