@@ -1,5 +1,6 @@
 """Pallas kernels do not change a model's loss or gradients."""
 
+import contextlib
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
+from meshwright.errors import MeshwrightWarning
 from meshwright.models import XLSTM, Decoder, Execution, layer_context
 from meshwright.parallel.kernels import copy_kernels, gradient_kernels
 from meshwright.parallel.kernels import dispatch as kernels
@@ -64,7 +66,10 @@ def test_kernels_do_not_change_loss_or_gradients(name, monkeypatch):
     for module in (copy_kernels, gradient_kernels):
         monkeypatch.setattr(module, "call_kernel", counting(used, kernels.call_kernel))
     mesh = mw.create_mesh("dp:1", devices=1)
-    found = loss_and_gradients(MODELS[name], mesh, True)
+    # The mLSTM's kernels need larger chunks and heads, and say so.
+    falls_back = pytest.warns(MeshwrightWarning, match="kernels=True, but XLA's form runs: chunk_size is 8")
+    with falls_back if name == "xlstm" else contextlib.nullcontext():
+        found = loss_and_gradients(MODELS[name], mesh, True)
     assert set(used) == {"residual_norm_gradient", "softmax_gradient", "stack"}
     assert_same(found, loss_and_gradients(MODELS[name], mesh, False))
 

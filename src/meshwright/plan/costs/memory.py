@@ -18,6 +18,7 @@ from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target
 from meshwright.specs import spec_axes
 
+NEW_GRADIENTS = "gradients of a minibatch"
 GATHERED_WEIGHTS = "gathered weights"
 """Name of the part of memory that a scheduler which overlaps gathers needs again."""
 # XLA:GPU's scheduler keeps to 80% of the memory times its slop factor, in percent. Of collectives that would take more
@@ -116,8 +117,8 @@ def plan_memory(
     reused = _gathered(profile, layout, setup, sizes)[0] if target.platform == "tpu" else 0.0
     parts += _activation_parts(profile, setup, sizes, rows=rows, target=target, reused=reused)
     parts = [part for part in parts if part.bytes]
-    if not profile.in_loop(setup, sizes) and setup.num_minibatches == 1:
-        parts = _in_turn(parts)
+    if not profile.in_loop(setup, sizes):
+        parts = _in_turn(parts, "gradients" if setup.num_minibatches == 1 else NEW_GRADIENTS)
     total = sum(part.bytes for part in parts)
     if compiled is None:
         return MemoryPlan(tuple(parts), total, "computed", target.memory_bytes)
@@ -252,7 +253,7 @@ def _new_gradients(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mappi
     own = gradient_bytes(profile, layout, replace(setup, num_minibatches=1))
     if stages.count == 1:
         size = own if setup.num_minibatches > 1 else 0.0
-        return Part("gradients of a minibatch", size, "computed", "as they arrive, then added to the sums")
+        return Part(NEW_GRADIENTS, size, "computed", "as they arrive, then added to the sums")
     if stages.is_scheduled:
         return Part("gradients of a tick", own / stages.rounds, "assumed", "of one stage, added to the sums in place")
     return Part("gradients of a tick", 2 * own, "assumed", "one tick and a copy, fitted to CPU programs")
@@ -355,12 +356,12 @@ def _ticks_part(profile: JobCosts, stages: Stages, rows: float) -> Part:
     return Part("ticks", stages.ticks * one, "computed", note)
 
 
-def _in_turn(parts: list[Part]) -> list[Part]:
-    """Subtracts the gradients from the activations: unrolled layers free a layer's activations as its gradients come.
+def _in_turn(parts: list[Part], name: str) -> list[Part]:
+    """Subtracts gradients from the activations: unrolled layers free a layer's activations as its gradients come.
 
     A loop over layers allocates the gradients of all layers at its start.
     """
-    gradients = sum(part.bytes for part in parts if part.name == "gradients")
+    gradients = sum(part.bytes for part in parts if part.name == name)
 
     def shared(part: Part) -> Part:
         took = min(gradients, part.bytes)
@@ -375,7 +376,7 @@ def _shrunk(parts: list[Part], by: float) -> list[Part]:
     spared = (
         "merged matrices",
         "gradients of a tick",
-        "gradients of a minibatch",
+        NEW_GRADIENTS,
         "layers of the stages",
         "activations",
         "gradients",
