@@ -186,7 +186,7 @@ def test_the_documented_sizes_are_those_that_fit():
     ("keys", "length", "dtype", "why"),
     [
         (64, 128, "float32", "inputs are float32"),
-        (64, 100, "bfloat16", "rows have 100 tokens, which is no multiple of 128"),
+        (64, 100, "bfloat16", "rows have 100 tokens, which is not a multiple of 128"),
         (32, 128, "bfloat16", "heads have 32 features of keys and 64 of values"),
     ],
 )

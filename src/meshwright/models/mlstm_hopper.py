@@ -68,7 +68,7 @@ def why_not_fused(q: Any, v: Any) -> str | None:
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"inputs are {q.dtype}"
     if q.shape[1] % _CHUNK_SIZES[-1]:
-        return f"rows have {q.shape[1]} tokens, which is no multiple of {_CHUNK_SIZES[-1]}"
+        return f"rows have {q.shape[1]} tokens, which is not a multiple of {_CHUNK_SIZES[-1]}"
     # The kernels multiply whole gradients of queries and keys with them.
     if pair_tiles(keys, values) is None or of_keys is None or of_keys.width != keys:
         return f"heads have {keys} features of keys and {values} of values"

@@ -267,7 +267,10 @@ def test_few_microbatches_warn():
             {"schedule": make_schedule("zb-v", 2, 2), "layers": {"w": jnp.ones(6)}},
             r"6 layers cannot be cut evenly into 2 x 2 pipeline stages(.|\n)*takes no num_layers(.|\n)*multiple of 4",
         ),
-        ({"num_layers": 9}, "2 devices hold 2 layers each, which does not fit num_layers=9"),
+        (
+            {"num_layers": 9},
+            r"2 devices hold 2 layers each, which does not fit num_layers=9\.\nhint: store 5 layers on each device",
+        ),
         ({"layers": {"w": jnp.ones(4), "b": jnp.ones(2)}}, r"different leading dims: \[1, 2\]"),
         ({"schedule": make_schedule("1f1b", 2, 3)}, "cannot cut a batch of 4 rows into 3 microbatches"),
         ({"grad_of": 1}, r"computes gradients of parameters only(.|\n)*stop_gradient"),

@@ -165,7 +165,10 @@ def count_layers(
     stored, num_virtual = sizes.pop(), num_stages * num_rounds
     total = stored * num_stages if num_layers is None else num_layers
     if ceil_div(total, num_stages) != stored:
-        raise LayoutError(f"{who}: {num_stages} devices hold {stored} layers each, which does not fit {num_layers=}.")
+        raise LayoutError(
+            f"{who}: {num_stages} devices hold {stored} layers each, which does not fit {num_layers=}.",
+            hint=f"store {ceil_div(total, num_stages)} layers on each device, the last ones padded.",
+        )
     if total % num_virtual and not _takes_count(stage_fn):
         raise LayoutError(
             f"{total} layers cannot be cut evenly into {num_stages} x {num_rounds} pipeline stages, and stage_fn takes "
