@@ -34,8 +34,8 @@ def inputs():
     return layers, jax.random.normal(keys[2], (16, DIM))
 
 
-def make_step(mesh, *, remat, prefetch, form="scan"):
-    gather = Gather(SPECS, ("fsdp",))
+def make_step(mesh, *, remat, prefetch, form="scan", dtype="float32"):
+    gather = Gather(SPECS, ("fsdp",), dict.fromkeys(SPECS, jnp.dtype(dtype)))
 
     def step(layers, h):
         def loss(layers, h):
@@ -81,3 +81,14 @@ def test_gathers_one_layer_more_and_keeps_no_weights(remat):
     one_layer = 4 * 2 * DIM * HIDDEN
     more = compiled.memory_analysis().temp_size_in_bytes - plain.memory_analysis().temp_size_in_bytes
     assert more < 3 * one_layer, f"prefetch takes {more} more bytes; a layer has {one_layer}"
+
+
+@pytest.mark.parametrize("form", ["scan", "unroll"])
+def test_keeps_no_weights_without_prefetch_either(form):
+    """The cast after a gather would be saved for all layers, which is the whole model in bfloat16."""
+    layers, h = inputs()
+    kept = jax.make_jaxpr(
+        make_step(mw.create_mesh("fsdp:8"), remat="none", prefetch=False, form=form, dtype="bfloat16")
+    )
+    text = str(kept(layers, h.astype(jnp.bfloat16)))
+    assert f"bf16[{NUM_LAYERS},{DIM},{HIDDEN}]" not in text

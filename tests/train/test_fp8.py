@@ -137,9 +137,32 @@ def test_minibatches_equal_one_batch(mesh, devices, view):
     compare(got, "decoder", "delayed")
 
 
+@pytest.mark.parametrize(
+    "options", [{"remat": jax.checkpoint_policies.everything_saveable}, {"run": {"prefetch": False}}]
+)
+def test_saved_activations_keep_large_fp8_values(options):
+    """JAX's rounding of saved residuals would turn values of e4m3fn above 240 into infinities."""
+    compare(measure("decoder", "delayed", "fsdp:2", devices=2, **options), "decoder", "delayed")
+
+
 def test_current_scales_are_those_of_each_minibatch():
     """Scales differ from those of the whole batch; amaxes are still the largest of all minibatches."""
     compare(measure("decoder", "current", "dp:1", devices=1, num_minibatches=4), "decoder", "current")
+
+
+PIPELINES = [
+    ("decoder", "dp:4,pp:2", "delayed", {}),
+    ("decoder", "dp:2,fsdp:2,pp:2", "delayed", {"run": {"pipeline": "zb-h1"}, "remat": "full"}),
+    ("decoder", "fsdp:2,pp:2,tp:2", "current", {"run": {"pipeline": "1f1b"}}),
+    ("xlstm", "dp:2,pp:2", "delayed", {"run": {"pipeline": "1f1b"}, "num_minibatches": 2, "devices": 4}),
+]
+
+
+@pytest.mark.slow  # four pipelines
+@pytest.mark.parametrize(("model", "mesh", "scaling", "options"), PIPELINES, ids=lambda value: str(value))
+def test_pipelines_equal_one_device(model, mesh, scaling, options):
+    """Amaxes of microbatches are combined by maximum, whoever computes the gradients: JAX or the schedule."""
+    compare(measure(model, scaling, mesh, **options), model, scaling)
 
 
 # --- The state ---
@@ -337,11 +360,16 @@ def test_bad_requests_are_refused():
         make_train_step(job, OPTIMIZER, layout, precision=head).lower(job.batch)
 
 
-def test_pipelines_are_refused():
-    job, precision = job_of(), PRECISIONS["delayed"]
-    layout = state_layout(job, OPTIMIZER, mw.create_mesh("dp:4,pp:2"), precision=precision)
-    with pytest.raises(MeshwrightError, match=r"does not run in fp8 in a pipeline \(axis 'pp'\)"):
-        make_train_step(job, OPTIMIZER, layout, precision=precision)
+@pytest.mark.parametrize("view", [None, "local"])
+def test_pipelines_of_custom_losses_are_refused(view):
+    def loss(params, batch, rng, *, fp8):
+        return 0.0, {}
+
+    init = lambda key: {"up": jnp.zeros((4, 16, 16))}  # noqa: E731
+    job = mw.Job(init=init, rules=[("up", P("pp"))], loss=loss, local_axes=("pp",))
+    layout = state_layout(job, OPTIMIZER, mw.create_mesh("dp:4,pp:2"), precision=PRECISIONS["delayed"])
+    with pytest.raises(MeshwrightError, match=r"custom loss does not run in fp8 in a pipeline \(axis 'pp'\)"):
+        make_gradients(job, layout, view=view, precision=PRECISIONS["delayed"])
 
 
 def test_the_default_is_the_projections():

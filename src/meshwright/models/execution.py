@@ -5,6 +5,7 @@ These options do not change the function. One `Execution` works on every mesh; a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -123,8 +124,10 @@ def remat_policy(remat: Remat | None, *, by_name: bool = True) -> Callable[..., 
         >>> remat_policy("none") is None, callable(remat_policy("dots"))
         (True, True)
     """
-    if remat is None or callable(remat):
-        return remat
+    if remat is None:
+        return None
+    if callable(remat):
+        return functools.partial(_all_but_fp8, remat)
     policies, names, to_host = jax.checkpoint_policies, [PROJECTION, GATHERED_ROWS], ("device", "pinned_host")
     dots, offload = policies.dots_with_no_batch_dims_saveable, policies.offload_dot_with_no_batch_dims(*to_host)
     if by_name:
@@ -141,3 +144,16 @@ def remat_policy(remat: Remat | None, *, by_name: bool = True) -> Callable[..., 
         hint = did_you_mean(str(remat), known) or f"use one of: {', '.join(known)}, or a jax.checkpoint policy."
         raise MeshwrightError(f"unknown remat policy {remat!r}.", hint=hint)
     return known[remat]
+
+
+def _all_but_fp8(policy: Callable[..., Any], primitive: Any, *avals: Any, **params: Any) -> Any:
+    """Follows a policy, except that values in fp8 are recomputed.
+
+    JAX rounds residuals that a policy saves with `reduce_precision`, which has no e4m3fn: it turns values above 240, of
+    448, into infinities.
+    """
+    made = params.get("new_dtype") or params.get("out_avals")
+    if made is None and primitive.name != "dot_general":  # most operations keep the dtype of their inputs
+        made = (*avals, *(var.aval for var in getattr(params.get("jaxpr"), "invars", ())))
+    is_fp8 = any(name in str(made) for name in ("float8_", "f8_"))
+    return False if is_fp8 else policy(primitive, *avals, **params)

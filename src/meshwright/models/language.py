@@ -202,8 +202,15 @@ class LanguageModel(abc.ABC):
         stages = run.stages()
         scheduled = stages is not None and finish is not None and run.pipeline != "gpipe"
         layers, gather_layers = params["layers"], None if gather is None else gather["layers"]
+        num_stages = 1 if stages is None else jax.lax.axis_size(stages)
+        num_microbatches = run.num_microbatches or 2 * num_stages
+        count = int(jax.tree.leaves(params["layers"])[0].shape[0])
         if fp8 is not None:
-            self._check_fp8(fp8, run, lora)
+            self._check_fp8(fp8, lora)
+            if stages is not None:
+                fp8 = _of_stage(fp8, stages, count).per_microbatch(num_microbatches)
+                microbatches = jnp.arange(tokens.shape[0]) // max(tokens.shape[0] // num_microbatches, 1)
+                extras["microbatch"] = microbatches
             # Amaxes are stacked like layers, and pass through the loop over layers beside them.
             layers = {**layers, _AMAXES: fp8.tree["layers"]}
             gather_layers = None if gather_layers is None else _beside(gather_layers, _AMAXES, layers[_AMAXES])
@@ -216,8 +223,6 @@ class LanguageModel(abc.ABC):
             embedded = vocab_embed(tokens, table, axis=run.tensor(), sequence_parallel=run.sequence_parallel)
             return _rows_split(self.enter(embedded), run)
 
-        num_stages = 1 if stages is None else jax.lax.axis_size(stages)
-        count = int(jax.tree.leaves(params["layers"])[0].shape[0])
         if count != ceil_div(self.num_layers, num_stages):
             raise LayoutError(
                 f"{self._kind} has {self.num_layers} layers, but the parameters hold {num_stages} x {count}.",
@@ -226,6 +231,9 @@ class LanguageModel(abc.ABC):
 
         def stage(params: PyTree, h: Any, extras: PyTree, *, rng: Any = None, num_layers: Any = None) -> Any:
             layers, first = params
+            if fp8 is not None and stages is not None:
+                taken = replace(fp8, tree=layers[_AMAXES]).of_microbatch(extras["microbatch"][0])
+                layers = {**layers, _AMAXES: taken.tree}
             # Stages may differ in their number of layers; the places after the last one are computed and ignored.
             end = None if num_layers is None else first[0] + num_layers
             positions, segment_ids = extras["positions"], extras["segment_ids"]
@@ -235,7 +243,8 @@ class LanguageModel(abc.ABC):
                 if fp8 is not None:
                     layer = dict(layer)
                     amaxes = replace(fp8, tree=layer.pop(_AMAXES))
-                    layer = amaxes.weights(layer, prefix="layers", is_gathered=gather is not None, kernels=run.kernels)
+                    options = {"is_gathered": gather is not None, "stages": stages, "kernels": run.kernels}
+                    layer = amaxes.weights(layer, prefix="layers", **options)
                 key = None if rng is None else jax.random.fold_in(rng, number)
                 layer = layer if lora is None else lora.weights(layer, key)
                 context = Context(run, segment_ids, shared, key, self.dropout, self.norm_eps, number)
@@ -273,7 +282,6 @@ class LanguageModel(abc.ABC):
             return last(ends, h, targets)
         # Dropout draws by layer number, so each stage gets the numbers of its layers.
         numbers = count * axis_index(stages) + jnp.arange(count, dtype=jnp.int32)
-        num_microbatches = run.num_microbatches or 2 * num_stages
         both: Any = {
             "axis": stages,
             "first": enter,
@@ -283,7 +291,7 @@ class LanguageModel(abc.ABC):
             "rng": rng,
             "num_layers": self.num_layers,
         }
-        inputs = (params["layers"], numbers), tokens, extras
+        inputs = (layers, numbers), tokens, extras
         if not scheduled:
             combine: Any = "sum" if finish is not None else "concatenate"
             return pipeline(stage, *inputs, num_microbatches=num_microbatches, last=last, combine=combine, **both)
@@ -303,7 +311,7 @@ class LanguageModel(abc.ABC):
         )
         return (total, valid), metrics
 
-    def _check_fp8(self, fp8: Amaxes, run: Execution, lora: Adapters | None) -> None:
+    def _check_fp8(self, fp8: Amaxes, lora: Adapters | None) -> None:
         if lora is not None:
             raise ConfigError(f"{self._kind} does not run adapters in fp8.", hint="use precision='mixed'.")
         others = [name for name in fp8.tree if name != "layers"]
@@ -311,12 +319,6 @@ class LanguageModel(abc.ABC):
             raise ConfigError(
                 f"{self._kind} multiplies only weights of its layers in fp8; got {', '.join(others) or 'none'}.",
                 hint="choose the matmuls with a regex that matches only parameters under layers/.",
-            )
-        if run.stages() is not None:
-            raise PlacementError(
-                f"{self._kind} does not run in fp8 in a pipeline (axis {run.pipeline_axis!r}): the amaxes of "
-                "microbatches would be added up.",
-                hint="use precision='mixed', or a mesh with fsdp and tp.",
             )
 
     def prepare(self, positions: Any) -> Any:
@@ -341,6 +343,17 @@ def _beside(gather: Gather, name: str, tree: PyTree) -> Gather:
     specs = {**gather.specs, name: jax.tree.map(lambda _: P(), tree)}
     dtypes = None if gather.dtypes is None else {**gather.dtypes, name: jax.tree.map(lambda leaf: leaf.dtype, tree)}
     return replace(gather, specs=specs, dtypes=dtypes, amaxes=name)
+
+
+def _of_stage(fp8: Amaxes, axis: str, count: int) -> Amaxes:
+    """Returns the amaxes of this device's layers, `count` on each device; the last devices may hold padding."""
+
+    def take(leaf: Any) -> Any:
+        missing = jax.lax.axis_size(axis) * count - leaf.shape[0]
+        padded = jnp.pad(leaf, ((0, missing), *((0, 0) for _ in leaf.shape[1:])))
+        return jax.lax.dynamic_slice_in_dim(padded, axis_index(axis) * count, count)
+
+    return replace(fp8, tree=jax.tree.map(take, fp8.tree))
 
 
 def _whole(params: PyTree, gather: Gather | None, name: str, lora: Adapters | None) -> PyTree:

@@ -2,8 +2,9 @@
 
 With FSDP, a plain loop waits for each layer's weights before its first matmul. With prefetch, each loop step gathers
 the next layer's weights while the current layer computes, in the forward and the backward pass. The backward loop is
-custom, because autodiff would keep the carry of the forward loop: the gathered weights of all layers. `jax.checkpoint`
-decides which residuals a layer keeps; weights are excluded and gathered again.
+custom, because autodiff would keep the carry of the forward loop: the gathered weights of all layers. Weights are
+excluded from the residuals of a layer and gathered again, also without prefetch: a `jax.checkpoint` policy that names
+the gather would keep what follows it, such as a cast. With remat, `jax.checkpoint` decides which residuals are left.
 
 The last layer's weights are kept for the backward pass, which starts with them. The last step of the backward loop
 gathers the first layer once more than needed, because all steps run the same program.
@@ -11,6 +12,7 @@ gathers the first layer once more than needed, because all steps run the same pr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,12 +70,10 @@ def run_layers(
         return block(layer if whole is None else whole(layer), h, number)
 
     policy = remat_policy(remat)
-    if prefetch and whole is not None and count > 1:
+    if whole is not None and (policy is None or (prefetch and count > 1)):
         if policy is not None:
             block = jax.checkpoint(block, policy=policy, prevent_cse=size > 1)
-        return run_prefetched(block, layers, h, numbers, whole=whole, unroll=size)
-    if policy is None and whole is not None:
-        policy = _all_but_gathered
+        return run_gathered(block, layers, h, numbers, whole=whole, ahead=prefetch and count > 1, unroll=size)
     if policy is not None:
         # Without a loop, XLA would merge the recomputation with the original computation.
         run = jax.checkpoint(run, policy=policy, prevent_cse=size == count)
@@ -96,11 +96,6 @@ def run_layers(
     return lax.scan(step, h, (layers, numbers))[0]
 
 
-def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    # Saving the gathered weights of all layers would hold the whole model on every device.
-    return "all_gather" not in str(primitive.name)
-
-
 def _block_size(form: Layers, count: int) -> int:
     if form == "scan":
         return 1
@@ -115,33 +110,41 @@ def _block_size(form: Layers, count: int) -> int:
     return form
 
 
-# --- FSDP prefetch ---
+# --- Layers of FSDP ---
 
 
-def run_prefetched(
+def run_gathered(
     block: Callable[[PyTree, Any, Any], Any],
     layers: PyTree,
     h: Any,
     numbers: Any,
     *,
     whole: Callable[[PyTree], PyTree],
+    ahead: bool = True,
     unroll: int = 1,
 ) -> Any:
-    """Returns `h` after all layers, `h = block(whole(layer), h, number)` for each, gathered one layer ahead.
+    """Returns `h` after all layers, `h = block(whole(layer), h, number)` for each; no gathered weights are kept.
 
     Args:
         layers: shards of the layers' parameters, stacked along the leading dim.
         numbers: the number of each layer.
         whole: gathers a layer's weights; its gradient is the reduce-scatter.
+        ahead: whether to gather each layer's weights while the one before it computes.
         unroll: number of layers per loop step; all layers give no loop.
     """
     count = int(numbers.shape[0])
+    constants: list[Any] = []
+    if not ahead:
+        # Stages of a pipeline are traced before they are differentiated. JAX then traces the forward pass below again,
+        # when the arrays that `block` closes over are gone.
+        one = jax.eval_shape(lambda layers: whole(jax.tree.map(lambda leaf: leaf[0], layers)), layers)
+        block, constants = _with_constants(block, one, h, numbers[0])
     # Set when the forward pass is traced, used by the backward pass.
     shape_of_pull: list[Any] = []
     learned_by: list[bool] = []
 
     def neighbor(layers: PyTree, place: Any, by: int, h: Any) -> tuple[PyTree, Any]:
-        """Returns the gathered weights of the previous or next layer, and `h`, on which the gather depends."""
+        """Returns the gathered weights of the layer `by` places on, and `h`, on which the gather depends."""
         # Past either end, gather the layer at that end, because all steps run the same program.
         place = tied = jnp.clip(place + by, 0, count - 1)
         if unroll > 1:
@@ -155,38 +158,47 @@ def run_prefetched(
 
         return whole(jax.tree.map(take, layers)), h
 
-    def forward(layers: PyTree, h: Any, learns: list[bool] | None) -> tuple[Any, Any]:
+    def forward(
+        layers: PyTree, h: Any, numbers: Any, constants: list[Any], learns: list[bool] | None
+    ) -> tuple[Any, Any]:
+        run_block = block if ahead else functools.partial(block, constants)
+
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
             h, weights = carry
             place, number = x
-            following, h = neighbor(layers, place, 1, h)
+            if ahead:
+                following, h = neighbor(layers, place, 1, h)
+            else:
+                (weights, h), following = neighbor(layers, place, 0, h), ()
             if learns is None:
-                return (block(weights, h, number), following), None
+                return (run_block(weights, h, number), following), None
             learned, fixed = _split(weights, learns)
 
             def run(learned: list[Any], h: Any) -> Any:
-                return block(_joined(learned, fixed, weights, learns), h, number)
+                return run_block(_joined(learned, fixed, weights, learns), h, number)
 
             out, pull = jax.vjp(run, learned, h)
             kept, shape = _without(pull, weights)
             shape_of_pull[:] = [shape]
             return (out, following), kept
 
-        first = whole(jax.tree.map(lambda leaf: leaf[0], layers))
+        first = whole(jax.tree.map(lambda leaf: leaf[0], layers)) if ahead else ()
         (h, last), kept = lax.scan(step, (h, first), (jnp.arange(count), numbers), unroll=unroll)
         return h, (kept, last, layers)
 
     @jax.custom_vjp
-    def all_layers(layers: PyTree, h: Any) -> Any:
-        return forward(layers, h, None)[0]
+    def all_layers(layers: PyTree, h: Any, numbers: Any, constants: list[Any]) -> Any:
+        return forward(layers, h, numbers, constants, None)[0]
 
-    def start(layers: PyTree, h: Any) -> tuple[Any, Any]:
+    def start(layers: PyTree, h: Any, numbers: Any, constants: list[Any]) -> tuple[Any, Any]:
         # Frozen weights are not perturbed: nothing is computed, sent or kept for their gradients.
         layers, learns = split_primals(layers)
         learned_by[:] = learns
-        return forward(layers, h.value, learns)
+        constants, differentiated = split_primals(constants)
+        assert not any(differentiated), "a block gets all that it learns as weights"
+        return forward(layers, h.value, numbers.value, constants, learns)
 
-    def backward(saved: Any, dh: Any) -> tuple[PyTree, Any]:
+    def backward(saved: Any, dh: Any) -> tuple[PyTree, Any, None, None]:
         (kept, last, layers), learns = saved, list(learned_by)
         if isinstance(dh, SymbolicZero):
             dh = pcast_varying(jnp.zeros(dh.shape, dh.dtype), sorted(varying_axes(dh)))
@@ -194,7 +206,10 @@ def run_prefetched(
         def step(carry: Any, x: Any) -> tuple[Any, PyTree]:
             dh, weights = carry
             kept, place = x
-            before, dh = neighbor(layers, place, -1, dh)
+            if ahead:
+                before, dh = neighbor(layers, place, -1, dh)
+            else:
+                (weights, dh), before = neighbor(layers, place, 0, dh), ()
             d_weights, dh = _with(kept, weights, shape_of_pull[0])(dh)
             layer = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False), layers)
             learned, fixed = _split(layer, learns)
@@ -207,10 +222,21 @@ def run_prefetched(
 
         xs = (kept, jnp.arange(count))
         (dh, _), d_learned = lax.scan(step, (dh, last), xs, reverse=True, unroll=unroll)
-        return _joined(d_learned, [None] * learns.count(False), layers, learns), dh
+        return _joined(d_learned, [None] * learns.count(False), layers, learns), dh, None, None
 
     all_layers.defvjp(start, backward, symbolic_zeros=True)
-    return all_layers(layers, h)
+    return all_layers(layers, h, numbers, constants)
+
+
+def _with_constants(function: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns a function that gets the arrays that `function` closes over as its first argument, and these arrays."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*examples)
+    structure: Any = jax.tree.structure(shapes)
+
+    def run(constants: list[Any], *args: Any) -> Any:
+        return structure.unflatten(jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves(args)))
+
+    return run, list(closed.consts)
 
 
 def _split(tree: PyTree, learns: list[bool]) -> tuple[list[Any], list[Any]]:

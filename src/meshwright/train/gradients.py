@@ -30,7 +30,7 @@ from meshwright.specs import format_spec, keep_axes, spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.axis_errors import axis_errors
 from meshwright.train.fp8_scaling import Fp8, with_weights
-from meshwright.train.job import check_axes, execution_of
+from meshwright.train.job import check_axes, execution_of, loss_axes
 from meshwright.train.optimizer.norms import leaf_square_sums
 from meshwright.train.padding import (
     cut,
@@ -145,8 +145,8 @@ def make_gradients(
                 hint="use precision='mixed', or multiply by meshwright.parallel.Fp8Weight, as language_job does.",
             )
         fp8 = None  # an evaluation loss without it computes in `precision.compute`
-    if fp8 is not None and view == "local":
-        _require_no_stages(mesh, piped)
+    if fp8 is not None and view == "local" and execution_of(job) is None:
+        _require_no_stages(mesh, [axis for axis in loss_axes(job) if axis in PIPELINE_AXES])
     explain = functools.partial(view_errors, choice)
     loss_of_whole = _loss_function(function, takes, gather, remat, keeps_state=keeps_state, explain=explain)
 
@@ -309,12 +309,12 @@ def _loss_function(
 
 
 def _require_no_stages(mesh: AnyMesh, axes: Sequence[str]) -> None:
-    """Raises if a step in fp8 has pipeline stages, whose microbatches would add up their amaxes."""
+    """Raises if a custom loss in fp8 has pipeline stages, whose microbatches would add up their amaxes."""
     for axis in axes:
         if mesh.shape.get(axis, 1) > 1:
             raise PlacementError(
-                f"a loss does not run in fp8 in a pipeline (axis {axis!r}): the amaxes of microbatches would be added "
-                "up.",
+                f"a custom loss does not run in fp8 in a pipeline (axis {axis!r}): the amaxes of microbatches would be "
+                "added up.",
                 hint="use precision='mixed' (--precision mixed), or a mesh with fsdp and tp.",
             )
 

@@ -78,12 +78,15 @@ def amax_of(x: Any) -> Any:
     return jnp.max(jnp.abs(x)).astype(jnp.float32)
 
 
-def quantize(x: Any, amax: Any, dtype: Any, *, scaling: Scaling = "delayed", kernels: bool = False) -> Cast:
+def quantize(
+    x: Any, amax: Any, dtype: Any, *, scaling: Scaling = "delayed", stages: str | None = None, kernels: bool = False
+) -> Cast:
     """Casts an array `[..., K]` to fp8.
 
     Args:
         amax: the amax that gives the scale; larger values saturate.
         scaling: "current" ignores `amax` and uses the amax of the array on all devices.
+        stages: the axis of a pipeline, whose devices hold other arrays at the same time.
         kernels: whether a Pallas kernel casts, transposes and takes the amax in one pass, for arrays of two dims.
 
     Example:
@@ -94,7 +97,7 @@ def quantize(x: Any, amax: Any, dtype: Any, *, scaling: Scaling = "delayed", ker
     own = None
     if scaling == "current":
         own = amax_of(x)
-        axes = tuple(sorted(varying_axes(own)))
+        axes = tuple(sorted(varying_axes(own) - {stages}))
         amax = lax.pmax(own, axes) if axes else own
     scale = scale_of(amax, dtype)
     if kernels and x.ndim == 2 and can_cast(x.shape):

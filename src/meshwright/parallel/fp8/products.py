@@ -67,6 +67,7 @@ class _Plan:
     dtype: Any
     kernels: bool
     casts_again: bool
+    stages: str | None = None
     forward: Form | None = None
     backward: Form | None = None
 
@@ -102,6 +103,7 @@ def fp8_products(x: Any, weights: Sequence[Fp8Weight], *, kind: Kind, view: Axis
         dtype,
         kernels=uses_kernels(first.kernels) if kind == "plain" else False,
         casts_again=any(w.is_gathered for w in weights),
+        stages=first.stages,
         forward=forward,
         backward=backward,
     )
@@ -231,7 +233,7 @@ def _weight_gradient(plan: _Plan, x: Cast, gs: Sequence[Cast]) -> list[Any]:
 
 def _multiply_here(plan: _Plan, x: Any, ws: tuple[Any, ...], amaxes: tuple[Any, ...]) -> Any:
     flat = x.reshape(-1, x.shape[-1])
-    x8 = quantize(flat, amaxes[0][INPUT], E4M3, scaling=plan.scaling, kernels=plan.kernels)
+    x8 = quantize(flat, amaxes[0][INPUT], E4M3, scaling=plan.scaling, stages=plan.stages, kernels=plan.kernels)
     w8s = _weights(plan, ws, amaxes)
     ys = tuple(y.reshape(*x.shape[:-1], -1) for y in _forward_product(plan, x8, w8s, x.dtype))
     # The weight's gradient reads the transpose, so keep only that if there is one.
@@ -241,7 +243,14 @@ def _multiply_here(plan: _Plan, x: Any, ws: tuple[Any, ...], amaxes: tuple[Any, 
 
 def _multiply_back(plan: _Plan, kept_x: Any, scale: Any, kept_ws: Any, amaxes: Any, gs: tuple[Any, ...]) -> Any:
     g8s = [
-        quantize(g.reshape(-1, g.shape[-1]), one[GRADIENT], E5M2, scaling=plan.scaling, kernels=plan.kernels)
+        quantize(
+            g.reshape(-1, g.shape[-1]),
+            one[GRADIENT],
+            E5M2,
+            scaling=plan.scaling,
+            stages=plan.stages,
+            kernels=plan.kernels,
+        )
         for g, one in zip(gs, amaxes, strict=True)
     ]
     is_turned = plan.kernels and can_cast((g8s[0].value.shape[0], kept_ws[0].shape[0]))
@@ -255,7 +264,7 @@ def _multiply_back(plan: _Plan, kept_x: Any, scale: Any, kept_ws: Any, amaxes: A
 
 
 def _gather_here(plan: _Plan, x: Any, ws: tuple[Any, ...], amaxes: tuple[Any, ...]) -> Any:
-    x8 = quantize(x, amaxes[0][INPUT], E4M3, scaling=plan.scaling)
+    x8 = quantize(x, amaxes[0][INPUT], E4M3, scaling=plan.scaling, stages=plan.stages)
     w8s = _weights(plan, ws, amaxes)
     form, size = plan.forward, plan.view.ways
     assert form is not None
@@ -276,7 +285,10 @@ def _gather_here(plan: _Plan, x: Any, ws: tuple[Any, ...], amaxes: tuple[Any, ..
 
 
 def _gather_back(plan: _Plan, kept_x: Any, scale: Any, kept_ws: Any, amaxes: Any, gs: tuple[Any, ...]) -> Any:
-    g8s = [quantize(g, one[GRADIENT], E5M2, scaling=plan.scaling) for g, one in zip(gs, amaxes, strict=True)]
+    g8s = [
+        quantize(g, one[GRADIENT], E5M2, scaling=plan.scaling, stages=plan.stages)
+        for g, one in zip(gs, amaxes, strict=True)
+    ]
     w8s = _kept_weights(plan, kept_ws, amaxes)
     form, size = plan.backward, plan.view.ways
     assert form is not None
@@ -300,7 +312,7 @@ def _gather_back(plan: _Plan, kept_x: Any, scale: Any, kept_ws: Any, amaxes: Any
 
 
 def _scatter_here(plan: _Plan, x: Any, ws: tuple[Any, ...], amaxes: tuple[Any, ...]) -> Any:
-    x8 = quantize(x, amaxes[0][INPUT], E4M3, scaling=plan.scaling)
+    x8 = quantize(x, amaxes[0][INPUT], E4M3, scaling=plan.scaling, stages=plan.stages)
     w8s = _weights(plan, ws, amaxes)
     form, size = plan.forward, plan.view.ways
     assert form is not None
@@ -316,7 +328,7 @@ def _scatter_here(plan: _Plan, x: Any, ws: tuple[Any, ...], amaxes: tuple[Any, .
 
 
 def _scatter_back(plan: _Plan, kept_x: Any, scale: Any, kept_ws: Any, amaxes: Any, gs: tuple[Any, ...]) -> Any:
-    g8 = quantize(gs[0], amaxes[0][GRADIENT], E5M2, scaling=plan.scaling)
+    g8 = quantize(gs[0], amaxes[0][GRADIENT], E5M2, scaling=plan.scaling, stages=plan.stages)
     w8s = _kept_weights(plan, kept_ws, amaxes)
     form, size = plan.backward, plan.view.ways
     assert form is not None

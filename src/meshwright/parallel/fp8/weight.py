@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from meshwright.parallel.fp8.casting import Scaling
 from meshwright.types import PyTree
@@ -16,7 +18,7 @@ from meshwright.types import PyTree
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["value", "amaxes"],
-    meta_fields=["scaling", "name", "is_gathered", "kernels"],
+    meta_fields=["scaling", "name", "is_gathered", "stages", "kernels"],
 )
 @dataclass(frozen=True)
 class Fp8Weight:
@@ -32,6 +34,7 @@ class Fp8Weight:
         name: path of the parameter, which names its matmuls in compiled programs.
         is_gathered: whether the weight was gathered for this use. Its gradient then casts it again, so that no copy
             in fp8 outlives it.
+        stages: the axis of the pipeline that multiplies by this weight, if any.
         kernels: see `Execution`.
 
     Example:
@@ -46,6 +49,7 @@ class Fp8Weight:
     scaling: Scaling = "delayed"
     name: str = "weight"
     is_gathered: bool = False
+    stages: str | None = None
     kernels: bool | None = None
 
     @property
@@ -94,3 +98,30 @@ class Amaxes:
             return Fp8Weight(node, amaxes, scaling=self.scaling, name=path, **options)
 
         return wrap(params, self.tree, prefix)
+
+    def per_microbatch(self, num_microbatches: int) -> Amaxes:
+        """Returns a copy for each microbatch of a pipeline, whose gradients are combined by maximum.
+
+        The backward pass of a pipeline adds up the gradients of its ticks. Each copy is used at one tick per layer, so
+        its sum is the amaxes of one microbatch.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> copies = Amaxes({"up": jnp.ones((2, 3))}).per_microbatch(4)
+            >>> copies.tree["up"].shape, copies.of_microbatch(1).tree["up"].shape
+            ((2, 4, 3), (2, 3))
+        """
+        return replace(self, tree=jax.tree.map(lambda leaf: _copies(leaf, num_microbatches), self.tree))
+
+    def of_microbatch(self, index: Any) -> Amaxes:
+        """Returns the copy of one microbatch, from those of `per_microbatch`."""
+        take = functools.partial(lax.dynamic_index_in_dim, index=index, axis=-2, keepdims=False)
+        return replace(self, tree=jax.tree.map(take, self.tree))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _copies(leaf: Any, count: int) -> Any:
+    return jnp.broadcast_to(leaf[..., None, :], (*leaf.shape[:-1], count, leaf.shape[-1]))
+
+
+_copies.defvjp(lambda leaf, count: (_copies(leaf, count), None), lambda count, _, found: (found.max(axis=-2),))
