@@ -170,7 +170,6 @@ def test_an_empty_step_is_rejected(rows, parts, name, got):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"precision": "fp8"}, "a pipeline does not run in fp8.\nhint: use another"),
         (
             {"pipeline": "1f1b", "remat": "offload"},
             "remat=offload does not work with the pipeline schedule 1f1b.\nhint: use another",

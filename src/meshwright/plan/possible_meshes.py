@@ -57,8 +57,8 @@ def pipeline_problem(profile: JobCosts, sizes: Mapping[str, int], setup: Setup) 
             f"{profile.num_layers} layers cannot be cut into {pp} x {stages.rounds} pipeline stages of at least one "
             "layer"
         )
-    if setup.dtypes.fp8 is not None:
-        return NOT_IN_PIPELINES, "a pipeline does not run in fp8"
+    if setup.dtypes.fp8 is not None and profile.d_model is None:
+        return NOT_IN_PIPELINES, "a custom loss does not run in fp8 in a pipeline"
     if stages.is_scheduled and setup.remat == "offload":
         return NOT_IN_PIPELINES, f"remat=offload does not work with the pipeline schedule {stages.schedule}"
     return None

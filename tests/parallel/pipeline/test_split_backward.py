@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from meshwright.parallel.pipeline.split_backward import read
+import meshwright as mw
+from meshwright.mesh.axes import pcast_varying, varying_axes
+from meshwright.parallel.pipeline.split_backward import read, run_ops, split_jaxpr
 from meshwright.parallel.pipeline.stage_backward import split_stage
 
 LAYERS, WIDTH, HIDDEN = 3, 4, 6
@@ -91,3 +93,19 @@ def test_parts_equal_the_whole_and_share_no_matmuls(form):
     # Nothing the size of a weight is saved.
     assert all(leaf.shape[-2:] not in {(WIDTH, HIDDEN), (HIDDEN, WIDTH)} for leaf in [*saved, *kept])
     assert stage.early == (False,) * 3
+
+
+def test_a_value_of_another_tick_may_vary_along_the_pipeline_already():
+    """Results of GPU kernels are traced as replicated and marked; buffers between ticks mark them before that."""
+    seen = []
+
+    def device(x):
+        jaxpr = jax.make_jaxpr(lambda x: pcast_varying(x, ("pp", "fsdp")))(x).jaxpr
+        env = {jaxpr.invars[0]: pcast_varying(x, "pp")}
+        run_ops(split_jaxpr(jaxpr, [True]).first, env)
+        seen.append(varying_axes(env[jaxpr.outvars[0]]))
+        return lax.pmax(env[jaxpr.outvars[0]], ("pp", "fsdp"))
+
+    run = mw.parallel.local_map(device, mesh=mw.create_mesh("pp:2,fsdp:4"), in_specs=mw.P(), out_specs=mw.P())
+    assert jax.jit(run)(jnp.arange(3.0)).tolist() == [0, 1, 2]
+    assert seen == [{"pp", "fsdp"}]

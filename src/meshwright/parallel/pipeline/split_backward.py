@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
+from meshwright.mesh.axes import pcast_varying
+
 Env = dict[Hashable, Any]
 
 
@@ -96,6 +98,10 @@ def _plain(eqn: Any) -> Op:
 
 
 def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    if eqn.primitive.name == "pvary":
+        # Values of another tick vary along the pipeline's axis, also those that did not when they were traced, such as
+        # results of GPU kernels.
+        return [pcast_varying(value, eqn.params["axes"]) for value in values]
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # differs between versions of JAX
     with _scope(eqn), eqn.ctx.manager:
