@@ -149,6 +149,39 @@ def test_loops_of_compiled_programs_are_counted_with_their_trips():
     assert read_schedule(mapped.lower(jnp.ones((8, 4))).compile().as_text()).count("collective-permute") == 6
 
 
+CHOICES = """HloModule m, is_scheduled=true
+
+%yes (p: f32[8,16]) -> f32[8,8] {
+  %p = f32[8,16]{1,0} parameter(0)
+  %all-gather.1 = f32[16,16]{1,0} all-gather(%p), replica_groups={{0,1}}, dimensions={0}
+  ROOT %dot.1 = f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
+%no (q: f32[8,16]) -> f32[8,8] {
+  %q = f32[8,16]{1,0} parameter(0)
+  ROOT %slice = f32[8,8]{1,0} slice(%q), slice={[0:8], [0:8]}
+}
+
+ENTRY %main (a: f32[8,16], b: TYPE) -> f32[8,8] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %b = TYPE parameter(1)
+  ROOT %conditional.1 = f32[8,8]{1,0} conditional(%b, %a, %a), BRANCHES
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "branches"),
+    [
+        ("pred[]", "true_computation=%yes, false_computation=%no"),  # as on GPUs
+        ("s32[]", "branch_computations={%no, %yes}"),
+    ],
+)
+def test_branches_are_read_in_both_forms(kind, branches):
+    schedule = read_schedule(CHOICES.replace("TYPE", kind).replace("BRANCHES", branches))
+    assert (schedule.num_matmuls, schedule.count("all-gather")) == (1, 1)
+
+
 MORE = """HloModule m, is_scheduled=true
 
 %all-reduce-scatter.1 (p: bf16[16,4]) -> bf16[2,4] {

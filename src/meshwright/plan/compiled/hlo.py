@@ -19,7 +19,10 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-
 _END = re.compile(r'^\}(?:, execution_thread="[^"]*")?\s*$')
 _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b(?P<type>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
-_CALLED = re.compile(r"\b(?:calls|body|to_apply|branch_computations)=\{?(?P<names>%?[\w.\-]+(?:, ?%?[\w.\-]+)*)\}?")
+_CALLED = re.compile(
+    r"\b(?:calls|body|to_apply|branch_computations|true_computation|false_computation)="
+    r"\{?(?P<names>%?[\w.\-]+(?:, ?%?[\w.\-]+)*)\}?"
+)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _INDEX = re.compile(r"\bindex=(\d+)")
