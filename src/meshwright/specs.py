@@ -175,6 +175,23 @@ def keep_axes(spec: P, keep: Any) -> P:
     return P(*entries)
 
 
+def spread_over(spec: P, axis: str, shape: Sequence[int], axis_sizes: Mapping[str, int]) -> P | None:
+    """Returns the spec with one more axis, after the others of the first dim that it divides; None if there is none.
+
+    Example:
+        >>> spread_over(P("tp", "fsdp"), "pp", (50257, 768), {"tp": 1, "fsdp": 4, "pp": 2})
+        P('tp', ('fsdp', 'pp'))
+    """
+    if spec_problem(spec, shape, axis_sizes) is not None:
+        return None
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    for dim, size in enumerate(shard_shape(spec, shape, axis_sizes)):
+        if size % axis_sizes[axis] == 0:
+            entries[dim] = (*dim_axes(entries[dim]), axis)
+            return canonical(P(*entries))
+    return None
+
+
 def canonical(spec: P) -> P:
     """Returns the canonical form of a spec, without trailing Nones and tuples of one name.
 

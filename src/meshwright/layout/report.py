@@ -21,7 +21,15 @@ from meshwright.mesh.current import AnyMesh, describe_mesh
 from meshwright.rules.matching import LeafMatch, RuleMatches, Subject, match_rules
 from meshwright.rules.optional_axes import misspelled_axes, unnamed_axes
 from meshwright.rules.rule_set import Pattern, Rule, Rules, as_rules, compile_pattern
-from meshwright.specs import SpecProblem, format_spec, padded_shape, shard_shape, spec_problem
+from meshwright.specs import (
+    SpecProblem,
+    format_spec,
+    padded_shape,
+    shard_shape,
+    spec_axes,
+    spec_problem,
+    spread_over,
+)
 from meshwright.types import PyTree
 
 LARGE_REPLICATED_BYTES = 16 * 2**20
@@ -70,9 +78,15 @@ def explain_layout(
     # A model has few combinations of spec and shape, so each is checked only once.
     verdicts: dict[Any, tuple[SpecProblem | None, tuple[int, ...], tuple[int, ...]]] = {}
     for match in matches.leaves:
-        subject, spec = match.subject, match.spec
+        subject, spec, reason = match.subject, match.spec, match.reason
         if spec is None:
             continue
+        axis = None if match.rule is None else rules.entries[match.rule].spread
+        if axis is not None and sizes.get(axis, 1) > 1 and axis not in spec_axes(spec):
+            finer = spread_over(spec, axis, subject.shape, sizes)
+            if finer is None:
+                reason = "; ".join(filter(None, (reason, f"{axis} divides no dim")))
+            spec = finer or spec
         key = (spec, subject.shape, may_pad(subject.names[-1]))
         if key not in verdicts:
             verdicts[key] = _fit(*key, sizes)
@@ -83,7 +97,7 @@ def explain_layout(
         pattern = "" if match.rule is None else patterns[match.rule]
         leaves.append(
             LeafLayout(
-                subject.names[0], subject.shape, subject.dtype, spec, match.rule, pattern, match.reason, stored, local
+                subject.names[0], subject.shape, subject.dtype, spec, match.rule, pattern, reason, stored, local
             )
         )
     unnamed = [f"optional axis {axis!r} is in no rule" for axis in unnamed_axes(given)]

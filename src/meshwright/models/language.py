@@ -36,10 +36,13 @@ from meshwright.parallel.pipeline.training_engine import pipeline_loss
 from meshwright.parallel.tensor import column_dense, sequence_norm
 from meshwright.parallel.vocabulary import vocab_embed
 from meshwright.rng import abstract_key
-from meshwright.rules import Rules
+from meshwright.rules import Rule, Rules
+from meshwright.rules.rule_set import compile_pattern
 from meshwright.specs import ceil_div, round_up, spec_axes
 from meshwright.types import PRNGKeyArray, PyTree
 
+ENDS = ("embed/", "head/", "final_norm/")
+"""Paths of the parameters outside of layers, which only the first and the last stage of a pipeline use."""
 _AMAXES = "fp8"  # the key of the amaxes among the parameters of a layer
 
 Finish = Callable[[Any, Any, PyTree], PyTree]
@@ -114,10 +117,13 @@ class LanguageModel(abc.ABC):
 
     @property
     def rules(self) -> Rules:
-        """Rules that split parameters over the axes fsdp, tp and pp, if the mesh has them."""
+        """Rules that split parameters over the axes fsdp, tp and pp, if the mesh has them.
+
+        Over pp, layers are split into stages. Embedding and head are only stored that way (decision 15).
+        """
         layers = [(f"layers/{name}", P("pp", *spec)) for name, spec in self.layer_rules]
-        ends = [("embed/table", P("tp", "fsdp")), ("final_norm", P())]
-        ends += [] if self.tied_embeddings else [("head/kernel", P("fsdp", "tp"))]
+        ends: list[Any] = [_spread("embed/table", P("tp", "fsdp")), ("final_norm", P())]
+        ends += [] if self.tied_embeddings else [_spread("head/kernel", P("fsdp", "tp"))]
         return Rules([*layers, *ends], optional_axes=("fsdp", "tp", "pp"))
 
     @property
@@ -336,6 +342,10 @@ class LanguageModel(abc.ABC):
     def norm_scale(self, stored: Any) -> Any:
         """Returns the factor of a norm from its stored scale."""
         return stored
+
+
+def _spread(name: str, spec: P) -> Rule:
+    return Rule(compile_pattern(name), spec, spread="pp")
 
 
 def _beside(gather: Gather, name: str, tree: PyTree) -> Gather:

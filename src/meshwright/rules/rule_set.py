@@ -22,15 +22,20 @@ from meshwright.specs import check_spec_type, dim_axes, format_spec, keep_axes
 
 @dataclass(frozen=True)
 class Rule:
-    """One pattern with its spec, the logical names it was written in, and its source if it is not the user's."""
+    """One pattern with its spec, the logical names it was written in, and its source if it is not the user's.
+
+    `spread` is an axis that splits the first dim that it divides as well, after the axes of the spec.
+    """
 
     pattern: Pattern
     spec: P
     logical: tuple[Any, ...] | None = None
     source: str = ""
+    spread: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.pattern.text!r} -> {format_spec(self.spec)}"
+        also = f", spread over {self.spread!r}" if self.spread else ""
+        return f"{self.pattern.text!r} -> {format_spec(self.spec)}{also}"
 
 
 @dataclass(frozen=True, init=False)
@@ -51,7 +56,8 @@ class Rules(Sequence[tuple[str, P]]):
     def __init__(self, rules: Iterable[Any] = (), *, optional_axes: Sequence[str] = ()) -> None:
         if isinstance(optional_axes, str):
             optional_axes = (optional_axes,)
-        entries = tuple(_read_rule(index, rule) for index, rule in enumerate(rules))
+        given = rules.entries if isinstance(rules, Rules) else rules
+        entries = tuple(_read_rule(index, rule) for index, rule in enumerate(given))
         object.__setattr__(self, "entries", entries)
         object.__setattr__(self, "optional_axes", tuple(optional_axes))
 

@@ -66,6 +66,7 @@ def accumulate(
     model_state: PyTree = None,
     model_state_reduce: StateReduce = "mean",
     fp8: Amaxes | None = None,
+    gather_first: Sequence[tuple[str, Any] | None] | None = None,
 ) -> Accumulated:
     """Returns loss and gradients of a batch whose rows are split over devices and minibatches, in the local view.
 
@@ -107,6 +108,9 @@ def accumulate(
             and the maximum of other dtypes, or `(regex, reduction)` pairs. A sum adds the changes of all devices.
         fp8: amaxes for the fp8 matmuls of the loss, replicated, passed to it as `fp8=`. Those of this batch are
             returned: the largest of all minibatches and devices.
+        gather_first: for each parameter, in the order of `jax.tree.leaves`, None or an axis to gather it along once,
+            before the minibatches, in any sync mode, and the dtype to send it in. Use it for parameters that the
+            devices of a pipeline store in slices but use whole.
 
     Example:
         >>> import meshwright as mw
@@ -138,6 +142,7 @@ def accumulate(
         dtypes=dtypes,
         reduce_dtype=reduce_dtype,
         trainable=trainable,
+        gather_first=gather_first,
     )
     parts = split_rows(batch, num_minibatches, who="accumulate", part="minibatch", num_blocks=row_blocks)
     first_row = plan.first_row(parts.num_rows * (1 if interleaved else num_minibatches))
@@ -162,8 +167,7 @@ def accumulate(
     # scatter after it, in float32.
     prepared, pull = jax.vjp(lambda own: learned.before(own, masters), learned.own(masters))
     others = fixed.before(fixed.own(frozen), frozen)
-    if sync == "once":
-        prepared, others = learned.narrow(prepared), fixed.narrow(others)
+    prepared, others = learned.settled(prepared), fixed.settled(others)
 
     # Amaxes are marked before the loss is differentiated, so that those of all devices are combined once, by maximum.
     everywhere = _manual_axes()

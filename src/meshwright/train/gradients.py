@@ -30,7 +30,7 @@ from meshwright.specs import format_spec, keep_axes, spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.axis_errors import axis_errors
 from meshwright.train.fp8_scaling import Fp8, with_weights
-from meshwright.train.job import check_axes, execution_of, loss_axes
+from meshwright.train.job import check_axes, execution_of, loss_axes, stored_along
 from meshwright.train.optimizer.norms import leaf_square_sums
 from meshwright.train.padding import (
     cut,
@@ -128,8 +128,12 @@ def make_gradients(
     # Padding is cut between gathering parameters and the loss, so a loss cannot gather padded parameters itself.
     by_layer = by_layer and not any(is_padded_along_others(leaf, piped) for leaf in params.leaves)
     gather, dtypes = None, precision.compute_dtypes(params.abstract)
+    stored_by = stored_along(job, params) if view == "local" else [None] * len(params.leaves)
+    sent = zip(stored_by, jax.tree.leaves(dtypes), strict=True)
+    gather_first = [None if axis is None else (axis, dtype) for axis, dtype in sent]
     if by_layer:
-        gather = Gather(params.specs, gather_axes, dtypes, grad_scatter_dtype=precision.reduce)
+        left = [keep_axes(leaf.spec, lambda axis: axis != by) for leaf, by in zip(params.leaves, stored_by, strict=True)]
+        gather = Gather(params.structure.unflatten(left), gather_axes, dtypes, grad_scatter_dtype=precision.reduce)
         # The gather casts parameters, so that their gradients keep the dtype of the reduction.
         dtypes = params.structure.unflatten(
             [
@@ -214,6 +218,7 @@ def make_gradients(
             row_axes=row_axes,
             grad_specs=all_specs,
             reduce_dtype=precision.reduce,
+            gather_first=gather_first,
             interleaved=moves_rows,
             **options,
         )

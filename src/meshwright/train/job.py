@@ -11,7 +11,7 @@ import jax
 
 from meshwright.errors import MeshError, did_you_mean
 from meshwright.models.execution import DATA_AXES, Execution
-from meshwright.models.language import LanguageModel
+from meshwright.models.language import ENDS, LanguageModel
 from meshwright.rng import abstract_key
 from meshwright.rules import as_rules
 from meshwright.specs import spec_axes
@@ -119,6 +119,27 @@ def execution_of(job: Any) -> Execution | None:
     """Returns the execution options of the job's language model, or None."""
     execution = getattr(job, "execution", None)
     return execution if isinstance(execution, Execution) else None
+
+
+def stored_along(job: Any, params: Any) -> list[str | None]:
+    """Returns for each leaf of a layout the axis along which a language model only stores it, and uses it whole.
+
+    These are the embedding and the head of a pipeline. The loss of another job gets all slices as its rules say.
+
+    Example:
+        >>> import meshwright as mw
+        >>> from meshwright.models import Decoder
+        >>> job = mw.language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
+        >>> layout = mw.make_layout(job.rules, abstract_init(job.init), mw.create_abstract_mesh("pp:2"))
+        >>> [leaf.name for leaf, axis in zip(layout.leaves, stored_along(job, layout)) if axis]
+        ['embed/table', 'head/kernel']
+    """
+    run = execution_of(job)
+    axis = None if run is None else run.pipeline_axis
+    return [
+        axis if axis in spec_axes(leaf.spec) and leaf.name.startswith(ENDS) and params.mesh.shape[axis] > 1 else None
+        for leaf in params.leaves
+    ]
 
 
 def loss_axes(job: Any) -> tuple[str, ...]:

@@ -11,6 +11,9 @@ the gather a sum that leaves each device its slice. Where the two are done decid
 
 The mark always comes first, so that gradients are scattered before the slices are summed: gathering first would make
 the sum over the other axes one of whole gradients.
+
+Parameters that a pipeline only stores along its axis (`gather_first`) are marked and gathered along it before the
+minibatches in every mode: once per step, and outside the branches that only some stages take.
 """
 
 from __future__ import annotations
@@ -42,9 +45,11 @@ class LeafSync(NamedTuple):
     """The gathers, scatter and dtype of one parameter."""
 
     name: str  # used to name its collectives
-    gathers: tuple[tuple[int, str], ...]  # dims and axes to gather it along, in this order
+    first: tuple[tuple[int, str], ...]  # dims and axes to gather it along before the minibatches, in any mode
+    gathers: tuple[tuple[int, str], ...]  # dims and axes to gather it along after those, in this order
     scatter: tuple[int, str] | None  # dim and axis along which its gradient is scattered though the parameter is whole
     dtype: Any  # its dtype in the loss
+    wire: Any  # its dtype in the first gathers
 
 
 @dataclass(frozen=True)
@@ -75,19 +80,26 @@ class SyncPlan:
 
     def before(self, own: PyTree, params: PyTree) -> PyTree:
         """Prepares parameters for all minibatches; gradients flow to `own`, the result of `own()`."""
-        if self.sync == "every":
-            return own
-        marked = self._mark(own, params)
-        return self._gather(marked) if self.sync == "once" else marked
+        whole = self._gather_first(self._mark(own, params, before=True))
+        return self._gather(whole) if self.sync == "once" else whole
 
     def inside(self, prepared: PyTree, params: PyTree) -> PyTree:
         """Prepares the result of `before` for one minibatch."""
-        if self.sync == "once":
-            return prepared
-        return self._gather(self._mark(prepared, params) if self.sync == "every" else prepared)
+        return prepared if self.sync == "once" else self._gather(self._mark(prepared, params, before=False))
 
-    def _mark(self, own: PyTree, params: PyTree) -> PyTree:
+    def settled(self, prepared: PyTree) -> PyTree:
+        """Casts the parameters that `before` has gathered for good to their dtypes in the loss, to hold fewer bytes."""
+
+        def cast(known: LeafSync, leaf: Any) -> Any:
+            done = self.sync == "once" or (known.first and not known.gathers)
+            return leaf.astype(known.dtype) if done else leaf
+
+        return self._map(cast, prepared)
+
+    def _mark(self, own: PyTree, params: PyTree, *, before: bool) -> PyTree:
         def mark(known: LeafSync, own: Any, whole: Any) -> Any:
+            if before != (self.sync != "every" or bool(known.first)):
+                return own  # marked at the other place
             with leaf_scope(known.name):
                 if known.scatter is None:
                     return _mark_for_sum(own, self.axes, self.reduce_dtype)
@@ -125,15 +137,19 @@ class SyncPlan:
                 "axes=; if parameters are gathered along that axis, split the batch over it too.",
             )
 
-    def _gather(self, params: PyTree) -> PyTree:
-        def gather(known: LeafSync, leaf: Any) -> Any:
-            dtypes = {"gather_dtype": known.dtype, "grad_scatter_dtype": self.reduce_dtype}
-            with leaf_scope(known.name):
-                for dim, axis in known.gathers:
-                    leaf = gather_array(leaf, dim=dim, axis=axis, **dtypes)
-            return leaf
+    def _gather_first(self, params: PyTree) -> PyTree:
+        return self._map(lambda known, leaf: self._gathered(known.name, leaf, known.first, known.wire), params)
 
-        return self._map(gather, params)
+    def _gather(self, params: PyTree) -> PyTree:
+        return self._map(lambda known, leaf: self._gathered(known.name, leaf, known.gathers, known.dtype), params)
+
+    def _gathered(self, name: str, leaf: Any, steps: Sequence[tuple[int, str]], dtype: Any) -> Any:
+        with leaf_scope(name):
+            for dim, axis in steps:
+                leaf = gather_array(
+                    leaf, dim=dim, axis=axis, gather_dtype=dtype, grad_scatter_dtype=self.reduce_dtype
+                )
+        return leaf
 
     def _map(self, function: Callable[..., Any], *trees: PyTree) -> PyTree:
         structure: Any = jax.tree.structure(trees[0])
@@ -154,6 +170,7 @@ def make_sync_plan(
     dtypes: PyTree = None,
     reduce_dtype: Any = None,
     trainable: Sequence[bool] | None = None,
+    gather_first: Sequence[tuple[str, Any] | None] | None = None,
 ) -> SyncPlan:
     """Checks the arguments of `accumulate` against the current mesh and fills in its defaults."""
     if sync not in get_args(Sync):
@@ -184,11 +201,17 @@ def make_sync_plan(
     own = _leaf_specs(params, specs)
     fine = own if grad_specs is None else _leaf_specs(params, grad_specs)
     wanted = [leaf.value.dtype for leaf in leaves] if dtypes is None else map(as_dtype, jax.tree.leaves(dtypes))
-    known = tuple(
-        LeafSync(leaf.name, _gathers(leaf, spec, manual, gathered), _scatter(leaf, spec, finer, manual, summed), dtype)
-        for leaf, spec, finer, dtype in zip(leaves, own, fine, wanted, strict=True)
-    )
-    return SyncPlan(sync, tuple(summed), tuple(rows), known, reduce_dtype)
+    known = []
+    for leaf, spec, finer, dtype, first in zip(
+        leaves, own, fine, wanted, gather_first or [None] * len(leaves), strict=True
+    ):
+        axis, wire = first or (None, dtype)
+        early = [] if axis is None else [*_gathers(leaf, spec, manual, (axis,))]
+        # Of what the first gathers leave, the others are the axes to gather next.
+        rest = _gathers(leaf, spec, manual, gathered if axis is None else (*gathered, axis))
+        later = tuple(step for step in rest if step[1] != axis)
+        known.append(LeafSync(leaf.name, tuple(early), later, _scatter(leaf, spec, finer, manual, summed), dtype, wire))
+    return SyncPlan(sync, tuple(summed), tuple(rows), tuple(known), reduce_dtype)
 
 
 def _scatter(

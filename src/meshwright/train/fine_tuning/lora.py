@@ -219,8 +219,11 @@ def _rules(rules: Any, before: PyTree, names: Sequence[str]) -> Rules:
             LORA_A: canonical(P(*lead, inputs, None)),
             LORA_B: canonical(P(*lead, None, outputs)),
         }
-        why = f"adapter of rule {matches.rules.entries[leaf.rule].pattern.text!r}" if leaf.rule is not None else ""
-        derived += [Rule(compile_pattern(_exactly(name, part)), spec, source=why) for part, spec in specs.items()]
+        rule = None if leaf.rule is None else matches.rules.entries[leaf.rule]
+        why, spread = ("", None) if rule is None else (f"adapter of rule {rule.pattern.text!r}", rule.spread)
+        derived += [
+            Rule(compile_pattern(_exactly(name, part)), spec, source=why, spread=spread) for part, spec in specs.items()
+        ]
     others = [rule for place, rule in enumerate(matches.rules.entries) if not matches.hits[place] or place in needed]
     return Rules([*derived, *others], optional_axes=matches.rules.optional_axes)
 
