@@ -14,7 +14,7 @@ import jax
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.hardware.chips import chip_family
-from meshwright.mesh.axes import is_manual
+from meshwright.mesh.axes import is_manual, ways_along
 from meshwright.mesh.current import current_mesh
 from meshwright.parallel.overlap.collective_matmul import GATHERED_ROWS
 from meshwright.parallel.pipeline.named_schedules import ScheduleName, check_rounds
@@ -86,6 +86,11 @@ class Execution:
         """Returns the pipeline axis if layers are split over it in the local view."""
         axis = _here(self.pipeline_axis)
         return axis if axis is not None and is_manual(axis) else None
+
+    def stores_along(self) -> str | None:
+        """Returns the pipeline axis if it splits only the storage of parameters, in the global view."""
+        axis = _here(self.pipeline_axis)
+        return axis if axis is not None and not is_manual(axis) and ways_along(axis, who="Execution") > 1 else None
 
     def rows(self) -> tuple[str, ...]:
         """Returns the data axes that the current mesh has."""

@@ -27,6 +27,7 @@ from meshwright.mesh.current import current_mesh
 from meshwright.models.execution import Execution, Remat, recomputes_stages
 from meshwright.models.layer_context import Context, scaled_normal
 from meshwright.models.stack import run_layers
+from meshwright.models.stage_ends import gathered_ends
 from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.lora.low_rank import Adapters
@@ -207,6 +208,11 @@ class LanguageModel(abc.ABC):
         extras = {"positions": positions, "segment_ids": segment_ids}
         stages = run.stages()
         scheduled = stages is not None and finish is not None and run.pipeline != "gpipe"
+        if stages is not None:
+            ends_shapes = {("embed", "table"): (-self.vocab_size, self.d_model)}
+            if not self.tied_embeddings:
+                ends_shapes["head", "kernel"] = (self.d_model, -self.vocab_size)
+            params, gather = gathered_ends(params, ends_shapes, stages=stages, tensor=run.tensor(), gather=gather)
         layers, gather_layers = params["layers"], None if gather is None else gather["layers"]
         num_stages = 1 if stages is None else jax.lax.axis_size(stages)
         num_microbatches = run.num_microbatches or 2 * num_stages
@@ -277,6 +283,9 @@ class LanguageModel(abc.ABC):
                 head = _whole(params["embed"], gather, "embed", lora)["table"].T
             else:
                 head = _whole(params["head"], gather, "head", lora)["kernel"]
+                if run.stores_along() is not None:
+                    # Otherwise XLA would split the features of activations like those of the head.
+                    head = _constrained(head, P(None, run.tensor_axis))
             if finish is not None:
                 return finish(h, head, targets)
             logits = column_dense(h, head, axis=run.tensor(), sequence_parallel=run.sequence_parallel)
