@@ -55,6 +55,11 @@ def handed_on(data, tp=1):
     return 2 * TICKS * FLOAT * ROWS // data // MICROBATCHES * TOKENS * WIDTH / tp
 
 
+def sliced(ways, elements):
+    """Embedding and head are stored in slices: one gather and one scatter per step."""
+    return 2 * FLOAT * share(ways) * elements
+
+
 def stage_gathers(ways):
     """For every microbatch: forward, in the recomputed tick, and there again for each layer's gradient."""
     return MICROBATCHES * FLOAT * share(ways) * (3 * DEEP / STAGES * MATRICES + 2 * ENDS / 2)
@@ -114,15 +119,19 @@ CASES = {
 }
 
 PIPELINES = {
-    "pp:2": (Setup(mesh="pp:2"), {"pp": handed_on(1) + sums(2, ENDS + WIDTH)}),
+    "pp:2": (Setup(mesh="pp:2"), {"pp": handed_on(1) + sliced(2, ENDS) + sums(2, WIDTH)}),
     "dp:4,pp:2": (
         Setup(mesh="dp:4,pp:2"),
-        {"pp": handed_on(4), "dp": sums(4, DEEP / STAGES * MATRICES + STAGE_NORMS), "dp+pp": sums(8, ENDS + WIDTH)},
+        {
+            "pp": handed_on(4) + sliced(2, ENDS),
+            "dp": sums(4, DEEP / STAGES * MATRICES + STAGE_NORMS + ENDS / STAGES),
+            "dp+pp": sums(8, WIDTH),
+        },
     ),
     "fsdp:2,pp:2": (
         Setup(mesh="fsdp:2,pp:2", remat="full"),
         {
-            "pp": handed_on(2) + sums(2, ENDS / 2),
+            "pp": handed_on(2) + sliced(2, ENDS / 2),
             "fsdp": stage_gathers(2) + stage_scatters(2) + sums(2, STAGE_NORMS),
             "fsdp+pp": sums(4, WIDTH),
         },
@@ -130,7 +139,7 @@ PIPELINES = {
     "pp:2,tp:2": (
         Setup(mesh="pp:2,tp:2"),
         {
-            "pp": handed_on(1, 2) + sums(2, ENDS / 2 + WIDTH),
+            "pp": handed_on(1, 2) + sliced(2, ENDS / 2) + sums(2, WIDTH),
             # Gradients of norms are summed in every microbatch.
             "tp": stage_tp_rows(2, 1, 14) + sums(2, STAGE_NORMS + WIDTH, times=MICROBATCHES),
         },
@@ -138,7 +147,7 @@ PIPELINES = {
     "pp:2,tp:2, full remat": (
         Setup(mesh="pp:2,tp:2", remat="full"),
         {
-            "pp": handed_on(1, 2) + sums(2, ENDS / 2 + WIDTH),
+            "pp": handed_on(1, 2) + sliced(2, ENDS / 2) + sums(2, WIDTH),
             "tp": stage_tp_rows(2, 1, 15) + sums(2, STAGE_NORMS + WIDTH, times=MICROBATCHES),
         },
     ),

@@ -89,6 +89,12 @@ def local_size(leaf: LeafLayout) -> int:
     return math.prod(leaf.shard_shape)
 
 
+def stored_ways(leaf: LeafLayout, stages: Stages, sizes: Mapping[str, int]) -> int:
+    """Returns the number of devices of a pipeline that store slices of a parameter which they use whole, or 1."""
+    is_stored = stages.count > 1 and not leaf.name.startswith(f"params/{LAYERS}")
+    return sizes[PIPELINE_AXIS] if is_stored and PIPELINE_AXIS in spec_axes(leaf.spec) else 1
+
+
 def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> list[Traffic]:
     often = setup.num_minibatches
     rounds = 1 if setup.sync == "once" else often
@@ -104,7 +110,7 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
     gathered, scattered = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}  # by whether they hide
     summed: dict[str, float] = {}
     counts = [0, 0]
-    zero_scattered = zero_gathered = moved = unstaged = 0.0
+    zero_scattered = zero_gathered = moved = unstaged = stored_gathered = stored_scattered = 0.0
     wire = int(profile.precision.reduce.itemsize)
     for leaf in param_leaves(layout):
         name = leaf.name.removeprefix("params/")
@@ -119,16 +125,21 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
                 often * stages.moved_layers * size * (fsdp if once else 1) / stages.stored_layers * own * (1 + learns)
             )
         if PIPELINE_AXIS in split and profile.ways(sizes) == 1:
-            # Without stages, all devices along pp need all layers, in the forward pass and in the backward pass.
+            # Without stages, all devices along pp need all layers, in the forward pass and in the backward pass. The
+            # others are gathered once.
+            times = 1 if profile.d_model is not None and not name.startswith(LAYERS) else 2
             whole = size * (fsdp if GATHER_AXIS in split else 1)
-            unstaged += 2 * often * whole * width * (sizes[PIPELINE_AXIS] - 1)
+            unstaged += times * often * whole * width * (sizes[PIPELINE_AXIS] - 1)
+        along = stored_ways(leaf, stages, sizes)
+        stored_gathered += size * (along - 1) * width
+        stored_scattered += learns * size * (along - 1) * wire
         if GATHER_AXIS in split:
             in_layers = name.startswith(LAYERS)
             by_layer = profile.by_layer and setup.sync != "once"
-            stored = stages.stored_layers if in_layers else 1
+            stored = stages.stored_layers if in_layers else 1  # along the leading dim
             layers = stages.computed_layers if in_layers and by_layer else stored
             gathers, scatters = _times(stages, name, layers=layers, by_layer=by_layer, profile=profile)
-            whole = size * fsdp
+            whole = size * fsdp * along
             # No compute overlaps with a single exchange per step, or with embedding and head of a pipeline. How much
             # does if the parameters are not gathered layer by layer is not known: compilers hid 0% to 72% of it.
             hides = by_layer and (in_layers or stages.count == 1)
@@ -142,7 +153,7 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
         if tensor > 1 and TENSOR_AXIS not in split:
             # The loss sums these gradients itself, for every minibatch and every microbatch of a pipeline.
             parts = often * stages.microbatches
-            sent = parts * 2 * size * wire * (tensor - 1) / tensor
+            sent = parts * 2 * size * along * wire * (tensor - 1) / tensor
             summed[TENSOR_AXIS] = summed.get(TENSOR_AXIS, 0.0) + sent
         others = [axis for axis in data if axis not in split]
         if setup.zero_axis is not None and setup.zero_axis in others and name in zeros:
@@ -155,7 +166,8 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
             # One all-reduce over all axes sends fewer bytes than one per axis.
             ways = math.prod(sizes[axis] for axis in others)
             together = "+".join(others)
-            summed[together] = summed.get(together, 0.0) + sums * 2 * size * wire * (ways - 1) / ways
+            times = 1 if along > 1 else sums
+            summed[together] = summed.get(together, 0.0) + times * 2 * size * wire * (ways - 1) / ways
     found = []
     for hides in (True, False):
         which = "of layers, prefetched" if hides else "outside layers"
@@ -170,6 +182,12 @@ def _weights(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str
     count = 2 * often * stages.moves
     found.append(Traffic(PIPELINE_AXIS, "collective-permute", "layers to their stages", moved, count, False))
     found.append(Traffic(PIPELINE_AXIS, "all-gather", "parameters stored along pp", unstaged, 2 * often, False))
+    # Of what a pipeline only stores along its axis, slices travel once per step: embedding and head.
+    count = 1 if profile.tied else 2
+    found += [
+        Traffic(PIPELINE_AXIS, "all-gather", "embedding and head", stored_gathered, count, False),
+        Traffic(PIPELINE_AXIS, "reduce-scatter", "gradients of embedding and head", stored_scattered, count, False),
+    ]
     if setup.zero_axis is not None:
         found.append(Traffic(setup.zero_axis, "reduce-scatter", "gradients (ZeRO-1)", zero_scattered, 1, False))
         found.append(Traffic(setup.zero_axis, "all-gather", "updated parameters (ZeRO-1)", zero_gathered, 1, False))

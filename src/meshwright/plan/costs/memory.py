@@ -10,7 +10,7 @@ from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.costs import Basis
-from meshwright.plan.costs.communication import local_size, param_leaves
+from meshwright.plan.costs.communication import local_size, param_leaves, stored_ways
 from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, PIPELINE_AXIS, JobCosts
 from meshwright.plan.costs.saved_activations import fewer
 from meshwright.plan.costs.stages import Stages
@@ -182,7 +182,7 @@ def gradient_bytes(profile: JobCosts, layout: Layout, setup: Setup) -> float:
             width = int(profile.precision.accumulate.itemsize)
         elif gathered and setup.sync != "once":
             width = max(width, int(profile.precision.reduce.itemsize))
-        whole: float = local_size(leaf)
+        whole: float = local_size(leaf) * stored_ways(leaf, stages, sizes)
         if stages.is_scheduled and name.startswith(LAYERS):  # summed in the order of the stages
             whole *= stages.computed_layers / stages.stored_layers
         if setup.sync == "once" and gathered:
@@ -221,11 +221,16 @@ def _gathered(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[st
     copies = layers = ends = 0.0
     for leaf in param_leaves(layout):
         width = profile.widths[leaf.name.removeprefix("params/")]
-        if PIPELINE_AXIS in spec_axes(leaf.spec) and profile.ways(sizes) == 1 < sizes[PIPELINE_AXIS]:
+        splits, along = fsdp > 1 and GATHER_AXIS in spec_axes(leaf.spec), stored_ways(leaf, stages, sizes)
+        if along > 1:
+            # Gathered along pp for the whole step, and along fsdp from that for each microbatch.
+            ends += local_size(leaf) * along * (fsdp if splits else 1) * width
+            copies += local_size(leaf) * along * int(leaf.dtype.itemsize) if splits and setup.sync != "once" else 0
+        elif PIPELINE_AXIS in spec_axes(leaf.spec) and profile.ways(sizes) == 1 < sizes[PIPELINE_AXIS]:
             # Without stages, every device gathers all layers.
             whole = local_size(leaf) * sizes[PIPELINE_AXIS]
-            ends += whole * (fsdp if GATHER_AXIS in spec_axes(leaf.spec) else 1) * width
-        elif GATHER_AXIS not in spec_axes(leaf.spec) or fsdp == 1:
+            ends += whole * (fsdp if splits else 1) * width
+        elif not splits:
             copies += local_size(leaf) * width if width != int(leaf.dtype.itemsize) else 0
         elif leaf.name.startswith(f"params/{LAYERS}") and profile.by_layer and setup.sync != "once":
             layers += local_size(leaf) * fsdp * width / stages.stored_layers
