@@ -49,26 +49,27 @@ def one_device(tied, **changes):
     return loss_and_gradients(make_job(tied=tied, **changes), mesh_of("dp:1"))
 
 
-# Covers every pair of: schedule, size of pp, kind of other axis, tied or untied embeddings, accumulation, remat.
+# Covers every pair of: schedule, size of pp, kind of other axis, tied or untied embeddings, accumulation, remat; and
+# every sync mode with each kind of other axis.
 CASES = [
-    ("1f1b", "pp:2,dp:2,tp:2", True, 1, "none"),
-    ("1f1b", "pp:4,fsdp:2", False, 2, "full"),
-    ("aligned-1f1b", "pp:2,dp:2,tp:2", False, 2, "full"),
-    ("aligned-1f1b", "pp:4,fsdp:2", True, 1, "none"),
-    ("interleaved-1f1b", "pp:2,dp:2,fsdp:2", False, 1, "none"),
-    ("interleaved-1f1b", "pp:4,tp:2", True, 2, "full"),
-    ("zb-h1", "pp:2,fsdp:2,tp:2", True, 2, "dots"),
-    ("zb-h1", "pp:4,dp:2", False, 1, "full"),
-    ("zb-v", "pp:2,dp:2,fsdp:2", True, 2, "none"),
-    ("zb-v", "pp:4,tp:2", False, 1, "full"),
+    ("1f1b", "pp:2,dp:2,tp:2", True, 1, "none", None),
+    ("1f1b", "pp:4,fsdp:2", False, 2, "full", "once"),
+    ("aligned-1f1b", "pp:2,dp:2,tp:2", False, 2, "full", "every"),
+    ("aligned-1f1b", "pp:4,fsdp:2", True, 1, "none", None),
+    ("interleaved-1f1b", "pp:2,dp:2,fsdp:2", False, 1, "none", "once"),
+    ("interleaved-1f1b", "pp:4,tp:2", True, 2, "full", "once"),
+    ("zb-h1", "pp:2,fsdp:2,tp:2", True, 2, "dots", "every"),
+    ("zb-h1", "pp:4,dp:2", False, 1, "full", "once"),
+    ("zb-v", "pp:2,dp:2,fsdp:2", True, 2, "none", "every"),
+    ("zb-v", "pp:4,tp:2", False, 1, "full", None),
 ]
 
 
-@pytest.mark.parametrize(("schedule", "mesh", "tied", "num_minibatches", "remat"), CASES)
-def test_loss_and_gradients_equal_one_device(schedule, mesh, tied, num_minibatches, remat):
+@pytest.mark.parametrize(("schedule", "mesh", "tied", "num_minibatches", "remat", "sync"), CASES)
+def test_loss_and_gradients_equal_one_device(schedule, mesh, tied, num_minibatches, remat, sync):
     mesh = mesh_of(mesh)
     job = make_job(tied=tied, run=Execution(pipeline=schedule, num_microbatches=mesh.shape["pp"]))
-    got = loss_and_gradients(job, mesh, num_minibatches=num_minibatches, remat=remat)
+    got = loss_and_gradients(job, mesh, num_minibatches=num_minibatches, remat=remat, sync=sync)
     for (path, a), (_, b) in zip(
         jax.tree.leaves_with_path(got), jax.tree.leaves_with_path(one_device(tied)), strict=True
     ):
@@ -115,8 +116,8 @@ def test_evaluation_of_stages_that_do_not_divide_the_layers(schedule):
     assert loss == pytest.approx(float(make_eval_step(job, layout)(state, job.make_batch(0))["loss"]), rel=1e-5)
 
 
-def test_statistics_of_embedding_and_head_may_be_split_over_stages():
-    """Their parameters are on all stages; two steps with momentum equal those of one device."""
+def test_statistics_of_embedding_and_head_are_split_over_stages():
+    """As their parameters are; `zero_axis` splits those of the norm as well. Two steps equal those of one device."""
     optimizer, run = optax.sgd(0.1, momentum=0.9), Execution(pipeline="1f1b", num_microbatches=4)
 
     def train(mesh, zero_axis):

@@ -122,9 +122,12 @@ def test_a_built_in_model_has_no_pipeline_in_the_global_view():
     assert (plan.stages.count, plan.time.bubble.value) == (1, 0)
     assert plan.flops.matmul == 2 * alone.flops.matmul
     assert part(plan, "activations") == pytest.approx(2 * part(alone, "activations"), rel=0.02)
-    layers = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(job.init, jax.random.key(0))["layers"]))
-    # Each device receives the other half, in the forward pass and in the backward pass.
-    assert [one.wire_bytes for one in plan.sent if (one.axis, one.kind) == ("pp", "all-gather")] == [layers * 4]
+    shapes = jax.eval_shape(job.init, jax.random.key(0))
+    layers = sum(leaf.size for leaf in jax.tree.leaves(shapes["layers"]))
+    ends = sum(leaf.size for leaf in jax.tree.leaves((shapes["embed"], shapes["head"])))
+    # Each device receives the other half, of layers in the forward pass and in the backward pass.
+    sent = [one.wire_bytes for one in plan.sent if (one.axis, one.kind) == ("pp", "all-gather")]
+    assert sent == [4 * (layers + ends / 2)]
     assert not [one for one in plan.sent if one.axis == "pp" and one.kind != "all-gather"]
 
 
