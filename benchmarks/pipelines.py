@@ -12,11 +12,14 @@ is the memory of the step's arguments.
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import replace
 
 from measure import table
 
+from meshwright.mesh.string import parse_mesh
 from meshwright.models import Decoder, Execution
+from meshwright.models.execution import DATA_AXES
 from meshwright.parallel import make_schedule
 from meshwright.parallel.pipeline.named_schedules import SCHEDULE_NAMES
 from meshwright.plan.compiled.compile import compile_step
@@ -67,7 +70,8 @@ def compiled_bytes(name: str, num_microbatches: int, args: argparse.Namespace) -
     """Returns the bytes of a step's arguments per device, and the compiler's peak memory."""
     run = Execution(pipeline=name, num_microbatches=num_microbatches)  # type: ignore[arg-type]
     model = replace(MODEL, vocab_size=args.vocab_size, tied_embeddings=args.tied)
-    job = language_job(model, batch_size=num_microbatches, num_tokens=512, run=run)
+    data = math.prod(axis.size for axis in parse_mesh(args.mesh).axes if axis.name in DATA_AXES)
+    job = language_job(model, batch_size=num_microbatches * data, num_tokens=512, run=run)
     setup = Setup(mesh=args.mesh, optimizer=args.optimizer, remat=args.remat)
     compiled = compile_step(job, args.target, setup)
     on_cpu = args.target.startswith("cpu")
