@@ -96,9 +96,7 @@ def explain_layout(
             continue
         pattern = "" if match.rule is None else patterns[match.rule]
         leaves.append(
-            LeafLayout(
-                subject.names[0], subject.shape, subject.dtype, spec, match.rule, pattern, reason, stored, local
-            )
+            LeafLayout(subject.names[0], subject.shape, subject.dtype, spec, match.rule, pattern, reason, stored, local)
         )
     unnamed = [f"optional axis {axis!r} is in no rule" for axis in unnamed_axes(given)]
     misspelled = misspelled_axes(given, mesh)

@@ -132,7 +132,8 @@ def make_gradients(
     sent = zip(stored_by, jax.tree.leaves(dtypes), strict=True)
     gather_first = [None if axis is None else (axis, dtype) for axis, dtype in sent]
     if by_layer:
-        left = [keep_axes(leaf.spec, lambda axis: axis != by) for leaf, by in zip(params.leaves, stored_by, strict=True)]
+        pairs = zip(params.leaves, stored_by, strict=True)
+        left = [keep_axes(leaf.spec, lambda axis, by=by: axis != by) for leaf, by in pairs]
         gather = Gather(params.structure.unflatten(left), gather_axes, dtypes, grad_scatter_dtype=precision.reduce)
         # The gather casts parameters, so that their gradients keep the dtype of the reduction.
         dtypes = params.structure.unflatten(

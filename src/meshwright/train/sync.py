@@ -146,9 +146,7 @@ class SyncPlan:
     def _gathered(self, name: str, leaf: Any, steps: Sequence[tuple[int, str]], dtype: Any) -> Any:
         with leaf_scope(name):
             for dim, axis in steps:
-                leaf = gather_array(
-                    leaf, dim=dim, axis=axis, gather_dtype=dtype, grad_scatter_dtype=self.reduce_dtype
-                )
+                leaf = gather_array(leaf, dim=dim, axis=axis, gather_dtype=dtype, grad_scatter_dtype=self.reduce_dtype)
         return leaf
 
     def _map(self, function: Callable[..., Any], *trees: PyTree) -> PyTree:
