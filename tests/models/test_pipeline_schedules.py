@@ -140,7 +140,7 @@ def test_statistics_of_embedding_and_head_are_split_over_stages():
 def test_adapters_and_evaluation():
     """Only adapters have gradients; evaluation runs forward only, and its loss is that of one device."""
     run = Execution(pipeline="zb-v", num_microbatches=4)
-    adapted = [lora(make_job(tied=False, num_layers=4, run=run), rank=2, targets="attn/q") for run in (run, None)]
+    adapted = [lora(make_job(tied=False, num_layers=4, run=run), rank=2, targets="attn/q|head") for run in (run, None)]
     got, expected = (
         loss_and_gradients(job, mesh_of(mesh)) for job, mesh in zip(adapted, ("pp:2", "dp:1"), strict=True)
     )

@@ -40,7 +40,7 @@ def gathered_ends(
         gather = replace(gather, specs={**gather.specs, **left})
     for (group, name), shape in shapes.items():
         leaf = params.get(group, {}).get(name)
-        if leaf is None:
+        if not isinstance(leaf, jax.Array):  # tied to the embedding, or with adapters
             continue
         spec = (None,) * len(shape) if gather is None else (*gather.specs[group][name], *[None] * len(shape))
         for dim, size in enumerate(shape):
