@@ -80,6 +80,13 @@ def test_an_axis_of_one_device_changes_nothing():
         assert one[f"params/{name}"].spec == none[f"params/{name}"].spec
 
 
+def test_rules_made_from_rules_split_the_same():
+    job, mesh = make_job(), mw.create_abstract_mesh("pp:2")
+    copied = replace(job, rules=mw.Rules(job.rules, optional_axes=job.rules.optional_axes))
+    assert state_layout(copied, optax.sgd(0.1), mesh) == state_layout(job, optax.sgd(0.1), mesh)
+    assert "spread over 'pp'" in str(state_layout(job, optax.sgd(0.1), mesh).report())
+
+
 def test_the_first_dim_that_the_stages_divide_is_split():
     def leaves(mesh, **changes):
         layout = state_layout(make_job(**changes), optax.sgd(0.1), mw.create_abstract_mesh(mesh))
