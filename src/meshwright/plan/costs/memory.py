@@ -223,9 +223,10 @@ def _gathered(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[st
         width = profile.widths[leaf.name.removeprefix("params/")]
         splits, along = fsdp > 1 and GATHER_AXIS in spec_axes(leaf.spec), stored_ways(leaf, stages, sizes)
         if along > 1:
-            # Gathered along pp for the whole step, and along fsdp from that for each microbatch.
+            # Gathered along pp once, and from that along fsdp for each microbatch. libtpu holds the narrow form.
+            held = splits and setup.sync != "once" and profile.platform != "tpu"
+            copies += local_size(leaf) * along * int(leaf.dtype.itemsize) * held
             ends += local_size(leaf) * along * (fsdp if splits else 1) * width
-            copies += local_size(leaf) * along * int(leaf.dtype.itemsize) if splits and setup.sync != "once" else 0
         elif PIPELINE_AXIS in spec_axes(leaf.spec) and profile.ways(sizes) == 1 < sizes[PIPELINE_AXIS]:
             # Without stages, every device gathers all layers.
             whole = local_size(leaf) * sizes[PIPELINE_AXIS]
