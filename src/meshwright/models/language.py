@@ -209,10 +209,8 @@ class LanguageModel(abc.ABC):
         stages = run.stages()
         scheduled = stages is not None and finish is not None and run.pipeline != "gpipe"
         if stages is not None:
-            ends_shapes = {("embed", "table"): (-self.vocab_size, self.d_model)}
-            if not self.tied_embeddings:
-                ends_shapes["head", "kernel"] = (self.d_model, -self.vocab_size)
-            params, gather = gathered_ends(params, ends_shapes, stages=stages, tensor=run.tensor(), gather=gather)
+            sizes: Any = {"vocab_size": self.vocab_size, "d_model": self.d_model, "tensor": run.tensor()}
+            params, gather = gathered_ends(params, gather, stages=stages, **sizes)
         layers, gather_layers = params["layers"], None if gather is None else gather["layers"]
         num_stages = 1 if stages is None else jax.lax.axis_size(stages)
         num_microbatches = run.num_microbatches or 2 * num_stages

@@ -5,7 +5,6 @@ A train step gathers them itself, once for all minibatches. This is for a model 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
@@ -18,19 +17,11 @@ from meshwright.types import PyTree
 
 
 def gathered_ends(
-    params: PyTree,
-    shapes: Mapping[tuple[str, str], tuple[int, ...]],
-    *,
-    stages: str,
-    tensor: str | None,
-    gather: Gather | None,
+    params: PyTree, gather: Gather | None, *, stages: str, tensor: str | None, vocab_size: int, d_model: int
 ) -> tuple[PyTree, Gather | None]:
-    """Returns the parameters with those in `shapes` gathered along `stages`, and `gather` without that axis.
+    """Returns the parameters with embedding and head gathered along `stages`, and `gather` without that axis.
 
-    Args:
-        shapes: the whole shape of each array, by the keys of its path; the dim of the vocabulary is negative.
-        tensor: the axis that splits the vocabulary.
-        gather: gathers what is split over other axes later.
+    `tensor` splits the vocabulary; `gather` gathers along other axes, later.
     """
     if gather is not None:
         others = {name: specs for name, specs in gather.specs.items() if name != "layers"}
@@ -38,18 +29,20 @@ def gathered_ends(
             lambda spec: keep_axes(spec, lambda axis: axis != stages), others, is_leaf=lambda node: isinstance(node, P)
         )
         gather = replace(gather, specs={**gather.specs, **left})
+    shapes = {("embed", "table"): (vocab_size, d_model), ("head", "kernel"): (d_model, vocab_size)}
     for (group, name), shape in shapes.items():
+        vocabulary = int(group == "head")
         leaf = params.get(group, {}).get(name)
         if not isinstance(leaf, jax.Array):  # tied to the embedding, or with adapters
             continue
         spec = (None,) * len(shape) if gather is None else (*gather.specs[group][name], *[None] * len(shape))
         for dim, size in enumerate(shape):
             axes = [axis for axis in dim_axes(spec[dim]) if gather is not None and axis in gather.axes]
-            axes += [tensor] if size < 0 and tensor in varying_axes(leaf) else []
+            axes += [tensor] if dim == vocabulary and tensor in varying_axes(leaf) else []
             ways = axis_size(stages)
             for axis in axes:
                 ways *= axis_size(axis)
-            if leaf.shape[dim] * ways == abs(size):
+            if leaf.shape[dim] * ways == size:
                 with leaf_scope(f"{group}/{name}"):
                     whole = gather_array(leaf, dim=dim, axis=stages)
                 params = {**params, group: {**params[group], name: whole}}
