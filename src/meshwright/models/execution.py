@@ -89,7 +89,7 @@ class Execution:
 
     def stores_along(self) -> str | None:
         """Returns the pipeline axis if it splits only the storage of parameters, in the global view."""
-        axis = _here(self.pipeline_axis)
+        axis = _here(self.pipeline_axis or "pp")  # that of the models' rules
         return axis if axis is not None and not is_manual(axis) and ways_along(axis, who="Execution") > 1 else None
 
     def rows(self) -> tuple[str, ...]:
