@@ -25,8 +25,9 @@ from meshwright.models.execution import Remat, remat_policy
 from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.local_map import local_map
+from meshwright.parallel.pipeline.raw_slices import RawSlice, named_slices
 from meshwright.parallel.rows import interleave_rows
-from meshwright.specs import format_spec, keep_axes, spec_axes
+from meshwright.specs import dim_axes, format_spec, keep_axes, spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.axis_errors import axis_errors
 from meshwright.train.fp8_scaling import Fp8, with_weights
@@ -153,7 +154,10 @@ def make_gradients(
     if fp8 is not None and view == "local" and execution_of(job) is None:
         _require_no_stages(mesh, [axis for axis in loss_axes(job) if axis in PIPELINE_AXES])
     explain = functools.partial(view_errors, choice)
-    loss_of_whole = _loss_function(function, takes, gather, remat, keeps_state=keeps_state, explain=explain)
+    named = functools.partial(_raw_slices, params) if view == "local" and execution_of(job) is None else None
+    loss_of_whole = _loss_function(
+        function, takes, gather, remat, keeps_state=keeps_state, explain=explain, named=named
+    )
 
     def loss(stored: PyTree, *arguments: Any, **passed: Any) -> Any:
         return loss_of_whole(cut(stored, params.leaves), *arguments, **passed)
@@ -290,6 +294,7 @@ def _loss_function(
     *,
     keeps_state: bool,
     explain: Callable[[], contextlib.AbstractContextManager[None]],
+    named: Callable[[PyTree], list[RawSlice]] | None,
 ) -> Callable[..., Any]:
     """Returns a job's loss with its options, its result checked and its metrics declared."""
     options: dict[str, Any] = {} if gather is None else {"gather": gather}
@@ -298,7 +303,7 @@ def _loss_function(
         options["remat"] = remat
 
     def call(*arguments: Any, **passed: Any) -> Any:
-        with axis_errors(), explain():
+        with axis_errors(), explain(), named_slices(named(arguments[0]) if named else ()):
             return function(*arguments, **options, **passed)
 
     # A loss without a `remat` argument is recomputed as a whole.
@@ -312,6 +317,17 @@ def _loss_function(
         return value, metrics, *state
 
     return loss
+
+
+def _raw_slices(params: Layout, given: PyTree) -> list[RawSlice]:
+    """Returns the parameters of a loss that are slices along the axis of a pipeline."""
+    return [
+        RawSlice(value, leaf.name, dim, axis)
+        for leaf, value in zip(params.leaves, jax.tree.leaves(given), strict=True)
+        for dim, entry in enumerate(leaf.spec)
+        for axis in dim_axes(entry)
+        if axis in PIPELINE_AXES and params.mesh.shape[axis] > 1
+    ]
 
 
 def _require_no_stages(mesh: AnyMesh, axes: Sequence[str]) -> None:

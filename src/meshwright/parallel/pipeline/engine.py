@@ -24,6 +24,7 @@ from jax import lax
 from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError, did_you_mean
 from meshwright.mesh.axes import axis_index, axis_size, pcast_varying, summing_dtype, varying_axes
 from meshwright.parallel.pipeline.flow import Functions, flow, in_mesh_order, mark, zeros
+from meshwright.parallel.pipeline.raw_slices import refuse_slices
 from meshwright.parallel.pipeline.schedule import (
     IDLE,
     STAGES_SCOPE,
@@ -104,6 +105,7 @@ def pipeline(
         hint = did_you_mean(str(combine), get_args(Combine)) or f"use one of: {', '.join(get_args(Combine))}."
         raise PlacementError(f"pipeline: unknown combine={combine!r}.", hint=hint)
     num_stages = axis_size(axis, who="pipeline")
+    refuse_slices((first_params, last_params), axis=axis, who="pipeline")
     table = _table(schedule, stage_params, num_stages=num_stages, num_microbatches=num_microbatches)
     by_round = schedule == "circular" or table.num_rounds > 1
     if num_layers is not None:

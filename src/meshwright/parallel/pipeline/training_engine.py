@@ -24,6 +24,7 @@ from meshwright.errors import MeshwrightError, MeshwrightWarning, PlacementError
 from meshwright.mesh.axes import axis_index, axis_size, pcast_varying, varying_axes
 from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.pipeline.flow import Functions, in_mesh_order
+from meshwright.parallel.pipeline.raw_slices import refuse_slices
 from meshwright.parallel.pipeline.stage_moves import count_layers
 from meshwright.parallel.pipeline.training_loop import TrainingLoop
 from meshwright.parallel.pipeline.training_schedule import TrainingSchedule
@@ -85,6 +86,7 @@ def pipeline_loss(
         (4096.0, [2048.0, 2048.0, 2048.0, 2048.0, 2048.0, 2048.0, 2048.0, 2048.0])
     """
     num_stages = axis_size(axis, who="pipeline_loss")
+    refuse_slices((first_params, last_params), axis=axis, who="pipeline_loss")
     if schedule.num_stages != num_stages:
         raise MeshwrightError(f"the schedule is for {schedule.num_stages} stages; the pipeline has {num_stages}.")
     if num_stages == 1:  # there is nothing to schedule
