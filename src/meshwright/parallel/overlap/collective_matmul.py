@@ -330,8 +330,6 @@ _matmul_scatter.defvjp(lambda plan, x, w: (_matmul_scatter(plan, x, w), (x, w)),
 
 def _finish_both(plan: _Choices, dx: Any, d_weights: Any) -> tuple[Any, Any]:
     """Ties both gradients, so that XLA does not delay the weight's and hold its gathered rows through later rings."""
-    if not plan.backward.ring:
-        return dx, d_weights
     both: tuple[Any, Any] = tie((dx, d_weights))
     return both
 
