@@ -188,6 +188,6 @@ def multiply_all(operands: Sequence[Any], weights: Sequence[Any], dtype: Any) ->
     if len(weights) == 1:
         return dot(operands[0], weights[0], dtype)
     products = [dot(x, w) for x, w in zip(operands, weights, strict=True)]
-    # XLA:GPU adds inside a matmul only if that is the first operand and adds nothing yet: put the newest first. Otherwise
-    # the third product of queries, keys and values takes memory of its own, in float32, and a pass over it.
+    # XLA:GPU adds inside a matmul only if that is the first operand and adds nothing yet, so put the newest first.
+    # Otherwise the third product, of queries, keys and values, takes a float32 array and a pass over memory.
     return functools.reduce(lambda total, product: product + total, products).astype(dtype)
