@@ -161,12 +161,16 @@ def test_twenty_steps_stay_equal(lab, model):
         lab.assert_same_change(got, wanted, tolerance=1e-3)  # and the last loss to 1e-5
 
 
-@pytest.mark.parametrize("mesh", ["dp:2,fsdp:2,tp:2", "dp:4,tp:2"])
-def test_gpu_specific_code_does_not_change_the_function(lab, mesh, monkeypatch):
+@pytest.mark.parametrize(("mesh", "sync"), [
+    ("dp:2,fsdp:2,tp:2", None),
+    ("dp:4,tp:2", None),
+    ("dp:2,fsdp:2,tp:2", "once"),
+], ids=str)  # fmt: skip
+def test_gpu_specific_code_does_not_change_the_function(lab, mesh, sync, monkeypatch):
     # Runs the barriers and unrolled layers for GPUs on CPU devices; overlapped matmuls keep their form.
     for module in (layer_context, stack, importlib.import_module("meshwright.train.accumulate")):
         monkeypatch.setattr(module, "chip_family", lambda mesh: "gpu")
-    lab.assert_same_change(lab.train(lab.decoder_job(), mesh, num_minibatches=2), lab.reference())
+    lab.assert_same_change(lab.train(lab.decoder_job(), mesh, num_minibatches=2, sync=sync), lab.reference())
 
 
 def test_errors(lab):

@@ -26,7 +26,8 @@ from meshwright.plan.costs.communication import (
 )
 from meshwright.plan.costs.job_costs import PIPELINE_AXIS, TENSOR_AXIS, JobCosts
 from meshwright.plan.costs.links import axis_links
-from meshwright.plan.costs.memory import MemoryPlan, overlap_limit, plan_memory
+from meshwright.plan.costs.memory import MemoryPlan, plan_memory
+from meshwright.plan.costs.overlap_limit import overlap_limit
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.costs.step_flops import count_device_matmuls, step_flops
 from meshwright.plan.costs.step_time import TimePlan, step_time

@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.hardware.chips import chip_of
 from meshwright.models.decoder import Decoder
 from meshwright.plan.costs.job_costs import JobCosts
-from meshwright.plan.costs.memory import SLOP_OPTION
+from meshwright.plan.costs.overlap_limit import SLOP_OPTION
 from meshwright.plan.job_on_mesh import profile_of
 from meshwright.plan.plan import Plan, make_plan
 from meshwright.plan.published_table import chip_with_runs, published_table, why_only_compared

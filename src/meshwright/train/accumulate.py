@@ -26,6 +26,7 @@ from meshwright.metrics import MetricPart, combine, finish, is_pair, neutral, ov
 from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.row_keys import row_key
 from meshwright.parallel.rows import split_rows
+from meshwright.train.loop_slices import slices_first
 from meshwright.train.model_state import StateReduce, check_same_state, reduce_state
 from meshwright.train.sync import Sync, make_sync_plan
 from meshwright.types import Metrics, PRNGKeyArray, PyTree
@@ -223,17 +224,32 @@ def accumulate(
 
         (zeros, _), zero_grads = zeros_for(lambda: step(0, [array[0] for array in parts.arrays], model_state))
         xs = (jnp.arange(num_minibatches), parts.arrays)
-        ((found, model_state), (grads, amaxes)), _ = lax.scan(body, ((neutral(zeros), model_state), zero_grads), xs)
+        carry = ((neutral(zeros), model_state), zero_grads)
+        if sync == "once" and chip_family(current_mesh()) == "gpu":
+            body = slices_first(body, carry, jax.tree.map(lambda leaf: leaf[0], xs))
+        ((found, model_state), (grads, amaxes)), _ = lax.scan(body, carry, xs)
 
     loss, metrics = over_devices(found, plan.axes, row_axes=plan.row_axes)
     if with_gradients:
         (grads,) = pull(grads)
-        grads = join([over(leaf, loss.count) for leaf in grads], [None] * len(frozen))
+        grads = join([_mean(leaf, loss.count) for leaf in grads], [None] * len(frozen))
     if everywhere and amaxes is not None:
         amaxes = lax.pmax(amaxes, everywhere)
     if model_state is not None:
         model_state = reduce_state(model_state, first_state, model_state_reduce, plan.axes)
     return Accumulated(over(loss.total, loss.count), grads, finish(metrics), model_state, amaxes)
+
+
+def _mean(grad: Any, count: Any) -> Any:
+    """Returns `over(grad, count)`, on GPUs with zeros of its own.
+
+    XLA:GPU would merge them with the zeros that a loop starts from to sum or stack gradients, and keep these in memory
+    during the loop: one float32 gradient for each shape.
+    """
+    if chip_family(current_mesh()) != "gpu":
+        return over(grad, count)
+    zero = lax.optimization_barrier(jnp.zeros((), grad.dtype))
+    return jnp.where(count > 0, grad / jnp.where(count > 0, count, 1), zero)
 
 
 def _manual_axes() -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.errors import MeshError, PlacementError
 from meshwright.parallel import Form, gather_matmul, local_map, matmul_scatter
+from meshwright.parallel.overlap.collective_parts import multiply_all
 from meshwright.parallel.overlap.forms import FORMS, PARTS, WHOLE, choose_form
 from meshwright.plan.compiled.collectives import read_schedule
 
@@ -218,6 +219,31 @@ def test_gradients_of_shared_rows_are_summed_newest_product_first():
     assert len(sums) == 2
     assert [made[equation.invars[0]] for equation in sums] == ["dot_general", "dot_general"]
     assert made[sums[1].invars[1]] == sums[0].primitive.name
+
+
+@pytest.mark.parametrize("form", ["ring", "whole", "parts"])
+def test_the_gradient_of_the_weight_is_not_put_off(form):
+    """Both gradients pass one barrier, so the gathered rows of one layer are freed before the next."""
+    mesh, specs = mw.create_mesh("tp:2", devices=2), (P("tp"), P(None, "tp"))
+
+    def pull(x, w, d):
+        return jax.vjp(lambda x, w: gather_matmul(x, w, axis="tp", grad_form=form), x, w)[1](d)
+
+    local = local_map(pull, mesh=mesh, in_specs=(*specs, P(None, "tp")), out_specs=specs)
+    mapped = jax.make_jaxpr(local)(jnp.ones((32, 4)), jnp.ones((4, 8)), jnp.ones((32, 8))).jaxpr.eqns[-1]
+    body = mapped.params["jaxpr"]
+    last = [one for one in body.eqns if one.primitive.name == "optimization_barrier"][-1]
+    assert [var.aval.shape for var in last.outvars] == [(16, 4), (4, 4)]
+    assert list(last.outvars) == list(body.outvars)
+
+
+def test_products_of_several_weights_are_summed_newest_first():
+    """As above, for the products of the backward pass that are scattered."""
+    pairs = [jnp.ones((4, 8), jnp.bfloat16)] * 3, [jnp.ones((8, 4), jnp.bfloat16)] * 3
+    jaxpr = jax.make_jaxpr(lambda xs, ws: multiply_all(xs, ws, jnp.bfloat16))(*pairs).jaxpr
+    made = {out: equation.primitive.name for equation in jaxpr.eqns for out in equation.outvars}
+    sums = [equation for equation in jaxpr.eqns if equation.primitive.name == "add"]
+    assert [made[equation.invars[0]] for equation in sums] == ["dot_general", "dot_general"]
 
 
 def test_ring_buffers_are_allocated_inside_loops():

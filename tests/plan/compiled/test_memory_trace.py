@@ -105,3 +105,19 @@ def test_steps_keep_the_order_of_the_program_and_the_trips_of_loops():
     written = sum(work.moved * times for work, times in every_work(loops))
     assert written == 4 * (4096 + 1024 + (1024 + 4) + 1024 + 2 * 1024)
     assert steps_from_json(steps_to_json(schedule.steps)) == schedule.steps
+
+
+def test_a_matmul_that_adds_to_an_operand_takes_no_memory():
+    text = f"""HloModule m, is_scheduled=true
+
+ENTRY %main (x: {KIB}) -> {KIB} {{
+  %x = {KIB} parameter(0), metadata={{op_name="state.params['w']"}}
+  %sum = {KIB} exponential(%x)
+  %added = ({KIB}, s8[64]{{0}}) custom-call(%x, %x, %sum), output_to_operand_aliasing={{{{0}}: (2, {{}})}}
+  %more = {KIB} get-tuple-element(%added), index=0
+  ROOT %last = {KIB} custom-call(%x, %more), output_to_operand_aliasing={{{{}}: (1, {{}})}}
+}}
+"""
+    assert sum(trace_memory(parse_program(text)).peak.values()) == 1024 + 1024 + 64
+    apart = text.replace("output_to_operand_aliasing", "nothing")
+    assert sum(trace_memory(parse_program(apart)).peak.values()) == 3 * 1024 + 64

@@ -4,7 +4,8 @@ import pytest
 
 from meshwright.models import Decoder
 from meshwright.plan import Setup, make_plan
-from meshwright.plan.costs.memory import GATHERED_WEIGHTS, SLOP_OPTION, MemoryPlan, Part, overlap_limit
+from meshwright.plan.costs.memory import GATHERED_WEIGHTS, MemoryPlan, Part
+from meshwright.plan.costs.overlap_limit import SLOP_OPTION, overlap_limit
 from meshwright.plan.target import parse_target
 from meshwright.train import language_job
 

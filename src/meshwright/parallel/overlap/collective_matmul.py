@@ -276,7 +276,7 @@ def _gather_bwd(plan: _Choices, saved: Any, d_outs: tuple[Any, ...]) -> tuple[An
     else:
         dx, gathered = scatter_beside_gather(products, grads, kept, plan.axis, plan.size, plan.backward, plan.wire)
     d_weights = tuple(dot_rows(gathered, d, w.dtype) for d, w in zip(grads, weights, strict=True))
-    return _finish_both(plan, dx.astype(kept.dtype), d_weights)
+    return _finish_both(dx.astype(kept.dtype), d_weights)
 
 
 _gather_matmul.defvjp(_gather_fwd, _gather_bwd)
@@ -319,7 +319,7 @@ def _scatter_bwd(plan: _Choices, saved: Any, d_out: Any) -> tuple[Any, Any]:
 
     buffers = empty_rows(x, x.shape[-2], x.shape[-1], x.dtype), empty_rows(x, x.shape[-2], w.shape[-1], d_out.dtype)
     dx, gathered = tie(gather_pieces(d_out, plan.axis, plan.size, plan.backward, visit, buffers))
-    return _finish_both(plan, dx, dot_rows(x, gathered, w.dtype))
+    return _finish_both(dx, dot_rows(x, gathered, w.dtype))
 
 
 _matmul_scatter.defvjp(lambda plan, x, w: (_matmul_scatter(plan, x, w), (x, w)), _scatter_bwd)
@@ -328,10 +328,8 @@ _matmul_scatter.defvjp(lambda plan, x, w: (_matmul_scatter(plan, x, w), (x, w)),
 # --- Shared by both ---
 
 
-def _finish_both(plan: _Choices, dx: Any, d_weights: Any) -> tuple[Any, Any]:
-    """Ties both gradients, so that XLA does not delay the weight's and hold its gathered rows through later rings."""
-    if not plan.backward.ring:
-        return dx, d_weights
+def _finish_both(dx: Any, d_weights: Any) -> tuple[Any, Any]:
+    """Ties both gradients, so that XLA does not delay the weight's and hold its gathered rows through other layers."""
     both: tuple[Any, Any] = tie((dx, d_weights))
     return both
 

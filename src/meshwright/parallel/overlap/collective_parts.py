@@ -187,4 +187,7 @@ def multiply_all(operands: Sequence[Any], weights: Sequence[Any], dtype: Any) ->
     """Returns the sum of `x @ w` over pairs of operand and weight, accumulated in float32."""
     if len(weights) == 1:
         return dot(operands[0], weights[0], dtype)
-    return sum(dot(x, w) for x, w in zip(operands, weights, strict=True)).astype(dtype)
+    products = [dot(x, w) for x, w in zip(operands, weights, strict=True)]
+    # XLA:GPU adds inside a matmul only if that is the first operand and adds nothing yet, so put the newest first.
+    # Otherwise the third product, of queries, keys and values, takes a float32 array and a pass over memory.
+    return functools.reduce(lambda total, product: product + total, products).astype(dtype)

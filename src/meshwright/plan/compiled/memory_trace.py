@@ -23,6 +23,7 @@ Tree: TypeAlias = "list[Tree] | frozenset[int]"
 _SHAPE = re.compile(r"^(?P<type>[a-z]\w*)\[(?P<dims>[\d,]*)\](?:\{(?P<order>[\d,]*)(?::(?P<rest>.*))?\})?$")
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _DONATED = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
+_ALIASED = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")
 _SHARES = re.compile(r'"aliasing_operands":\{"lists":\[(.*?)\]\}[,}]')
 _PASSES = frozenset(("bitcast", "tuple", "get-tuple-element", "while", "optimization-barrier", "after-all"))
 _JOINS = re.compile(r'custom_call_target="(?:ConcatBitcast|AsyncCollectiveStart|Sharding|SPMDFullToShardShape)"')
@@ -259,7 +260,10 @@ class _Walker:
                 return found
         if one.opcode == "fusion":
             return self._updated(one, operands)
-        return {}
+        # Matmuls that add to an operand, and kernels that update one.
+        aliased = _ALIASED.search(one.attributes) if len(operands) == count else None
+        pairs = _DONATED.findall(aliased[1]) if aliased else []
+        return {int(out or 0): operands[int(place)] for out, place in pairs if int(place) < count}
 
     def _updated(self, one: Instruction, operands: list[Tree]) -> dict[int, Tree]:
         """Returns the operands that a fusion updates in place."""

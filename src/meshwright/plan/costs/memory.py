@@ -12,7 +12,7 @@ from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.costs import Basis
 from meshwright.plan.costs.communication import local_size, param_leaves, stored_ways
 from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, PIPELINE_AXIS, JobCosts
-from meshwright.plan.costs.saved_activations import fewer
+from meshwright.plan.costs.saved_activations import added, fewer
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target
@@ -21,16 +21,13 @@ from meshwright.specs import spec_axes
 NEW_GRADIENTS = "gradients of a minibatch"
 GATHERED_WEIGHTS = "gathered weights"
 """Name of the part of memory that a scheduler which overlaps gathers needs again."""
-# XLA:GPU's scheduler keeps to 80% of the memory times its slop factor, in percent. Of collectives that would take more
-# it hides about a quarter, and none if the program alone takes 7% more. Read from twelve programs of 7B and 70B
-# decoders for h200:1x8 and h200:8x8 (benchmarks/results/plan_pages.md).
-SLOP_OPTION, SLOP = "xla_gpu_memory_limit_slop_factor", 95
-_SCHEDULED_MEMORY, _CROWDED, CROWDED_HIDDEN = 0.8, 1.07, 0.25
 
 # Limit on the logits of one chunk of the loss, and bytes per logit, including a float32 copy where it is stored.
 _LOSS_BYTES, _LOGIT_BYTES = 1.2 * 2**30, {"gpu": 8, "tpu": 4, "cpu": 8}
 # Recomputed activations of a layer and their gradients, relative to its activations; fitted to compiled programs.
 _LAYER_FACTOR = {"gpu": 1.35, "tpu": 1.0, "cpu": 1.6}
+# Of a gathered feature of a row and its partial sum in float32: `gather_matmul_grad` of `parallel.overlap.forms`.
+_ROW_BYTES = 2 + 4
 # Copies of the layers that a pipeline moves to the devices of their stages: programs for h200:1x4, v5p:2x2x1 and cpu:4.
 _STAGE_COPIES = {"gpu": 1, "tpu": 0, "cpu": 2}
 
@@ -115,10 +112,13 @@ def plan_memory(
     parts.append(_stage_layers(profile, layout, setup, target))
     # The compilers of TPUs reuse the memory of gathered layers for the loss.
     reused = _gathered(profile, layout, setup, sizes)[0] if target.platform == "tpu" else 0.0
-    parts += _activation_parts(profile, setup, sizes, rows=rows, target=target, reused=reused)
-    parts = [part for part in parts if part.bytes]
-    if not profile.in_loop(setup, sizes):
-        parts = _in_turn(parts, "gradients" if setup.num_minibatches == 1 else NEW_GRADIENTS)
+    name = "gradients" if setup.num_minibatches == 1 else NEW_GRADIENTS
+    in_turn = 0.0 if profile.in_loop(setup, sizes) else math.fsum(part.bytes for part in parts if part.name == name)
+    sliced = _sliced(profile, layout, setup, sizes) if in_turn and target.platform == "gpu" else 0.0
+    parts += _activation_parts(
+        profile, setup, sizes, rows=rows, target=target, reused=reused, in_turn=in_turn, sliced=sliced
+    )
+    parts = _in_turn([part for part in parts if part.bytes], in_turn, sliced)
     total = sum(part.bytes for part in parts)
     if compiled is None:
         return MemoryPlan(tuple(parts), total, "computed", target.memory_bytes)
@@ -140,26 +140,6 @@ def _state_parts(layout: Layout) -> list[Part]:
         name = names.get(leaf.name.partition("/")[0], "bookkeeping")
         found[name] = found.get(name, 0) + leaf.bytes_per_device
     return [Part(name, size, "computed", "exact, from the layout") for name, size in found.items()]
-
-
-def overlap_limit(memory: MemoryPlan, target: Target, setup: Setup) -> tuple[float, str]:
-    """Returns the share of communication that can be hidden in a GPU's memory, with a note if it is below 1.
-
-    Gathers that overlap need memory of their own, and XLA gives up overlap rather than exceed its limit.
-    """
-    if target.platform != "gpu" or not memory.capacity:
-        return 1.0, ""
-    limit = _SCHEDULED_MEMORY * float(setup.compiler_options.get(SLOP_OPTION, SLOP)) / 100 * memory.capacity
-    needed = memory.total
-    if setup.sync != "once":  # which gathers before anything that it could overlap with
-        needed += math.fsum(part.bytes for part in memory.parts if part.name == GATHERED_WEIGHTS)
-    if needed <= limit:
-        return 1.0, ""
-    note = (
-        f"XLA schedules programs for {format_bytes(limit)} of this GPU; with overlap, this one would take about "
-        f"{format_bytes(needed)}, so little or no communication is hidden; more minibatches or remat need less memory"
-    )
-    return CROWDED_HIDDEN if memory.total <= _CROWDED * limit else 0.0, note
 
 
 def gradient_bytes(profile: JobCosts, layout: Layout, setup: Setup) -> float:
@@ -241,6 +221,19 @@ def _gathered(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[st
     return many * layers, ends, copies
 
 
+def _sliced(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str, int]) -> float:
+    """Returns the bytes of gathered layers that XLA:GPU cuts into one array per layer, freed as gradients come.
+
+    With several minibatches, the loop over these needs them again.
+    """
+    once = setup.sync == "once" and setup.num_minibatches == 1 and profile.stages(sizes, setup).count == 1
+    fsdp, size = sizes.get(GATHER_AXIS, 1), 0.0
+    for leaf in param_leaves(layout) if once and fsdp > 1 else ():
+        if leaf.name.startswith(f"params/{LAYERS}") and GATHER_AXIS in spec_axes(leaf.spec):
+            size += local_size(leaf) * fsdp * profile.widths[leaf.name.removeprefix("params/")]
+    return size
+
+
 def _stage_layers(profile: JobCosts, layout: Layout, setup: Setup, target: Target) -> Part:
     """Returns the copy of a device's layers that it computes, if they are not those that it stores."""
     stages = profile.stages(dict(layout.mesh.shape), setup)
@@ -266,7 +259,15 @@ def _new_gradients(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mappi
 
 
 def _activation_parts(
-    profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, rows: int, target: Target, reused: float
+    profile: JobCosts,
+    setup: Setup,
+    sizes: Mapping[str, int],
+    *,
+    rows: int,
+    target: Target,
+    reused: float,
+    in_turn: float,
+    sliced: float,
 ) -> list[Part]:
     tp, stages = sizes.get("tp", 1), profile.stages(sizes, setup)
     pp = profile.ways(sizes)
@@ -281,20 +282,23 @@ def _activation_parts(
     kinds, all_kinds = (n.looped if looped else n.kept for n in (needs, most))
     if not looped and needs.hosted:
         # Measured on one H200: with unrolled layers, offloading does not lower the peak.
-        kinds = _added(kinds, needs.hosted)
+        kinds = added(kinds, needs.hosted)
         split += "; unrolled layers load offloaded activations back early"
     each, whole = (math.fsum(sizes.values()) for sizes in (kinds, all_kinds))
-    kept = _added(
+    kept = added(
         {kind: here * size / parts for kind, size in kinds.items()},
         {kind: size / tp for kind, size in needs.fixed.items()},
     )
     # Devices that share a key/value head each hold all of it.
     shared = here * profile.shared_bytes(profile.sharing(tp))
     if shared and setup.remat == "none":
-        kept = _added(kept, {"attention": shared * stages.computed_layers})
+        kept = added(kept, {"attention": shared * stages.computed_layers})
     layers = max(profile.num_layers, pp)  # of a custom model, there is at least one in each stage
     layer = here * whole / layers / tp + shared
     again = _LAYER_FACTOR[target.platform] * (layer - here * each / layers / tp)
+    if target.platform == "gpu" and tp > 1:
+        # Backward passes of column-parallel matmuls gather all rows, and sum products of all rows before the scatter.
+        again += _ROW_BYTES * here * profile.tokens_per_row * (profile.d_model or 0)
     if target.platform == "cpu":
         again = max(again, layer)  # on CPUs, gradients do not reuse the memory of activations
     logits = here * profile.tokens_per_row * (profile.vocab_size or 0) / tp * _LOGIT_BYTES[target.platform]
@@ -304,9 +308,14 @@ def _activation_parts(
     if stages.is_scheduled:
         loss = min(_LOSS_BYTES, logits) + head
         return _scheduled_parts(profile, setup, stages, kinds, all_kinds, rows=here, split=parts, tp=tp, loss=loss)
+    saved = math.fsum(kept.values())
+    if in_turn and stages.count == 1:
+        # If gradients outgrow what they replace, the peak is at the last layer of the backward pass, after the loss.
+        last = in_turn + here * each / layers / tp + again
+        working = max(saved + sliced + working, last) - max(saved + sliced, in_turn)
     note = "logits of one chunk and the head's gradient, or one recomputed layer"
     return [
-        Part("activations", math.fsum(kept.values()), "computed", f"saved for the backward pass{split}", fewer(kept)),
+        Part("activations", saved, "computed", f"saved for the backward pass{split}", fewer(kept)),
         _ticks_part(profile, stages, here / tp),
         Part("temporaries", working, "assumed", note),
     ]
@@ -336,7 +345,7 @@ def _scheduled_parts(
     made = {kind: rows * size / split / stages.rounds for kind, size in all_kinds.items()}
     # Weight gradients need the inputs of matmuls, which are saved, and the gradients of their outputs.
     later = {kind: rows * size / split / stages.rounds for kind, size in all_kinds.items()} if stages.splits else {}
-    slots = _added({} if stages.again else saved, later)
+    slots = added({} if stages.again else saved, later)
     kept = {kind: stored * size for kind, size in slots.items()}
     now = math.fsum((made if stages.again else saved).values()) + math.fsum(later.values())
     words = "split backward passes" if stages.splits else "backward passes"
@@ -349,10 +358,6 @@ def _scheduled_parts(
     ]
 
 
-def _added(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    return {kind: some.get(kind, 0.0) + more.get(kind, 0.0) for kind in dict.fromkeys([*some, *more])}
-
-
 def _ticks_part(profile: JobCosts, stages: Stages, rows: float) -> Part:
     """Returns the inputs of all ticks, which a pipeline saves to recompute the ticks."""
     if stages.count == 1:
@@ -362,18 +367,18 @@ def _ticks_part(profile: JobCosts, stages: Stages, rows: float) -> Part:
     return Part("ticks", stages.ticks * one, "computed", note)
 
 
-def _in_turn(parts: list[Part], name: str) -> list[Part]:
-    """Subtracts gradients from the activations: unrolled layers free a layer's activations as its gradients come.
+def _in_turn(parts: list[Part], gradients: float, sliced: float) -> list[Part]:
+    """Subtracts gradients from what unrolled layers free as theirs come: activations, and `sliced` bytes of weights.
 
     A loop over layers allocates the gradients of all layers at its start.
     """
-    gradients = sum(part.bytes for part in parts if part.name == name)
-
-    def shared(part: Part) -> Part:
-        took = min(gradients, part.bytes)
-        return part.without(took, f"{format_bytes(took)} more before the backward pass, reused by gradients")
-
-    return [shared(part) if part.name == "activations" else part for part in parts]
+    frees, left, found = {"activations": math.inf, GATHERED_WEIGHTS: sliced}, gradients, {}
+    for part in sorted((part for part in parts if part.name in frees), key=lambda part: part.name):
+        took = min(left, frees[part.name], part.bytes)
+        left -= took
+        note = f"{format_bytes(took)} more before the backward pass, reused by gradients"
+        found[part.name] = part.without(took, note) if took else part
+    return [found.get(part.name, part) for part in parts]
 
 
 def _shrunk(parts: list[Part], by: float) -> list[Part]:

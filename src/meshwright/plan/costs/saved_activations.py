@@ -128,6 +128,11 @@ def makers(jaxpr: Any) -> dict[int, Any]:
     return {id(var): equation for equation in jaxpr.eqns for var in equation.outvars}
 
 
+def added(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """Adds sizes by kind of layer."""
+    return {kind: some.get(kind, 0.0) + more.get(kind, 0.0) for kind in dict.fromkeys([*some, *more])}
+
+
 def fewer(sizes: Mapping[str, float]) -> dict[str, float]:
     """Sorts sizes, the largest first, and adds up the smallest; returns {} if no kind is known."""
     ordered = sorted(sizes, key=lambda kind: -sizes[kind])
