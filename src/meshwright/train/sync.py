@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import SequenceKey
 
 from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import MeshwrightError, PlacementError, TreeError, did_you_mean
@@ -30,7 +31,7 @@ from meshwright.mesh.axes import axis_index, axis_size, is_manual, pcast_varying
 from meshwright.mesh.current import current_mesh, require_axes
 from meshwright.parallel.fsdp import gather_array, leaf_scope
 from meshwright.specs import canonical, check_spec_type, dim_axes, format_spec, spec_axes
-from meshwright.tree import NamedLeaf, named_leaves
+from meshwright.tree import NamedLeaf, named_leaves, tree_path_to_string
 from meshwright.types import PyTree
 
 Sync = Literal["every", "hybrid", "once"]
@@ -45,6 +46,7 @@ class LeafSync(NamedTuple):
     gathers: tuple[tuple[int, str], ...]  # dims and axes to gather it along, in this order
     scatter: tuple[int, str] | None  # dim and axis along which its gradient is scattered though the parameter is whole
     dtype: Any  # its dtype in the loss
+    is_sent: bool = True  # whether its gathers send anything, or the loss reads a copy in fp8 instead
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,24 @@ class SyncPlan:
             dtypes = {"gather_dtype": known.dtype, "grad_scatter_dtype": self.reduce_dtype}
             with leaf_scope(known.name):
                 for dim, axis in known.gathers:
-                    leaf = gather_array(leaf, dim=dim, axis=axis, **dtypes)
+                    leaf = gather_array(leaf, dim=dim, axis=axis, sends=known.is_sent, **dtypes)
             return leaf
 
         return self._map(gather, params)
+
+    def gather_casts(self, casts: PyTree) -> PyTree:
+        """Gathers weights in fp8 (`CastWeight`) as their parameters are gathered; lists hold layers one by one."""
+        steps = {leaf.name: leaf.gathers for leaf in self.leaves if leaf.gathers}
+
+        def gather(path: Any, leaf: Any) -> Any:
+            name = _name_of_cast(path)
+            is_one = any(isinstance(key, SequenceKey) for key in path)  # without the layer dim
+            with leaf_scope(name):
+                for dim, axis in steps.get(name, ()):
+                    leaf = gather_array(leaf, dim=dim - is_one, axis=axis)
+            return leaf
+
+        return jax.tree_util.tree_map_with_path(gather, casts)
 
     def _map(self, function: Callable[..., Any], *trees: PyTree) -> PyTree:
         structure: Any = jax.tree.structure(trees[0])
@@ -154,6 +170,7 @@ def make_sync_plan(
     dtypes: PyTree = None,
     reduce_dtype: Any = None,
     trainable: Sequence[bool] | None = None,
+    fp8_weights: PyTree = None,
 ) -> SyncPlan:
     """Checks the arguments of `accumulate` against the current mesh and fills in its defaults."""
     if sync not in get_args(Sync):
@@ -184,11 +201,23 @@ def make_sync_plan(
     own = _leaf_specs(params, specs)
     fine = own if grad_specs is None else _leaf_specs(params, grad_specs)
     wanted = [leaf.value.dtype for leaf in leaves] if dtypes is None else map(as_dtype, jax.tree.leaves(dtypes))
+    unsent = {_name_of_cast(path) for path, _ in jax.tree.leaves_with_path(fp8_weights)}
     known = tuple(
-        LeafSync(leaf.name, _gathers(leaf, spec, manual, gathered), _scatter(leaf, spec, finer, manual, summed), dtype)
+        LeafSync(
+            leaf.name,
+            _gathers(leaf, spec, manual, gathered),
+            _scatter(leaf, spec, finer, manual, summed),
+            dtype,
+            is_sent=leaf.name not in unsent,
+        )
         for leaf, spec, finer, dtype in zip(leaves, own, fine, wanted, strict=True)
     )
     return SyncPlan(sync, tuple(summed), tuple(rows), known, reduce_dtype)
+
+
+def _name_of_cast(path: Sequence[Any]) -> str:
+    """Returns the name of the parameter that a leaf of a `CastWeight` belongs to."""
+    return str(tree_path_to_string([key for key in path[:-1] if not isinstance(key, SequenceKey)], sep="/"))
 
 
 def _scatter(
