@@ -201,12 +201,13 @@ class Variant:
         if args.tiny and self.precision.fp8 is not None:
             fp8 = dataclasses.replace(self.precision.fp8, least_dim=16)
             self.precision = dataclasses.replace(self.precision, fp8=fp8)
-        self.tokens = args.batch * args.seq
-        self.job = language_job(Decoder(**sizes), batch_size=args.batch, num_tokens=args.seq)
+        self.tokens = args.minibatches * args.batch * args.seq
+        self.job = language_job(Decoder(**sizes), batch_size=args.minibatches * args.batch, num_tokens=args.seq)
         self.optimizer = optax.adamw(schedule(args), b1=0.9, b2=0.95, weight_decay=0.1)
         mesh = mw.create_mesh("dp:1", devices=jax.devices()[:1])
         self.layout = state_layout(self.job, self.optimizer, mesh, precision=self.precision)
-        self.step = make_train_step(self.job, self.optimizer, self.layout, precision=self.precision, clip=1.0)
+        options = {"precision": self.precision, "clip": 1.0, "num_minibatches": args.minibatches}
+        self.step = make_train_step(self.job, self.optimizer, self.layout, **options)
         start = time.time()
         self.compiled = self.step.lower(self.job.batch).compile()
         self.seconds = time.time() - start
@@ -343,8 +344,9 @@ def text_batches(args: argparse.Namespace, vocab_size: int, count: int) -> list[
     """Returns batches of bytes of the standard library's sources, each seen once."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     text = np.frombuffer(b"\n".join(path.read_bytes() for path in files), np.uint8).astype(np.int32) % vocab_size
-    size = args.batch * (args.seq + 1)
-    rows = [np.resize(text[i * size :], size).reshape(args.batch, -1) for i in range(count)]
+    num_rows = args.minibatches * args.batch
+    size = num_rows * (args.seq + 1)
+    rows = [np.resize(text[i * size :], size).reshape(num_rows, -1) for i in range(count)]
     return [{"inputs": row[:, :-1], "targets": row[:, 1:]} for row in rows]
 
 
@@ -459,6 +461,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=480, help="time limit of the whole run (default: 480)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per round (default: 5)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of all variants (default: 3)")
+    parser.add_argument("--minibatches", type=int, default=1, help="minibatches of --batch rows (default: 1)")
     parser.add_argument("--losses", type=int, default=10, help="steps whose losses are compared (default: 10)")
     parser.add_argument("--curve-steps", type=int, default=300, help="steps of each loss curve (default: 300)")
     parser.add_argument("--shared", type=int, default=0, help="steps in bfloat16 before curves part (default: 0)")
@@ -474,6 +477,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help=argparse.SUPPRESS)
     parser.add_argument("--seq", type=int, default=2048, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.minibatches > 1 and "curves" in args.parts:
+        parser.error("--minibatches is for the timed parts, not for curves")
     args.deadline = time.time() + args.seconds
     return args
 

@@ -28,7 +28,7 @@ from meshwright.models.execution import Execution, Remat, recomputes_stages
 from meshwright.models.layer_context import Context, scaled_normal
 from meshwright.models.stack import run_layers
 from meshwright.models.stage_ends import gathered_ends
-from meshwright.parallel.fp8.weight import Amaxes
+from meshwright.parallel.fp8.weight import Amaxes, CastWeight
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.lora.low_rank import Adapters
 from meshwright.parallel.pipeline.engine import pipeline
@@ -44,7 +44,7 @@ from meshwright.types import PRNGKeyArray, PyTree
 
 ENDS = ("embed/", "head/", "final_norm/")
 """Paths of the parameters outside of layers, which only the first and the last stage of a pipeline use."""
-_AMAXES = "fp8"  # the key of the amaxes among the parameters of a layer
+_AMAXES, _CASTS = "fp8", "fp8_weights"  # keys of the amaxes and the weights in fp8 among the parameters of a layer
 
 Finish = Callable[[Any, Any, PyTree], PyTree]
 """`finish(h, head, targets)` computes the result from the last hidden states `[B, S, D]` and the head `[D, V]`."""
@@ -172,6 +172,7 @@ class LanguageModel(abc.ABC):
         gather: Gather | None = None,
         remat: Remat = "none",
         fp8: Amaxes | None = None,
+        fp8_weights: PyTree = None,
         lora: Adapters | None = None,
         finish: Finish | None = None,
         targets: PyTree = None,
@@ -188,6 +189,8 @@ class LanguageModel(abc.ABC):
                 (all except the inputs of layers), "offload" (matmul results move to host memory), or a `jax.checkpoint`
                 policy.
             fp8: the amaxes of the layers' weights that are multiplied in fp8; see `meshwright.train.Fp8`.
+            fp8_weights: these weights in fp8, if they are cast already: `CastWeight`s in dicts like the parameters, of
+                stacked layers, or with a list of layers.
             lora: how to use the adapters in the parameters, if they have any; see `meshwright.train.fine_tuning.lora`.
             finish: `finish(h, head, targets)`, called instead of computing logits. In a pipeline it runs on the last
                 stage for each microbatch, and its results are summed. With a schedule other than "gpipe", it must
@@ -215,6 +218,7 @@ class LanguageModel(abc.ABC):
         num_stages = 1 if stages is None else jax.lax.axis_size(stages)
         num_microbatches = run.num_microbatches or 2 * num_stages
         count = int(jax.tree.leaves(params["layers"])[0].shape[0])
+        each: list[dict[str, PyTree]] | None = None
         if fp8 is not None:
             self._check_fp8(fp8, lora)
             if stages is not None:
@@ -223,7 +227,10 @@ class LanguageModel(abc.ABC):
                 extras["microbatch"] = microbatches
             # Amaxes are stacked like layers, and pass through the loop over layers beside them.
             layers = {**layers, _AMAXES: fp8.tree["layers"]}
-            gather_layers = None if gather_layers is None else _beside(gather_layers, _AMAXES, layers[_AMAXES])
+            casts = None if fp8_weights is None else fp8_weights["layers"]
+            each = [{_CASTS: one} for one in casts] if isinstance(casts, list) else None
+            layers |= {} if casts is None or each else {_CASTS: casts}
+            gather_layers = None if gather_layers is None else _beside(gather_layers, layers)
         own = "embed" if self.tied_embeddings else "head"
         ends = {"final_norm": params["final_norm"], own: params[own]}
 
@@ -252,9 +259,9 @@ class LanguageModel(abc.ABC):
             def block(layer: PyTree, h: Any, number: Any) -> Any:
                 if fp8 is not None:
                     layer = dict(layer)
-                    amaxes = replace(fp8, tree=layer.pop(_AMAXES))
+                    amaxes, casts = replace(fp8, tree=layer.pop(_AMAXES)), layer.pop(_CASTS, None)
                     options = {"is_gathered": gather is not None, "stages": stages, "kernels": run.kernels}
-                    layer = amaxes.weights(layer, prefix="layers", **options)
+                    layer = amaxes.weights(layer, prefix="layers", casts=casts, **options)
                 key = None if rng is None else jax.random.fold_in(rng, number)
                 layer = layer if lora is None else lora.weights(layer, key)
                 context = Context(run, segment_ids, shared, key, self.dropout, self.norm_eps, number)
@@ -272,6 +279,7 @@ class LanguageModel(abc.ABC):
                 gather=gather_layers,
                 prefetch=run.prefetch and stages is None,
                 kernels=run.kernels,
+                beside=each,
             )
 
         def last(params: PyTree, h: Any, targets: PyTree = None) -> Any:
@@ -355,11 +363,20 @@ def _spread(name: str, spec: P) -> Rule:
     return Rule(compile_pattern(name), spec, spread="pp")
 
 
-def _beside(gather: Gather, name: str, tree: PyTree) -> Gather:
-    """Returns a `Gather` of a dict with one more entry: replicated amaxes, for gathers in fp8."""
-    specs = {**gather.specs, name: jax.tree.map(lambda _: P(), tree)}
-    dtypes = None if gather.dtypes is None else {**gather.dtypes, name: jax.tree.map(lambda leaf: leaf.dtype, tree)}
-    return replace(gather, specs=specs, dtypes=dtypes, amaxes=name)
+def _beside(gather: Gather, layers: PyTree) -> Gather:
+    """Returns a `Gather` of layers with replicated amaxes and weights in fp8, split as the parameters."""
+    added = {name: layers[name] for name in (_AMAXES, _CASTS) if name in layers}
+    specs = {**gather.specs, _AMAXES: jax.tree.map(lambda _: P(), added[_AMAXES])}
+    if _CASTS in added:
+        specs[_CASTS] = _specs_of(added[_CASTS], gather.specs)
+    dtypes = None if gather.dtypes is None else {**gather.dtypes, **jax.tree.map(lambda leaf: leaf.dtype, added)}
+    return replace(gather, specs=specs, dtypes=dtypes, amaxes=_AMAXES, casts=_CASTS if _CASTS in added else None)
+
+
+def _specs_of(casts: PyTree, specs: PyTree) -> PyTree:
+    if isinstance(casts, CastWeight):
+        return jax.tree.map(lambda _: specs, casts)
+    return {name: _specs_of(cast, specs[name]) for name, cast in casts.items()}
 
 
 def _of_stage(fp8: Amaxes, axis: str, count: int) -> Amaxes:

@@ -13,7 +13,7 @@ gathers the first layer once more than needed, because all steps run the same pr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ def run_layers(
     gather: Gather | None = None,
     prefetch: bool = True,
     kernels: bool | None = None,
+    beside: Sequence[dict[str, PyTree]] | None = None,
 ) -> Any:
     """Returns `h` after all layers: `h = block(layer, h, number)` for each.
 
@@ -57,12 +58,13 @@ def run_layers(
         gather: gathers a layer's weights just before use, and again for the backward pass.
         prefetch: whether to gather each layer's weights while the previous layer computes.
         kernels: whether a Pallas kernel stacks the layers' gradients; see `Execution`.
+        beside: more entries of each layer, as separate arrays. Unlike stacked ones, they need not be sliced if layers
+            are unrolled.
     """
     count = int(jax.tree.leaves(layers)[0].shape[0])
-    if form == "auto":
-        # Layers gathered one by one are slices already, and unrolled programs with FSDP take minutes to compile.
-        form = "scan" if gather is not None else _BEST_FORM.get(chip_family(current_mesh()), "scan")
-    size = _block_size(form, count)
+    size = _block_size(layers_form(form, gathers=gather is not None), count)
+    if beside is not None and size < count:
+        layers, beside = {**layers, **jax.tree.map(lambda *leaves: jnp.stack(leaves), *beside)}, None
     numbers = first + jnp.arange(count)
     whole = gather.layer() if gather is not None else None
 
@@ -79,7 +81,7 @@ def run_layers(
         run = jax.checkpoint(run, policy=policy, prevent_cse=size == count)
     if size == count:
         for number, layer in enumerate(unstack(layers, count, kernels=kernels)):
-            h = run(layer, h, numbers[number])
+            h = run(layer if beside is None else {**layer, **beside[number]}, h, numbers[number])
         return h
 
     def step(h: Any, x: Any) -> tuple[Any, None]:
@@ -94,6 +96,18 @@ def run_layers(
         layers = jax.tree.map(lambda leaf: jnp.reshape(leaf, (count // size, size, *leaf.shape[1:])), layers)
         numbers = jnp.reshape(numbers, (count // size, size))
     return lax.scan(step, h, (layers, numbers))[0]
+
+
+def layers_form(form: Layers, *, gathers: bool) -> Layers:
+    """Returns the form that "auto" stands for on the current mesh, and any other form as it is.
+
+    Args:
+        gathers: whether layers are gathered one by one.
+    """
+    if form != "auto":
+        return form
+    # Layers gathered one by one are slices already, and unrolled programs with FSDP take minutes to compile.
+    return "scan" if gathers else _BEST_FORM.get(chip_family(current_mesh()), "scan")
 
 
 def _block_size(form: Layers, count: int) -> int:

@@ -3,7 +3,7 @@
 from meshwright.mesh.axes import axis_index, axis_size, is_manual, pcast_varying, varying_axes, view_of
 from meshwright.parallel.cross_entropy import linear_cross_entropy
 from meshwright.parallel.dropout import dropout
-from meshwright.parallel.fp8.weight import Amaxes, Fp8Weight
+from meshwright.parallel.fp8.weight import Amaxes, CastWeight, Fp8Weight
 from meshwright.parallel.fsdp import Gather, gather_array, gather_tree
 from meshwright.parallel.heads import local_heads, split_heads
 from meshwright.parallel.local_map import island, local_map
@@ -27,6 +27,7 @@ from meshwright.parallel.vocabulary import vocab_cross_entropy, vocab_embed
 
 __all__ = [
     "Amaxes",
+    "CastWeight",
     "Form",
     "Fp8Weight",
     "Gather",

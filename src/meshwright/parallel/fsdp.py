@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.dtypes import as_dtype, cast_target, is_float
 from meshwright.errors import PlacementError, TreeError
 from meshwright.hardware.chips import chip_family
-from meshwright.mesh.axes import axis_size, pcast_alike, pcast_varying, summing_dtype
+from meshwright.mesh.axes import axis_size, pcast_alike, pcast_varying, summing_dtype, varying_axes
 from meshwright.mesh.current import current_mesh
 from meshwright.parallel.fp8.casting import E4M3, WEIGHT, from_wire, quantize, to_wire, widen
 from meshwright.specs import check_spec_type, dim_axes, format_spec
@@ -87,8 +87,11 @@ def gather_array(
     grad_sum_dtype: Any = None,
     mean_grads: bool = False,
     fp8_amax: Any = None,
+    sends: bool = True,
 ) -> Any:
     """All-gathers the slices of an array along one dim; its gradient is a reduce-scatter.
+
+    Slices in fp8 have no gradient, and are sent as they are.
 
     Args:
         gather_dtype: dtype in which floats are sent; they are cast back on arrival (default: the dtype of `x`).
@@ -99,6 +102,7 @@ def gather_array(
         fp8_amax: largest magnitude of the whole array. If given, values are sent in fp8 (e4m3), a quarter of the bytes
             of float32, and arrive as the fp8 values times their scale: for a weight that is multiplied in fp8, that
             changes nothing. They are cast to `gather_dtype` first.
+        sends: whether to send anything. If False, the result is zeros, for an array that only receives a gradient.
 
     Example:
         >>> import meshwright as mw
@@ -115,7 +119,13 @@ def gather_array(
     dtype, dim = x.dtype, dim % x.ndim
     x, wire = pcast_varying(x, axis), cast_target(dtype, _dtype(gather_dtype))
 
+    if dtype == E4M3:
+        return from_wire(lax.all_gather(to_wire(x), axis, axis=dim, tiled=True), E4M3)
+
     def forward(x: Any, amax: Any = None) -> Any:
+        if not sends:
+            whole = jnp.zeros([size * (ways if place == dim else 1) for place, size in enumerate(x.shape)], dtype)
+            return pcast_alike(whole, axes=sorted(varying_axes(x)))[0]
         if amax is None:
             return lax.all_gather(x.astype(wire), axis, axis=dim, tiled=True).astype(dtype)
         sent = quantize(x.astype(wire), amax, E4M3)
@@ -195,6 +205,8 @@ class Gather:
         name: path of this part in the parameter tree, for the named scopes of its collectives.
         amaxes: key of this part under which it holds the amaxes of its fp8 weights (see `Amaxes`). These weights are
             sent in fp8.
+        casts: key of this part under which it holds these weights in fp8 (`CastWeight`), if they are cast already.
+            Then these are sent instead, and the weights themselves arrive as zeros.
     """
 
     specs: PyTree
@@ -204,6 +216,7 @@ class Gather:
     grad_sum_dtype: Any = None
     name: str = ""
     amaxes: str | None = None
+    casts: str | None = None
 
     def __getitem__(self, name: Any) -> Gather:
         dtypes = None if self.dtypes is None else self.dtypes[name]
@@ -232,13 +245,18 @@ class Gather:
         specs = structure.flatten_up_to(self.specs)
         dtypes = [leaf.dtype for leaf in leaves] if self.dtypes is None else structure.flatten_up_to(self.dtypes)
         known = {} if self.amaxes is None else _by_path(params[self.amaxes])
-        amaxes = [known.get(str(tree_path_to_string(path, sep="/"))) for path in paths]
-        return structure.unflatten(list(map(self._whole, paths, leaves, specs, dtypes, amaxes)))
+        names = [str(tree_path_to_string(path, sep="/")) for path in paths]
+        amaxes = [known.get(name) for name in names]
+        return structure.unflatten(list(map(self._whole, names, leaves, specs, dtypes, amaxes)))
 
-    def _whole(self, path: Any, leaf: Any, spec: P, dtype: Any, amaxes: Any = None) -> Any:
+    def _whole(self, name: str, leaf: Any, spec: P, dtype: Any, amaxes: Any = None) -> Any:
         amax = None if amaxes is None else amaxes[..., WEIGHT]
         back = {"grad_scatter_dtype": self.grad_scatter_dtype, "grad_sum_dtype": self.grad_sum_dtype}
-        with leaf_scope(path, self.name):
+        if amaxes is not None and self.casts is not None:
+            amax, back["sends"] = None, False
+        if self.casts is not None and name.startswith(f"{self.casts}/"):  # the parameter's name, without "/value"
+            name = name.removeprefix(f"{self.casts}/").rpartition("/")[0]
+        with leaf_scope(name, self.name):
             for axis in reversed(self.axes):  # The last axis of a spec splits a dim last, so gather it first.
                 dim = dim_split_last_by(tuple(spec), axis, who=f"Gather: {format_spec(spec)}")
                 if dim is not None:

@@ -68,6 +68,7 @@ def accumulate(
     model_state_reduce: StateReduce = "mean",
     fp8: Amaxes | None = None,
     gather_first: Sequence[tuple[str, Any] | None] | None = None,
+    fp8_weights: PyTree = None,
 ) -> Accumulated:
     """Returns loss and gradients of a batch whose rows are split over devices and minibatches, in the local view.
 
@@ -112,6 +113,9 @@ def accumulate(
         gather_first: for each parameter, in the order of `jax.tree.leaves`, None or an axis to gather it along once,
             before the minibatches, in any sync mode, and the dtype to send it in. Use it for parameters that the
             devices of a pipeline store in slices but use whole.
+        fp8_weights: this device's shards of weights in fp8 (`CastWeight`, in dicts like `params`), cast once for all
+            minibatches. They are gathered like parameters and passed to the loss as `fp8_weights=`, which must read
+            these instead of the parameters; gradients still belong to the parameters.
 
     Example:
         >>> import meshwright as mw
@@ -144,6 +148,7 @@ def accumulate(
         reduce_dtype=reduce_dtype,
         trainable=trainable,
         gather_first=gather_first,
+        fp8_weights=fp8_weights,
     )
     parts = split_rows(batch, num_minibatches, who="accumulate", part="minibatch", num_blocks=row_blocks)
     first_row = plan.first_row(parts.num_rows * (1 if interleaved else num_minibatches))
@@ -173,18 +178,24 @@ def accumulate(
     # Amaxes are marked before the loss is differentiated, so that those of all devices are combined once, by maximum.
     everywhere = _manual_axes()
     marked, first_state = pcast_varying(fp8, everywhere), model_state
+    casts = pcast_varying(fp8_weights, everywhere)
+    if sync == "once":
+        casts = plan.gather_casts(casts)
 
     def step(index: Any, slices: Any, model_state: PyTree) -> Any:
         key = None if rng is None else row_key(rng, first_row + index * between, **blocks)
         # Without this dependency, XLA would hoist the gather out of the loop and keep whole parameters in memory.
         once = sync == "once" or num_minibatches == 1
-        held, held_fixed = (prepared, others) if once else after(index, (prepared, others))
+        ready = (prepared, others, casts)
+        held, held_fixed, held_casts = ready if once else after(index, ready)
+        held_casts = held_casts if sync == "once" else plan.gather_casts(held_casts)
 
         whole, pull_inside = jax.vjp(lambda held: learned.inside(held, masters), held)
         constants = fixed.narrow(fixed.inside(held_fixed, frozen))
 
         def local_sum(params: Sequence[Any], fp8: Amaxes | None) -> Any:
             options: dict[str, Any] = {} if fp8 is None else {"fp8": fp8}
+            options |= {} if held_casts is None else {"fp8_weights": held_casts}
             arguments = (join(params, constants), parts.join(slices), key)
             if model_state is None:
                 (loss, metrics), new_state = loss_fn(*arguments, **options), None

@@ -124,7 +124,7 @@ class Fp8:
         if self.scaling == "current":
             return None
         chosen = self._leaves(params)
-        return _nested({name: jnp.zeros((*leaf.shape[:-2], 2, self.history)) for name, leaf in chosen.items()})
+        return nested({name: jnp.zeros((*leaf.shape[:-2], 2, self.history)) for name, leaf in chosen.items()})
 
     def amaxes(self, params: PyTree, state: PyTree) -> Amaxes:
         """Returns the amaxes for a step: those of its weights, and those that the state remembers."""
@@ -135,7 +135,7 @@ class Fp8:
             weight = jnp.max(jnp.abs(leaf), axis=(-2, -1)).astype(jnp.float32) * (1 + 2**-7)
             past = known[name].max(axis=-1) if name in known else jnp.zeros((*weight.shape, 2))
             found[name] = jnp.stack([past[..., 0], weight, past[..., 1]], axis=-1)
-        return Amaxes(_nested(found), self.scaling)
+        return Amaxes(nested(found), self.scaling)
 
     def update(self, state: PyTree, found: Amaxes) -> PyTree:
         """Returns the state after a step with these amaxes."""
@@ -165,7 +165,7 @@ def are_finite(found: Amaxes) -> Any:
     return functools.reduce(jnp.logical_and, [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(found.tree)])
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested dicts from a dict of paths."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():

@@ -31,6 +31,7 @@ from meshwright.specs import dim_axes, format_spec, keep_axes, spec_axes
 from meshwright.train.accumulate import Accumulated, accumulate
 from meshwright.train.axis_errors import axis_errors
 from meshwright.train.fp8_scaling import Fp8, with_weights
+from meshwright.train.fp8_weights import FP8_WEIGHTS, make_weight_casts
 from meshwright.train.job import check_axes, execution_of, loss_axes, stored_along
 from meshwright.train.optimizer.norms import leaf_square_sums
 from meshwright.train.padding import (
@@ -53,6 +54,7 @@ from meshwright.train.views import (
     sync_needs_local_view,
     view_errors,
 )
+from meshwright.tree import named_leaves
 from meshwright.types import PyTree
 
 
@@ -129,6 +131,7 @@ def make_gradients(
     # Padding is cut between gathering parameters and the loss, so a loss cannot gather padded parameters itself.
     by_layer = by_layer and not any(is_padded_along_others(leaf, piped) for leaf in params.leaves)
     gather, dtypes = None, precision.compute_dtypes(params.abstract)
+    compute_dtypes = dtypes
     stored_by = stored_along(job, params) if view == "local" else [None] * len(params.leaves)
     sent = zip(stored_by, jax.tree.leaves(dtypes), strict=True)
     gather_first = [None if axis is None else (axis, dtype) for axis, dtype in sent]
@@ -153,6 +156,9 @@ def make_gradients(
         fp8 = None  # an evaluation loss without it computes in `precision.compute`
     if fp8 is not None and view == "local" and execution_of(job) is None:
         _require_no_stages(mesh, [axis for axis in loss_axes(job) if axis in PIPELINE_AXES])
+    weight_casts = make_weight_casts(
+        job, params, fp8, compute_dtypes, takes=takes, num_minibatches=num_minibatches, by_layer=by_layer
+    )
     explain = functools.partial(view_errors, choice)
     named = functools.partial(_raw_slices, params) if view == "local" and execution_of(job) is None else None
     loss_of_whole = _loss_function(
@@ -177,12 +183,19 @@ def make_gradients(
     whole = None if execution_of(job) is not None else _gathered_shardings(params, row_axes)
 
     def gathered(params: PyTree, *arguments: Any, **passed: Any) -> Any:
-        whole_params = params if whole is None else jax.lax.with_sharding_constraint(params, whole)
-        return loss(whole_params, *arguments, **passed)
+        if whole is not None:
+            params = jax.lax.with_sharding_constraint(params, whole)
+            if weight_casts is not None:
+                specs = {leaf.name: leaf.value.spec for leaf in named_leaves(whole)}
+                passed[FP8_WEIGHTS] = weight_casts.constrained(passed[FP8_WEIGHTS], mesh, specs)
+        return loss(params, *arguments, **passed)
 
     def spread(params: PyTree, model_state: PyTree, batch: PyTree, rng: Any, **passed: Any) -> Any:
         rows = jax.tree.map(lambda leaf: NamedSharding(mesh, P(row_axes) if np.ndim(leaf) else P()), batch)
         return gathered(params, model_state, jax.lax.with_sharding_constraint(batch, rows), rng, **passed)
+
+    def cast_once(params: PyTree, amaxes: Amaxes | None) -> PyTree:
+        return None if weight_casts is None or amaxes is None else weight_casts(params, amaxes)
 
     def in_global_view(
         params: PyTree, batch: PyTree, rng: Any, model_state: PyTree, amaxes: Amaxes | None
@@ -190,6 +203,7 @@ def make_gradients(
         own_rows = num_minibatches > 1 and not keeps_state
         ways = math.prod(mesh.shape[axis] for axis in row_axes) if own_rows else 1
         function = spread if moves_rows else gathered
+        casts = cast_once(params, amaxes)
         result = accumulate(
             function,
             params,
@@ -198,6 +212,7 @@ def make_gradients(
             row_blocks=ways,
             model_state=cut(model_state, state_leaves),
             fp8=amaxes,
+            fp8_weights=None if casts is None or weight_casts is None else weight_casts.constrained(casts, mesh),
             **options,
         )
         result = result._replace(model_state=fill(result.model_state, state_leaves))
@@ -216,6 +231,7 @@ def make_gradients(
             rng,
             model_state=model_state,
             fp8=amaxes,
+            fp8_weights=cast_once(params_here, amaxes),
             specs=params.specs,
             sync=sync or "hybrid",
             gather_axes=() if by_layer else gather_axes,

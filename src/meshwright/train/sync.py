@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import SequenceKey
 
 from meshwright.dtypes import as_dtype, is_float
 from meshwright.errors import MeshwrightError, PlacementError, TreeError, did_you_mean
@@ -33,7 +34,7 @@ from meshwright.mesh.axes import axis_index, axis_size, is_manual, pcast_varying
 from meshwright.mesh.current import current_mesh, require_axes
 from meshwright.parallel.fsdp import gather_array, leaf_scope
 from meshwright.specs import canonical, check_spec_type, dim_axes, format_spec, spec_axes
-from meshwright.tree import NamedLeaf, named_leaves
+from meshwright.tree import NamedLeaf, named_leaves, tree_path_to_string
 from meshwright.types import PyTree
 
 Sync = Literal["every", "hybrid", "once"]
@@ -50,6 +51,7 @@ class LeafSync(NamedTuple):
     scatter: tuple[int, str] | None  # dim and axis along which its gradient is scattered though the parameter is whole
     dtype: Any  # its dtype in the loss
     wire: Any  # its dtype in the first gathers
+    is_sent: bool = True  # whether its gathers send anything, or the loss reads a copy in fp8 instead
 
 
 @dataclass(frozen=True)
@@ -138,16 +140,31 @@ class SyncPlan:
             )
 
     def _gather_first(self, params: PyTree) -> PyTree:
-        return self._map(lambda known, leaf: self._gathered(known.name, leaf, known.first, known.wire), params)
+        return self._map(lambda known, leaf: self._gathered(known, leaf, known.first, known.wire), params)
 
     def _gather(self, params: PyTree) -> PyTree:
-        return self._map(lambda known, leaf: self._gathered(known.name, leaf, known.gathers, known.dtype), params)
+        return self._map(lambda known, leaf: self._gathered(known, leaf, known.gathers, known.dtype), params)
 
-    def _gathered(self, name: str, leaf: Any, steps: Sequence[tuple[int, str]], dtype: Any) -> Any:
-        with leaf_scope(name):
+    def _gathered(self, known: LeafSync, leaf: Any, steps: Sequence[tuple[int, str]], dtype: Any) -> Any:
+        dtypes = {"gather_dtype": dtype, "grad_scatter_dtype": self.reduce_dtype}
+        with leaf_scope(known.name):
             for dim, axis in steps:
-                leaf = gather_array(leaf, dim=dim, axis=axis, gather_dtype=dtype, grad_scatter_dtype=self.reduce_dtype)
+                leaf = gather_array(leaf, dim=dim, axis=axis, sends=known.is_sent, **dtypes)
         return leaf
+
+    def gather_casts(self, casts: PyTree) -> PyTree:
+        """Gathers weights in fp8 (`CastWeight`) as their parameters are gathered; lists hold layers one by one."""
+        steps = {leaf.name: leaf.gathers for leaf in self.leaves if leaf.gathers}
+
+        def gather(path: Any, leaf: Any) -> Any:
+            name = _name_of_cast(path)
+            is_one = any(isinstance(key, SequenceKey) for key in path)  # without the layer dim
+            with leaf_scope(name):
+                for dim, axis in steps.get(name, ()):
+                    leaf = gather_array(leaf, dim=dim - is_one, axis=axis)
+            return leaf
+
+        return jax.tree_util.tree_map_with_path(gather, casts)
 
     def _map(self, function: Callable[..., Any], *trees: PyTree) -> PyTree:
         structure: Any = jax.tree.structure(trees[0])
@@ -169,6 +186,7 @@ def make_sync_plan(
     reduce_dtype: Any = None,
     trainable: Sequence[bool] | None = None,
     gather_first: Sequence[tuple[str, Any] | None] | None = None,
+    fp8_weights: PyTree = None,
 ) -> SyncPlan:
     """Checks the arguments of `accumulate` against the current mesh and fills in its defaults."""
     if sync not in get_args(Sync):
@@ -199,6 +217,7 @@ def make_sync_plan(
     own = _leaf_specs(params, specs)
     fine = own if grad_specs is None else _leaf_specs(params, grad_specs)
     wanted = [leaf.value.dtype for leaf in leaves] if dtypes is None else map(as_dtype, jax.tree.leaves(dtypes))
+    unsent = {_name_of_cast(path) for path, _ in jax.tree.leaves_with_path(fp8_weights)}
     known = []
     for leaf, spec, finer, dtype, first in zip(
         leaves, own, fine, wanted, gather_first or [None] * len(leaves), strict=True
@@ -208,8 +227,14 @@ def make_sync_plan(
         # Of what the first gathers leave, the others are the axes to gather next.
         rest = _gathers(leaf, spec, manual, gathered if axis is None else (*gathered, axis))
         later = tuple(step for step in rest if step[1] != axis)
-        known.append(LeafSync(leaf.name, tuple(early), later, _scatter(leaf, spec, finer, manual, summed), dtype, wire))
+        scatter, is_sent = _scatter(leaf, spec, finer, manual, summed), leaf.name not in unsent
+        known.append(LeafSync(leaf.name, tuple(early), later, scatter, dtype, wire, is_sent))
     return SyncPlan(sync, tuple(summed), tuple(rows), tuple(known), reduce_dtype)
+
+
+def _name_of_cast(path: Sequence[Any]) -> str:
+    """Returns the name of the parameter that a leaf of a `CastWeight` belongs to."""
+    return str(tree_path_to_string([key for key in path[:-1] if not isinstance(key, SequenceKey)], sep="/"))
 
 
 def _scatter(

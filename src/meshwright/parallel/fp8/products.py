@@ -41,7 +41,7 @@ from meshwright.parallel.fp8.casting import (
     scale_of,
     to_wire,
 )
-from meshwright.parallel.fp8.weight import Fp8Weight
+from meshwright.parallel.fp8.weight import CastWeight, Fp8Weight
 from meshwright.parallel.kernels.cast_kernel import can_cast
 from meshwright.parallel.kernels.dispatch import uses_kernels
 from meshwright.parallel.local_map import AxisView
@@ -108,9 +108,11 @@ def fp8_products(x: Any, weights: Sequence[Fp8Weight], *, kind: Kind, view: Axis
         backward=backward,
     )
     values, amaxes = tuple(w.value.astype(dtype) for w in weights), tuple(w.amaxes for w in weights)
-    x, values = pcast_alike(x.astype(dtype), values, axes=sorted(_axes(plan, *amaxes)))
+    # Transposes are used where the matmul is local; an overlapped one takes slices of the weight as it is.
+    casts = tuple(w.cast if kind == "plain" or w.cast is None else CastWeight(w.cast.value) for w in weights)
+    x, values, casts = pcast_alike(x.astype(dtype), values, casts, axes=sorted(_axes(plan, *amaxes)))
     axes = tuple(sorted(varying_axes(x)))
-    ys: tuple[Any, ...] = _products(plan, x, values, tuple(keep_max(one, axes) for one in amaxes))
+    ys: tuple[Any, ...] = _products(plan, x, values, tuple(keep_max(one, axes) for one in amaxes), casts)
     return ys
 
 
@@ -126,12 +128,17 @@ def _form(operation: Operation, size: int, width: int) -> Form:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(plan: _Plan, x: Any, ws: tuple[Any, ...], amaxes: tuple[Any, ...]) -> tuple[Any, ...]:
-    ys: tuple[Any, ...] = _forward(plan, x, ws, amaxes)[0]
+def _products(
+    plan: _Plan, x: Any, ws: tuple[Any, ...], amaxes: tuple[Any, ...], casts: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    ys: tuple[Any, ...] = _forward(plan, x, ws, amaxes, casts)[0]
     return ys
 
 
-def _forward(plan: _Plan, x: Any, ws: tuple[Any, ...], amaxes: tuple[Any, ...]) -> tuple[Any, Any]:
+def _forward(
+    plan: _Plan, x: Any, ws: tuple[Any, ...], amaxes: tuple[Any, ...], casts: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    ws = tuple(w if cast is None else cast for w, cast in zip(ws, casts, strict=True))
     here = {"plain": _multiply_here, "gather": _gather_here, "scatter": _scatter_here}[plan.kind]
     rows, columns, weight = _specs(plan, x.ndim)
     source, out = (columns, rows) if plan.kind == "scatter" else (rows, columns)
@@ -142,10 +149,12 @@ def _forward(plan: _Plan, x: Any, ws: tuple[Any, ...], amaxes: tuple[Any, ...]) 
         in_specs=(source, weight, P()),
         out_specs=(out, source, P(), P(), weight),
     )
-    return ys, (kept_x, scale, amax, ws if plan.casts_again else kept_ws, amaxes)
+    again = [plan.casts_again or cast is not None for cast in casts]
+    kept_ws = tuple((_array(w) if keep else kept) for w, kept, keep in zip(ws, kept_ws, again, strict=True))
+    return ys, (kept_x, scale, amax, kept_ws, amaxes)
 
 
-def _backward(plan: _Plan, saved: Any, gs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+def _backward(plan: _Plan, saved: Any, gs: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], None]:
     kept_x, scale, amax, kept_ws, amaxes = saved
     here = {"plain": _multiply_back, "gather": _gather_back, "scatter": _scatter_back}[plan.kind]
     rows, columns, weight = _specs(plan, gs[0].ndim)
@@ -158,7 +167,7 @@ def _backward(plan: _Plan, saved: Any, gs: tuple[Any, ...]) -> tuple[Any, tuple[
         out_specs=(source, weight, P()),
     )
     zero = jnp.zeros_like(amax)
-    return dx, dws, tuple(jnp.stack([amax, zero, one]) for one in found)
+    return dx, dws, tuple(jnp.stack([amax, zero, one]) for one in found), None
 
 
 _products.defvjp(_forward, _backward)
@@ -182,16 +191,28 @@ def _amax(plan: _Plan, amax: Any) -> Any:
 
 
 def _weights(plan: _Plan, ws: Sequence[Any], amaxes: Sequence[Any]) -> list[Cast]:
-    """Casts the weights; their amaxes are their own, so nothing saturates."""
-    return [quantize(w, one[WEIGHT], E4M3, kernels=plan.kernels) for w, one in zip(ws, amaxes, strict=True)]
+    """Casts the weights that are not cast yet; their amaxes are their own, so nothing saturates."""
+
+    def cast(w: Any, amax: Any) -> Cast:
+        if isinstance(w, CastWeight):
+            return as_cast(w.value, scale_of(amax, E4M3), turned=w.turned)
+        return quantize(w, amax, E4M3, kernels=plan.kernels)
+
+    return [cast(w, one[WEIGHT]) for w, one in zip(ws, amaxes, strict=True)]
+
+
+def _array(w: Any) -> Any:
+    return w.value if isinstance(w, CastWeight) else w
 
 
 def _kept_weights(plan: _Plan, kept: Sequence[Any], amaxes: Sequence[Any]) -> list[Cast]:
     if plan.casts_again:
         # Otherwise XLA would reuse the cast of the forward pass and keep it in memory.
         kept = tie(tuple(kept))
-        return [quantize(w, one[WEIGHT], E4M3) for w, one in zip(kept, amaxes, strict=True)]
-    return [as_cast(w8, scale_of(one[WEIGHT], E4M3)) for w8, one in zip(kept, amaxes, strict=True)]
+    return [
+        as_cast(w, scale_of(one[WEIGHT], E4M3)) if w.dtype == E4M3 else quantize(w, one[WEIGHT], E4M3)
+        for w, one in zip(kept, amaxes, strict=True)
+    ]
 
 
 def _scoped(name: str, role: str) -> Any:
@@ -273,7 +294,7 @@ def _gather_here(plan: _Plan, x: Any, ws: tuple[Any, ...], amaxes: tuple[Any, ..
         return _forward_product(plan, as_cast(from_wire(sent, E4M3), x8.scale), w8s, x.dtype)
 
     if form.ring:
-        outs = [empty_rows(x, x.shape[-2] * size, w.shape[-1], x.dtype) for w in ws]
+        outs = [empty_rows(x, x.shape[-2] * size, w.value.shape[-1], x.dtype) for w in w8s]
 
         def visit(outs: Any, piece: Any, start: Any) -> Any:
             return [put_rows(out, product, start) for out, product in zip(outs, products(piece), strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,21 @@ from meshwright.parallel.fp8.casting import Scaling
 from meshwright.types import PyTree
 
 
+class CastWeight(NamedTuple):
+    """A weight in fp8, cast before the minibatches that use it.
+
+    Args:
+        value: the weight divided by its scale, which follows from its amax.
+        turned: its transpose, or None if XLA transposes it.
+    """
+
+    value: Any
+    turned: Any = None
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["value", "amaxes"],
+    data_fields=["value", "amaxes", "cast"],
     meta_fields=["scaling", "name", "is_gathered", "stages", "kernels"],
 )
 @dataclass(frozen=True)
@@ -36,6 +48,7 @@ class Fp8Weight:
             in fp8 outlives it.
         stages: the axis of the pipeline that multiplies by this weight, if any.
         kernels: see `Execution`.
+        cast: the weight in fp8. If given, `value` is not read, and only receives the gradient.
 
     Example:
         >>> import jax.numpy as jnp, meshwright as mw
@@ -51,6 +64,7 @@ class Fp8Weight:
     is_gathered: bool = False
     stages: str | None = None
     kernels: bool | None = None
+    cast: CastWeight | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,8 +92,13 @@ class Amaxes:
     tree: Mapping[str, Any]
     scaling: Scaling = "delayed"
 
-    def weights(self, params: PyTree, *, prefix: str = "", **options: Any) -> PyTree:
+    def weights(
+        self, params: PyTree, *, prefix: str = "", casts: Mapping[str, Any] | None = None, **options: Any
+    ) -> PyTree:
         """Returns a tree of dicts with an `Fp8Weight` in place of each parameter that has amaxes.
+
+        Args:
+            casts: nested dicts with the `CastWeight` of each of these parameters (default: they are cast when used).
 
         Example:
             >>> import jax.numpy as jnp
@@ -89,15 +108,17 @@ class Amaxes:
             ('Fp8Weight', (16,))
         """
 
-        def wrap(node: Any, amaxes: Any, path: str) -> Any:
-            if isinstance(amaxes, Mapping):
-                return {
-                    name: wrap(child, amaxes[name], f"{path}/{name}" if path else name) if name in amaxes else child
-                    for name, child in node.items()
-                }
-            return Fp8Weight(node, amaxes, scaling=self.scaling, name=path, **options)
+        def wrap(node: Any, amaxes: Any, cast: Any, path: str) -> Any:
+            if not isinstance(amaxes, Mapping):
+                return Fp8Weight(node, amaxes, scaling=self.scaling, name=path, cast=cast, **options)
 
-        return wrap(params, self.tree, prefix)
+            def inner(name: str) -> Any:
+                found = None if cast is None else cast[name]
+                return wrap(node[name], amaxes[name], found, f"{path}/{name}" if path else name)
+
+            return {name: inner(name) if name in amaxes else child for name, child in node.items()}
+
+        return wrap(params, self.tree, casts, prefix)
 
     def per_microbatch(self, num_microbatches: int) -> Amaxes:
         """Returns a copy for each microbatch of a pipeline, whose gradients are combined by maximum.

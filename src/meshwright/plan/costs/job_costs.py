@@ -30,6 +30,7 @@ from meshwright.plan.costs.stages import Stages
 from meshwright.plan.step_setup import Setup, batch_of, named_optimizer
 from meshwright.rng import abstract_key
 from meshwright.train.fine_tuning.lora import MergedFunction
+from meshwright.train.fp8_weights import FP8_WEIGHTS
 from meshwright.train.job import execution_of, loss_axes, model_of, traceable_loss
 from meshwright.train.precision import Precision
 from meshwright.train.state import (
@@ -103,6 +104,7 @@ class JobCosts:
         num_microbatches: pipeline microbatches per minibatch; None for the default.
         widths: bytes per element of each parameter in the compute dtype, by name.
         frozen: names of the parameters without a gradient.
+        fp8_weights: names of the weights that a step with several minibatches casts to fp8 once.
         merged: bytes per stored element of the matrices that a loss gets merged with their adapters.
         needs: costs by remat policy.
         forward: FLOPs per row of the loss without its gradient.
@@ -135,6 +137,7 @@ class JobCosts:
     forward_matmuls: int
     state: Any = field(repr=False, compare=False)
     frozen: frozenset[str] = frozenset()
+    fp8_weights: frozenset[str] = frozenset()
     merged: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     has_tokens: bool = True
@@ -279,6 +282,7 @@ def profile_job(
         forward_matmuls=forward_matmuls,
         state=state,
         frozen=frozenset(leaf.name for leaf, own in zip(leaves, learns, strict=True) if not own),
+        fp8_weights=_fp8_weights(job, dtypes, state.params),
         merged=_merged(job, widths),
         notes=notes,
         has_tokens=has_tokens,
@@ -287,6 +291,11 @@ def profile_job(
         platform=platform,
         loss_axes=loss_axes(job),
     )
+
+
+def _fp8_weights(job: Any, precision: Precision, params: PyTree) -> frozenset[str]:
+    is_taken = FP8_WEIGHTS in inspect.signature(job.loss).parameters
+    return frozenset(precision.fp8.names(params) if precision.fp8 is not None and is_taken else ())
 
 
 def _merged(job: Any, widths: Mapping[str, int]) -> dict[str, int]:

@@ -11,6 +11,7 @@ from meshwright.layout.leaf import format_bytes
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.costs import Basis
 from meshwright.plan.costs.communication import local_size, param_leaves, stored_ways
+from meshwright.plan.costs.fp8_copies import FP8_COPIES, cast_once, fp8_copies
 from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, PIPELINE_AXIS, JobCosts
 from meshwright.plan.costs.saved_activations import added, fewer
 from meshwright.plan.costs.stages import Stages
@@ -109,6 +110,8 @@ def plan_memory(
     """Returns the peak memory per device, for a global batch of `rows`."""
     sizes = dict(layout.mesh.shape)
     parts = [*_state_parts(layout), *_weight_parts(profile, layout, setup, sizes)]
+    copies = fp8_copies(profile, layout, target, setup)
+    parts.append(Part(FP8_COPIES, copies, "computed", "cast once, held from the first minibatch to the last"))
     parts.append(_stage_layers(profile, layout, setup, target))
     # The compilers of TPUs reuse the memory of gathered layers for the loss.
     reused = _gathered(profile, layout, setup, sizes)[0] if target.platform == "tpu" else 0.0
@@ -199,8 +202,10 @@ def _gathered(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[st
     """Returns the bytes of gathered layers, of other gathered weights, and of weights copied in the compute dtype."""
     fsdp, stages = sizes.get(GATHER_AXIS, 1), profile.stages(sizes, setup)
     copies = layers = ends = 0.0
+    narrow = cast_once(profile, layout, setup)
     for leaf in param_leaves(layout):
-        width = profile.widths[leaf.name.removeprefix("params/")]
+        name = leaf.name.removeprefix("params/")
+        width = 1 if name in narrow else profile.widths[name]
         splits, along = fsdp > 1 and GATHER_AXIS in spec_axes(leaf.spec), stored_ways(leaf, stages, sizes)
         if along > 1:
             # Gathered along pp once, and from that along fsdp for each microbatch. libtpu holds the narrow form.
@@ -212,7 +217,7 @@ def _gathered(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[st
             whole = local_size(leaf) * sizes[PIPELINE_AXIS]
             ends += whole * (fsdp if splits else 1) * width
         elif not splits:
-            copies += local_size(leaf) * width if width != int(leaf.dtype.itemsize) else 0
+            copies += local_size(leaf) * width if name not in narrow and width != int(leaf.dtype.itemsize) else 0
         elif leaf.name.startswith(f"params/{LAYERS}") and profile.by_layer and setup.sync != "once":
             layers += local_size(leaf) * fsdp * width / stages.stored_layers
         else:

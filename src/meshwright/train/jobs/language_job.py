@@ -130,6 +130,7 @@ class LanguageLoss:
         gather: Gather | None = None,
         remat: Remat = "none",
         fp8: Amaxes | None = None,
+        fp8_weights: PyTree = None,
         lora: Adapters | None = None,
     ) -> Any:
         return self.model.apply(
@@ -142,6 +143,7 @@ class LanguageLoss:
             gather=gather,
             remat=remat,
             fp8=fp8,
+            fp8_weights=fp8_weights,
             lora=lora,
             finish=self._finish,
             targets={"targets": batch["targets"], "weights": batch.get("weights"), "sources": batch.get("sources")},
