@@ -25,6 +25,10 @@ RING_FACTOR = {"gpu": 1.3, "tpu": 1.05}
 # for one H200 has three kernels per matmul.
 KERNEL_SECONDS = {"gpu": 1.5e-6, "tpu": 0.75e-6}
 KERNELS_PER_MATMUL = 3
+# Seconds that a step takes beyond its work. On one H200, a training loop adds 0.6 ms to each step (of 99.9 ms,
+# benchmarks/results/loop_overhead.md), and waiting for each step adds 0.5 and 1.2 ms (of 329 and 409 ms,
+# benchmarks/results/decoder_h200.md). Assumed for all other chips.
+STEP_SECONDS = 0.6e-3
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class TimePlan:
-    """Seconds per step: `step` is the sum of `matmul`, `memory`, `exposed`, `bubble` and `optimizer`.
+    """Seconds per step: `step` is the sum of `matmul`, `memory`, `exposed`, `bubble`, `optimizer` and `fixed`.
 
     Args:
         error: relative error of `step`; see `Rates`.
@@ -51,6 +55,7 @@ class TimePlan:
     exposed: Estimate
     optimizer: Estimate
     bubble: Estimate
+    fixed: Estimate
     step: Estimate
     error: float
 
@@ -111,7 +116,7 @@ def step_time(
         slowest = compute + (stages.count - 1) * head + exposed
         bubble = slowest / (1 - stages.idle) - compute - exposed
         words = f"{stages.words}; the last stage also runs the head"
-    step = compute + exposed + bubble + update
+    step = compute + exposed + bubble + update + STEP_SECONDS
     basis: Basis = "compiled" if is_compiled else "computed"
     shares = f"at {chip.rates.share(dtype):.0%} of the peak, attention at {chip.rates.attention:.0%}: {chip.rates.source}"
     passes = (
@@ -129,6 +134,7 @@ def step_time(
         exposed=Estimate(exposed, "s", basis if is_compiled else "assumed", "not hidden by compute"),
         optimizer=Estimate(update, "s", "computed", "one read and write of the state"),
         bubble=Estimate(bubble, "s", "computed", words),
+        fixed=Estimate(STEP_SECONDS, "s", "assumed", "between steps: the host's part of a loop, measured on one H200"),
         step=Estimate(step, "s", "assumed", f"sum of the parts, within {chip.rates.error:.0%}"),
         error=chip.rates.error,
     )
