@@ -280,7 +280,7 @@ def fp8_notes(profile: JobCosts, target: Target) -> tuple[str, ...]:
     fp8 = profile.precision.fp8
     if fp8 is None:
         return ()
-    memory = "fp8: computed memory is that of bfloat16, an upper bound"
+    notes: tuple[str, ...]
     known = None if target.chip is None else target.chip.rates.dtypes.get("float8")
     if not multiplies_fp8(target.platform, target.chip):
         wide = f"on {target.kind}, XLA widens fp8 values before it multiplies them"
@@ -288,6 +288,7 @@ def fp8_notes(profile: JobCosts, target: Target) -> tuple[str, ...]:
     elif not profile.fp8_matrices or known is None:
         notes = ("fp8: computed times and memory are those of bfloat16, which are upper bounds",)
     else:
+        memory = "fp8: computed memory is that of bfloat16, an upper bound"
         notes = (f"fp8: the rate of matmuls is {known.source}", memory)
     skipped = fp8.skipped(profile.state.params)
     return (*notes, f"fp8: too narrow, so not in fp8: {', '.join(skipped)}") if skipped else notes

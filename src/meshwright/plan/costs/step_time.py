@@ -118,13 +118,14 @@ def step_time(
         words = f"{stages.words}; the last stage also runs the head"
     step = compute + exposed + bubble + update + STEP_SECONDS
     basis: Basis = "compiled" if is_compiled else "computed"
-    shares = f"at {chip.rates.share(dtype):.0%} of the peak, attention at {chip.rates.attention:.0%}: {chip.rates.source}"
+    rates = chip.rates
+    shares = f"at {rates.share(dtype):.0%} of the peak, attention at {rates.attention:.0%}: {rates.source}"
     passes = (
         f"one extra pass over matmul operands and results, at {MEMORY_SHARE:.0%} of the bandwidth; about {kernels:,} "
         f"kernels, {KERNEL_SECONDS[chip.platform] * 1e6:g} us each"
     )
     if narrow.flops:
-        part, share = narrow.flops / (flops.matmul - flops.attention), chip.rates.share("float8")
+        part, share = narrow.flops / (flops.matmul - flops.attention), rates.share("float8")
         shares = f"{shares}; {part:.0%} of the matmuls in fp8, at {share:.0%} of its peak"
         passes = f"{passes}; casts to fp8 move {format_bytes(narrow.cast_bytes)}, at {CAST_SHARE:.0%} of the bandwidth"
     return TimePlan(
@@ -155,6 +156,4 @@ def _in_fp8(
     if fp8 is None or not multiplies_fp8(target.platform, target.chip):
         return Fp8Work()
     tp = sizes.get(TENSOR_AXIS, 1)
-    return fp8_work(
-        profile.fp8_matrices, fp8, flops, tokens=tokens, devices=devices, tp=tp, minibatches=minibatches
-    )
+    return fp8_work(profile.fp8_matrices, fp8, flops, tokens=tokens, devices=devices, tp=tp, minibatches=minibatches)

@@ -40,12 +40,13 @@ def machine_section(plan: Plan) -> Section:
         ]
         gathers = [f"gather of {format_bytes(size)}" for size in GATHERS]
         headings = ("axis", "devices", "link", "placement", "speed per device", *gathers, "hops", "basis")
-        said = (
-            "Speeds per device come from data sheets. Of them, a gather in which each device sends so many bytes reaches "
-            "the speed beside it, its start and hops included.",
-            f"Sources: {'; '.join(dict.fromkeys(link.rates['all-gather'].source for link in links.values()))}.",
+        sources = "; ".join(dict.fromkeys(link.rates["all-gather"].source for link in links.values()))
+        words = (
+            "Speeds per device come from data sheets. A gather in which each device sends so many bytes reaches the "
+            "speed in its column, with its start and hops.",
+            f"Sources of the columns: {sources}.",
         )
-        made += [table(headings, rows, right=(1, 4, *range(5, 6 + len(GATHERS)))), prose(*said)]
+        made += [table(headings, rows, right=(1, 4, *range(5, 6 + len(GATHERS)))), prose(*words)]
     return Section("Mesh and machine", join(made), short="Machine")
 
 
