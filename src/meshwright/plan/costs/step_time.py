@@ -135,7 +135,7 @@ def step_time(
         exposed=Estimate(exposed, "s", basis if is_compiled else "assumed", "not hidden by compute"),
         optimizer=Estimate(update, "s", "computed", "one read and write of the state"),
         bubble=Estimate(bubble, "s", "computed", words),
-        fixed=Estimate(STEP_SECONDS, "s", "assumed", "between steps: the host's part of a loop, measured on one H200"),
+        fixed=Estimate(STEP_SECONDS, "s", "assumed", "the host's part of a loop, measured on one H200"),
         step=Estimate(step, "s", "assumed", f"sum of the parts, within {chip.rates.error:.0%}"),
         error=chip.rates.error,
     )
