@@ -41,6 +41,11 @@ def test_chips_that_widen_fp8_and_chips_without_a_measurement():
         for target in ("a100:1x8", "h100:1x8", "v5p:2x2x2")
         for precision in ("mixed", "fp8")
     }
+    piped = [
+        make_plan(job, "h100:1x8", Setup(mesh="pp:2,dp:4", precision=precision, num_microbatches=4)).time.matmul.value
+        for precision in ("mixed", "fp8")
+    ]
+    assert piped[1] < piped[0]
     for target, is_faster in (("a100:1x8", False), ("h100:1x8", True), ("v5p:2x2x2", False)):
         fp8, mixed = plans[target, "fp8"], plans[target, "mixed"]
         assert (fp8.time.matmul.value < mixed.time.matmul.value) is is_faster, target
@@ -63,14 +68,14 @@ def test_matmuls_and_casts_by_hand():
     ]
     size, tokens = 4 * 512 * 256, 1000
     flops = Flops(total=10**15, matmul=10**15, recomputed=100)
-    work = fp8_work(found, Fp8(), flops, tokens=tokens, devices=8, tp=2, minibatches=3)
+    work = fp8_work(found, Fp8(), flops, tokens=tokens, devices=8, tp=2, stages=4, parts=3)
     # q and k: forward, input's and weight's gradient; down is frozen, without a weight's gradient.
     assert work.flops == (6 + 6 + 4) * size * tokens + 100
-    # Inputs of q and down, gradients of all three, per device; weights in each minibatch, split over tp.
+    # Inputs of q and down, gradients of all three; weights in each of three parts, split over tp and stages.
     rows = (2 * 4 * 512 + 3 * 4 * 256) * tokens / 8
-    assert work.cast_bytes == 4 * (rows + 3 * 3 * size / 2)
-    assert work.casts == 3 * 4 * (2 + 3 + 3)
-    current = fp8_work(found, Fp8(scaling="current"), flops, tokens=tokens, devices=8, tp=2, minibatches=3)
+    assert work.cast_bytes == 4 * (rows + 3 * 3 * size / (2 * 4))
+    assert work.casts == 3 * 4 * (2 + 3 + 3) / 4
+    current = fp8_work(found, Fp8(scaling="current"), flops, tokens=tokens, devices=8, tp=2, stages=4, parts=3)
     assert current.cast_bytes == work.cast_bytes + 2 * rows
     seconds = 32768 * 2048 * 4 / (4814e9 * CAST_SHARE)
     assert seconds == pytest.approx(0.102e-3, rel=0.02)  # as measured

@@ -367,14 +367,13 @@ def compiled_sent(compiled: Compiled, links: Mapping[str, Link]) -> tuple[Sent, 
             continue
         count = sum(c.trips for c in members)
         link = slowest_link(axes, links, is_ring=kind == "collective-permute")
-        name = "unknown" if link is None else str(link)
         seconds = None if link is None else math.fsum(c.trips * link.seconds(kind, c.wire_bytes) for c in members)
         is_judged = all(c.share is not None and c.transfer_s is not None for c in members if c.wire_bytes)
         # Weight by time if known, as small transfers take longer than their bytes suggest.
         parts = [(c.trips * ((c.transfer_s or 0.0) if is_judged else c.wire_bytes), c.hidden_share) for c in members]
         hidden = sum(part * share for part, share in parts) / sum(part for part, _ in parts)
-        what = _served(members)
-        found.append(Sent("+".join(axes), kind, what, total, count, name, seconds, hidden, "compiled", is_judged))
+        words = ("unknown" if link is None else str(link), seconds, hidden)
+        found.append(Sent("+".join(axes), kind, _served(members), total, count, *words, "compiled", is_judged))
     return tuple(sorted(found, key=lambda item: -item.wire_bytes))
 
 

@@ -69,13 +69,23 @@ def fp8_matrices(params: Any, fp8: Fp8 | None, frozen: Container[str]) -> tuple[
 
 
 def fp8_work(
-    matrices: tuple[Fp8Matrices, ...], fp8: Fp8, flops: Flops, *, tokens: int, devices: int, tp: int, minibatches: int
+    matrices: tuple[Fp8Matrices, ...],
+    fp8: Fp8,
+    flops: Flops,
+    *,
+    tokens: int,
+    devices: int,
+    tp: int,
+    stages: int,
+    parts: int,
 ) -> Fp8Work:
     """Returns the fp8 part of a step.
 
     Args:
         tokens: tokens of a step, over all devices.
-        devices: all devices; rows are split over them, weights over `tp` of them.
+        devices: all devices; matmuls are split over them.
+        tp, stages: devices over which each matrix is split, and the layers.
+        parts: minibatches and microbatches of a step, each of which casts the weights.
     """
     total = sum((6 if each.learns else 4) * each.size for each in matrices) * tokens
     # Recomputation multiplies again, unless a policy saves the products.
@@ -83,8 +93,8 @@ def fp8_work(
     inputs = sum(each.count * each.rows for each in matrices if not each.shares_input) * tokens
     gradients = sum(each.count * each.columns for each in matrices) * tokens
     weights = sum(each.size for each in matrices)
-    moved = 4 * ((inputs + gradients) / devices + minibatches * weights / tp)  # 16 bits are read, twice 8 written
+    moved = 4 * ((inputs + gradients) / devices + parts * weights / (tp * stages))  # 16 bits are read, twice 8 written
     if fp8.scaling == "current":  # another pass takes the largest magnitudes
         moved += 2 * (inputs + gradients) / devices
     casts = sum(each.count * (2 if each.shares_input else 3) for each in matrices)
-    return Fp8Work(min(total + again, flops.matmul - flops.attention), moved, casts * minibatches)
+    return Fp8Work(min(total + again, flops.matmul - flops.attention), moved, round(casts * parts / stages))

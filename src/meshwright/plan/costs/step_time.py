@@ -82,7 +82,7 @@ def step_time(
 
     Args:
         num_matmuls: number of matmuls that a device runs in a step.
-        minibatches: minibatches of a step, each of which casts the weights.
+        minibatches: minibatches of a step. Each of their microbatches casts the weights.
     """
     chip, dtype = target.chip, profile.precision.compute.name
     rate, peak = target.matmul_rate(dtype), None if chip is None else chip.peak(dtype)
@@ -91,7 +91,8 @@ def step_time(
     sizes = dict(layout.mesh.shape)
     devices = layout.mesh.size
     ring = RING_FACTOR[chip.platform] if sizes.get("tp", 1) > 1 else 1.0
-    narrow = _in_fp8(profile, target, flops, sizes, devices=devices, tokens=tokens, minibatches=minibatches)
+    parts = minibatches * stages.microbatches
+    narrow = _in_fp8(profile, target, flops, sizes, devices=devices, tokens=tokens, parts=parts)
     plain = (flops.matmul - flops.attention - narrow.flops) / devices / rate * ring
     plain += narrow.flops / devices / (target.matmul_rate("float8") or rate) * ring
     attention = flops.attention / devices / (peak * chip.rates.attention)
@@ -142,18 +143,11 @@ def step_time(
 
 
 def _in_fp8(
-    profile: JobCosts,
-    target: Target,
-    flops: Flops,
-    sizes: Mapping[str, int],
-    *,
-    devices: int,
-    tokens: int,
-    minibatches: int,
+    profile: JobCosts, target: Target, flops: Flops, sizes: Mapping[str, int], *, devices: int, tokens: int, parts: int
 ) -> Fp8Work:
     """Returns what the step multiplies in fp8; nothing on chips that widen fp8 values first."""
     fp8 = profile.precision.fp8
     if fp8 is None or not multiplies_fp8(target.platform, target.chip):
         return Fp8Work()
-    tp = sizes.get(TENSOR_AXIS, 1)
-    return fp8_work(profile.fp8_matrices, fp8, flops, tokens=tokens, devices=devices, tp=tp, minibatches=minibatches)
+    tp, ways = sizes.get(TENSOR_AXIS, 1), profile.ways(sizes)
+    return fp8_work(profile.fp8_matrices, fp8, flops, tokens=tokens, devices=devices, tp=tp, stages=ways, parts=parts)
