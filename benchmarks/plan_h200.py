@@ -44,11 +44,12 @@ def main() -> None:
         compare(args, json.loads(Path(args.measured).read_text()))
 
 
-def job_of(size: str, rows: int, tokens: int, layers: Any = "auto") -> Any:
+def job_of(size: str | dict[str, int], rows: int, tokens: int, layers: Any = "auto") -> Any:
     from meshwright.models import Decoder, Execution
     from meshwright.train import language_job
 
-    return language_job(Decoder.named(size), batch_size=rows, num_tokens=tokens, run=Execution(layers=layers))
+    model = Decoder.named(size) if isinstance(size, str) else Decoder(**size)
+    return language_job(model, batch_size=rows, num_tokens=tokens, run=Execution(layers=layers))
 
 
 def measure(args: argparse.Namespace, rows: int, remat: str) -> dict[str, Any]:
@@ -90,13 +91,20 @@ def compare(args: argparse.Namespace, measured: list[dict[str, Any]]) -> None:
     from meshwright.plan.step_setup import Setup
 
     shown, memory_off, time_off = [], [], []
-    predicted: dict[int, list[tuple[float, str]]] = {}
-    real: dict[int, list[tuple[float, str]]] = {}
-    profile = profile_job(job_of(args.size, ROWS[0], measured[0]["tokens"]), platform="gpu")
+    predicted: dict[str, list[tuple[float, str]]] = {}
+    real: dict[str, list[tuple[float, str]]] = {}
+    profiles: dict[str, Any] = {}
     for case in measured:
-        rows, remat = case["rows"], case["remat"]
-        job = job_of(args.size, rows, case["tokens"])
-        setup = Setup(mesh="dp:1", remat=remat)
+        rows, remat, precision = case["rows"], case["remat"], case.get("precision", "mixed")
+        if remat == "offload":  # its rates were fitted
+            continue
+        size = case.get("model", args.size)
+        job = job_of(size, rows, case["tokens"])
+        setup = Setup(mesh="dp:1", remat=remat, num_minibatches=case.get("num_minibatches", 1), precision=precision)
+        group = f"{size} {precision}"
+        if group not in profiles:
+            profiles[group] = profile_job(job, platform="gpu", precision=precision)
+        profile = profiles[group]
         compiled = compile_step(job, "h200:1x1", setup, python=args.python)
         plan = make_plan(job, "h200:1x1", setup, profile=profile, compiled=compiled)
         alone = make_plan(job, "h200:1x1", setup, profile=profile)
@@ -104,17 +112,17 @@ def compare(args: argparse.Namespace, measured: list[dict[str, Any]]) -> None:
         slower = plan.time.step.value / case["seconds"]
         memory_off.append(abs(ratio - 1))
         time_off.append(abs(slower - 1))
-        predicted.setdefault(rows, []).append((plan.time.step.value, remat))
-        real.setdefault(rows, []).append((case["seconds"], remat))
+        predicted.setdefault(f"{group} {rows}", []).append((plan.time.step.value, remat))
+        real.setdefault(f"{group} {rows}", []).append((case["seconds"], remat))
         shown.append(
             [
-                f"{rows} x {case['tokens']}", remat, f"{case['peak_bytes'] / 2**30:.1f}",
+                f"{rows} x {case['tokens']}", precision, remat, f"{case['peak_bytes'] / 2**30:.1f}",
                 f"{plan.memory.total / 2**30:.1f}", f"{ratio:.3f}", f"{alone.memory.total / 2**30:.1f}",
                 f"{1e3 * case['seconds']:.1f}", f"{1e3 * plan.time.step.value:.1f}", f"{slower:.3f}",
             ]
         )  # fmt: skip
         print(shown[-1], file=sys.stderr, flush=True)
-    heads = ["rows", "remat", "peak GiB", "compiled", "of it", "computed", "ms", "planned", "of it"]
+    heads = ["rows", "precision", "remat", "peak GiB", "compiled", "of it", "computed", "ms", "planned", "of it"]
     print(table(heads, shown))
     print(verdict(f"peak memory at most {max(memory_off):.1%} off (10% allowed)", max(memory_off) <= 0.1))
     print(verdict(f"step time at most {max(time_off):.1%} off (20% allowed)", max(time_off) <= 0.2))

@@ -26,7 +26,7 @@ from meshwright.plan.published import PublishedRun, published_runs
 
 MATMUL_SHARES = [share / 100 for share in range(40, 96)]
 ATTENTION_SHARES = [share / 100 for share in range(20, 80, 2)]
-PREFERRED = {"gpu": 0.39, "tpu": 0.46}  # measured on one H200; fitted to rows of 8192 tokens on v6e
+PREFERRED = {"gpu": 0.39, "tpu": 0.46}  # measured on one H200; first fitted to rows of 8192 tokens on v6e
 WEIGHT = 0.01
 FEW = 5  # runs, below which a chip's error is at least the one wanted of held-out runs
 WITHIN = 0.25

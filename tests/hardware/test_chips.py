@@ -13,7 +13,7 @@ BY_NAME = {chip.name: chip for chip in CHIPS}
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
 def test_every_figure_has_a_source(chip):
     figures = ["memory_bytes", "memory_bandwidth", "links", "network", "devices_per_host", "rates"]
-    figures += [f"peaks.{dtype}" for dtype in chip.peaks]
+    figures += [f"peaks.{dtype}" for dtype in chip.peaks] + [f"rates.{dtype}" for dtype in chip.rates.dtypes]
     assert sorted(chip.sources) == sorted(figures)
     assert all(len(source) > 10 for source in chip.sources.values())
 
@@ -125,3 +125,18 @@ def test_rates_are_shares_of_the_peak_and_guesses_have_a_wide_error():
         assert 0.2 <= chip.rates.attention <= chip.rates.matmul < 1
         assert (chip.rates.error >= 0.35) == chip.rates.source.startswith("assumed"), chip.name
     assert round(chip_of("h200").rates.matmul * chip_of("h200").peak() / 1e12) == 683  # 682 measured
+
+
+def test_other_dtypes_reach_other_shares_of_their_peaks():
+    h200, v5p = chip_of("h200"), chip_of("v5p")
+    # Two matmuls of benchmarks/results/fp8_h200.md and their gradients, ms: bfloat16 over fp8, of twice the peak.
+    speedups = [(0.950 + 0.961 + 1.198) / (0.514 + 0.504 + 0.573), (5.177 + 5.468 + 5.657) / (2.847 + 2.878 + 2.923)]
+    assert h200.rates.share("float8_e5m2") / h200.rates.share() == pytest.approx(sum(speedups) / 2 / 2, abs=0.005)
+    assert h200.rates.share("float32") / h200.rates.share() == pytest.approx(
+        (320.8 / 494.7) / (779.3 / 989.4), abs=0.005
+    )
+    a100 = chip_of("a100").rates
+    assert a100.share("float32") / a100.share() == pytest.approx((116 / 156) / (230 / 312), abs=0.005)
+    assert v5p.rates.share("float32") == v5p.rates.share()  # one pass in bfloat16
+    assert chip_of("h100").rates.dtypes["float8"].source.startswith("assumed")
+    assert h200.rates.dtypes["float8"].source.startswith("measured")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Literal
 
+from meshwright.hardware.link_rates import CollectiveRate, link_rates
+
 GIB = 2**30
 
 
@@ -26,6 +28,7 @@ class Links:
         count: links per device, two for each dim of a torus.
         torus_dims: number of torus dims; 0 if all devices are directly connected.
         domain: largest number of connected devices.
+        rates: how fast each collective runs on them, by its XLA name.
     """
 
     kind: Literal["ici", "nvlink"]
@@ -33,6 +36,7 @@ class Links:
     count: int
     torus_dims: int
     domain: int
+    rates: Mapping[str, CollectiveRate] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -41,20 +45,46 @@ class Links:
 
 
 @dataclass(frozen=True)
+class DtypeRate:
+    """Share of its own peak that matmuls of a dtype reach, as a multiple of bfloat16's share.
+
+    Args:
+        of_bfloat16: the multiple.
+        source: the measurement; starts with "assumed" if it was made on another chip.
+    """
+
+    of_bfloat16: float
+    source: str
+
+
+@dataclass(frozen=True)
 class Rates:
     """Shares of the peak FLOP/s that training steps reach.
 
     Args:
-        matmul: share that plain matmuls reach.
+        matmul: share that plain matmuls in bfloat16 reach.
         attention: share that fused attention reaches.
         error: relative error of predicted step times: the largest among published runs.
         source: the runs or measurements.
+        dtypes: other dtypes whose share of their peak differs from bfloat16's.
     """
 
     matmul: float
     attention: float
     error: float
     source: str
+    dtypes: Mapping[str, DtypeRate] = field(default_factory=dict)
+
+    def share(self, dtype: str = "bfloat16") -> float:
+        """Returns the share of its peak that plain matmuls of a dtype reach.
+
+        Example:
+            >>> rates = chip_of("h200").rates
+            >>> rates.share(), round(rates.share("float8_e4m3fn"), 2)
+            (0.69, 0.66)
+        """
+        known = self.dtypes.get(peak_name(dtype))
+        return self.matmul * (1.0 if known is None else known.of_bfloat16)
 
     @property
     def is_fitted(self) -> bool:
@@ -80,6 +110,7 @@ class Chip:
         devices_per_host: JAX devices in the usual machine.
         devices_per_chip: JAX devices per chip.
         rates: shares of the peak that training reaches.
+        network_rates: how fast each collective runs on the network, by its XLA name.
     """
 
     name: str
@@ -94,6 +125,7 @@ class Chip:
     devices_per_host: int
     devices_per_chip: int = 1
     rates: Rates = field(kw_only=True)
+    network_rates: Mapping[str, CollectiveRate] = field(kw_only=True)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def peak(self, dtype: str = "bfloat16") -> float | None:
@@ -103,8 +135,17 @@ class Chip:
             >>> chip_of("h100").peak("float8_e4m3fn") / chip_of("h100").peak()
             2.0
         """
-        name = "float8" if str(dtype).startswith("float8") else str(dtype)
-        return self.peaks.get(name)
+        return self.peaks.get(peak_name(dtype))
+
+
+def peak_name(dtype: str) -> str:
+    """Returns the name under which the peak of a dtype is listed: all kinds of float8 have the same.
+
+    Example:
+        >>> peak_name("float8_e5m2"), peak_name("bfloat16")
+        ('float8', 'bfloat16')
+    """
+    return "float8" if str(dtype).startswith("float8") else str(dtype)
 
 
 def _read(name: str, row: Mapping[str, Any]) -> Chip:
@@ -113,7 +154,8 @@ def _read(name: str, row: Mapping[str, Any]) -> Chip:
     share = "" if per_chip == 1 else f", over {per_chip} devices"
     if row["platform"] == "tpu":
         peaks = {**row["peaks"], "float32": row["peaks"]["bfloat16"]}
-        links = Links("ici", row["link"] / per_chip, 2 * row["torus_dims"], row["torus_dims"], row["pod"] * per_chip)
+        dims = row["torus_dims"]
+        links = Links("ici", row["link"] / per_chip, 2 * dims, dims, row["pod"] * per_chip, link_rates("ici"))
         memory, per_host = int(row["gib"] * GIB), row["per_host"]
         about = ("peak compute per chip", "at JAX's default precision a float32 matmul is one pass in bfloat16")
         sources = {
@@ -126,7 +168,7 @@ def _read(name: str, row: Mapping[str, Any]) -> Chip:
         sources["devices_per_host"] = f"{document}: chips per host"
     else:
         peaks, memory, per_host, host = row["peaks"], row["memory"], 8, row["host"]
-        links = Links("nvlink", row["nvlink"], 1, 0, 8)
+        links = Links("nvlink", row["nvlink"], 1, 0, 8, link_rates(row["fabric"]))
         about = (
             "tensor cores, without sparsity",
             f"{document}: TF32, which JAX uses for float32 by default, without sparsity",
@@ -139,7 +181,9 @@ def _read(name: str, row: Mapping[str, Any]) -> Chip:
             "devices_per_host": host,
             **row.get("measured", {}),
         }
-    network, rates = row.get("network"), Rates(**row["rates"])
+    network = row.get("network")
+    dtypes = {dtype: DtypeRate(**rate) for dtype, rate in row.get("dtypes", {}).items()}
+    rates = Rates(**row["rates"], dtypes=dtypes)
     return Chip(
         name,
         row["title"],
@@ -157,8 +201,10 @@ def _read(name: str, row: Mapping[str, Any]) -> Chip:
             "peaks.float32": about[1],
             **sources,
             "rates": rates.source,
+            **{f"rates.{dtype}": rate.source for dtype, rate in dtypes.items()},
         },
         rates=rates,
+        network_rates=link_rates("dcn" if row["platform"] == "tpu" else "infiniband"),
     )
 
 

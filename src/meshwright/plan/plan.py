@@ -253,6 +253,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
             is_compiled=ran is not None,
             tokens=tokens,
             num_matmuls=count_device_matmuls(profile, stages, setup, ways=profile.ways(sizes)),
+            minibatches=setup.num_minibatches,
         ),
         tokens_per_step=tokens,
         peak_flops=None if target.chip is None else target.chip.peak(dtype),
@@ -279,12 +280,15 @@ def fp8_notes(profile: JobCosts, target: Target) -> tuple[str, ...]:
     fp8 = profile.precision.fp8
     if fp8 is None:
         return ()
-    basis = "fp8: computed times and memory are those of bfloat16"
-    if multiplies_fp8(target.platform, target.chip):
-        notes = (f"{basis}, which are upper bounds",)
+    notes: tuple[str, ...]
+    known = None if target.chip is None else target.chip.rates.dtypes.get("float8")
+    if not multiplies_fp8(target.platform, target.chip):
+        wide = f"on {target.kind}, XLA widens fp8 values before it multiplies them"
+        notes = ("fp8: computed times and memory are those of bfloat16, and the step takes more: " + wide,)
+    elif not profile.fp8_matrices or known is None:
+        notes = ("fp8: computed times and memory are those of bfloat16, which are upper bounds",)
     else:
-        notes = (
-            f"{basis}, and the step takes more: on {target.kind}, XLA widens fp8 values before it multiplies them",
-        )
+        memory = "fp8: computed memory is that of bfloat16, an upper bound"
+        notes = (f"fp8: the rate of matmuls is {known.source}", memory)
     skipped = fp8.skipped(profile.state.params)
     return (*notes, f"fp8: too narrow, so not in fp8: {', '.join(skipped)}") if skipped else notes

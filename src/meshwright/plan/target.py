@@ -89,7 +89,7 @@ class Target:
         if self.chip is None:
             return None
         peak = self.chip.peak(dtype)
-        return None if peak is None else peak * self.chip.rates.matmul
+        return None if peak is None else peak * self.chip.rates.share(dtype)
 
     @property
     def wraps(self) -> tuple[bool, ...]:

@@ -30,7 +30,7 @@ def gather(partners=ALONG_FSDP, **changes):
 
 def seconds_of(one):
     along = one.axes({"fsdp": 4, "tp": 4})[0]
-    return axis_links(parse_target("v5p:2x2x4"), parse_mesh(MESH))[along].seconds(one.wire_bytes)
+    return axis_links(parse_target("v5p:2x2x4"), parse_mesh(MESH))[along].seconds(one.kind, one.wire_bytes)
 
 
 def judged(collectives, *stretches, **options):
@@ -167,7 +167,7 @@ def test_step_time_includes_exposed_communication_once():
     links = axis_links(parse_target("v5p:2x2x4"), parse_mesh(MESH))
 
     def sends(axis, share):
-        lasts = links[axis].seconds(2.0**24)
+        lasts = links[axis].seconds("all-gather", 2.0**24)
         facts = ("all-gather", (axis,), 2**25, 2.0**24, 4, True, 1, 8, "all_gather")
         return CompiledCollective(*facts, share=share, transfer_s=None if share is None else lasts), 8 * lasts
 

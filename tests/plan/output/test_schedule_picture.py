@@ -89,8 +89,9 @@ def test_the_bars_add_up_to_the_figures_of_the_plan(trips, target, cycles):
     assert min(made.total(EXPOSED), made.total(HIDDEN)) > 0
     assert sum(map(made.total, KINDS[:3])) == close(time.matmul.value + time.memory.value + time.optimizer.value)
     assert made.seconds == close(time.step.value + made.late)
-    # While nothing is sent, something is computed, and compute waits for what is exposed.
-    assert made.total(WAITING) == pytest.approx(time.exposed.value + made.late, rel=1e-9)
+    # While nothing is sent, something is computed; compute waits for what is exposed, and between steps.
+    waits = time.exposed.value + time.fixed.value + made.late
+    assert made.total(WAITING) == pytest.approx(waits, rel=1e-9)
     compute = next(lane for lane in lanes(made) if lane.name == "compute").spans
     assert sum(span.end - span.start for span in compute) == close(made.seconds)
     for lane in lanes(made):

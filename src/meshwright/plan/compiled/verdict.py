@@ -163,7 +163,7 @@ def _transfers(schedule: ProgramSchedule, target: Target, mesh: str | MeshSpec, 
     links = axis_links(target, spec)
     axes = [one.axes(sizes) for one in schedule.collectives]
     seconds = [
-        transfer_seconds(one.kind, one.wire_bytes, 1, along, links)
+        transfer_seconds(one.kind, one.wire_bytes, along, links)
         for one, along in zip(schedule.collectives, axes, strict=True)
     ]
     return _Transfers(seconds, [link_names(along, links) for along in axes], target.matmul_rate(dtype), bool(links))

@@ -21,8 +21,9 @@ from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.costs import Basis
 from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, PIPELINE_AXIS, TENSOR_AXIS, JobCosts
-from meshwright.plan.costs.links import Link, host_link, slowest_link, transfer_seconds
+from meshwright.plan.costs.links import Link, host_link, slowest_link
 from meshwright.plan.costs.stages import Stages
+from meshwright.plan.costs.tensor_rings import share_in_rings
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import Target
 from meshwright.specs import spec_axes
@@ -62,6 +63,7 @@ class Traffic:
         wire_bytes: bytes that each device sends.
         count: minimum number of transfers.
         hides: whether there is compute to overlap with.
+        in_rings: share of the transfers that are rings of permutes between matmuls; the others are whole collectives.
     """
 
     axis: str
@@ -70,6 +72,7 @@ class Traffic:
     wire_bytes: float
     count: int
     hides: bool
+    in_rings: float = 0.0
 
 
 def step_traffic(profile: JobCosts, layout: Layout, setup: Setup, *, rows: int) -> tuple[Traffic, ...]:
@@ -235,11 +238,12 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
         if setup.remat == "full" and not stages.is_scheduled:
             # Recomputation gathers in both blocks, and scatters in the first. Weight gradients use what it gathered,
             # but not on TPUs, whose rings keep their gathers apart.
-            gathers, scatters = 6, 5
+            gathers, scatters, regathers = 6, 5, False
             if profile.platform == "tpu" and not profile.saves_gathered:
                 gathers = 8
         else:
             gathers, scatters = 4 if profile.saves_gathered else 6, 4  # weight gradients gather the rows again
+            regathers = not profile.saves_gathered
         # Embedding and loss have one each. A pipeline recomputes every tick, and its last stage has only the loss.
         if piped and stages.again:
             gathers, scatters = gathers + 2, scatters + 2
@@ -252,7 +256,8 @@ def _activations(profile: JobCosts, setup: Setup, sizes: Mapping[str, int], *, r
         for kind, count in (("all-gather", gathers), ("reduce-scatter", scatters)):
             times = layers * count + ends[kind]
             sent = one * share * times
-            found.append(Traffic(TENSOR_AXIS, kind, "activations", sent, int(times) * parts, True))
+            rings = share_in_rings(profile, kind, count, tp, regathers=regathers)
+            found.append(Traffic(TENSOR_AXIS, kind, "activations", sent, int(times) * parts, True, rings))
         if (together := profile.sharing(tp)) > 1:
             # Neighbors gather the key and value heads they share, again if a tick or a layer is recomputed, and sum
             # their gradients in the backward pass.
@@ -318,10 +323,7 @@ def computed_sent(
                 kind, wire_bytes = "all-reduce", 2 * wire_bytes
         if waits or not item.hides or target.platform == "cpu":  # CPUs have only synchronous collectives
             hidden = 0.0
-        # Of a GPU's overlapped matmuls, some send whole collectives (`parallel.overlap.forms`), which are faster than a
-        # ring across hosts; all are priced as rings.
-        is_ring = kind == "collective-permute" or (item.axis == TENSOR_AXIS and item.hides)
-        seconds = None if link is None else link.seconds(wire_bytes, item.count, is_ring=is_ring)
+        seconds = None if link is None else link.seconds_in_rings(kind, wire_bytes, item.count, item.in_rings)
         name = "unknown" if link is None else str(link)
         found.append(Sent(item.axis, kind, item.what, wire_bytes, item.count, name, seconds, hidden, "computed"))
     return tuple(found)
@@ -365,14 +367,13 @@ def compiled_sent(compiled: Compiled, links: Mapping[str, Link]) -> tuple[Sent, 
             continue
         count = sum(c.trips for c in members)
         link = slowest_link(axes, links, is_ring=kind == "collective-permute")
-        name = "unknown" if link is None else str(link)
-        seconds = transfer_seconds(kind, total, count, axes, links)
+        seconds = None if link is None else math.fsum(c.trips * link.seconds(kind, c.wire_bytes) for c in members)
         is_judged = all(c.share is not None and c.transfer_s is not None for c in members if c.wire_bytes)
         # Weight by time if known, as small transfers take longer than their bytes suggest.
         parts = [(c.trips * ((c.transfer_s or 0.0) if is_judged else c.wire_bytes), c.hidden_share) for c in members]
         hidden = sum(part * share for part, share in parts) / sum(part for part, _ in parts)
-        what = _served(members)
-        found.append(Sent("+".join(axes), kind, what, total, count, name, seconds, hidden, "compiled", is_judged))
+        words = ("unknown" if link is None else str(link), seconds, hidden)
+        found.append(Sent("+".join(axes), kind, _served(members), total, count, *words, "compiled", is_judged))
     return tuple(sorted(found, key=lambda item: -item.wire_bytes))
 
 
@@ -393,6 +394,6 @@ def host_copies(profile: JobCosts, chip: Chip, setup: Setup, sizes: Mapping[str,
     out = profile.needs[setup.remat].hosted_per_row * here / split
     link = host_link(chip)
     count = 2 * profile.num_layers * setup.num_minibatches
-    seconds = link.seconds(2 * out, 0)
+    seconds = link.seconds("copy", 2 * out)
     hidden = HOST_HIDDEN_WRITTEN_OUT if not profile.in_loop(setup, sizes) else HOST_HIDDEN[chip.platform]
     return Sent("host", "copy", "offloaded activations", 2 * out, count, str(link), seconds, hidden, "assumed")

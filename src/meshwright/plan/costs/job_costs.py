@@ -25,6 +25,7 @@ from meshwright.parallel.lora.low_rank import BASE, LORA_A
 from meshwright.parallel.pipeline.named_schedules import check_rounds
 from meshwright.parallel.rows import count_rows
 from meshwright.plan.compiled.topology import assumed_cudnn
+from meshwright.plan.costs.fp8_work import Fp8Matrices, fp8_matrices
 from meshwright.plan.costs.saved_activations import REST, bytes_kept
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.step_setup import Setup, batch_of, named_optimizer
@@ -101,6 +102,8 @@ class JobCosts:
         heads: number of attention heads, which tp must divide.
         kv_heads: number of key/value heads, which tp must divide or be a multiple of; None if there are no others.
         head_dim: features per head.
+        d_ff: hidden features of a feed-forward block; None for custom models.
+        fp8_matrices: the matrices that are multiplied in fp8; of custom models, whose rows are not known, none.
         num_microbatches: pipeline microbatches per minibatch; None for the default.
         widths: bytes per element of each parameter in the compute dtype, by name.
         frozen: names of the parameters without a gradient.
@@ -146,6 +149,8 @@ class JobCosts:
     platform: str = "tpu"
     loss_axes: tuple[str, ...] = ()
     view: View = "local"
+    d_ff: int | None = None
+    fp8_matrices: tuple[Fp8Matrices, ...] = ()
 
     def ways(self, sizes: Mapping[str, int]) -> int:
         """Returns over how many devices along the pipeline axis the layers are split, with their activations."""
@@ -261,6 +266,7 @@ def profile_job(
     if not all(learns):
         notes += (f"{len(leaves) - sum(learns)} of {len(leaves)} parameters are frozen: they have no gradients",)
     forward, forward_matmuls = _forward(job, params, dtypes, platform)
+    frozen = frozenset(leaf.name for leaf, own in zip(leaves, learns, strict=True) if not own)
     return JobCosts(
         num_params=sum(int(leaf.value.size) for leaf in leaves),
         tokens_per_row=tokens,
@@ -281,7 +287,7 @@ def profile_job(
         forward=forward,
         forward_matmuls=forward_matmuls,
         state=state,
-        frozen=frozenset(leaf.name for leaf, own in zip(leaves, learns, strict=True) if not own),
+        frozen=frozen,
         fp8_weights=_fp8_weights(job, dtypes, state.params),
         merged=_merged(job, widths),
         notes=notes,
@@ -290,6 +296,8 @@ def profile_job(
         pipeline_rounds=run.pipeline_rounds,
         platform=platform,
         loss_axes=loss_axes(job),
+        d_ff=getattr(model, "d_ff", None),
+        fp8_matrices=() if model is None else fp8_matrices(params, dtypes.fp8, frozen),
     )
 
 

@@ -9,23 +9,25 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.hardware.chips import Chip
+from meshwright.hardware.link_rates import CollectiveRate, line_factor
 from meshwright.mesh.string import MeshSpec
 from meshwright.plan.target import Target
 
 # The slowest published network per chip, for vendors that publish none.
 NETWORK_ASSUMED = 200e9 / 8 / 8
-# Share of the published speed that collectives reach, and latency per hop; both are assumed.
-LINK_SHARE = 0.8
 # Fitted to one H200 (benchmarks/results/plan_h200.md): 60 of 64 GB/s, if no offloading is hidden.
 HOST_SHARE = 0.94
-HOP_SECONDS = {"ici": 1e-6, "nvlink": 2e-6, "network": 10e-6, "host": 10e-6}
 # Bytes/s to host memory, each way. GPUs: NVIDIA data sheets, PCIe 4 (A100) and 5, half of the bidirectional figure.
 # TPUs publish none per chip; assumed is the share of a PCIe 4 card with four chips.
 HOST_SPEED = {"a100": 32e9, "a100-40": 32e9, "h100": 64e9, "h200": 64e9, "b200": 64e9}
 HOST_ASSUMED = 16e9
+HOST_COPY = CollectiveRate(0.0, 0.0, ((1.0, HOST_SHARE),), "fitted to one H200")
+_PERMUTE = "collective-permute"
+_CARDS = 8  # of the hosts on which collectives between hosts were measured
+_SAME = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,12 @@ class Link:
         hop_speed: bytes per second that each device can send to its neighbors, as in a ring of permutes.
         hops: sequential hops over the slowest link in a ring.
         words: placement of the axis on the machine.
+        rates: how fast each collective runs on it.
+        devices: devices along the axis.
+        inner_hops: hops inside hosts, which a ring over several hosts also takes.
+        cards: network cards of each host that take part.
+        detour: links that each byte of an all-to-all crosses, relative to a gather.
+        reached: factor on the shares of `rates`.
         is_closed: whether its devices form closed rings, with every hop between neighbors.
     """
 
@@ -46,19 +54,37 @@ class Link:
     hop_speed: float
     hops: int
     words: str
+    rates: Mapping[str, CollectiveRate] = field(repr=False)
+    devices: int = 1
+    inner_hops: int = 0
+    cards: int = _CARDS
+    detour: float = 1.0
+    reached: float = 1.0
     is_closed: bool = True
 
     def __str__(self) -> str:
         return f"{self.name} ({self.words})"
 
-    def seconds(self, wire_bytes: float, count: int = 1, *, is_ring: bool = False) -> float:
-        """Returns the time of `count` transfers, in which each device sends `wire_bytes` in total.
+    def seconds(self, kind: str, wire_bytes: float, count: int = 1) -> float:
+        """Returns the time of `count` equal collectives of a kind, in which each device sends `wire_bytes` in total."""
+        if not count and not wire_bytes:
+            return 0.0
+        kind = _SAME.get(kind, kind)
+        rate, each = self.rates[kind], wire_bytes / max(1, count)
+        is_exchange = kind == _PERMUTE or (kind == "all-to-all" and self.name == "network")  # by the card of each GPU
+        if is_exchange:
+            waits, speed = rate.waits(1), self.hop_speed
+        else:
+            waits, speed = rate.waits(self.hops, self.inner_hops), self.speed
+            each *= _CARDS / self.cards  # fewer cards carry more bytes each
+        share = self.reached * rate.share(each) / (self.detour if kind == "all-to-all" else 1.0)
+        return count * waits + wire_bytes / (speed * share)
 
-        With `is_ring`, devices send to their neighbors only.
-        """
-        share = HOST_SHARE if self.name == "host" else LINK_SHARE
-        speed = self.hop_speed if is_ring else self.speed
-        return wire_bytes / (speed * share) + count * self.hops * HOP_SECONDS[self.name]
+    def seconds_in_rings(self, kind: str, wire_bytes: float, count: int, share: float) -> float:
+        """Returns the time of `count` gathers or scatters, of which a share is written as rings of permutes."""
+        rings = round(count * share)
+        whole = self.seconds(kind, wire_bytes * (1 - share), count - rings)
+        return whole + self.seconds(_PERMUTE, wire_bytes * share, rings * max(1, self.devices - 1))
 
 
 def axis_links(target: Target, spec: MeshSpec) -> Mapping[str, Link]:
@@ -87,7 +113,8 @@ def axis_links(target: Target, spec: MeshSpec) -> Mapping[str, Link]:
             ways = axis.size // dcn
             words = f"crosses {dcn} slices" + (", speed assumed" if chip.network is None else "")
             within = inside[axis.name].speed if ways > 1 else speed
-            links[axis.name] = Link("network", min(speed * ways, within), speed, dcn - 1, words)
+            fast = min(speed * ways, within)
+            links[axis.name] = Link("network", fast, speed, dcn - 1, words, chip.network_rates, axis.size)
         else:
             links[axis.name] = inside[axis.name]
     return links
@@ -103,17 +130,13 @@ def host_link(chip: Chip) -> Link:
     """
     known = HOST_SPEED.get(chip.name)
     speed = known or HOST_ASSUMED
-    return Link("host", speed, speed, 1, "PCIe" if known else "speed assumed")
+    return Link("host", speed, speed, 1, "PCIe" if known else "speed assumed", {"copy": HOST_COPY})
 
 
-def transfer_seconds(
-    kind: str, wire_bytes: float, count: int, axes: Sequence[str], links: Mapping[str, Link]
-) -> float | None:
-    """Returns the time of `count` transfers of `wire_bytes` in total along axes; None if the link is unknown."""
-    # Every hop of a Meshwright ring is a separate collective-permute, so it has no further hops.
-    is_hop = kind == "collective-permute"
-    link = slowest_link(axes, links, is_ring=is_hop)
-    return None if link is None else link.seconds(wire_bytes, 0 if is_hop else count, is_ring=is_hop)
+def transfer_seconds(kind: str, wire_bytes: float, axes: Sequence[str], links: Mapping[str, Link]) -> float | None:
+    """Returns the time of one transfer of `wire_bytes` per device along axes; None if the link is unknown."""
+    link = slowest_link(axes, links, is_ring=kind == _PERMUTE)
+    return None if link is None else link.seconds(kind, wire_bytes)
 
 
 def slowest_link(axes: Sequence[str], links: Mapping[str, Link], *, is_ring: bool = False) -> Link | None:
@@ -130,16 +153,20 @@ def _on_hosts(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
         span = stride * axis.size
         if axis.size > 1 and span <= per_host:
             speed = chip.links.per_direction
-            links[axis.name] = Link("nvlink", speed, speed, axis.size - 1, "inside a host")
+            words = "inside a host"
+            links[axis.name] = Link("nvlink", speed, speed, axis.size - 1, words, chip.links.rates, axis.size)
         elif axis.size > 1:
-            together = max(1, per_host // stride)
-            hosts = axis.size // math.gcd(axis.size, together)
-            # A host receives the data of the others through the network cards of its participating GPUs.
-            share = ((axis.size - 1) / axis.size) / ((hosts - 1) / hosts)
-            speed = min(network * math.gcd(axis.size, together) * share, chip.links.per_direction)
-            words = f"{hosts} hosts, {axis.size // hosts} GPUs in each"
-            # A ring leaves each host from one GPU, through its network card.
-            links[axis.name] = Link("network", speed, min(network, speed), hosts - 1, words)
+            cards = math.gcd(axis.size, max(1, per_host // stride))
+            hosts = axis.size // cards
+            # NCCL runs a ring through each network card of the participating GPUs: every byte that a device sends in
+            # a ring also leaves each host.
+            speed = min(network * cards, chip.links.per_direction)
+            words = f"{hosts} hosts, {cards} GPUs in each"
+            inner = axis.size - hosts
+            # A ring of permutes leaves each host from one GPU, through its network card.
+            links[axis.name] = Link(
+                "network", speed, min(network, speed), hosts - 1, words, chip.network_rates, axis.size, inner, cards
+            )
         stride = span
     return dict(reversed(links.items()))
 
@@ -166,8 +193,23 @@ def _on_torus(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
             free, lanes = _shared_dims(free, ways)
             is_closed, words = False, "shares dims of the torus"
         speed = chip.links.per_direction
+        # The links that cross the middle of the longest dim limit an all-to-all: half of all bytes cross it.
+        longest = max((length for length, _ in taken), default=1) if taken is not None else ways
+        detour = max(1.0, longest * lanes / (8 if is_closed else 4))
+        hops = sum(length // 2 if wraps else length - 1 for length, wraps in taken) if taken is not None else ways - 1
         # A ring uses two links of a device at most, one to each neighbor.
-        links[axis.name] = Link("ici", speed * lanes, speed * min(lanes, 2), max(1, size // 2), words, is_closed)
+        links[axis.name] = Link(
+            "ici",
+            speed * lanes,
+            speed * min(lanes, 2),
+            max(1, hops),
+            words,
+            chip.links.rates,
+            size,
+            detour=detour,
+            reached=1.0 if is_closed else line_factor("ici"),
+            is_closed=is_closed,
+        )
     return links
 
 

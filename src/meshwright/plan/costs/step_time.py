@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshwright.hardware.chips import multiplies_fp8
 from meshwright.hardware.flops import Flops
-from meshwright.layout import Layout
+from meshwright.layout import Layout, format_bytes
 from meshwright.plan.costs import Basis
 from meshwright.plan.costs.communication import Sent, param_leaves
-from meshwright.plan.costs.job_costs import JobCosts
+from meshwright.plan.costs.fp8_work import CAST_SHARE, Fp8Work, fp8_work
+from meshwright.plan.costs.job_costs import TENSOR_AXIS, JobCosts
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.costs.step_flops import head_flops
 from meshwright.plan.target import Target
@@ -22,6 +25,10 @@ RING_FACTOR = {"gpu": 1.3, "tpu": 1.05}
 # for one H200 has three kernels per matmul.
 KERNEL_SECONDS = {"gpu": 1.5e-6, "tpu": 0.75e-6}
 KERNELS_PER_MATMUL = 3
+# Seconds that a step takes beyond its work. On one H200, a training loop adds 0.6 ms to each step (of 99.9 ms,
+# benchmarks/results/loop_overhead.md), and waiting for each step adds 0.5 and 1.2 ms (of 329 and 409 ms,
+# benchmarks/results/decoder_h200.md). Assumed for all other chips.
+STEP_SECONDS = 0.6e-3
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class TimePlan:
-    """Seconds per step: `step` is the sum of `matmul`, `memory`, `exposed`, `bubble` and `optimizer`.
+    """Seconds per step: `step` is the sum of `matmul`, `memory`, `exposed`, `bubble`, `optimizer` and `fixed`.
 
     Args:
         error: relative error of `step`; see `Rates`.
@@ -48,6 +55,7 @@ class TimePlan:
     exposed: Estimate
     optimizer: Estimate
     bubble: Estimate
+    fixed: Estimate
     step: Estimate
     error: float
 
@@ -68,11 +76,13 @@ def step_time(
     is_compiled: bool,
     tokens: int,
     num_matmuls: int,
+    minibatches: int = 1,
 ) -> TimePlan | None:
     """Returns the time per step by part; None if the peak FLOP/s of the chip are unknown.
 
     Args:
         num_matmuls: number of matmuls that a device runs in a step.
+        minibatches: minibatches of a step. Each of their microbatches casts the weights.
     """
     chip, dtype = target.chip, profile.precision.compute.name
     rate, peak = target.matmul_rate(dtype), None if chip is None else chip.peak(dtype)
@@ -81,11 +91,15 @@ def step_time(
     sizes = dict(layout.mesh.shape)
     devices = layout.mesh.size
     ring = RING_FACTOR[chip.platform] if sizes.get("tp", 1) > 1 else 1.0
-    plain = (flops.matmul - flops.attention) / devices / rate * ring
+    parts = minibatches * stages.microbatches
+    narrow = _in_fp8(profile, target, flops, sizes, devices=devices, tokens=tokens, parts=parts)
+    plain = (flops.matmul - flops.attention - narrow.flops) / devices / rate * ring
+    plain += narrow.flops / devices / (target.matmul_rate("float8") or rate) * ring
     attention = flops.attention / devices / (peak * chip.rates.attention)
     bandwidth = chip.memory_bandwidth * MEMORY_SHARE
-    kernels = KERNELS_PER_MATMUL * num_matmuls
+    kernels = KERNELS_PER_MATMUL * num_matmuls + narrow.casts
     between = flops.moved / devices / bandwidth + kernels * KERNEL_SECONDS[chip.platform]
+    between += narrow.cast_bytes / (chip.memory_bandwidth * CAST_SHARE)
     frozen = [leaf for leaf in param_leaves(layout) if leaf.name.removeprefix("params/") in profile.frozen]
     weights = sum(leaf.bytes_per_device for leaf in param_leaves(layout) if leaf not in frozen)
     state = sum(leaf.bytes_per_device for leaf in layout.leaves) - sum(leaf.bytes_per_device for leaf in frozen)
@@ -103,13 +117,18 @@ def step_time(
         slowest = compute + (stages.count - 1) * head + exposed
         bubble = slowest / (1 - stages.idle) - compute - exposed
         words = f"{stages.words}; the last stage also runs the head"
-    step = compute + exposed + bubble + update
+    step = compute + exposed + bubble + update + STEP_SECONDS
     basis: Basis = "compiled" if is_compiled else "computed"
-    shares = f"at {chip.rates.matmul:.0%} of the peak, attention at {chip.rates.attention:.0%}: {chip.rates.source}"
+    rates = chip.rates
+    shares = f"at {rates.share(dtype):.0%} of the peak, attention at {rates.attention:.0%}: {rates.source}"
     passes = (
         f"one extra pass over matmul operands and results, at {MEMORY_SHARE:.0%} of the bandwidth; about {kernels:,} "
         f"kernels, {KERNEL_SECONDS[chip.platform] * 1e6:g} us each"
     )
+    if narrow.flops:
+        part, share = narrow.flops / (flops.matmul - flops.attention), rates.share("float8")
+        shares = f"{shares}; {part:.0%} of the matmuls in fp8, at {share:.0%} of its peak"
+        passes = f"{passes}; casts to fp8 move {format_bytes(narrow.cast_bytes)}, at {CAST_SHARE:.0%} of the bandwidth"
     return TimePlan(
         matmul=Estimate(plain + attention, "s", "assumed", shares),
         memory=Estimate(between, "s", "assumed", passes),
@@ -117,6 +136,18 @@ def step_time(
         exposed=Estimate(exposed, "s", basis if is_compiled else "assumed", "not hidden by compute"),
         optimizer=Estimate(update, "s", "computed", "one read and write of the state"),
         bubble=Estimate(bubble, "s", "computed", words),
+        fixed=Estimate(STEP_SECONDS, "s", "assumed", "the host's part of a loop, measured on one H200"),
         step=Estimate(step, "s", "assumed", f"sum of the parts, within {chip.rates.error:.0%}"),
         error=chip.rates.error,
     )
+
+
+def _in_fp8(
+    profile: JobCosts, target: Target, flops: Flops, sizes: Mapping[str, int], *, devices: int, tokens: int, parts: int
+) -> Fp8Work:
+    """Returns what the step multiplies in fp8; nothing on chips that widen fp8 values first."""
+    fp8 = profile.precision.fp8
+    if fp8 is None or not multiplies_fp8(target.platform, target.chip):
+        return Fp8Work()
+    tp, ways = sizes.get(TENSOR_AXIS, 1), profile.ways(sizes)
+    return fp8_work(profile.fp8_matrices, fp8, flops, tokens=tokens, devices=devices, tp=tp, stages=ways, parts=parts)

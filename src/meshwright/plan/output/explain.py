@@ -152,7 +152,8 @@ def _time(before: PlanData, after: PlanData) -> list[CostChange]:
         # The model's own matmuls are then equal; recomputed ones may be attention, which is slower than the average.
         own = [own[0] if again[0] <= again[1] else own[1]] * 2
         again = [_seconds(plan, "matmul") - spent for plan, spent in zip(sides, own, strict=True)]
-    between, update, bubble = ([_seconds(plan, name) for plan in sides] for name in ("memory", "optimizer", "bubble"))
+    names = ("memory", "optimizer", "bubble", "fixed")
+    between, update, bubble, fixed = ([_seconds(plan, name) for plan in sides] for name in names)
     policies = [f"remat={plan['setup'].get('remat', 'none')}" for plan in sides]
     parted = [
         ", ".join([policy, *_pieces(plan), *pipeline_words(plan.get("pipeline", {}))])
@@ -172,6 +173,7 @@ def _time(before: PlanData, after: PlanData) -> list[CostChange]:
         ),
         ("optimizer", update, "the update takes ", _joined(meshes, reads)),
         ("pipeline bubble", bubble, "stages are idle for ", ticks),
+        ("between steps", fixed, "the host takes ", meshes),
     )
     causes = [_cause(what, spent, words + _each(spent, notes), "s") for what, spent, words, notes in parts]
     return [*causes, *_waiting(before, after)]
@@ -313,4 +315,4 @@ def _each(values: list[float], notes: list[str], show: Callable[[float], str] = 
 
 
 def _seconds(plan: PlanData, name: str) -> float:
-    return float(plan["time"][name]["value"])
+    return float(plan["time"].get(name, {"value": 0.0})["value"])  # older plans lack some parts

@@ -284,4 +284,7 @@ class _Drawing:
             if time.bubble.value > 0:
                 made.bars.append(StepBar("compute", at, time.bubble.value, KINDS[-1], "bubble", time.bubble.note))
                 at += time.bubble.value
+            if time.fixed.value > 0:
+                made.bars.append(StepBar("compute", at, time.fixed.value, WAITING, "waits", time.fixed.note))
+                at += time.fixed.value
         made.seconds = at

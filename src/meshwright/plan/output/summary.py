@@ -16,13 +16,14 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.search import Rejected, Search
 
 ASSUMED_STORAGE = f"{format_bytes(STORAGE_PER_HOST)}/s per host, at most {format_bytes(STORAGE_MOST)}/s"
-PARTS = ("matmul", "memory", "exposed", "bubble", "optimizer")
+PARTS = ("matmul", "memory", "exposed", "bubble", "optimizer", "fixed")
 PART_NAMES = {
     "matmul": "matmuls",
     "memory": "memory traffic",
     "exposed": "exposed communication",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
+    "fixed": "between steps",
 }
 
 
@@ -125,7 +126,7 @@ def band_words(time: TimePlan) -> str:
 
     >>> from meshwright.plan.costs.step_time import Estimate
     >>> second = Estimate(1.0, "s", "assumed")
-    >>> band_words(TimePlan(*[second] * 7, error=0.25))
+    >>> band_words(TimePlan(*[second] * 8, error=0.25))
     '800 ms to 1.25 s'
     """
     shortest, longest = time.band

@@ -9,11 +9,12 @@ from meshwright.layout.leaf import leaf_rows
 from meshwright.loop.report.placement_section import leaf_pictures, leaf_table
 from meshwright.mesh.string import parse_mesh
 from meshwright.pages import Markup, Section, fold, join, mesh_picture, prose, table
-from meshwright.plan.costs.links import LINK_SHARE, axis_links
+from meshwright.plan.costs.links import Link, axis_links
 from meshwright.plan.output.axes_picture import axes_picture
 from meshwright.plan.plan import Plan
 from meshwright.plan.target import Target
 
+GATHERS = (2**20, 2**26, 2**30)  # bytes
 LARGE = 2**20  # bytes; smaller replicated parameters are not mentioned
 
 
@@ -34,13 +35,23 @@ def machine_section(plan: Plan) -> Section:
     links = axis_links(target, spec)
     if links:
         rows = [
-            (axis, axes[axis], link.name, link.words, _speed(link.speed), _speed(link.hop_speed), link.hops, "computed")
+            (axis, axes[axis], link.name, link.words, _speed(link.speed), *_gathers(link), link.hops, "computed")
             for axis, link in links.items()
         ]
-        headings = ("axis", "devices", "link", "placement", "speed per device", "in a ring", "hops", "basis")
-        said = f"Speeds come from data sheets; collectives are assumed to reach {LINK_SHARE:.0%} of them."
-        made += [table(headings, rows, right=(1, 4, 5, 6)), prose(said)]
+        gathers = [f"gather of {format_bytes(size)}" for size in GATHERS]
+        headings = ("axis", "devices", "link", "placement", "speed per device", *gathers, "hops", "basis")
+        sources = "; ".join(dict.fromkeys(link.rates["all-gather"].source for link in links.values()))
+        words = (
+            "Speeds per device come from data sheets. A gather in which each device sends so many bytes reaches the "
+            "speed in its column, with its start and hops.",
+            f"Sources of the columns: {sources}.",
+        )
+        made += [table(headings, rows, right=(1, 4, *range(5, 6 + len(GATHERS)))), prose(*words)]
     return Section("Mesh and machine", join(made), short="Machine")
+
+
+def _gathers(link: Link) -> list[str]:
+    return [_speed(size / link.seconds("all-gather", size)) for size in GATHERS]
 
 
 def _speed(bytes_per_second: float) -> str:

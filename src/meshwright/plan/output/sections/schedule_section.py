@@ -32,7 +32,7 @@ def schedule_section(plan: Plan) -> Section:
     starts = table.start_times(forward=seconds[0], backward=seconds[1], weights=seconds[2])
     tick = 1.0
     if plan.time is not None:
-        spent = plan.time.step.value - plan.time.optimizer.value
+        spent = plan.time.step.value - plan.time.optimizer.value - plan.time.fixed.value
         tick = spent / plan.setup.num_minibatches / float(starts[-1].max())
     lanes = []
     for device in range(min(stages.count, MAX_STAGES)):

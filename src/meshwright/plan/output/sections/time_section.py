@@ -59,12 +59,14 @@ def _lanes(plan: Plan, time: TimePlan) -> list[Lane]:
     compute = time.matmul.value + time.memory.value
     waits = compute + time.exposed.value
     bubble = waits + time.bubble.value
+    update = bubble + time.optimizer.value
     spans = [
         Span(0.0, time.matmul.value, "matmuls", MATMUL, time.matmul.note),
         Span(time.matmul.value, compute, "memory", MEMORY, time.memory.note),
         Span(compute, waits, "waits", WAITING, "for exposed communication"),
         Span(waits, bubble, "bubble", BUBBLE, time.bubble.note),
-        Span(bubble, bubble + time.optimizer.value, "optimizer", OPTIMIZER, time.optimizer.note),
+        Span(bubble, update, "optimizer", OPTIMIZER, time.optimizer.note),
+        Span(update, update + time.fixed.value, "between steps", WAITING, time.fixed.note),
     ]
     found = [Lane("compute", [span for span in spans if span.end > span.start + 1e-9])]
     by_axis: dict[str, list[Span]] = {}
@@ -110,7 +112,7 @@ def pipeline_section(plan: Plan) -> Section | None:
     schedule = gpipe_schedule(stages, plan.stages.microbatches)
     tick = 1.0
     if plan.time is not None:
-        whole = (plan.time.step.value - plan.time.optimizer.value) / plan.setup.num_minibatches
+        whole = (plan.time.step.value - plan.time.optimizer.value - plan.time.fixed.value) / plan.setup.num_minibatches
         tick = whole / ((1 + BACKWARD) * schedule.num_ticks)
     rows = []
     forward = schedule.num_ticks * tick
