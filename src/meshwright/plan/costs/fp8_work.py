@@ -85,15 +85,15 @@ def fp8_work(
         tokens: tokens of a step, over all devices.
         devices: all devices; matmuls are split over them.
         tp, stages: devices over which each matrix is split, and the layers.
-        parts: minibatches and microbatches of a step, each of which casts the weights.
+        parts: minibatches and microbatches of a step. Stages cast the weights for each; others once per step.
     """
     total = sum((6 if each.learns else 4) * each.size for each in matrices) * tokens
     # Recomputation multiplies again, unless a policy saves the products.
     again = min(flops.recomputed, 2 * sum(each.size for each in matrices) * tokens)
     inputs = sum(each.count * each.rows for each in matrices if not each.shares_input) * tokens
     gradients = sum(each.count * each.columns for each in matrices) * tokens
-    weights = sum(each.size for each in matrices)
-    moved = 4 * ((inputs + gradients) / devices + parts * weights / (tp * stages))  # 16 bits are read, twice 8 written
+    weights = sum(each.size for each in matrices) * (parts if stages > 1 else 1)
+    moved = 4 * ((inputs + gradients) / devices + weights / (tp * stages))  # 16 bits are read, twice 8 written
     if fp8.scaling == "current":  # another pass takes the largest magnitudes
         moved += 2 * (inputs + gradients) / devices
     casts = sum(each.count * (2 if each.shares_input else 3) for each in matrices)

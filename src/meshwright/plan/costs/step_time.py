@@ -82,7 +82,7 @@ def step_time(
 
     Args:
         num_matmuls: number of matmuls that a device runs in a step.
-        minibatches: minibatches of a step. Each of their microbatches casts the weights.
+        minibatches: minibatches of a step.
     """
     chip, dtype = target.chip, profile.precision.compute.name
     rate, peak = target.matmul_rate(dtype), None if chip is None else chip.peak(dtype)
