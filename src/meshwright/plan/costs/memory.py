@@ -118,9 +118,7 @@ def plan_memory(
     name = "gradients" if setup.num_minibatches == 1 else NEW_GRADIENTS
     in_turn = 0.0 if profile.in_loop(setup, sizes) else math.fsum(part.bytes for part in parts if part.name == name)
     sliced = _sliced(profile, layout, setup, sizes) if in_turn and target.platform == "gpu" else 0.0
-    parts += _activation_parts(
-        profile, setup, sizes, rows=rows, target=target, reused=reused, in_turn=in_turn, sliced=sliced
-    )
+    parts += _activation_parts(profile, setup, sizes, rows, target, reused, in_turn, sliced)
     parts = _in_turn([part for part in parts if part.bytes], in_turn, sliced)
     total = sum(part.bytes for part in parts)
     if compiled is None:
@@ -231,12 +229,9 @@ def _sliced(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[str,
 
     With several minibatches, the loop over these needs them again.
     """
-    once = setup.sync == "once" and setup.num_minibatches == 1 and profile.stages(sizes, setup).count == 1
-    fsdp, size = sizes.get(GATHER_AXIS, 1), 0.0
-    for leaf in param_leaves(layout) if once and fsdp > 1 else ():
-        if leaf.name.startswith(f"params/{LAYERS}") and GATHER_AXIS in spec_axes(leaf.spec):
-            size += local_size(leaf) * fsdp * profile.widths[leaf.name.removeprefix("params/")]
-    return size
+    if setup.sync != "once" or setup.num_minibatches > 1 or profile.stages(sizes, setup).count > 1:
+        return 0.0
+    return _gathered(profile, layout, replace(setup, sync="hybrid"), sizes)[0] / 2 * profile.num_layers
 
 
 def _stage_layers(profile: JobCosts, layout: Layout, setup: Setup, target: Target) -> Part:
@@ -267,7 +262,6 @@ def _activation_parts(
     profile: JobCosts,
     setup: Setup,
     sizes: Mapping[str, int],
-    *,
     rows: int,
     target: Target,
     reused: float,
