@@ -59,19 +59,17 @@ def why_not_fused(q: Any, v: Any) -> str | None:
     """Returns why the kernels do not support these queries and values, or None.
 
     Example:
-        >>> q, v = jnp.zeros((1, 128, 1, 384), jnp.bfloat16), jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
+        >>> q, v = jnp.zeros((1, 128, 1, 96), jnp.bfloat16), jnp.zeros((1, 128, 1, 192), jnp.bfloat16)
         >>> why_not_fused(q, v)
-        'heads have 384 features of keys and 64 of values'
+        'heads have 96 features of keys and 192 of values, which are not both multiples of 64'
     """
     keys, values = q.shape[-1], v.shape[-1]
-    of_keys = pair_tiles(values, keys)
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"inputs are {q.dtype}"
     if q.shape[1] % _CHUNK_SIZES[-1]:
         return f"rows have {q.shape[1]} tokens, which is not a multiple of {_CHUNK_SIZES[-1]}"
-    # The kernels multiply whole gradients of queries and keys with them.
-    if pair_tiles(keys, values) is None or of_keys is None or of_keys.width != keys:
-        return f"heads have {keys} features of keys and {values} of values"
+    if pair_tiles(keys, values) is None:
+        return f"heads have {keys} features of keys and {values} of values, which are not both multiples of 64"
     return None
 
 
