@@ -85,16 +85,15 @@ def test_pairs_equal_plain_jax(kind, sizes, monkeypatch):
 
 @needs_mosaic
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [{"keys": 192, "values": 192}, LARGER], ids=str)
-def test_slices_of_features_add_up(kind, sizes, monkeypatch):
-    """With little shared memory: tiles of 128 columns, and 128 features at once, or 64 if that is half of them."""
+@pytest.mark.parametrize(("sizes", "width", "most"), [({"keys": 192, "values": 192}, 128, 128), (LARGER, 64, 64)])
+def test_slices_of_features_add_up(kind, sizes, width, most, monkeypatch):
+    """With shared memory for tiles of `width` columns and `most` features."""
     monkeypatch.setattr(pair_kernel, "_MULTIPROCESSORS", 2)
-    size = 128 if sizes["keys"] == 192 else 64
-    monkeypatch.setattr(pair_tiles_module, "_SLICE", size)
-    monkeypatch.setattr(pair_tiles_module, "_WIDTHS", (128, 64))
-    monkeypatch.setattr(pair_tiles_module, "_SHARED_BYTES", 128 * 128 * 2 + 3 * 64 * 128 * 2)
+    monkeypatch.setattr(pair_tiles_module, "_SLICE", most)
+    monkeypatch.setattr(pair_tiles_module, "_SHARED_BYTES", 128 * max(most, width) * 2 + 3 * 64 * width * 2)
     pair_tiles.cache_clear()
     try:
+        assert pair_tiles(sizes["keys"], 64).slices == (most, sizes["keys"] - most)
         equal_plain_jax(kind, sizes)
     finally:
         pair_tiles.cache_clear()
