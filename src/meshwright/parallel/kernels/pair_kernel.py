@@ -74,8 +74,13 @@ def gated_pairs(
     def shared(*shape: int) -> Any:
         return mosaic.SMEM(shape, x.dtype, transforms=swizzled())
 
-    views = [shared(tiles.num_stages, SIDE, tiles.width)]
-    views += [shared(tiles.num_stages, tiles.y_rows, columns) for columns in tiles.y_columns]
+    # Arrays of `y` may be smaller than a stage. Interpreted views do not share memory, so no test shows a wrong place.
+    per_stage, rest = divmod(SIDE * tiles.width, tiles.y_rows * tiles.y_columns)
+    assert not rest
+    views = [
+        shared(tiles.num_stages, SIDE, tiles.width),
+        shared(tiles.num_stages * per_stage, tiles.y_rows, tiles.y_columns),
+    ]
     if pairs.transposed:
         views.append(shared(tiles.num_stages, tiles.width, SIDE))
     num_tiles = sums * (length // TILE_ROWS) * tiles_across

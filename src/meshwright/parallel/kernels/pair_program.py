@@ -34,9 +34,7 @@ class _Slice:
 
     start: int
     num_parts: int  # of 64 features
-    y_columns: int
-    pieces_per_half: int  # 0 if `y` of 128 tokens comes at once
-    y_stages: Any
+    pieces_per_half: int  # of `y`; 0 if all of 128 tokens comes at once
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,9 @@ def pair_program(
     x, y, z, memory, rows, columns, out = (given[name] for name in ("x", "y", "z", "memory", "rows", "columns", "out"))
     x_tile, x_filled, x_emptied = (scratch[name] for name in ("x_tile", "x_filled", "x_emptied"))
     filled, emptied, numbers = (scratch[name] for name in ("filled", "emptied", "numbers"))
-    z_stages, *others = scratch["stages"]
-    memory_stages = others[-1] if pairs.transposed else z_stages
+    z_stages, y_stages, *other = scratch["stages"]
+    memory_stages = other[0] if pairs.transposed else z_stages
+    y_per_stage = SIDE * tiles.width // (tiles.y_rows * tiles.y_columns)
 
     length, width = rows.shape[2], tiles.width
     chunk_size = length // num_chunks
@@ -75,8 +74,12 @@ def pair_program(
     tiles_across, tiles_down = ceil_div(z_size, width), chunk_size // TILE_ROWS
     overlap = tiles_across * width - z_size  # columns of the last tile that the one before has as well
     slices = [
-        _Slice(sum(tiles.slices[:n]), size // SIDE, columns, size // columns if tiles.y_rows == SIDE else 0, others[n])
-        for n, (size, columns) in enumerate(zip(tiles.slices, tiles.y_columns, strict=True))
+        _Slice(
+            start=sum(tiles.slices[:n]),
+            num_parts=size // SIDE,
+            pieces_per_half=size // tiles.y_columns if tiles.y_rows == SIDE else 0,
+        )
+        for n, size in enumerate(tiles.slices)
     ]
     me, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     num_local = lax.div(num_tiles - 1 - block, lax.axis_size("block")) + 1
@@ -123,9 +126,9 @@ def pair_program(
                 mosaic.copy_gmem_to_smem(
                     y.at[
                         pl.ds(first + column * TILE_ROWS + half * SIDE, tiles.y_rows),
-                        pl.ds(p.head * x_size + some.start + piece * some.y_columns, some.y_columns),
+                        pl.ds(p.head * x_size + some.start + piece * tiles.y_columns, tiles.y_columns),
                     ],
-                    some.y_stages.at[stage],
+                    y_stages.at[stage * y_per_stage],
                     filled.at[stage],
                 )
 
@@ -251,14 +254,16 @@ def pair_program(
 
                         def score(scores: Any, half: int = half, step: Any = step, y_stage: Any = y_stage) -> Any:
                             if some.pieces_per_half:
-                                parts_per_piece = some.y_columns // SIDE
+                                parts_per_piece = tiles.y_columns // SIDE
                                 for piece in range(some.pieces_per_half):
                                     stage = ready(step + piece)
                                     for part in range(parts_per_piece):
                                         mosaic.wgmma(
                                             scores,
                                             x_tile.at[piece * parts_per_piece + part, mine],
-                                            some.y_stages.at[stage, :, pl.ds(part * SIDE, SIDE)].transpose((1, 0)),
+                                            y_stages.at[stage * y_per_stage, :, pl.ds(part * SIDE, SIDE)].transpose(
+                                                (1, 0)
+                                            ),
                                         )
                                     if piece:  # There may be more pieces than stages.
                                         mosaic.wgmma_wait(parts_per_piece)
@@ -269,8 +274,8 @@ def pair_program(
                                     mosaic.wgmma(
                                         scores,
                                         x_tile.at[part, mine],
-                                        some.y_stages.at[
-                                            stage, pl.ds(half * SIDE, SIDE), pl.ds(part * SIDE, SIDE)
+                                        y_stages.at[
+                                            stage * y_per_stage, pl.ds(half * SIDE, SIDE), pl.ds(part * SIDE, SIDE)
                                         ].transpose((1, 0)),
                                     )
                             return scores[...], stage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 from meshwright.specs import ceil_div
@@ -17,12 +18,15 @@ _SLICE = 512  # With it, a width of 256 has three stages.
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a block splits its work. A stage is `width` columns of 64 tokens, or at most as many bytes of others."""
+    """How a block splits its work. A stage is `width` columns of 64 tokens, or as many bytes of another array.
+
+    For `y`, a stage is `y_rows` tokens of one or more times `y_columns` features, of which the first are used.
+    """
 
     width: int  # columns of the result
     slices: tuple[int, ...]  # features of `x` that are in shared memory at once
     y_rows: int
-    y_columns: tuple[int, ...]  # for each slice
+    y_columns: int
     num_stages: int
 
 
@@ -44,7 +48,7 @@ def pair_tiles(x_size: int, z_size: int) -> Tiles | None:
                 continue
             y_rows = TILE_ROWS if slices == (width // 2,) else SIDE
             most = width * SIDE // y_rows
-            y_columns = tuple(max(c for c in range(SIDE, most + 1, SIDE) if size % c == 0) for size in slices)
+            y_columns = math.gcd(most, *slices)
             return Tiles(width, slices, y_rows, y_columns, min(num_stages, _MOST_STAGES))
     raise AssertionError(f"no tiles for {x_size} and {z_size} features")
 
