@@ -112,10 +112,16 @@ needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic
 
 @needs_mosaic
 @pytest.mark.slow  # interprets six kernels
-@pytest.mark.parametrize("length", [128, 384], ids=["one chunk", "three chunks"])
-def test_interpreted_kernels_equal_the_parallel_form(length):
+@pytest.mark.parametrize(
+    ("length", "keys", "values"),
+    [(128, 64, 64), (384, 64, 64), (128, 320, 640)],
+    ids=["one chunk", "three chunks", "shared columns and slices"],
+)
+def test_interpreted_kernels_equal_the_parallel_form(length, keys, values):
     rng = np.random.default_rng(0)
-    q, k, v, weights = (jnp.asarray(rng.standard_normal((1, length, 1, 64)), jnp.bfloat16) for _ in range(4))
+    q, k, v, weights = (
+        jnp.asarray(rng.standard_normal((1, length, 1, size)), jnp.bfloat16) for size in (keys, keys, values, values)
+    )
     i, f = (jnp.asarray(rng.standard_normal((1, length, 1)), jnp.float32) for _ in range(2))
     segment_ids = jnp.asarray(1 + (np.arange(length)[None] >= 50), jnp.int32)
     args = q, k, v, i - 1, f + 3

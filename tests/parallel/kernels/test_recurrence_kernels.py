@@ -71,7 +71,7 @@ def pair_arguments(pairs, *, length=256, chunk_size=128, keys=64, values=128, he
 
 LARGER = {"length": 512, "chunk_size": 256, "keys": 128, "values": 64}
 SHARED_COLUMNS = {"keys": 192, "values": 320}
-"""Tiles share columns of values (320 = 2 x 192 - 64), or with narrow tiles those of keys."""
+"""Tiles share columns of values: 320 = 2 x 192 - 64."""
 
 
 @needs_mosaic
@@ -87,7 +87,7 @@ def test_pairs_equal_plain_jax(kind, sizes, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("sizes", "width", "most"), [({"keys": 192, "values": 192}, 128, 128), (LARGER, 64, 64)])
 def test_slices_of_features_add_up(kind, sizes, width, most, monkeypatch):
-    """With shared memory for tiles of `width` columns and `most` features."""
+    """With shared memory for tiles of `width` columns and `most` features; 192 columns are two tiles that share 64."""
     monkeypatch.setattr(pair_kernel, "_MULTIPROCESSORS", 2)
     monkeypatch.setattr(pair_tiles_module, "_SLICE", most)
     monkeypatch.setattr(pair_tiles_module, "_SHARED_BYTES", 128 * max(most, width) * 2 + 3 * 64 * width * 2)
