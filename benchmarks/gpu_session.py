@@ -1,13 +1,12 @@
-"""Runs the GPU measurements that are still open, in three parts of under ten minutes each.
+"""Runs the GPU measurements that are still open, in two parts of under ten minutes each.
 
     PYTHONPATH=src python3 benchmarks/gpu_session.py --parts 1 --out results    # one H200
-    PYTHONPATH=src python3 benchmarks/gpu_session.py --parts 3 --peers FOLDER   # with the peers of decoder_h200.py
+    PYTHONPATH=src python3 benchmarks/gpu_session.py --parts 2 --peers FOLDER   # with the peers of decoder_h200.py
     PYTHONPATH=src python3 benchmarks/gpu_session.py --tiny                     # all commands at small sizes, on a CPU
 
-1. Values of all kernels, one token of the mLSTM recurrence with the kernel that no GPU has run yet, and an xLSTM that
-   generates.
-2. Losses in fp8 for a third seed: from a shared start, beside a control in bfloat16, and from random parameters.
-3. The mLSTM cell at its first shape, with values and a train step, and the 956M decoder beside torch.
+1. Values and times of the mLSTM's kernels for heads of several sizes, and losses in fp8 for a third seed from a shared
+   start.
+2. An xLSTM that generates 32 rows, which use the kernel for a token, and the 956M decoder beside torch.
 
 Each command runs in its own process, under a time limit; its output goes to `<out>/<name>.txt`. A command that would
 not fit in `--seconds` is not started. Exits with 1 if a command failed or was not run.
@@ -38,30 +37,22 @@ class Command:
 
 
 CURVES = "--parts curves --seeds 2 --variants bf16 fp8"
-SHARED = f"{CURVES} bf16_again --curve-steps 200 --shared 100 --batch 8 --rate 1e-4 --seconds 265"
+SHARED = f"{CURVES} --curve-steps 200 --shared 100 --batch 8 --rate 1e-4 --seconds 265"
 PARTS = {
     1: (
-        Command("kernel_values", "kernel_values.py", "", 150),
-        Command("mlstm_step", "mlstm_step.py", "", 180),
-        Command("generate_xlstm", "generate.py", "--model xlstm --batches 1 8", 230),
+        Command("mlstm_sizes", "mlstm_sizes.py", "", 260),
+        Command("fp8_shared", "fp8_h200.py", SHARED, 280),
     ),
     2: (
-        Command("fp8_shared", "fp8_h200.py", SHARED, 280),
-        Command("fp8_random", "fp8_h200.py", f"{CURVES} --curve-steps 300 --seconds 270", 285),
-    ),
-    3: (
-        Command("mlstm_cell", "mlstm_h200.py", "--shapes 0 --chunks 256 --values --steps 12", 260),
+        Command("generate_xlstm", "generate.py", "--model xlstm --batches 32", 200),
         Command("decoder", "decoder_h200.py", "--programs torch meshwright", 300),
     ),
 }
 # In place of the options that choose sizes.
 TINY = {
-    "kernel_values": "--tiny",
-    "mlstm_step": "--tiny --rounds 1 --tokens 2",
+    "mlstm_sizes": "--tiny --rounds 1 --inner 1",
     "generate_xlstm": "--tiny --model xlstm --batches 1",
-    "fp8_shared": f"--tiny {CURVES} bf16_again --curve-steps 4 --shared 2",
-    "fp8_random": f"--tiny {CURVES} --curve-steps 4",
-    "mlstm_cell": "--tiny --shapes 0 --chunks 16 --rounds 1 --inner 1 --values --steps 1",
+    "fp8_shared": f"--tiny {CURVES} --curve-steps 4 --shared 2",
     "decoder": "--tiny --programs meshwright --steps 1",
 }
 

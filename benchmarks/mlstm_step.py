@@ -5,8 +5,8 @@
 
 The least that a token moves is its state, read once and written once: 2 x B x H x K x V x 4 bytes, in float32. *one
 sum* is the plain form, `q C` as one sum over all keys; *parts* is `mlstm_recurrent`, which sums over parts of the keys
-first if there are few rows; *kernel* is `mlstm_recurrent(kernels=True)`, which is off by default. `--tiny` runs a small
-shape on a CPU, where the first two are the same matmul, and the kernel is interpreted.
+first if there are few rows; *kernel* is `mlstm_recurrent(kernels=True)`, the default for large states. `--tiny` runs a
+small shape on a CPU, where the first two are the same matmul, and the kernel is interpreted.
 
 Times are of `--tokens` tokens in one program with donated state, medians of `--rounds` calls of each form in a drawn
 order, beside the least at 4.8 TB/s. Inputs and the first state are random, and outputs and states of all forms must

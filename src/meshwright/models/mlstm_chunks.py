@@ -80,9 +80,8 @@ def mlstm_chunkwise(
             outputs of 0.
         return_state: whether to return the state after the last token as well.
         kernels: whether to use Pallas kernels (default: on Hopper GPUs with jax 0.11 or newer). They take 16-bit inputs
-            without `chunk_size` and states, if S is a multiple of 128, for these K and V: 64 and multiples of 64 up to
-            768; 128 and 64, 128, 256, 384, 512 or 640; 192 and 192, 384 or 576; 256 and 128, 256 or 512. In the global
-            view, they run only on one device. With True, other inputs warn that XLA's form runs.
+            without `chunk_size` and states, if S is a multiple of 128, and K and V are multiples of 64 with K at most
+            512. In the global view, they run only on one device. With True, other inputs warn that XLA's form runs.
 
     Example:
         >>> q = k = v = jnp.ones((1, 100, 2, 4))

@@ -22,11 +22,12 @@ from jax import lax
 
 from meshwright.models.mlstm import CellInputs
 from meshwright.parallel.kernels.pair_kernel import gated_pairs, register_pairs
-from meshwright.parallel.kernels.pair_tiles import Pairs, pair_tiles
+from meshwright.parallel.kernels.pair_tiles import SIDE, Pairs
 from meshwright.parallel.kernels.state_kernel import running_sums
 
 # By arithmetic: longer chunks need more pairs of tokens, shorter ones more memories (benchmarks/results/mlstm_h200.md).
 _CHUNK_SIZES = 256, 128
+_MOST_KEYS = 512  # More were not compared on a GPU.
 _LOG2_E = math.log2(math.e)
 _OUTPUTS = Pairs(name="mlstm_outputs", causal=True, normalize=True)
 _OF_VALUES = Pairs(name="mlstm_value_gradients", causal=False)
@@ -59,19 +60,20 @@ def why_not_fused(q: Any, v: Any) -> str | None:
     """Returns why the kernels do not support these queries and values, or None.
 
     Example:
-        >>> q, v = jnp.zeros((1, 128, 1, 384), jnp.bfloat16), jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
+        >>> q, v = jnp.zeros((1, 128, 1, 96), jnp.bfloat16), jnp.zeros((1, 128, 1, 192), jnp.bfloat16)
         >>> why_not_fused(q, v)
-        'heads have 384 features of keys and 64 of values'
+        'heads have 96 features of keys and 192 of values, which should be multiples of 64, with at most 512 of keys'
     """
     keys, values = q.shape[-1], v.shape[-1]
-    of_keys = pair_tiles(values, keys)
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"inputs are {q.dtype}"
     if q.shape[1] % _CHUNK_SIZES[-1]:
         return f"rows have {q.shape[1]} tokens, which is not a multiple of {_CHUNK_SIZES[-1]}"
-    # The kernels multiply whole gradients of queries and keys with them.
-    if pair_tiles(keys, values) is None or of_keys is None or of_keys.width != keys:
-        return f"heads have {keys} features of keys and {values} of values"
+    if keys % SIDE or values % SIDE or keys > _MOST_KEYS:
+        return (
+            f"heads have {keys} features of keys and {values} of values, which should be multiples of {SIDE}, with at "
+            f"most {_MOST_KEYS} of keys"
+        )
     return None
 
 

@@ -46,6 +46,7 @@ def mlstm_gradient(*given):
 
 
 GATES = [of(1, 256, 2, dtype=jnp.float32)] * 2
+SMALL_GATES = [of(1, 128, 1, dtype=jnp.float32)] * 2
 TOKEN = [of(1, 1, 2, 256), of(1, 1, 2, 256), of(1, 1, 2, 512)] + [of(1, 1, 2, dtype=jnp.float32)] * 2
 KERNELS = {
     "cast_e4m3": (functools.partial(cast_both_ways, dtype=E4M3), [of(256, 128), of(dtype=jnp.float32)], 1),
@@ -61,6 +62,7 @@ KERNELS = {
     ),
     "symmetric": (symmetric_product, [of(2, 384, 128), of(2, 384, 128)], 1),
     "mlstm": (mlstm_gradient, [of(1, 256, 2, 256), of(1, 256, 2, 256), of(1, 256, 2, 512), *GATES], 6),
+    "mlstm_slices": (mlstm_gradient, [of(1, 128, 1, 384), of(1, 128, 1, 384), of(1, 128, 1, 768), *SMALL_GATES], 6),
     "token": (functools.partial(mlstm_recurrent, kernels=True), TOKEN, 1),
 }
 

@@ -7,6 +7,7 @@ import pytest
 
 from meshwright.hardware.flops import count_flops
 from meshwright.parallel.kernels import pair_kernel
+from meshwright.parallel.kernels import pair_tiles as pair_tiles_module
 from meshwright.parallel.kernels.pair_kernel import gated_pairs, register_pairs
 from meshwright.parallel.kernels.pair_tiles import Pairs, Tiles, pair_tiles
 from meshwright.parallel.kernels.state_kernel import running_sums
@@ -37,7 +38,8 @@ TOLERANCE = 2**-8
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("keys", "values", "chunk_size", "reverse"), [(128, 64, 128, False), (256, 128, 64, True), (64, 64, 128, True)]
+    ("keys", "values", "chunk_size", "reverse"),
+    [(128, 64, 128, False), (256, 128, 64, True), (64, 64, 128, True), (192, 320, 128, False)],
 )
 def test_sums_before_each_chunk(keys, values, chunk_size, reverse):
     rng, length = np.random.default_rng(0), 256
@@ -67,12 +69,37 @@ def pair_arguments(pairs, *, length=256, chunk_size=128, keys=64, values=128, he
     return (x, y, z, normal(rng, 1, heads, chunks, keys, values), vectors), more
 
 
+LARGER = {"length": 512, "chunk_size": 256, "keys": 128, "values": 64}
+SHARED_COLUMNS = {"keys": 192, "values": 320}
+"""Tiles share columns of values: 320 = 2 x 192 - 64."""
+
+
 @needs_mosaic
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [{}, {"length": 512, "chunk_size": 256, "keys": 128, "values": 64}], ids=str)
+@pytest.mark.parametrize("sizes", [{}, LARGER, SHARED_COLUMNS], ids=str)
 def test_pairs_equal_plain_jax(kind, sizes, monkeypatch):
     """With more tiles than blocks, so that blocks reuse their memory."""
     monkeypatch.setattr(pair_kernel, "_MULTIPROCESSORS", 2)
+    equal_plain_jax(kind, sizes)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("sizes", "width", "most"), [({"keys": 192, "values": 192}, 128, 128), (LARGER, 64, 64)])
+def test_slices_of_features_add_up(kind, sizes, width, most, monkeypatch):
+    """With shared memory for tiles of `width` columns and `most` features; 192 columns are two tiles that share 64."""
+    monkeypatch.setattr(pair_kernel, "_MULTIPROCESSORS", 2)
+    monkeypatch.setattr(pair_tiles_module, "_SLICE", most)
+    monkeypatch.setattr(pair_tiles_module, "_SHARED_BYTES", 128 * max(most, width) * 2 + 3 * 64 * width * 2)
+    pair_tiles.cache_clear()
+    try:
+        assert pair_tiles(sizes["keys"], 64).slices == (most, sizes["keys"] - most)
+        equal_plain_jax(kind, sizes)
+    finally:
+        pair_tiles.cache_clear()
+
+
+def equal_plain_jax(kind, sizes):
     args, more = pair_arguments(KINDS[kind], **sizes)
     out, numbers = jax.jit(lambda args, more: gated_pairs(KINDS[kind], *args, **more))(args, more)
     expected, expected_numbers = plain_pairs(KINDS[kind], *args, **more)
@@ -85,20 +112,34 @@ def test_pairs_equal_plain_jax(kind, sizes, monkeypatch):
 @pytest.mark.parametrize(
     ("x_size", "z_size", "tiles"),
     [
-        (256, 512, Tiles(256, 64, 256, 4)),
-        (512, 256, Tiles(256, 64, 256, 3)),
-        (128, 256, Tiles(256, 128, 128, 4)),
-        (64, 256, Tiles(128, 128, 64, 4)),
-        (192, 384, Tiles(192, 64, 192, 4)),
+        (256, 512, Tiles(256, (256,), 64, 256, 4)),
+        (512, 256, Tiles(256, (512,), 64, 256, 3)),
+        (128, 256, Tiles(256, (128,), 128, 128, 4)),
+        (64, 256, Tiles(256, (64,), 64, 64, 4)),
+        (192, 384, Tiles(192, (192,), 64, 192, 4)),
+        (384, 320, Tiles(192, (384,), 64, 192, 4)),
+        (320, 64, Tiles(64, (320,), 64, 64, 4)),
+        (640, 128, Tiles(128, (640,), 64, 128, 4)),
+        (1024, 512, Tiles(256, (512, 512), 64, 256, 3)),
+        (704, 384, Tiles(192, (512, 192), 64, 64, 4)),
+        (384, 768, Tiles(256, (384,), 64, 128, 4)),
         (100, 256, None),
-        (1024, 512, None),  # more than shared memory holds
     ],
 )
 def test_tiles_fit_shared_memory(x_size, z_size, tiles):
     assert pair_tiles(x_size, z_size) == tiles
-    if tiles is not None:
-        assert tiles.y_rows * tiles.y_columns == 64 * tiles.width
-        assert 128 * max(x_size, tiles.width) * 2 + tiles.num_stages * 64 * tiles.width * 2 <= 224 * 1024
+
+
+def test_all_multiples_of_64_have_tiles():
+    for x_size in range(64, 2049, 64):
+        for z_size in range(64, 2049, 64):
+            tiles = pair_tiles(x_size, z_size)
+            assert sum(tiles.slices) == x_size
+            assert tiles.width <= z_size
+            assert all(size % tiles.y_columns == 0 for size in tiles.slices)
+            assert 64 * tiles.width % (tiles.y_rows * tiles.y_columns) == 0  # so that views can have equal stages
+            shared = 128 * max(*tiles.slices, tiles.width) * 2 + tiles.num_stages * 64 * tiles.width * 2
+            assert shared <= 224 * 1024
 
 
 @needs_mosaic

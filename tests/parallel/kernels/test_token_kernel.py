@@ -11,7 +11,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.hardware.flops import count_flops
-from meshwright.models import MLSTMState, mlstm_recurrent
+from meshwright.models import MLSTMState, mlstm, mlstm_recurrent
 from meshwright.parallel.kernels import token_kernel
 from meshwright.parallel.kernels.token_kernel import advance_memory, fits_token
 
@@ -99,6 +99,26 @@ def test_other_sizes_use_xla(monkeypatch):
     monkeypatch.setattr(token_kernel, "call_kernel", None)
     with pytest.warns(mw.MeshwrightWarning, match="XLA's form runs: heads have 64 features of keys and 128 of values"):
         recur(True, keys=64)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "values", "kernels", "uses"),
+    [
+        (64, 256, 512, None, True),  # 32 MiB
+        (63, 256, 512, None, False),
+        (64, 512, 256, None, False),
+        (2, 128, 128, True, True),
+        (64, 256, 512, False, False),
+    ],
+)
+def test_large_states_use_the_kernel_by_default(rows, keys, values, kernels, uses, monkeypatch):
+    used = []
+    monkeypatch.setattr(mlstm, "uses_kernels", lambda wanted: wanted is not False)
+    monkeypatch.setattr(mlstm, "advance_memory", lambda *args: used.append(1) or mlstm._advance(*args))
+    q, v = (jax.ShapeDtypeStruct((rows, 1, 1, size), jnp.bfloat16) for size in (keys, values))
+    gates = jax.ShapeDtypeStruct((rows, 1, 1), jnp.float32)
+    jax.eval_shape(lambda *args: mlstm_recurrent(*args, kernels=kernels), q, q, v, gates, gates)
+    assert bool(used) is uses
 
 
 def test_the_cost_is_that_of_the_operations():

@@ -26,6 +26,7 @@ from meshwright.mesh.axes import pcast_varying, varying_axes
 from meshwright.parallel.kernels.dispatch import is_interpreted, mosaic_gpu, swizzled
 from meshwright.parallel.kernels.pair_program import pair_program
 from meshwright.parallel.kernels.pair_tiles import SIDE, TILE_ROWS, Pairs, pair_tiles
+from meshwright.specs import ceil_div
 
 _MULTIPROCESSORS = 132
 
@@ -66,28 +67,35 @@ def gated_pairs(
     if pairs.own:
         inputs.append(chunk_vectors.reshape(sums * num_chunks, z_size))
     out_type = [jax.ShapeDtypeStruct((num_rows * length, num_heads * z_size), x.dtype)]
+    tiles_across = ceil_div(z_size, tiles.width)
     if pairs.normalize or pairs.own:
-        out_type.append(jax.ShapeDtypeStruct((sums, length), jnp.float32))
+        out_type.append(jax.ShapeDtypeStruct((sums, tiles_across if pairs.own else 1, length), jnp.float32))
 
     def shared(*shape: int) -> Any:
         return mosaic.SMEM(shape, x.dtype, transforms=swizzled())
 
-    views = [shared(tiles.num_stages, SIDE, tiles.width), shared(tiles.num_stages, tiles.y_rows, tiles.y_columns)]
+    # Arrays of `y` may be smaller than a stage. Interpreted views do not share memory, so no test shows a wrong place.
+    per_stage, rest = divmod(SIDE * tiles.width, tiles.y_rows * tiles.y_columns)
+    assert not rest
+    views = [
+        shared(tiles.num_stages, SIDE, tiles.width),
+        shared(tiles.num_stages * per_stage, tiles.y_rows, tiles.y_columns),
+    ]
     if pairs.transposed:
         views.append(shared(tiles.num_stages, tiles.width, SIDE))
-    num_tiles = sums * (length // TILE_ROWS) * (z_size // tiles.width)
+    num_tiles = sums * (length // TILE_ROWS) * tiles_across
     kernel = mosaic.kernel(
         functools.partial(
             pair_program, pairs=pairs, tiles=tiles, num_heads=num_heads, num_chunks=num_chunks, num_tiles=num_tiles
         ),
         out_type=out_type,
         scratch_types={
-            "x_tile": shared(max(x_size, tiles.width) // SIDE, TILE_ROWS, SIDE),
+            "x_tile": shared(max(*tiles.slices, tiles.width) // SIDE, TILE_ROWS, SIDE),
             "stages": mosaic.RefUnion(*views),
             "numbers": mosaic.SMEM((2, SIDE), jnp.float32),
             # Left operands are registers, which interpret mode (jax 0.11) does not support.
             **({"left": shared(2, SIDE, SIDE)} if is_interpreted() else {}),
-            "x_filled": mosaic.Barrier(num_barriers=x_size // SIDE),
+            "x_filled": mosaic.Barrier(num_barriers=max(tiles.slices) // SIDE),
             "x_emptied": mosaic.Barrier(num_arrivals=2),
             "filled": mosaic.Barrier(num_barriers=tiles.num_stages),
             "emptied": mosaic.Barrier(num_arrivals=2, num_barriers=tiles.num_stages),
@@ -106,7 +114,9 @@ def gated_pairs(
     )
     found = pcast_varying(tuple(kernel(*inputs)), sorted(varying_axes(x)))
     out = found[0].reshape(*x.shape[:3], z_size)
-    return out, found[1].reshape(num_rows, num_heads, length) if len(found) > 1 else None
+    if len(found) == 1:
+        return out, None
+    return out, jnp.sum(found[1], axis=1).reshape(num_rows, num_heads, length)
 
 
 def register_pairs(pairs: Pairs) -> None:

@@ -3,9 +3,10 @@
 Work comes in tiles of 128 tokens and `Tiles.width` features of the result. A ring of stages in shared memory holds the
 operands of the next steps of a tile, in this order:
 
-1. for every tile of 128 columns with pairs, twice: `y` of 64 tokens, and `z` of the same tokens;
-2. 64 rows of the chunk's memory at a time;
-3. `own` of both multiplying warpgroups, if needed. Results leave through the memory of `x`.
+1. for each slice of the features of `x`, because scores are sums over features:
+   for every tile of 128 columns with pairs, twice: `y` of 64 tokens, and `z` of the same tokens;
+   then 64 rows of the chunk's memory at a time;
+2. `own` of both multiplying warpgroups, if needed. Results leave through the memory of `x`.
 
 All warpgroups count steps alike. Both multiplying warpgroups wait for every step, including those they do not read, so
 that barriers stay in phase.
@@ -13,6 +14,7 @@ that barriers stay in phase.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +23,18 @@ from jax import lax
 
 from meshwright.parallel.kernels.dispatch import is_interpreted, mosaic_gpu
 from meshwright.parallel.kernels.pair_tiles import SIDE, TILE_ROWS, Pairs, Tiles
+from meshwright.specs import ceil_div
 
 _FETCHING_REGISTERS, _MULTIPLYING_REGISTERS = 40, 232
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Features of `x` that are in shared memory at once."""
+
+    start: int
+    num_parts: int  # of 64 features
+    pieces_per_half: int  # of `y`; 0 if all of 128 tokens comes at once
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,7 @@ class _Place:
     chunk: Any
     down: Any
     across: Any
+    column: Any  # first column of the tile
 
 
 def pair_program(
@@ -53,12 +66,21 @@ def pair_program(
     filled, emptied, numbers = (scratch[name] for name in ("filled", "emptied", "numbers"))
     z_stages, y_stages, *other = scratch["stages"]
     memory_stages = other[0] if pairs.transposed else z_stages
+    y_per_stage = SIDE * tiles.width // (tiles.y_rows * tiles.y_columns)
 
     length, width = rows.shape[2], tiles.width
     chunk_size = length // num_chunks
     x_size, z_size = x.shape[1] // num_heads, z.shape[1] // num_heads
-    x_parts, tiles_across, tiles_down = x_size // SIDE, z_size // width, chunk_size // TILE_ROWS
-    pieces_per_half = x_size // tiles.y_columns if tiles.y_rows == SIDE else 0
+    tiles_across, tiles_down = ceil_div(z_size, width), chunk_size // TILE_ROWS
+    overlap = tiles_across * width - z_size  # columns of the last tile that the one before has as well
+    slices = [
+        _Slice(
+            start=sum(tiles.slices[:n]),
+            num_parts=size // SIDE,
+            pieces_per_half=size // tiles.y_columns if tiles.y_rows == SIDE else 0,
+        )
+        for n, size in enumerate(tiles.slices)
+    ]
     me, block = lax.axis_index("warpgroup"), lax.axis_index("block")
     num_local = lax.div(num_tiles - 1 - block, lax.axis_size("block")) + 1
 
@@ -67,7 +89,8 @@ def pair_program(
         across, tile = lax.rem(tile, tiles_across), lax.div(tile, tiles_across)
         down, tile = lax.rem(tile, tiles_down), lax.div(tile, tiles_down)
         chunk, which = lax.rem(tile, num_chunks), lax.div(tile, num_chunks)
-        return _Place(lax.div(which, num_heads), lax.rem(which, num_heads), which, chunk, down, across)
+        column = jnp.minimum(across * width, z_size - width) if overlap else across * width
+        return _Place(lax.div(which, num_heads), lax.rem(which, num_heads), which, chunk, down, across, column)
 
     def column_range(down: Any) -> tuple[Any, Any]:
         """Tiles of 128 columns with pairs of this tile of rows."""
@@ -85,23 +108,27 @@ def pair_program(
             p = place_of(number)
             first = p.row * length + p.chunk * chunk_size
 
-            def fetch_x() -> None:
-                pl.when(number > 0)(lambda: mosaic.barrier_wait(x_emptied))
-                for part in range(x_parts):
+            def fetch_x(some: _Slice) -> None:
+                if some.start:
+                    mosaic.barrier_wait(x_emptied)
+                else:
+                    pl.when(number > 0)(lambda: mosaic.barrier_wait(x_emptied))
+                feature = p.head * x_size + some.start
+                for part in range(some.num_parts):
                     mosaic.copy_gmem_to_smem(
-                        x.at[pl.ds(first + p.down * TILE_ROWS, TILE_ROWS), pl.ds(p.head * x_size + part * SIDE, SIDE)],
+                        x.at[pl.ds(first + p.down * TILE_ROWS, TILE_ROWS), pl.ds(feature + part * SIDE, SIDE)],
                         x_tile.at[part],
                         x_filled.at[part],
                     )
 
-            def fetch_y(half: int, piece: int, column: Any, step: Any) -> None:
+            def fetch_y(some: _Slice, half: int, piece: int, column: Any, step: Any) -> None:
                 stage = stage_for(step)
                 mosaic.copy_gmem_to_smem(
                     y.at[
                         pl.ds(first + column * TILE_ROWS + half * SIDE, tiles.y_rows),
-                        pl.ds(p.head * x_size + piece * tiles.y_columns, tiles.y_columns),
+                        pl.ds(p.head * x_size + some.start + piece * tiles.y_columns, tiles.y_columns),
                     ],
-                    y_stages.at[stage],
+                    y_stages.at[stage * y_per_stage],
                     filled.at[stage],
                 )
 
@@ -110,38 +137,43 @@ def pair_program(
                 mosaic.copy_gmem_to_smem(
                     z.at[
                         pl.ds(first + column * TILE_ROWS + half * SIDE, SIDE),
-                        pl.ds(p.head * z_size + p.across * width, width),
+                        pl.ds(p.head * z_size + p.column, width),
                     ],
                     z_stages.at[stage],
                     filled.at[stage],
                 )
 
-            def one_column(column: Any, step: Any) -> Any:
-                for half in range(2):
-                    for piece in range(pieces_per_half or 1 - half):
-                        fetch_y(half, piece, column, step)
+            def one_slice(some: _Slice, step: Any) -> Any:
+                def one_column(column: Any, step: Any) -> Any:
+                    for half in range(2):
+                        for piece in range(some.pieces_per_half or 1 - half):
+                            fetch_y(some, half, piece, column, step)
+                            step += 1
+                        fetch_z(half, column, step)
                         step += 1
-                    fetch_z(half, column, step)
+                    return step
+
+                fetch_x(some)
+                step = lax.fori_loop(*column_range(p.down), one_column, step)
+                for part in range(some.num_parts):
+                    stage = stage_for(step)
+                    base, feature = p.which * num_chunks + p.chunk, some.start + part * SIDE
+                    if pairs.transposed:
+                        source = memory.at[pl.ds(base * z_size + p.column, width), pl.ds(feature, SIDE)]
+                    else:
+                        source = memory.at[pl.ds(base * x_size + feature, SIDE), pl.ds(p.column, width)]
+                    mosaic.copy_gmem_to_smem(source, memory_stages.at[stage], filled.at[stage])
                     step += 1
                 return step
 
-            fetch_x()
-            step = lax.fori_loop(*column_range(p.down), one_column, step)
-            for part in range(x_parts):
-                stage = stage_for(step)
-                base = p.which * num_chunks + p.chunk
-                if pairs.transposed:
-                    source = memory.at[pl.ds(base * z_size + p.across * width, width), pl.ds(part * SIDE, SIDE)]
-                else:
-                    source = memory.at[pl.ds(base * x_size + part * SIDE, SIDE), pl.ds(p.across * width, width)]
-                mosaic.copy_gmem_to_smem(source, memory_stages.at[stage], filled.at[stage])
-                step += 1
+            for some in slices:
+                step = one_slice(some, step)
             for half in range(2 if pairs.own else 0):
                 stage = stage_for(step)
                 mosaic.copy_gmem_to_smem(
                     given["own"].at[
                         pl.ds(first + p.down * TILE_ROWS + half * SIDE, SIDE),
-                        pl.ds(p.head * z_size + p.across * width, width),
+                        pl.ds(p.head * z_size + p.column, width),
                     ],
                     z_stages.at[stage],
                     filled.at[stage],
@@ -213,7 +245,7 @@ def pair_program(
                         counts = (s >= t) & (s <= down(bound))
                     return jnp.exp2(jnp.where(counts, log, -jnp.inf))
 
-                def one_column(column: Any, carry: Any) -> Any:
+                def one_column(some: _Slice, column: Any, carry: Any) -> Any:
                     step, size = carry
                     y_stage = None
                     for half in range(2):
@@ -221,43 +253,40 @@ def pair_program(
                         logs = of_columns("column", first)
 
                         def score(scores: Any, half: int = half, step: Any = step, y_stage: Any = y_stage) -> Any:
-                            stages = []
-                            if pieces_per_half:
-                                for piece in range(pieces_per_half):
-                                    stages.append(ready(step + piece))
-                                    for part in range(tiles.y_columns // SIDE):
-                                        which_part = piece * (tiles.y_columns // SIDE) + part
+                            if some.pieces_per_half:
+                                parts_per_piece = tiles.y_columns // SIDE
+                                for piece in range(some.pieces_per_half):
+                                    stage = ready(step + piece)
+                                    for part in range(parts_per_piece):
                                         mosaic.wgmma(
                                             scores,
-                                            x_tile.at[which_part, mine],
-                                            y_stages.at[stages[-1], :, pl.ds(part * SIDE, SIDE)].transpose((1, 0)),
+                                            x_tile.at[piece * parts_per_piece + part, mine],
+                                            y_stages.at[stage * y_per_stage, :, pl.ds(part * SIDE, SIDE)].transpose(
+                                                (1, 0)
+                                            ),
                                         )
+                                    if piece:  # There may be more pieces than stages.
+                                        mosaic.wgmma_wait(parts_per_piece)
+                                        done(lax.rem(step + piece - 1, tiles.num_stages))
                             else:
                                 stage = ready(step) if half == 0 else y_stage
-                                for part in range(x_parts):
+                                for part in range(some.num_parts):
                                     mosaic.wgmma(
                                         scores,
                                         x_tile.at[part, mine],
                                         y_stages.at[
-                                            stage, pl.ds(half * SIDE, SIDE), pl.ds(part * SIDE, SIDE)
+                                            stage * y_per_stage, pl.ds(half * SIDE, SIDE), pl.ds(part * SIDE, SIDE)
                                         ].transpose((1, 0)),
                                     )
-                                stages.append(stage)
-                            return scores[...], *stages
+                            return scores[...], stage
 
-                        scores, *stages = pl.run_scoped(score, mosaic.ACC(square, jnp.float32))
-                        if pieces_per_half:
-                            step += pieces_per_half
-                            for stage in stages:
-                                done(stage)
-                        elif half == 0:
-                            (y_stage,) = stages
-                            step += 1
-                        else:
+                        scores, y_stage = pl.run_scoped(score, mosaic.ACC(square, jnp.float32))
+                        step += some.pieces_per_half or 1 - half
+                        if some.pieces_per_half or half:
                             done(y_stage)
-                        if pairs.bias == "row":
+                        if pairs.bias == "row" and not some.start:
                             scores = scores + down(row_bias)
-                        elif pairs.bias == "column":
+                        elif pairs.bias == "column" and not some.start:
                             scores = scores + along(of_columns("column_bias", first))
                         weighted = scores * weights(first, logs)
                         if pairs.normalize:
@@ -268,19 +297,25 @@ def pair_program(
                         step += 1
                     return step, size
 
-                for part in range(x_parts):
-                    mosaic.barrier_wait(x_filled.at[part])
                 size = mosaic.layout_cast(jnp.zeros(SIDE, jnp.float32), by_row)
-                step_now, size = lax.fori_loop(*column_range(p.down), one_column, (step, size))
-                inter = of_rows("inter")
-                for part in range(x_parts):
-                    some = mosaic.load(x_tile.at[part, mine], layout=mosaic.Layout.WGMMA).astype(jnp.float32)
-                    some = (some * down(inter)).astype(x.dtype)
-                    stage = ready(step_now)
-                    piece = memory_stages.at[stage]
-                    add_product(total, some, piece.transpose((1, 0)) if pairs.transposed else piece)
-                    done(stage)
-                    step_now += 1
+                step_now = step
+                for some in slices:
+                    if some.start:
+                        mosaic.barrier_arrive(x_emptied)
+                    for part in range(some.num_parts):
+                        mosaic.barrier_wait(x_filled.at[part])
+                    step_now, size = lax.fori_loop(
+                        *column_range(p.down), functools.partial(one_column, some), (step_now, size)
+                    )
+                    inter = of_rows("inter")
+                    for part in range(some.num_parts):
+                        read = mosaic.load(x_tile.at[part, mine], layout=mosaic.Layout.WGMMA).astype(jnp.float32)
+                        read = (read * down(inter)).astype(x.dtype)
+                        stage = ready(step_now)
+                        piece = memory_stages.at[stage]
+                        add_product(total, read, piece.transpose((1, 0)) if pairs.transposed else piece)
+                        done(stage)
+                        step_now += 1
                 finish(p, total[...], size, step_now)
                 return step_now + (2 if pairs.own else 0)
 
@@ -302,7 +337,7 @@ def pair_program(
                     if pairs.own:
                         vector = mosaic.load(
                             given["chunk_vectors"].at[
-                                p.which * num_chunks + p.chunk, pl.ds(p.across * width + part * SIDE, SIDE)
+                                p.which * num_chunks + p.chunk, pl.ds(p.column + part * SIDE, SIDE)
                             ],
                             layout=by_column,
                             optimized=False,
@@ -311,7 +346,10 @@ def pair_program(
                         own_part = mosaic.load(
                             z_stages.at[own_stage, :, pl.ds(part * SIDE, SIDE)], layout=mosaic.Layout.WGMMA
                         )
-                        size = size + jnp.sum(some * own_part.astype(jnp.float32), axis=1)
+                        dots = jnp.sum(some * own_part.astype(jnp.float32), axis=1)
+                        if part * SIDE < overlap:
+                            dots = dots * (p.across < tiles_across - 1).astype(jnp.float32)
+                        size = size + dots
                     x_tile.at[part, mine][...] = some.astype(out.dtype)  # `x` is no longer needed.
                 if pairs.own:
                     for half in range(2):
@@ -322,13 +360,13 @@ def pair_program(
                 for part in range(width // SIDE):
                     mosaic.copy_smem_to_gmem(
                         x_tile.at[part, mine],
-                        out.at[pl.ds(first, SIDE), pl.ds(p.head * z_size + p.across * width + part * SIDE, SIDE)],
+                        out.at[pl.ds(first, SIDE), pl.ds(p.head * z_size + p.column + part * SIDE, SIDE)],
                         commit_group=False,
                     )
                 if pairs.normalize or pairs.own:
                     mosaic.copy_smem_to_gmem(
                         numbers.at[me],
-                        given["numbers_out"].at[p.which, pl.ds(start + local_row, SIDE)],
+                        given["numbers_out"].at[p.which, p.across if pairs.own else 0, pl.ds(start + local_row, SIDE)],
                         commit_group=False,
                     )
                 mosaic.commit_smem_to_gmem_group()

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
+
+from meshwright.specs import ceil_div
 
 TILE_ROWS = 128
 SIDE = 64  # Tokens of a multiplying warpgroup, and columns of a row of swizzled memory.
 _WIDTHS = (256, 192, 128, 64)
 _SHARED_BYTES = 224 * 1024  # Of 227 kB, the rest for barriers and vectors.
 _MOST_STAGES = 4
+_SLICE = 512  # With it, a width of 256 has three stages.
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a block splits its work. A stage is `width` columns of 64 tokens, or as many bytes of `y` or the memory."""
+    """How a block splits its work. A stage is `width` columns of 64 tokens, or as many bytes of another array.
+
+    For `y`, a stage is `y_rows` tokens of one or more times `y_columns` features, of which the first are used.
+    """
 
     width: int  # columns of the result
+    slices: tuple[int, ...]  # features of `x` that are in shared memory at once
     y_rows: int
     y_columns: int
     num_stages: int
@@ -24,20 +32,25 @@ class Tiles:
 
 @functools.cache
 def pair_tiles(x_size: int, z_size: int) -> Tiles | None:
-    """Returns the tiles for these numbers of features, or None if the kernel does not support them."""
+    """Returns the tiles for these numbers of features, or None if they are not multiples of 64.
+
+    All tiles have one width, so the last two may share columns; both compute them.
+    """
     if x_size % SIDE or z_size % SIDE:
         return None
-    for width in _WIDTHS:
-        if z_size % width:
-            continue
-        y_rows = SIDE if x_size >= width else TILE_ROWS
-        y_columns = width * SIDE // y_rows
-        if y_columns % SIDE or x_size % y_columns:
-            continue
-        num_stages = (_SHARED_BYTES - TILE_ROWS * max(x_size, width) * 2) // (SIDE * width * 2)
-        if num_stages >= 3:
-            return Tiles(width, y_rows, y_columns, min(num_stages, _MOST_STAGES))
-    return None
+    # Scores are computed once per tile, so fewer tiles cost less; narrower ones share fewer columns.
+    widths = sorted((width for width in _WIDTHS if width <= z_size), key=lambda width: (ceil_div(z_size, width), width))
+    parts = (*(_SLICE,) * (x_size // _SLICE), *((x_size % _SLICE,) if x_size % _SLICE else ()))
+    for width in widths:
+        for slices in ((x_size,), parts):
+            num_stages = (_SHARED_BYTES - TILE_ROWS * max(*slices, width) * 2) // (SIDE * width * 2)
+            if num_stages < 3:
+                continue
+            y_rows = TILE_ROWS if slices == (width // 2,) else SIDE
+            most = width * SIDE // y_rows
+            y_columns = math.gcd(most, *slices)
+            return Tiles(width, slices, y_rows, y_columns, min(num_stages, _MOST_STAGES))
+    raise AssertionError(f"no tiles for {x_size} and {z_size} features")
 
 
 @dataclass(frozen=True)
