@@ -25,10 +25,11 @@ from meshwright.errors import ConfigError, LayoutError, MeshwrightError, Placeme
 from meshwright.mesh.axes import axis_index
 from meshwright.mesh.current import current_mesh
 from meshwright.models.execution import Execution, Remat, recomputes_stages
+from meshwright.models.fp8_layers import AMAXES, CASTS, check_fp8, gather_beside, of_stage
 from meshwright.models.layer_context import Context, scaled_normal
 from meshwright.models.stack import run_layers
 from meshwright.models.stage_ends import gathered_ends
-from meshwright.parallel.fp8.weight import Amaxes, CastWeight
+from meshwright.parallel.fp8.weight import Amaxes
 from meshwright.parallel.fsdp import Gather
 from meshwright.parallel.lora.low_rank import Adapters
 from meshwright.parallel.pipeline.engine import pipeline
@@ -44,7 +45,6 @@ from meshwright.types import PRNGKeyArray, PyTree
 
 ENDS = ("embed/", "head/", "final_norm/")
 """Paths of the parameters outside of layers, which only the first and the last stage of a pipeline use."""
-_AMAXES, _CASTS = "fp8", "fp8_weights"  # keys of the amaxes and the weights in fp8 among the parameters of a layer
 
 Finish = Callable[[Any, Any, PyTree], PyTree]
 """`finish(h, head, targets)` computes the result from the last hidden states `[B, S, D]` and the head `[D, V]`."""
@@ -220,17 +220,17 @@ class LanguageModel(abc.ABC):
         count = int(jax.tree.leaves(params["layers"])[0].shape[0])
         each: list[dict[str, PyTree]] | None = None
         if fp8 is not None:
-            self._check_fp8(fp8, lora)
+            check_fp8(self._kind, fp8, lora)
             if stages is not None:
-                fp8 = _of_stage(fp8, stages, count).per_microbatch(num_microbatches)
+                fp8 = of_stage(fp8, stages, count).per_microbatch(num_microbatches)
                 microbatches = jnp.arange(tokens.shape[0]) // max(tokens.shape[0] // num_microbatches, 1)
                 extras["microbatch"] = microbatches
             # Amaxes are stacked like layers, and pass through the loop over layers beside them.
-            layers = {**layers, _AMAXES: fp8.tree["layers"]}
+            layers = {**layers, AMAXES: fp8.tree["layers"]}
             casts = None if fp8_weights is None else fp8_weights["layers"]
-            each = [{_CASTS: one} for one in casts] if isinstance(casts, list) else None
-            layers |= {} if casts is None or each else {_CASTS: casts}
-            gather_layers = None if gather_layers is None else _beside(gather_layers, layers)
+            each = [{CASTS: one} for one in casts] if isinstance(casts, list) else None
+            layers |= {} if casts is None or each else {CASTS: casts}
+            gather_layers = None if gather_layers is None else gather_beside(gather_layers, layers)
         own = "embed" if self.tied_embeddings else "head"
         ends = {"final_norm": params["final_norm"], own: params[own]}
 
@@ -249,8 +249,8 @@ class LanguageModel(abc.ABC):
         def stage(params: PyTree, h: Any, extras: PyTree, *, rng: Any = None, num_layers: Any = None) -> Any:
             layers, first = params
             if fp8 is not None and stages is not None:
-                taken = replace(fp8, tree=layers[_AMAXES]).of_microbatch(extras["microbatch"][0])
-                layers = {**layers, _AMAXES: taken.tree}
+                taken = replace(fp8, tree=layers[AMAXES]).of_microbatch(extras["microbatch"][0])
+                layers = {**layers, AMAXES: taken.tree}
             # Stages may differ in their number of layers; the places after the last one are computed and ignored.
             end = None if num_layers is None else first[0] + num_layers
             positions, segment_ids = extras["positions"], extras["segment_ids"]
@@ -259,7 +259,7 @@ class LanguageModel(abc.ABC):
             def block(layer: PyTree, h: Any, number: Any) -> Any:
                 if fp8 is not None:
                     layer = dict(layer)
-                    amaxes, casts = replace(fp8, tree=layer.pop(_AMAXES)), layer.pop(_CASTS, None)
+                    amaxes, casts = replace(fp8, tree=layer.pop(AMAXES)), layer.pop(CASTS, None)
                     options = {"is_gathered": gather is not None, "stages": stages, "kernels": run.kernels}
                     layer = amaxes.weights(layer, prefix="layers", casts=casts, **options)
                 key = None if rng is None else jax.random.fold_in(rng, number)
@@ -332,16 +332,6 @@ class LanguageModel(abc.ABC):
         )
         return (total, valid), metrics
 
-    def _check_fp8(self, fp8: Amaxes, lora: Adapters | None) -> None:
-        if lora is not None:
-            raise ConfigError(f"{self._kind} does not run adapters in fp8.", hint="use precision='mixed'.")
-        others = [name for name in fp8.tree if name != "layers"]
-        if others or "layers" not in fp8.tree:
-            raise ConfigError(
-                f"{self._kind} multiplies only weights of its layers in fp8; got {', '.join(others) or 'none'}.",
-                hint="choose the matmuls with a regex that matches only parameters under layers/.",
-            )
-
     def prepare(self, positions: Any) -> Any:
         """Returns values that all layers share, such as rotary tables, computed once."""
         return None
@@ -361,33 +351,6 @@ class LanguageModel(abc.ABC):
 
 def _spread(name: str, spec: P) -> Rule:
     return Rule(compile_pattern(name), spec, spread="pp")
-
-
-def _beside(gather: Gather, layers: PyTree) -> Gather:
-    """Returns a `Gather` of layers with replicated amaxes and weights in fp8, split as the parameters."""
-    added = {name: layers[name] for name in (_AMAXES, _CASTS) if name in layers}
-    specs = {**gather.specs, _AMAXES: jax.tree.map(lambda _: P(), added[_AMAXES])}
-    if _CASTS in added:
-        specs[_CASTS] = _specs_of(added[_CASTS], gather.specs)
-    dtypes = None if gather.dtypes is None else {**gather.dtypes, **jax.tree.map(lambda leaf: leaf.dtype, added)}
-    return replace(gather, specs=specs, dtypes=dtypes, amaxes=_AMAXES, casts=_CASTS if _CASTS in added else None)
-
-
-def _specs_of(casts: PyTree, specs: PyTree) -> PyTree:
-    if isinstance(casts, CastWeight):
-        return jax.tree.map(lambda _: specs, casts)
-    return {name: _specs_of(cast, specs[name]) for name, cast in casts.items()}
-
-
-def _of_stage(fp8: Amaxes, axis: str, count: int) -> Amaxes:
-    """Returns the amaxes of this device's layers, `count` on each device; the last devices may hold padding."""
-
-    def take(leaf: Any) -> Any:
-        missing = jax.lax.axis_size(axis) * count - leaf.shape[0]
-        padded = jnp.pad(leaf, ((0, missing), *((0, 0) for _ in leaf.shape[1:])))
-        return jax.lax.dynamic_slice_in_dim(padded, axis_index(axis) * count, count)
-
-    return replace(fp8, tree=jax.tree.map(take, fp8.tree))
 
 
 def _whole(params: PyTree, gather: Gather | None, name: str, lora: Adapters | None) -> PyTree:
