@@ -32,7 +32,7 @@ def sending_section(plan: Plan) -> Section:
         _too_much(plan),
         f"The largest share, {percent(largest.wire_bytes / total)}, is {largest.kind} over {largest.axis}.",
         grounds,
-        "Transfer times are computed from data sheets, each as if it ran alone.",
+        "Transfer times are computed from published rates, each as if it ran alone.",
     )
     made = [said, sent_table(plan, width=60).markup()]
     if plan.compiled is not None and plan.compiled.collectives:
