@@ -15,6 +15,7 @@ from meshwright.parallel.kernels import dispatch
 from meshwright.parallel.kernels.cast_kernel import cast_both_ways
 from meshwright.parallel.kernels.copy_kernels import cut_columns, stack
 from meshwright.parallel.kernels.gradient_kernels import residual_norm, softmax_gradient
+from meshwright.parallel.kernels.head_norm_kernel import gated_head_norm
 from meshwright.parallel.kernels.matmul_kernel import write_product
 from meshwright.parallel.kernels.symmetric_kernel import symmetric_product
 
@@ -38,6 +39,10 @@ def norm_gradient(h, scale):
     return jax.vjp(lambda *given: residual_norm(*given, axis=None, kernels=True), h, scale)[1]((h, h))
 
 
+def head_norm_gradient(h, gate, scale):
+    return jax.vjp(lambda *given: gated_head_norm(*given, kernels=True), h, gate, scale)[1](gate)
+
+
 def mlstm_gradient(*given):
     def total(*given):
         return mlstm_chunkwise(*given, kernels=True).sum().astype(jnp.float32)
@@ -53,6 +58,7 @@ KERNELS = {
     "cut": (functools.partial(cut_columns, edges=[(0, 256), (256, 768)], kernels=True), [of(64, 768)], 1),
     "stack": (lambda *arrays: stack(arrays, kernels=True), [of(64, 128)] * 6, 1),
     "norm": (norm_gradient, [of(70, 256), of(256, dtype=jnp.float32)], 1),
+    "head_norm": (head_norm_gradient, [of(1, 70, 3, 96), of(1, 70, 288), of(288, dtype=jnp.float32)], 2),
     "softmax": (softmax_gradient, [of(5, 5120), of(5, dtype=jnp.int32), of(5, dtype=jnp.float32)], 1),
     "product": (
         lambda rows, w: write_product(None, rows, w, size=8, num_blocks=1, shard_rows=48, start=0),
