@@ -5,8 +5,8 @@
 
 Products of gathered rows, symmetric products and tokens of a recurrence use integers, which are exact in float32, so
 every element must match to the bit; so must the columns of a cut weight, stacked arrays and casts to fp8. Gradients of
-norms (also of heads with a gate) and of the loss are compared with XLA in float32, relative to the largest element. Each shape runs five times,
-because a missing barrier may not show in a single run.
+norms (also of heads, with their gate) and of the loss are compared with XLA in float32, relative to the largest
+element. Each shape runs five times, because a missing barrier may not show in a single run.
 """
 
 from __future__ import annotations
@@ -218,9 +218,7 @@ def norm_differences(rows: int, features: int, dtype: str, *, times: int = 1) ->
     return largest_differences(("h", "scale"), lambda: run(h, scale, grads), true, times)
 
 
-def head_norm_differences(
-    rows: int, heads: int, features: int, dtype: str, *, times: int = 1
-) -> dict[str, float]:
+def head_norm_differences(rows: int, heads: int, features: int, dtype: str, *, times: int = 1) -> dict[str, float]:
     """Returns the largest relative differences of a gated head norm, its gradients, and dots of both."""
     keys = jax.random.split(jax.random.key(0), 4)
     h = jax.random.normal(keys[0], (1, rows, heads, features), dtype)

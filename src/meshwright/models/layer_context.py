@@ -30,7 +30,8 @@ from meshwright.types import PRNGKeyArray, PyTree
 class Context:
     """Inputs of a layer besides its parameters, with dense layers, norms and mixing of tokens for the current mesh.
 
-    Layers mix tokens only with `attend`, `remember` and `remember_gated`, so that `meshwright.generate` can add a cache to any model.
+    Layers mix tokens only with `attend`, `remember` and `remember_gated`, so that `meshwright.generate` can add a cache
+    to any model.
     """
 
     run: Execution

@@ -142,7 +142,9 @@ def test_gradients_are_summed_over_devices_once(split, monkeypatch):
     monkeypatch.setattr(head_norm_kernel, "uses_kernels", lambda wanted: wanted is not False)
     used = []
     monkeypatch.setattr(
-        head_norm_kernel, "call_kernel", lambda *args, name, **kw: used.append(name) or in_plain_jax(*args, name=name, **kw)
+        head_norm_kernel,
+        "call_kernel",
+        lambda *args, name, **kw: used.append(name) or in_plain_jax(*args, name=name, **kw),
     )
     h, gate, scale, weights = inputs((4, 40, 4, 32))
     features = "tp" if split else None

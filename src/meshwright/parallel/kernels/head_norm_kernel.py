@@ -59,9 +59,11 @@ def gated_head_norm(
         >>> gated_head_norm(h, jnp.zeros((1, 1, 4)), jnp.array([1.0, 2.0, 1.0, 1.0])).round(3).tolist()
         [[[0.5, -1.0, 0.0, 0.0]]]
     """
-    if not (fits_heads(h, gate) and uses_kernels(kernels)):
-        return _plain(eps, h, gate, scale)
-    normed: jax.Array = _gated(eps, *pcast_alike(h, gate, scale.astype(jnp.float32)))
+    normed: jax.Array
+    if fits_heads(h, gate) and uses_kernels(kernels):
+        normed = _gated(eps, *pcast_alike(h, gate, scale.astype(jnp.float32)))
+    else:
+        normed = _plain(eps, h, gate, scale)
     return normed
 
 
@@ -69,7 +71,7 @@ def fits_heads(h: Any, gate: Any) -> bool:
     """Returns whether the kernels support heads of this size and number of rows.
 
     Example:
-        >>> [fits_heads(jnp.zeros((1, 8, 2, size)), jnp.zeros((1, 8, 2 * size))) for size in (96, 100, 2048)]
+        >>> [fits_heads(jnp.zeros((1, 40, 2, size)), jnp.zeros((1, 40, 2 * size))) for size in (96, 100, 2048)]
         [True, False, False]
     """
     features = h.shape[-1]
@@ -85,14 +87,6 @@ def _plain(eps: float, h: Any, gate: Any, scale: Any) -> Any:
     return (normed * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(gate.dtype)
 
 
-# Without a gradient, XLA's form can join the operations around it, as in generation.
-_gated = jax.custom_vjp(_plain, nondiff_argnums=(0,))
-_gated.defvjp(
-    lambda eps, *given: (head_norm_forward(eps, *given), given),
-    lambda eps, given, d_y: head_norm_gradient(eps, *given, d_y)[:3],
-)
-
-
 @functools.partial(jax.jit, static_argnums=0)  # so that a kernel is lowered once for all layers
 def head_norm_forward(eps: float, h: Any, gate: Any, scale: Any, keep: Any = None) -> Any:
     """Returns `gated_head_norm(h, gate, scale)` as a kernel; check `uses_kernels` and `fits_heads` before.
@@ -100,7 +94,8 @@ def head_norm_forward(eps: float, h: Any, gate: Any, scale: Any, keep: Any = Non
     Args:
         keep: `[B, S]` in float32: rows with 0 count as 0, whatever is in them.
     """
-    (rows, flat), heads, features = _flat(h), *h.shape[2:]
+    rows, heads, features = _sizes(h)
+    flat = rows, heads * features
     (y,) = call_kernel(
         functools.partial(_forward_kernel, eps=eps, features=features),
         h.reshape(flat),
@@ -117,7 +112,8 @@ def head_norm_forward(eps: float, h: Any, gate: Any, scale: Any, keep: Any = Non
 @functools.partial(jax.jit, static_argnums=0)
 def head_norm_gradient(eps: float, h: Any, gate: Any, scale: Any, d_y: Any, keep: Any = None) -> Gradients:
     """Returns the gradients of `head_norm_forward` as a kernel."""
-    (rows, flat), heads, features = _flat(h), *h.shape[2:]
+    rows, heads, features = _sizes(h)
+    flat = rows, heads * features
     blocks, at_once = _num_blocks(rows, features), _rows_at_once(features)
     d_h, d_gate, partial, dots = call_kernel(
         functools.partial(_gradient_kernel, eps=eps, features=features),
@@ -139,13 +135,19 @@ def head_norm_gradient(eps: float, h: Any, gate: Any, scale: Any, d_y: Any, keep
     return Gradients(d_h.reshape(h.shape), d_gate.reshape(gate.shape), partial.sum(axis=0), dots)
 
 
+# Without a gradient, XLA's form can join the operations around it, as in generation.
+_gated = jax.custom_vjp(_plain, nondiff_argnums=(0,))
+_gated.defvjp(
+    lambda eps, *given: (head_norm_forward(eps, *given), given),
+    lambda eps, given, d_y: head_norm_gradient(eps, *given, d_y)[:3],
+)
 register_cost("gated_head_norm")
 register_cost("gated_head_norm_gradient", linear_in=range(2, 3))
 
 
-def _flat(h: Any) -> tuple[int, tuple[int, int]]:
-    rows = h.shape[0] * h.shape[1]
-    return rows, (rows, h.shape[2] * h.shape[3])
+def _sizes(h: Any) -> tuple[int, int, int]:
+    rows, length, heads, features = h.shape
+    return rows * length, heads, features
 
 
 def _rows_of(keep: Any) -> list[Any]:
@@ -233,9 +235,7 @@ class _Tiles(NamedTuple):
         widest = max(jnp.dtype(ref.dtype).itemsize for ref in refs)
         counts = (count for count in (8, 4, 2, 1) if features % (_LANES * count) == 0 and count * widest <= 16)
         # Blocks are asked for their indices here, because the interpreter knows them only outside of loops.
-        return cls(
-            refs[0].shape[0], features, _rows_at_once(features), next(counts), block_index(0), block_index(1)
-        )
+        return cls(refs[0].shape[0], features, _rows_at_once(features), next(counts), block_index(0), block_index(1))
 
     @property
     def shape(self) -> tuple[int, int]:
