@@ -23,7 +23,12 @@ import numpy as np
 from meshwright.parallel.fp8.casting import quantize
 from meshwright.parallel.kernels.copy_kernels import cut_columns, stack
 from meshwright.parallel.kernels.gradient_kernels import residual_norm, softmax_gradient
-from meshwright.parallel.kernels.head_norm_kernel import fits_heads, gated_head_norm, head_norm_gradient
+from meshwright.parallel.kernels.head_norm_kernel import (
+    fits_heads,
+    gated_head_norm,
+    head_norm_forward,
+    head_norm_gradient,
+)
 from meshwright.parallel.kernels.matmul_kernel import can_write, write_product
 from meshwright.parallel.kernels.symmetric_kernel import symmetric_product
 from meshwright.parallel.kernels.token_kernel import advance_memory, fits_token
@@ -219,24 +224,28 @@ def norm_differences(rows: int, features: int, dtype: str, *, times: int = 1) ->
 
 
 def head_norm_differences(rows: int, heads: int, features: int, dtype: str, *, times: int = 1) -> dict[str, float]:
-    """Returns the largest relative differences of a gated head norm, its gradients, and dots of both."""
+    """Returns the largest relative differences of a gated head norm, its gradients and dots; some rows do not count."""
     keys = jax.random.split(jax.random.key(0), 4)
     h = jax.random.normal(keys[0], (1, rows, heads, features), dtype)
     gate, d_y = (2 * jax.random.normal(key, (1, rows, heads * features), dtype) for key in keys[1:3])
     scale, eps = 1 + jax.random.normal(keys[3], (heads * features,)), 0.1
+    keep = (jnp.arange(rows) % 5 != 3)[None]
     assert fits_heads(h, gate), "the kernel does not support this size"
 
     @jax.jit
     def exactly(*given: Any) -> Any:
         h, gate, scale, d_y = (x.astype(jnp.float32) for x in given)
-        y, pull = jax.vjp(lambda *given: gated_head_norm(*given, eps=eps, kernels=False), h, gate, scale)
+
+        def norm(h: Any, *others: Any) -> Any:
+            return gated_head_norm(jnp.where(keep[..., None, None], h, 0), *others, eps=eps, kernels=False)
+
+        y, pull = jax.vjp(norm, h, gate, scale)
         d_h, *others = pull(d_y)
         return y, d_h, *others, jnp.sum(d_h * h, axis=-1)
 
-    @jax.jit
     def run(h: Any, gate: Any, scale: Any, d_y: Any) -> Any:
-        y, pull = jax.vjp(lambda *given: gated_head_norm(*given, eps=eps, kernels=True), h, gate, scale)
-        return y, *pull(d_y), head_norm_gradient(eps, h, gate, scale, d_y).dots
+        counts = keep.astype(jnp.float32)
+        return head_norm_forward(eps, h, gate, scale, counts), *head_norm_gradient(eps, h, gate, scale, d_y, counts)
 
     given = h, gate, scale, d_y
     return largest_differences(("y", "h", "gate", "scale", "dots"), lambda: run(*given), exactly(*given), times)

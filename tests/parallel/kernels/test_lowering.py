@@ -6,6 +6,7 @@ import pkgutil
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from meshwright.models import mlstm_chunkwise, mlstm_recurrent
@@ -58,6 +59,7 @@ def gated(length, features):
 
 GATES = [of(1, 256, 2, dtype=jnp.float32)] * 2
 CELL = [of(1, 256, 2, 256), of(1, 256, 2, 256), of(1, 256, 2, 512), *GATES]
+PADDED = (np.arange(256)[None] < 200).astype(np.int32)
 TOKEN = [of(1, 1, 2, 256), of(1, 1, 2, 256), of(1, 1, 2, 512)] + [of(1, 1, 2, dtype=jnp.float32)] * 2
 KERNELS = {
     "cast_e4m3": (functools.partial(cast_both_ways, dtype=E4M3), [of(256, 128), of(dtype=jnp.float32)], 1),
@@ -75,7 +77,7 @@ KERNELS = {
     "symmetric": (symmetric_product, [of(2, 384, 128), of(2, 384, 128)], 1),
     "mlstm": (mlstm_gradient, CELL, 6),
     "gated_mlstm": (
-        functools.partial(with_gradients, functools.partial(gated_mlstm, eps=1e-6)),
+        functools.partial(with_gradients, functools.partial(gated_mlstm, eps=1e-6, segment_ids=PADDED)),
         [*CELL, *gated(256, 1024)],
         8,
     ),
