@@ -29,7 +29,9 @@ from meshwright.specs import ceil_div
 _WARPS, _LANES = 4, 32
 _MOST_FEATURES = 1024  # per head; more do not fit in a warp's registers
 _ELEMENTS, _MOST_ROWS = 512, 8  # that a warp holds of each operand
-_STEPS = 32  # of a block, which writes its sums for the gradient of the scale once
+# By measurement: blocks of the forward pass are short; those of the gradient, which each write sums for the gradient of
+# the scale, all run at once. Registers allow three per multiprocessor, or two for heads of more than 512.
+_STEPS, _MULTIPROCESSORS = 16, 132
 _LOG2_E = math.log2(math.e)
 
 
@@ -96,13 +98,14 @@ def head_norm_forward(eps: float, h: Any, gate: Any, scale: Any, keep: Any = Non
     """
     rows, heads, features = _sizes(h)
     flat = rows, heads * features
+    at_once = _rows_at_once(features)
     (y,) = call_kernel(
-        functools.partial(_forward_kernel, eps=eps, features=features),
+        functools.partial(_forward_kernel, eps=eps, features=features, steps=_STEPS),
         h.reshape(flat),
         gate.reshape(flat),
         scale,
         *_rows_of(keep),
-        grid=(_num_blocks(rows, features), heads),
+        grid=(ceil_div(rows, _STEPS * at_once), heads),
         outs=[(flat, gate.dtype)],
         name="gated_head_norm",
     )
@@ -114,9 +117,10 @@ def head_norm_gradient(eps: float, h: Any, gate: Any, scale: Any, d_y: Any, keep
     """Returns the gradients of `head_norm_forward` as a kernel."""
     rows, heads, features = _sizes(h)
     flat = rows, heads * features
-    blocks, at_once = _num_blocks(rows, features), _rows_at_once(features)
+    at_once, steps = _rows_at_once(features), _gradient_steps(rows, heads, features)
+    blocks = ceil_div(rows, steps * at_once)
     d_h, d_gate, partial, dots = call_kernel(
-        functools.partial(_gradient_kernel, eps=eps, features=features),
+        functools.partial(_gradient_kernel, eps=eps, features=features, steps=steps),
         h.reshape(flat),
         gate.reshape(flat),
         d_y.reshape(flat),
@@ -158,13 +162,14 @@ def _rows_at_once(features: int) -> int:
     return _WARPS * min(max(_ELEMENTS // features, 1), _MOST_ROWS)
 
 
-def _num_blocks(rows: int, features: int) -> int:
-    return ceil_div(rows, _STEPS * _rows_at_once(features))
+def _gradient_steps(rows: int, heads: int, features: int) -> int:
+    blocks = max((3 if features <= _ELEMENTS else 2) * _MULTIPROCESSORS // heads, 1)
+    return max(ceil_div(ceil_div(rows, _rows_at_once(features)), blocks), _STEPS)
 
 
-def _forward_kernel(*refs: Any, eps: float, features: int) -> None:
+def _forward_kernel(*refs: Any, eps: float, features: int, steps: int) -> None:
     h_ref, gate_ref, scale_ref, *keep, y_ref = refs
-    tiles = _Tiles.of(features, h_ref, gate_ref)
+    tiles = _Tiles.of(features, steps, h_ref, gate_ref)
     scale = tiles.along(scale_ref)
 
     def some_rows(here: _Rows, loaded: Any, carry: Any) -> Any:
@@ -176,9 +181,9 @@ def _forward_kernel(*refs: Any, eps: float, features: int) -> None:
     tiles.for_all_rows((h_ref, gate_ref), some_rows, jnp.int32(0))
 
 
-def _gradient_kernel(*refs: Any, eps: float, features: int) -> None:
+def _gradient_kernel(*refs: Any, eps: float, features: int, steps: int) -> None:
     h_ref, gate_ref, d_y_ref, scale_ref, *keep, d_h_ref, d_gate_ref, d_scale_ref, dots_ref = refs
-    tiles = _Tiles.of(features, h_ref, gate_ref, d_y_ref)
+    tiles = _Tiles.of(features, steps, h_ref, gate_ref, d_y_ref)
     scale = tiles.along(scale_ref)
 
     def some_rows(here: _Rows, loaded: Any, d_scale: Any) -> Any:
@@ -225,17 +230,19 @@ class _Tiles(NamedTuple):
 
     num_rows: int
     features: int
+    most_steps: int  # of a block
     at_once: int
     per_load: int  # elements that a lane loads at once, at most 16 bytes
     block: Any
     head: Any
 
     @classmethod
-    def of(cls, features: int, *refs: Any) -> _Tiles:
+    def of(cls, features: int, steps: int, *refs: Any) -> _Tiles:
         widest = max(jnp.dtype(ref.dtype).itemsize for ref in refs)
         counts = (count for count in (8, 4, 2, 1) if features % (_LANES * count) == 0 and count * widest <= 16)
         # Blocks are asked for their indices here, because the interpreter knows them only outside of loops.
-        return cls(refs[0].shape[0], features, _rows_at_once(features), next(counts), block_index(0), block_index(1))
+        rows, at_once = refs[0].shape[0], _rows_at_once(features)
+        return cls(rows, features, steps, at_once, next(counts), block_index(0), block_index(1))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -289,8 +296,8 @@ class _Tiles(NamedTuple):
 
         If `at_once` does not divide their number, the last rows overlap with those before.
         """
-        first = self.block * _STEPS * self.at_once
-        steps = jnp.minimum(_STEPS, lax.div(self.num_rows - first + self.at_once - 1, self.at_once))
+        first = self.block * self.most_steps * self.at_once
+        steps = jnp.minimum(self.most_steps, lax.div(self.num_rows - first + self.at_once - 1, self.at_once))
 
         def start_of(index: Any) -> Any:
             return jnp.minimum(first + index * self.at_once, self.num_rows - self.at_once)
