@@ -198,18 +198,27 @@ def _gradient_kernel(*refs: Any, eps: float, features: int, steps: int) -> None:
         tiles.store(d_h_ref, here, d_h)
         tiles.store(d_gate_ref, here, d_gate)
         # sum(d_h * h): all of it cancels but the part of `eps`.
-        dots_ref.at[tiles.head, here.place][...] = along * (inverse * inverse * (features * eps))
+        _store(dots_ref.at[tiles.head, here.place], along * (inverse * inverse * (features * eps)))
         more = d_normed * unit
         return d_scale + (more if here.is_new is None else jnp.where(here.is_new, more, 0.0))
 
     total = tiles.for_all_rows((h_ref, gate_ref, d_y_ref), some_rows, tiles.zeros())
-    d_scale_ref.at[_slice(tiles.block * tiles.at_once, tiles.at_once), tiles.columns][...] = total
+    _store(d_scale_ref.at[_slice(tiles.block * tiles.at_once, tiles.at_once), tiles.columns], total)
 
 
 def _slice(start: Any, size: int) -> Any:
     from jax.experimental import pallas as pl
 
     return pl.ds(start, size)
+
+
+def _store(ref: Any, value: Any) -> None:
+    # Since jax 0.12, an assignment refuses narrow stores, which small heads and the dot products need.
+    store = None if is_interpreted() else getattr(mosaic_gpu(), "store", None)
+    if store is None:
+        ref[...] = value
+    else:
+        store(ref, value, optimized=False)
 
 
 def _sigmoid(x: Any) -> Any:
@@ -267,7 +276,7 @@ class _Tiles(NamedTuple):
         return mosaic_gpu().load(ref, layout=layout, optimized=False)
 
     def store(self, ref: Any, here: _Rows, value: Any) -> None:
-        ref.at[here.place, self.columns][...] = value.astype(ref.dtype)
+        _store(ref.at[here.place, self.columns], value.astype(ref.dtype))
 
     def along(self, ref: Any) -> Any:
         """Loads the head's part of a vector, the same for all rows."""
