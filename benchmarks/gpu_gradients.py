@@ -347,6 +347,7 @@ def paths(text: str) -> dict[str, str]:
     return {
         "attention": attention_path(text, [target for target, _ in calls]),
         "norm": kernel("residual_norm_gradient"),
+        "head norm": kernel("gated_head_norm_gradient"),
         "loss": kernel("softmax_gradient"),
         "stack": kernel("stack"),
         "cell": kernel("mlstm_outputs"),

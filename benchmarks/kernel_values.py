@@ -5,8 +5,8 @@
 
 Products of gathered rows, symmetric products and tokens of a recurrence use integers, which are exact in float32, so
 every element must match to the bit; so must the columns of a cut weight, stacked arrays and casts to fp8. Gradients of
-norms and of the loss are compared with XLA in float32, relative to the largest element. Each shape runs five times,
-because a missing barrier may not show in a single run.
+norms (also of heads, with their gate) and of the loss are compared with XLA in float32, relative to the largest
+element. Each shape runs five times, because a missing barrier may not show in a single run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ import numpy as np
 from meshwright.parallel.fp8.casting import quantize
 from meshwright.parallel.kernels.copy_kernels import cut_columns, stack
 from meshwright.parallel.kernels.gradient_kernels import residual_norm, softmax_gradient
+from meshwright.parallel.kernels.head_norm_kernel import (
+    fits_heads,
+    gated_head_norm,
+    head_norm_forward,
+    head_norm_gradient,
+)
 from meshwright.parallel.kernels.matmul_kernel import can_write, write_product
 from meshwright.parallel.kernels.symmetric_kernel import symmetric_product
 from meshwright.parallel.kernels.token_kernel import advance_memory, fits_token
@@ -76,6 +82,14 @@ NORMS: list[tuple[int, int, str, float]] = [
     (32768, 2048, "bfloat16", 8e-3),
     (4100, 4096, "float32", 4e-6),
 ]
+# Rows, heads, features of a head, dtype, largest relative difference, as above.
+HEADS: list[tuple[int, int, int, str, float]] = [
+    (70, 2, 64, "bfloat16", 8e-3),
+    (37, 3, 96, "float32", 4e-6),
+    (32768, 4, 512, "bfloat16", 8e-3),
+    (4099, 8, 256, "float32", 4e-6),
+    (1025, 2, 1024, "float32", 4e-6),
+]
 # Rows, logits, dtype, largest relative difference.
 LOSSES: list[tuple[int, int, str, float]] = [
     (6, 2056, "float32", 1e-5),
@@ -99,12 +113,12 @@ def main() -> None:
         found |= {f"casts {shape}": wrong_casts(*shape, times=times) for shape in CASTS[:few]}
         found |= {f"tokens {shape}": wrong_tokens(*shape, times=times) for shape in TOKENS[:few]}
         apart = {f"norms {shape}": norm_differences(*shape[:3], times=times) for shape in NORMS[:few]}
+        apart |= {f"heads {shape}": head_norm_differences(*shape[:4], times=times) for shape in HEADS[:few]}
         apart |= {f"losses {shape}": loss_differences(*shape[:3], times=times) for shape in LOSSES[:few]}
     for what, count in found.items():
         print(f"{what}: {count} elements differ")
-    allowed = {
-        f"{what} {shape}": shape[3] for what, shapes in (("norms", NORMS), ("losses", LOSSES)) for shape in shapes
-    }
+    tables: dict[str, list[Any]] = {"norms": NORMS, "heads": HEADS, "losses": LOSSES}
+    allowed = {f"{what} {shape}": shape[-1] for what, shapes in tables.items() for shape in shapes}
     for what, differences in apart.items():
         print(f"{what}: {' '.join(f'{name} {value:.1e}' for name, value in differences.items())}")
     far = [what for what, differences in apart.items() if not max(differences.values()) <= allowed[what]]
@@ -207,6 +221,34 @@ def norm_differences(rows: int, features: int, dtype: str, *, times: int = 1) ->
 
     true = exactly(h, scale, grads)
     return largest_differences(("h", "scale"), lambda: run(h, scale, grads), true, times)
+
+
+def head_norm_differences(rows: int, heads: int, features: int, dtype: str, *, times: int = 1) -> dict[str, float]:
+    """Returns the largest relative differences of a gated head norm, its gradients and dots; some rows do not count."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    h = jax.random.normal(keys[0], (1, rows, heads, features), dtype)
+    gate, d_y = (2 * jax.random.normal(key, (1, rows, heads * features), dtype) for key in keys[1:3])
+    scale, eps = 1 + jax.random.normal(keys[3], (heads * features,)), 0.1
+    keep = (jnp.arange(rows) % 5 != 3)[None]
+    assert fits_heads(h, gate), "the kernel does not support this size"
+
+    @jax.jit
+    def exactly(*given: Any) -> Any:
+        h, gate, scale, d_y = (x.astype(jnp.float32) for x in given)
+
+        def norm(h: Any, *others: Any) -> Any:
+            return gated_head_norm(jnp.where(keep[..., None, None], h, 0), *others, eps=eps, kernels=False)
+
+        y, pull = jax.vjp(norm, h, gate, scale)
+        d_h, *others = pull(d_y)
+        return y, d_h, *others, jnp.sum(d_h * h, axis=-1)
+
+    def run(h: Any, gate: Any, scale: Any, d_y: Any) -> Any:
+        counts = keep.astype(jnp.float32)
+        return head_norm_forward(eps, h, gate, scale, counts), *head_norm_gradient(eps, h, gate, scale, d_y, counts)
+
+    given = h, gate, scale, d_y
+    return largest_differences(("y", "h", "gate", "scale", "dots"), lambda: run(*given), exactly(*given), times)
 
 
 def loss_differences(rows: int, size: int, dtype: str, *, times: int = 1) -> dict[str, float]:

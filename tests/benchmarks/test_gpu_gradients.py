@@ -69,6 +69,7 @@ def test_a_wrong_or_nan_gradient_fails(script):
         ),
         ([call("__gpu$xla.gpu.triton", "jit(step)/residual_norm_gradient/pallas_call")], "norm", "Pallas x1"),
         ([call("__gpu$xla.gpu.triton", "jit(step)/residual_norm_gradient/pallas_call")], "loss", "XLA"),
+        ([call("mosaic_gpu_v2", "jit(step)/jit(f)/gated_head_norm_gradient/mpmd_map")], "head norm", "Pallas x1"),
         ([call("__gpu$xla.gpu.triton", "jvp(loss)/softmax_gradient/pallas_call")], "loss", "Pallas x1"),
         ([call("__gpu$xla.gpu.triton", "transpose(jvp(stack))/pallas_call")] * 2, "stack", "Pallas x2"),
         ([call("__cublas$lt$matmul")] * 3, "matmuls", "cublas$lt$matmul x3"),

@@ -11,7 +11,7 @@ import pytest
 import meshwright as mw
 from meshwright.errors import MeshwrightWarning
 from meshwright.models import XLSTM, Decoder, Execution, layer_context
-from meshwright.parallel.kernels import copy_kernels, gradient_kernels
+from meshwright.parallel.kernels import copy_kernels, gradient_kernels, head_norm_kernel
 from meshwright.parallel.kernels import dispatch as kernels
 from meshwright.train import language_job
 from meshwright.train.gradients import make_gradients
@@ -63,14 +63,15 @@ def counting(used, call):
 @pytest.mark.parametrize("name", ["decoder", "xlstm"])
 def test_kernels_do_not_change_loss_or_gradients(name, monkeypatch):
     used = []
-    for module in (copy_kernels, gradient_kernels):
+    for module in (copy_kernels, gradient_kernels, head_norm_kernel):
         monkeypatch.setattr(module, "call_kernel", counting(used, kernels.call_kernel))
     mesh = mw.create_mesh("dp:1", devices=1)
     # The mLSTM's kernels need larger chunks and heads, and say so.
     falls_back = pytest.warns(MeshwrightWarning, match="kernels=True, but XLA's form runs: chunk_size is 8")
     with falls_back if name == "xlstm" else contextlib.nullcontext():
         found = loss_and_gradients(MODELS[name], mesh, True)
-    assert set(used) == {"residual_norm_gradient", "softmax_gradient", "stack"}
+    of_heads = {"gated_head_norm", "gated_head_norm_gradient"} if name == "xlstm" else set()
+    assert set(used) == {"residual_norm_gradient", "softmax_gradient", "stack"} | of_heads
     assert_same(found, loss_and_gradients(MODELS[name], mesh, False))
 
 

@@ -10,9 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.models import mlstm_chunks, mlstm_chunkwise, mlstm_hopper, mlstm_parallel
+from meshwright.models.mlstm_chunks import gated_mlstm
 from meshwright.models.mlstm_hopper import can_fuse
 from meshwright.parallel import local_map
+from meshwright.parallel.kernels import head_norm_kernel
+from meshwright.parallel.kernels.head_norm_kernel import gated_head_norm
 
+from ..parallel.kernels.plain_head_norm import in_plain_jax
 from ..parallel.kernels.recurrence import plain_pairs, plain_sums
 
 B, S, H, K, V = 2, 256, 2, 16, 24
@@ -76,6 +80,52 @@ def test_outputs_and_gradients_equal_the_parallel_form(forget, segments, stand_i
         assert error < (2e-3 if name == "f" else 2e-4), name
 
 
+def gated_tokens(eps):
+    """Inputs of a cell and of the norm of its outputs, which are about as large as the root of `eps`."""
+    q, k, _, i, f = tokens(forget=4.0)
+    rng, size = np.random.default_rng(3), 32
+    v = eps**0.5 * rng.standard_normal((B, S, H, size)).astype(np.float32)
+    gate, weights = rng.standard_normal((2, B, S, H * size)).astype(np.float32)
+    return (q, k, v, i, f, gate, 1 + rng.standard_normal(H * size).astype(np.float32)), weights
+
+
+@pytest.fixture
+def norms(monkeypatch):
+    """Computes the norm's kernels in plain JAX, also where one device would interpret them, and records their names."""
+    used = []
+
+    def call(*args, name, **options):
+        used.append(name)
+        return in_plain_jax(*args, name=name, **options)
+
+    monkeypatch.setattr(head_norm_kernel, "call_kernel", call)
+    for function in (head_norm_kernel.head_norm_forward, head_norm_kernel.head_norm_gradient):
+        function.clear_cache()
+    yield used
+    for function in (head_norm_kernel.head_norm_forward, head_norm_kernel.head_norm_gradient):
+        function.clear_cache()
+
+
+@pytest.mark.parametrize("segments", ["one document", "packed"])
+def test_with_the_norm_gradients_equal_the_parallel_form(segments, stand_ins, norms):
+    eps = 1e-4
+    args, weights = gated_tokens(eps)
+    segment_ids = packed() if segments == "packed" else None
+    found = values_and_gradients(
+        lambda *a: gated_mlstm(*a, eps=eps, segment_ids=segment_ids, kernels=True), args, weights
+    )
+    assert norms == ["gated_head_norm", "gated_head_norm_gradient"]
+    assert len(stand_ins) == 6
+
+    def exactly(*args):
+        return gated_head_norm(mlstm_parallel(*args[:5], segment_ids=segment_ids), *args[5:], eps=eps, kernels=False)
+
+    exact = values_and_gradients(exactly, args, weights)
+    for name, got, true in zip(("y", *NAMES[1:], "gate", "scale"), found, exact, strict=True):
+        error = np.linalg.norm(got - true) / np.linalg.norm(true)
+        assert error < (2e-3 if name == "f" else 2e-4), name  # the bounds above
+
+
 def test_gates_of_any_size_stay_finite(stand_ins):
     q, k, v, i, f = tokens()
     i = i.copy()
@@ -103,6 +153,25 @@ def test_split_rows_and_heads_equal_one_device(stand_ins):
     )
     found = jax.jit(jax.value_and_grad(split, argnums=range(5)))(*args, weights)
     exact = jax.jit(jax.value_and_grad(loss, argnums=range(5)))(*args, weights)
+    for got, true in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(got, true, rtol=1e-4, atol=1e-4 * np.abs(true).max())
+
+
+def test_with_the_norm_split_rows_and_heads_equal_one_device(stand_ins, norms):
+    args, weights = gated_tokens(1e-4)
+
+    def loss(*args):
+        return jnp.sum(gated_mlstm(*args[:-1], eps=1e-4, kernels=True) * args[-1])
+
+    heads, features = P("dp", None, "tp"), P("tp")
+    split = local_map(
+        lambda *a: jax.lax.psum(loss(*a), ("dp", "tp")),
+        mesh=mw.create_mesh("dp:2,tp:2", devices=4),
+        in_specs=(*(heads,) * 6, features, heads),
+        out_specs=P(),
+    )
+    found = jax.jit(jax.value_and_grad(split, argnums=range(7)))(*args, weights)
+    exact = jax.jit(jax.value_and_grad(loss, argnums=range(7)))(*args, weights)
     for got, true in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(got, true, rtol=1e-4, atol=1e-4 * np.abs(true).max())
 

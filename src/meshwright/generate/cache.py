@@ -21,6 +21,7 @@ from meshwright.generate.spread import Spread
 from meshwright.models.layer_context import Context
 from meshwright.models.mlstm import mlstm_recurrent
 from meshwright.models.mlstm_chunks import mlstm_chunkwise
+from meshwright.parallel.kernels.head_norm_kernel import gated_head_norm
 
 
 class KeyValues(NamedTuple):
@@ -30,8 +31,18 @@ class KeyValues(NamedTuple):
     values: Any
 
 
+class _CachingContext(Context):
+    """A context that keeps the states of mLSTMs, so that `remember` sees the cell alone."""
+
+    def remember_gated(
+        self, q: Any, k: Any, v: Any, i: Any, f: Any, gate: Any, scale: Any, *, chunk_size: int | None
+    ) -> Any:
+        h = self.remember(q, k, v, i, f, chunk_size=chunk_size)
+        return gated_head_norm(h, gate, scale, eps=self.norm_eps, kernels=False)
+
+
 @dataclass(frozen=True, kw_only=True)
-class PromptContext(Context):
+class PromptContext(_CachingContext):
     """The context of a layer that reads prompts `[B, S]` and keeps a cache with room for `length` tokens.
 
     Args:
@@ -73,7 +84,7 @@ class PromptContext(Context):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenContext(Context):
+class TokenContext(_CachingContext):
     """The context of a layer that reads one new token per row.
 
     Args:

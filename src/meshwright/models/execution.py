@@ -56,9 +56,10 @@ class Execution:
         max_segments: the largest number of documents in a row; allows the fast path for packed rows on GPUs.
         kernels: whether to use Pallas kernels to save passes over memory: gradients of norms, stacked layers and the
             loss's softmax, slices of weights whose products are scattered in parts, matmuls of gathered rows, and the
-            mLSTM. The default uses them on Hopper GPUs with jax 0.11 or newer if the program sees local arrays. False
-            leaves all to XLA. True uses them also on one CPU device (interpreted and slow), and raises on devices that
-            cannot run them. XLA computes shapes that a kernel does not take, such as norms of over 4096 features.
+            mLSTM with the norm and gate of its heads. The default uses them on Hopper GPUs with jax 0.11 or newer if
+            the program sees local arrays. False leaves all to XLA. True uses them also on one CPU device (interpreted
+            and slow), and raises on devices that cannot run them. XLA computes shapes that a kernel does not take, such
+            as norms of over 4096 features.
     """
 
     tensor_axis: str | None = "tp"

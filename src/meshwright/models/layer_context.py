@@ -17,7 +17,7 @@ from meshwright.mesh.axes import is_manual, ways_along
 from meshwright.mesh.current import current_mesh
 from meshwright.models.attention import attention
 from meshwright.models.execution import PROJECTION, Execution
-from meshwright.models.mlstm_chunks import mlstm_chunkwise
+from meshwright.models.mlstm_chunks import gated_mlstm, mlstm_chunkwise
 from meshwright.models.ops import swiglu
 from meshwright.parallel.dropout import dropout
 from meshwright.parallel.kernels.gradient_kernels import residual_norm
@@ -30,7 +30,8 @@ from meshwright.types import PRNGKeyArray, PyTree
 class Context:
     """Inputs of a layer besides its parameters, with dense layers, norms and mixing of tokens for the current mesh.
 
-    Layers mix tokens only with `attend` and `remember`, so that `meshwright.generate` can add a cache to any model.
+    Layers mix tokens only with `attend`, `remember` and `remember_gated`, so that `meshwright.generate` can add a cache
+    to any model.
     """
 
     run: Execution
@@ -113,6 +114,24 @@ class Context:
         """Returns the outputs `[B, S, H, V]` of an mLSTM; with a cache, it continues from the state before."""
         return mlstm_chunkwise(
             q, k, v, i, f, chunk_size=chunk_size, segment_ids=self.segment_ids, kernels=self.run.kernels
+        )
+
+    def remember_gated(
+        self, q: Any, k: Any, v: Any, i: Any, f: Any, gate: Any, scale: Any, *, chunk_size: int | None
+    ) -> Any:
+        """Returns the RMSNorm of each head of `remember` times `sigmoid(gate)`, `[B, S, H * V]`."""
+        return gated_mlstm(
+            q,
+            k,
+            v,
+            i,
+            f,
+            gate,
+            scale,
+            eps=self.norm_eps,
+            chunk_size=chunk_size,
+            segment_ids=self.segment_ids,
+            kernels=self.run.kernels,
         )
 
     def drop(self, h: Any, site: int) -> Any:

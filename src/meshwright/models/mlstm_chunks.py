@@ -15,8 +15,9 @@ from jax import Array, lax
 from meshwright.errors import MeshwrightWarning, PlacementError
 from meshwright.models.execution import on_gpu
 from meshwright.models.mlstm import CellInputs, MLSTMState, einsum, normalise, prepare_cell_inputs
-from meshwright.models.mlstm_hopper import mlstm_on_hopper, why_not_fused
+from meshwright.models.mlstm_hopper import gated_mlstm_on_hopper, mlstm_on_hopper, why_not_fused
 from meshwright.parallel.kernels.dispatch import uses_hopper_kernels
+from meshwright.parallel.kernels.head_norm_kernel import fits_heads, gated_head_norm
 from meshwright.specs import ceil_div
 
 # On an H200, twice the key size was within 3% of the fastest for keys of 128 and 256 (benchmarks/mlstm_h200.py); on
@@ -120,6 +121,32 @@ def mlstm_chunkwise(
     h_BSHV = h_BNLHV.reshape(h_BNLHV.shape[0], -1, *h_BNLHV.shape[3:])[:, : t.q_BSHK.shape[1]]
     h_BSHV = t.silence_padding(h_BSHV)
     return (h_BSHV, t.state_after(carry)) if return_state else h_BSHV
+
+
+def gated_mlstm(
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
+    gate: Array,
+    scale: Array,
+    *,
+    eps: float,
+    chunk_size: int | None = None,
+    segment_ids: Array | None = None,
+    kernels: bool | None = None,
+) -> Array:
+    """Returns `gated_head_norm(mlstm_chunkwise(q, k, v, i, f), gate, scale)`, `[B, S, H * V]`.
+
+    With the kernels of both, the gradient reads the cell's outputs once less. See these functions for the arguments.
+    """
+    if chunk_size is None and why_not_fused(q, v) is None and fits_heads(v, gate) and uses_hopper_kernels(kernels):
+        t = prepare_cell_inputs(q, k, v, i, f, None, segment_ids, who="gated_mlstm")
+        fused: Array = gated_mlstm_on_hopper(t, gate, scale, eps=eps)
+        return fused
+    h = mlstm_chunkwise(q, k, v, i, f, chunk_size=chunk_size, segment_ids=segment_ids, kernels=kernels)
+    return gated_head_norm(h, gate, scale, eps=eps, kernels=kernels)
 
 
 # --- The three steps of the chunkwise form ---

@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshwright.mesh.axes import pcast_alike
 from meshwright.models.mlstm import CellInputs
+from meshwright.parallel.kernels.head_norm_kernel import head_norm_forward, head_norm_gradient
 from meshwright.parallel.kernels.pair_kernel import gated_pairs, register_pairs
 from meshwright.parallel.kernels.pair_tiles import SIDE, Pairs
 from meshwright.parallel.kernels.state_kernel import running_sums
@@ -79,8 +81,18 @@ def why_not_fused(q: Any, v: Any) -> str | None:
 
 def mlstm_on_hopper(t: CellInputs) -> Any:
     """Returns the outputs `[B, S, H, V]` from the empty state on; check `can_fuse` before."""
-    chunk_size = next(size for size in _CHUNK_SIZES if t.q_BSHK.shape[1] % size == 0)
-    return _cell(chunk_size, t.q_BSHK, t.k_BSHK, t.v_BSHV, t.i_BSH, t.logf_BSH, t.begins_BS)
+    return _cell(_chunk_size(t), t.q_BSHK, t.k_BSHK, t.v_BSHV, t.i_BSH, t.logf_BSH, t.begins_BS)
+
+
+def gated_mlstm_on_hopper(t: CellInputs, gate: Any, scale: Any, *, eps: float) -> Any:
+    """Returns `gated_head_norm` of the outputs, `[B, S, H * V]`, 0 for padding; check `fits_heads` as well before."""
+    keep = None if t.real_BS is None else t.real_BS.astype(jnp.float32)
+    given = t.q_BSHK, t.k_BSHK, t.v_BSHV, t.i_BSH, t.logf_BSH, t.begins_BS, gate, scale.astype(jnp.float32), keep
+    return _gated_cell(_chunk_size(t), eps, *pcast_alike(*given))
+
+
+def _chunk_size(t: CellInputs) -> int:
+    return next(size for size in _CHUNK_SIZES if t.q_BSHK.shape[1] % size == 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -107,10 +119,16 @@ def _forward(chunk_size: int, q: Any, k: Any, v: Any, i: Any, logf: Any, begins:
 
 
 def _backward(chunk_size: int, kept: Any, d_h: Any) -> tuple[Any, ...]:
-    q, k, v, h, size, memories, normalisers, gates = kept
+    h = kept[3]
+    return _gradients(kept, d_h, jnp.sum(d_h.astype(jnp.float32) * h.astype(jnp.float32), axis=-1))
+
+
+def _gradients(kept: Any, d_h: Any, dots: Any) -> tuple[Any, ...]:
+    """Returns the gradients of a cell; `dots` are the dot products of `d_h` and `h`, `[B, S, H]`."""
+    q, k, v, _, size, memories, normalisers, gates = kept
     size = size.reshape(gates.floor.shape)
     # The gradient of the size, times the denominator by which the gradient of the numerator is divided as well.
-    dot = _chunked(jnp.sum(d_h.astype(jnp.float32) * h.astype(jnp.float32), axis=-1), gates.keep.shape[-1])
+    dot = _chunked(dots, gates.keep.shape[-1])
     d_size = jnp.where(jnp.abs(size) > gates.floor, -jnp.sign(size) * dot, 0.0)
     divisor = jnp.maximum(jnp.abs(size), gates.floor)
     row, read = gates.row - jnp.log2(divisor), gates.read / divisor
@@ -148,6 +166,28 @@ def _backward(chunk_size: int, kept: Any, d_h: Any) -> tuple[Any, ...]:
 
 
 _cell.defvjp(_forward, _backward)
+
+
+# One function with the norm, so that the kernel of the norm's gradient returns the dot products of the cell's gradient,
+# for which XLA would read `h` and its gradient once more.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gated_cell(chunk_size: int, eps: float, *given: Any) -> Any:
+    return _gated_forward(chunk_size, eps, *given)[0]
+
+
+def _gated_forward(chunk_size: int, eps: float, *given: Any) -> tuple[Any, Any]:
+    *inputs, gate, scale, keep = given
+    h, kept = _forward(chunk_size, *inputs)
+    return head_norm_forward(eps, h, gate, scale, keep), (kept, gate, scale, keep)
+
+
+def _gated_backward(chunk_size: int, eps: float, kept: Any, d_y: Any) -> tuple[Any, ...]:
+    of_cell, gate, scale, keep = kept
+    found = head_norm_gradient(eps, of_cell[3], gate, scale, d_y, keep)
+    return *_gradients(of_cell, found.h, found.dots), found.gate, found.scale, None
+
+
+_gated_cell.defvjp(_gated_forward, _gated_backward)
 
 
 def _gates(chunk_size: int, keys: int, i: Any, logf: Any, begins: Any) -> _Gates:

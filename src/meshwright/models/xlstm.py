@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -113,8 +112,7 @@ class XLSTM(LanguageModel):
         q, k, v, o, i, f = context.columns(x, *(params[name] for name in names))
         q, k, v = (t.reshape(*t.shape[:2], heads, -1) for t in (q, k, v))
         i, f = self._gate(i, params["i_bias"]), self._gate(f, params["f_bias"])
-        y = context.remember(q, k, v, i, f, chunk_size=self.chunk_size)
-        y = _head_norm(y, params["head_norm"], self.norm_eps) * jax.nn.sigmoid(o.astype(jnp.float32))
+        y = context.remember_gated(q, k, v, i, f, o, params["head_norm"], chunk_size=self.chunk_size)
         return context.rows(checkpoint_name(y.astype(x.dtype), PROJECTION), params["out"])
 
     def _gate(self, x: Any, bias: Any) -> Any:
@@ -122,10 +120,3 @@ class XLSTM(LanguageModel):
         x = x.astype(jnp.float32) + bias.astype(jnp.float32)
         cap = self.gate_soft_cap
         return x if cap is None else cap * jnp.tanh(x / cap)
-
-
-def _head_norm(y: Any, scale: Any, eps: float) -> Any:
-    """Applies RMSNorm to each head of `[B, S, H, V]`; returns `[B, S, H * V]` in float32."""
-    wide = y.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + eps)
-    return wide.reshape(*y.shape[:2], -1) * scale.astype(jnp.float32)

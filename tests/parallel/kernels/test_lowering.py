@@ -6,15 +6,18 @@ import pkgutil
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from meshwright.models import mlstm_chunkwise, mlstm_recurrent
+from meshwright.models.mlstm_chunks import gated_mlstm
 from meshwright.parallel import kernels
 from meshwright.parallel.fp8.casting import E4M3, E5M2
 from meshwright.parallel.kernels import dispatch
 from meshwright.parallel.kernels.cast_kernel import cast_both_ways
 from meshwright.parallel.kernels.copy_kernels import cut_columns, stack
 from meshwright.parallel.kernels.gradient_kernels import residual_norm, softmax_gradient
+from meshwright.parallel.kernels.head_norm_kernel import gated_head_norm
 from meshwright.parallel.kernels.matmul_kernel import write_product
 from meshwright.parallel.kernels.symmetric_kernel import symmetric_product
 
@@ -38,6 +41,11 @@ def norm_gradient(h, scale):
     return jax.vjp(lambda *given: residual_norm(*given, axis=None, kernels=True), h, scale)[1]((h, h))
 
 
+def with_gradients(function, *given):
+    out, pull = jax.vjp(functools.partial(function, kernels=True), *given)
+    return out, pull(out)
+
+
 def mlstm_gradient(*given):
     def total(*given):
         return mlstm_chunkwise(*given, kernels=True).sum().astype(jnp.float32)
@@ -45,8 +53,14 @@ def mlstm_gradient(*given):
     return jax.grad(total, argnums=range(5))(*given)
 
 
+def gated(length, features):
+    return [of(1, length, features), of(features, dtype=jnp.float32)]
+
+
 GATES = [of(1, 256, 2, dtype=jnp.float32)] * 2
 SMALL_GATES = [of(1, 128, 1, dtype=jnp.float32)] * 2
+CELL = [of(1, 256, 2, 256), of(1, 256, 2, 256), of(1, 256, 2, 512), *GATES]
+PADDED = (np.arange(256)[None] < 200).astype(np.int32)
 TOKEN = [of(1, 1, 2, 256), of(1, 1, 2, 256), of(1, 1, 2, 512)] + [of(1, 1, 2, dtype=jnp.float32)] * 2
 KERNELS = {
     "cast_e4m3": (functools.partial(cast_both_ways, dtype=E4M3), [of(256, 128), of(dtype=jnp.float32)], 1),
@@ -54,6 +68,7 @@ KERNELS = {
     "cut": (functools.partial(cut_columns, edges=[(0, 256), (256, 768)], kernels=True), [of(64, 768)], 1),
     "stack": (lambda *arrays: stack(arrays, kernels=True), [of(64, 128)] * 6, 1),
     "norm": (norm_gradient, [of(70, 256), of(256, dtype=jnp.float32)], 1),
+    "head_norm": (functools.partial(with_gradients, gated_head_norm), [of(1, 70, 3, 96), *gated(70, 288)], 2),
     "softmax": (softmax_gradient, [of(5, 5120), of(5, dtype=jnp.int32), of(5, dtype=jnp.float32)], 1),
     "product": (
         lambda rows, w: write_product(None, rows, w, size=8, num_blocks=1, shard_rows=48, start=0),
@@ -61,7 +76,12 @@ KERNELS = {
         1,
     ),
     "symmetric": (symmetric_product, [of(2, 384, 128), of(2, 384, 128)], 1),
-    "mlstm": (mlstm_gradient, [of(1, 256, 2, 256), of(1, 256, 2, 256), of(1, 256, 2, 512), *GATES], 6),
+    "mlstm": (mlstm_gradient, CELL, 6),
+    "gated_mlstm": (
+        functools.partial(with_gradients, functools.partial(gated_mlstm, eps=1e-6, segment_ids=PADDED)),
+        [*CELL, *gated(256, 1024)],
+        8,
+    ),
     "mlstm_slices": (mlstm_gradient, [of(1, 128, 1, 384), of(1, 128, 1, 384), of(1, 128, 1, 768), *SMALL_GATES], 6),
     "token": (functools.partial(mlstm_recurrent, kernels=True), TOKEN, 1),
 }
