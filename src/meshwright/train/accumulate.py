@@ -24,9 +24,9 @@ from meshwright.mesh.axes import is_manual, pcast_varying, varying_axes
 from meshwright.mesh.current import current_mesh
 from meshwright.metrics import MetricPart, combine, finish, is_pair, neutral, over, over_devices, parts_of, wide
 from meshwright.parallel.fp8.weight import Amaxes
+from meshwright.parallel.loop_slices import slices_first
 from meshwright.parallel.row_keys import row_key
 from meshwright.parallel.rows import split_rows
-from meshwright.train.loop_slices import slices_first
 from meshwright.train.model_state import StateReduce, check_same_state, reduce_state
 from meshwright.train.sync import Sync, make_sync_plan
 from meshwright.types import Metrics, PRNGKeyArray, PyTree

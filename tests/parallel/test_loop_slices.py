@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 
 from meshwright.models.ops import unstack
-from meshwright.train.loop_slices import slices_first
+from meshwright.parallel.loop_slices import slices_first
 
 KEYS = jax.random.split(jax.random.key(0), 2)
 STACKED, TABLE = jax.random.normal(KEYS[0], (3, 4, 4)), jax.random.normal(KEYS[1], (3, 4))
