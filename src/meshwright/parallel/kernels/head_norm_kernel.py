@@ -35,8 +35,8 @@ _STEPS, _MULTIPROCESSORS = 16, 132
 _LOG2_E = math.log2(math.e)
 
 
-class Gradients(NamedTuple):
-    """Gradients of `h` `[B, S, H, V]`, the gate `[B, S, H * V]` and the scale `[H * V]`."""
+class HeadNormGradients(NamedTuple):
+    """HeadNormGradients of `h` `[B, S, H, V]`, the gate `[B, S, H * V]` and the scale `[H * V]`."""
 
     h: jax.Array
     gate: jax.Array
@@ -113,7 +113,7 @@ def head_norm_forward(eps: float, h: Any, gate: Any, scale: Any, keep: Any = Non
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def head_norm_gradient(eps: float, h: Any, gate: Any, scale: Any, d_y: Any, keep: Any = None) -> Gradients:
+def head_norm_gradient(eps: float, h: Any, gate: Any, scale: Any, d_y: Any, keep: Any = None) -> HeadNormGradients:
     """Returns the gradients of `head_norm_forward` as a kernel."""
     rows, heads, features = _sizes(h)
     flat = rows, heads * features
@@ -136,7 +136,7 @@ def head_norm_gradient(eps: float, h: Any, gate: Any, scale: Any, d_y: Any, keep
         name="gated_head_norm_gradient",
     )
     dots = jnp.moveaxis(dots.reshape(heads, *h.shape[:2]), 0, 2)
-    return Gradients(d_h.reshape(h.shape), d_gate.reshape(gate.shape), partial.sum(axis=0), dots)
+    return HeadNormGradients(d_h.reshape(h.shape), d_gate.reshape(gate.shape), partial.sum(axis=0), dots)
 
 
 # Without a gradient, XLA's form can join the operations around it, as in generation.
