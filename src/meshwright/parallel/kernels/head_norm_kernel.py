@@ -36,7 +36,7 @@ _LOG2_E = math.log2(math.e)
 
 
 class HeadNormGradients(NamedTuple):
-    """HeadNormGradients of `h` `[B, S, H, V]`, the gate `[B, S, H * V]` and the scale `[H * V]`."""
+    """Gradients of `h` `[B, S, H, V]`, the gate `[B, S, H * V]` and the scale `[H * V]`."""
 
     h: jax.Array
     gate: jax.Array
