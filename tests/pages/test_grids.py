@@ -5,7 +5,7 @@ import pytest
 from meshwright.mesh.string import parse_mesh
 from meshwright.pages import Tile, TileGrid, mesh_picture, tile_picture
 from meshwright.pages.colors import FILLS
-from meshwright.pages.grids import shown
+from meshwright.pages.grids import MAX_LATTICE_WIDTH, shown
 from meshwright.plan.output.axes_picture import axes_picture
 from meshwright.plan.target import parse_target
 
@@ -54,6 +54,13 @@ def test_a_large_mesh_shows_its_first_and_last_devices():
     assert max(devices(html)) == 262_143
     assert len(html) < 300_000
     assert "more" in html
+
+
+@pytest.mark.parametrize("axes", [{"x": 16, "y": 16, "z": 16}, {"x": 4, "y": 4, "z": 8}, {"x": 8, "y": 8, "z": 16}])
+def test_a_torus_fits_the_column_of_text(axes):
+    picture = str(mesh_picture("Torus", axes, node="chip", is_machine=True))
+    widths = re.findall(r'<svg width="(\d+)"[^>]*class="lattice"', picture)
+    assert 800 < int(widths[0]) <= MAX_LATTICE_WIDTH
 
 
 def test_tiles_name_the_devices_that_hold_them():

@@ -20,6 +20,7 @@ DEPTHS = {1: (0, 0), 2: (60, 46), 3: (46, 36)}
 MAX_PANELS = 8
 # Columns, rows and layers of a lattice, by number of axes.
 LIMITS = {1: (12, 1, 1), 2: (8, 8, 1), 3: (8, 4, 3)}
+MAX_LATTICE_WIDTH = 1060  # of the column of text on a wide screen; wider pictures show fewer columns
 MAX_TILE_COLUMNS, MIN_TILE_COLUMNS, MAX_TILE_ROWS = 6, 3, 8
 # Pictures of tiles shrink to the page. On a phone, labels of wider ones would be smaller than 9 pixels.
 MAX_TILES_WIDTH, MAX_TILE_LETTERS = 470, 12
@@ -116,15 +117,21 @@ def _lattice(
     padded = [("", 1)] * (3 - len(axes)) + list(axes)
     (_, depth), (_, height), (_, width) = padded
     limits = LIMITS[max(len(axes), 1)]
-    columns, rows, layers = (shown(size, limit) for size, limit in zip((width, height, depth), limits, strict=True))
-    step_x, step_y = DEPTHS[len(layers)]
-    if len(columns) > 5:  # keeps the picture within the width of a page
-        step_x = step_x * 2 // 3
-    away_x, away_y = step_x * (len(layers) - 1), step_y * (len(layers) - 1)
+    most, *others = limits
+    rows, layers = (shown(size, limit) for size, limit in zip((height, depth), others, strict=True))
     # Leaves room for nodes of the back layers between front nodes.
     letters = sum(len(str(size - 1)) + 1 for _, size in axes) if node != "device" else 0
     wide = max(NODE_WIDTH, 7 * letters + 4)
-    pitch_x, pitch_y = wide + 28 + away_x, NODE_HEIGHT + 24 + away_y
+    while True:
+        columns = shown(width, most)
+        step_x, step_y = DEPTHS[len(layers)]
+        if len(columns) > 5:  # keeps the picture within the width of a page
+            step_x = step_x * 2 // 3
+        away_x, away_y = step_x * (len(layers) - 1), step_y * (len(layers) - 1)
+        pitch_x, pitch_y = wide + 28 + away_x, NODE_HEIGHT + 24 + away_y
+        if most <= 4 or len(columns) * pitch_x + away_x + 60 <= MAX_LATTICE_WIDTH:
+            break
+        most -= 1
     left, top = 30 + 8 * len(padded[1][0]) if len(rows) > 1 else 8, 8 + away_y
 
     # Back layers first; each cell has its index in the mesh, or None if it stands for skipped devices.

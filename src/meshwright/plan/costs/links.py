@@ -161,7 +161,7 @@ def _on_hosts(target: Target, chip: Chip, spec: MeshSpec) -> dict[str, Link]:
             # NCCL runs a ring through each network card of the participating GPUs: every byte that a device sends in
             # a ring also leaves each host.
             speed = min(network * cards, chip.links.per_direction)
-            words = f"{hosts} hosts, {cards} GPUs in each"
+            words = f"{hosts} hosts, {cards} GPU{'s' if cards > 1 else ''} in each"
             inner = axis.size - hosts
             # A ring of permutes leaves each host from one GPU, through its network card.
             links[axis.name] = Link(
