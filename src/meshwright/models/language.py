@@ -189,8 +189,8 @@ class LanguageModel(abc.ABC):
                 (all except the inputs of layers), "offload" (matmul results move to host memory), or a `jax.checkpoint`
                 policy.
             fp8: the amaxes of the layers' weights that are multiplied in fp8; see `meshwright.train.Fp8`.
-            fp8_weights: these weights in fp8, if they are cast already: `CastWeight`s in dicts like the parameters, of
-                stacked layers, or with a list of layers.
+            fp8_weights: these weights in fp8, if they are cast already: a `CastWeight` each, in dicts like the
+                parameters, of stacked layers or with a list of layers.
             lora: how to use the adapters in the parameters, if they have any; see `meshwright.train.fine_tuning.lora`.
             finish: `finish(h, head, targets)`, called instead of computing logits. In a pipeline it runs on the last
                 stage for each microbatch, and its results are summed. With a schedule other than "gpipe", it must
