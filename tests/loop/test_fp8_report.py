@@ -61,9 +61,9 @@ def test_a_run_prints_and_logs_how_its_matmuls_run(run, tmp_path):
     assert "warning: `layers/mlp/down` does not run in fp8: ...\nhint: ..." in lines
     assert ("warning", "`layers/mlp/down` does not run in fp8: ...\nhint: ...") in events
 
-    # A pipeline is refused before the run says that it trains.
+    # A batch that stages cannot cut is refused before the run says that it trains.
     lines.clear()
-    with pytest.raises(MeshwrightError, match=r"a loss does not run in fp8 in a pipeline \(axis 'pp'\)"):
+    with pytest.raises(MeshwrightError, match="cannot split a batch of 8 rows into 1 minibatches of 4 microbatches"):
         run("narrow", mesh="dp:4,pp:2", told=lines, **{**chosen, "run": f"{tmp_path}/other"})
     assert not [line for line in lines if line.startswith("training from")]
     with pytest.raises(

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import jax
@@ -151,6 +152,10 @@ def test_a_run_that_lost_its_lease_stops(desk):
     class TakeOver(KillAt):
         def after_step(self, loop):
             if loop.number == 4:
+                uploaded = read_remote(desk.url)[1]
+                deadline = time.monotonic() + 60
+                while uploaded.steps() != [2] and time.monotonic() < deadline:
+                    time.sleep(0.01)  # uploads run beside the training
                 take_lease(open_store(desk.url, writes=True), seconds=0)
                 guard = next(callback for callback in loop.callbacks if isinstance(callback, HeldLease))
                 with pytest.raises(StoreError, match="taken over"):

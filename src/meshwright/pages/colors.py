@@ -35,6 +35,7 @@ FILLS: dict[str, int] = {
     "hidden communication": SKY,
     "exposed communication": ORANGE,
     "pipeline bubble": GRAY,
+    "between steps": GRAY + HATCHED,
     # A run
     "step": BLUE,
     "compute": BLUE,

@@ -44,8 +44,8 @@ def beside(x, w):  # the gathered weight is not needed for the first matmul
     return jnp.tanh(x @ x.T) @ lax.all_gather(w, "tp", axis=0, tiled=True)
 
 PROGRAMS = {
-    "naive": (naive, (ROWS, COLUMNS), COLUMNS, ((4096, 512), (512, 163840)), None),
-    "ours": (functools.partial(gather_matmul, axis="tp"), (ROWS, COLUMNS), COLUMNS, ((4096, 512), (512, 163840)), None),
+    "naive": (naive, (ROWS, COLUMNS), COLUMNS, ((4096, 512), (512, 655360)), None),
+    "ours": (functools.partial(gather_matmul, axis="tp"), (ROWS, COLUMNS), COLUMNS, ((4096, 512), (512, 655360)), None),
     "scatter": (scatter, (COLUMNS, ROWS), ROWS, ((4096, 1024), (1024, 1024)), None),
     "scatter with the option": (scatter, (COLUMNS, ROWS), ROWS, ((4096, 1024), (1024, 1024)), scatters),
     "beside": (beside, (P(), ROWS), P(), ((1024, 1024), (1024, 1024)), None),

@@ -134,7 +134,7 @@ def judge(
         >>> gather = Collective("all-gather", "g", 64 * 2**20, 4, True, 1, partners=((0, 1, 2, 3),))
         >>> beside = Stretch((0,), flops=5e10, cycles=0)
         >>> [str(one) for one in judge(ProgramSchedule((gather,), 1, 0, (beside,)), "v5p:2x2x1", "fsdp:4")]
-        ['partly hidden (41.0%): the transfer takes longer than the compute it overlaps with']
+        ['partly hidden (37.8%): the transfer takes longer than the compute it overlaps with']
     """
     target = parse_target(target)
     facts = _transfers(schedule, target, mesh, dtype)
