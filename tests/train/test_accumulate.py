@@ -1,6 +1,7 @@
 """Gradients accumulated over minibatches and devices equal those of the whole batch on one device."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import meshwright as mw
 from meshwright.parallel.local_map import local_map
 from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.row_keys import row_key
+from meshwright.parallel.vocabulary import own_zeros
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.train.accumulate import Accumulated, accumulate
 
@@ -203,6 +205,15 @@ def test_a_batch_without_valid_targets_gives_zeros():
     got = jax.jit(distributed("fsdp8", num_minibatches=2, sync="once"))(make_params(), batch)
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves((got.loss, got.grads)))
     assert got.metrics["loss"][1] == 0
+
+
+def test_zeros_of_means_on_gpus_are_not_those_of_a_table(monkeypatch):
+    # XLA merges barriers with equal operands. A table that shares its zeros is copied before it is updated.
+    module = importlib.import_module("meshwright.train.accumulate")
+    monkeypatch.setattr(module, "chip_family", lambda mesh: "gpu")
+    program = jax.make_jaxpr(lambda grad, count: (module._mean(grad, count), own_zeros(3)))(jnp.ones(3), jnp.int32(1))
+    barriers = [eqn for eqn in program.eqns if eqn.primitive.name == "optimization_barrier"]
+    assert len(barriers) == len({str(eqn.invars) for eqn in barriers}) == 2
 
 
 def test_a_pipeline_whose_loss_is_on_the_last_stage():

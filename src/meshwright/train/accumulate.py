@@ -255,11 +255,12 @@ def _mean(grad: Any, count: Any) -> Any:
     """Returns `over(grad, count)`, on GPUs with zeros of its own.
 
     XLA:GPU would merge them with the zeros that a loop starts from to sum or stack gradients, and keep these in memory
-    during the loop: one float32 gradient for each shape.
+    during the loop: one float32 gradient for each shape. The count makes the barrier unlike those of `own_zeros`, which
+    XLA would merge as well, and then copy before each update in place.
     """
     if chip_family(current_mesh()) != "gpu":
         return over(grad, count)
-    zero = lax.optimization_barrier(jnp.zeros((), grad.dtype))
+    zero, count = lax.optimization_barrier((jnp.zeros((), grad.dtype), count))
     return jnp.where(count > 0, grad / jnp.where(count > 0, count, 1), zero)
 
 
