@@ -22,20 +22,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.chips import chip_family
-from meshwright.mesh.current import current_mesh
+from meshwright.mesh.axes import varying_axes
+from meshwright.mesh.current import current_mesh, require_axes
 from meshwright.parallel.local_map import local_map
-from meshwright.specs import dim_axes, round_up
+from meshwright.specs import dim_axes, round_up, spec_axes
 from meshwright.train.optimizer.newton_schulz import DION_COEFFICIENTS, newton_schulz, sums_of_squares
-from meshwright.tree import named_leaves, named_tree_map
+from meshwright.tree import NamedLeaf, named_leaves, named_tree_map
 from meshwright.types import PyTree
 
-NOT_MATRICES = r"(^|/|_)(embed|embeddings?|head|bias|scale|router)(_?\d+)?(/|$)|norm(_?\d+)?(/|$)"
+NOT_MATRICES = (
+    r"(^|/|_)((un)?embed(der|dings?)?|embed_tokens|wte|wpe|pos|positions?|head|bias|scale|router)(_?\d+)?(/|$)"
+    r"|norm(_?\d+)?(/|$)"
+)
 """Regex of the paths of parameters that take AdamW steps, although they may have two dims."""
 STACKED = r"^layers/(?!\d+/)"
 """Regex of the paths of parameters that are stacked over layers, as in Meshwright's models."""
@@ -104,13 +109,14 @@ def muon(
         >>> bool(largest < 1.3 * smallest)  # the gradient's are a factor of 5 apart
         True
     """
-    if num_iterations < 1:
-        raise MeshwrightError(f"num_iterations must be at least 1; got {num_iterations}.", hint="use 4.")
     if not 0 <= beta < 1:
         raise MeshwrightError(f"beta must be at least 0 and below 1; got {beta}.", hint="use 0.95.")
-    if not coefficients or any(len(one) != 3 or not one[2] for one in coefficients):
+    if rms is not None and not 0 < rms < math.inf:
+        raise MeshwrightError(f"rms must be above 0; got {rms}.", hint="use 0.2, or None.")
+    _check_iterations(num_iterations, dtype, coefficients)
+    if is_matrix is not None and not callable(is_matrix):
         raise MeshwrightError(
-            f"coefficients are {coefficients!r}.", hint="use triples of numbers whose last is not 0, one or more."
+            f"is_matrix is {is_matrix!r}.", hint="pass a function from the name and the leaf to True or False."
         )
     chosen = is_matrix or is_hidden_matrix
 
@@ -142,12 +148,30 @@ def muon(
     return optax.partition({"muon": orthogonal, "adam": adam}, labels)
 
 
+def _check_iterations(num_iterations: Any, dtype: Any, coefficients: Any) -> None:
+    if not isinstance(num_iterations, (int, np.integer)) or num_iterations < 1:
+        raise MeshwrightError(
+            f"num_iterations must be a whole number of at least 1; got {num_iterations!r}.", hint="use 4."
+        )
+    triples = np.asarray(coefficients, dtype=object)
+    if triples.ndim != 2 or triples.shape[1] != 3 or not triples[:, 2].all():
+        raise MeshwrightError(
+            f"coefficients are {coefficients!r}.", hint="use triples of numbers whose last is not 0, one or more."
+        )
+    try:
+        has_fractions = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:  # no dtype has this name
+        has_fractions = False
+    if not has_fractions:
+        raise MeshwrightError(f"dtype is {dtype!r}, not a dtype of real numbers.", hint="use float32 or bfloat16.")
+
+
 def is_hidden_matrix(name: str, leaf: Any) -> bool:
     """Whether Muon orthogonalizes a parameter by default.
 
-    It has two dims, or three if it is stacked over layers, and no part of its path is an embedding, a head, a norm, a
-    bias, a scale or a router. Kernels of other ranks, such as Flax's [features, heads, head size], would have to be
-    reshaped first.
+    It has two dims, or three if it is stacked over layers, and no part of its path is an embedding (of tokens or of
+    positions), a head, a norm, a bias, a scale or a router. Kernels of other ranks, such as Flax's [features, heads,
+    head size], would have to be reshaped first.
 
     Example:
         >>> matrix, kernel = jnp.ones((8, 8)), jnp.ones((8, 2, 4))
@@ -227,7 +251,8 @@ def orthogonalize(
     """Returns a tree of matrices (or stacks of them) with singular values near 1.
 
     Args:
-        specs: the spec of each leaf on the current mesh; the tree may have more leaves.
+        specs: the spec of each leaf on the current mesh; the tree may have more leaves (default: those of the types of
+            arrays on explicit axes).
         num_iterations, dtype, coefficients: see `muon`.
 
     Example:
@@ -236,6 +261,7 @@ def orthogonalize(
         >>> bool((values > 0.6).all() and (values < 1.3).all())
         True
     """
+    _check_iterations(num_iterations, dtype, coefficients)
     iterate = functools.partial(newton_schulz, num_iterations=num_iterations, coefficients=coefficients)
     return _orthogonalize(tree, specs, iterate, dtype)
 
@@ -246,7 +272,7 @@ def _orthogonalize(tree: PyTree, specs: PyTree, iterate: Callable[..., Any], dty
         dtype = jnp.float32 if chip_family(mesh) == "cpu" else jnp.bfloat16
     named, structure = named_leaves(tree), jax.tree.structure(tree)
     known = {} if specs is None else {leaf.name: leaf.value for leaf in named_leaves(specs)}
-    splits = [_split(leaf.value, known.get(leaf.name), mesh) for leaf in named]
+    splits = [_split(leaf, known.get(leaf.name), mesh) for leaf in named]
     # Matrices and their transposes have the same iterations, so they share a stack: wide, or split in the same order.
     turns = [_turns(leaf.value, split) for leaf, split in zip(named, splits, strict=True)]
     splits = [split.turned() if turn else split for split, turn in zip(splits, turns, strict=True)]
@@ -287,10 +313,25 @@ def _turned(leaf: Any, turn: bool) -> Any:
     return jnp.swapaxes(leaf, -1, -2) if turn else leaf
 
 
-def _split(leaf: Any, spec: P | None, mesh: Any) -> Split:
+def _split(named: NamedLeaf, spec: P | None, mesh: Any) -> Split:
     """Returns how a leaf is split; XLA gathers leaves without spec, or with dims that do not divide."""
-    if spec is None or _is_whole(mesh):
+    name, leaf = named.name, named.value
+    if leaf.ndim < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise MeshwrightError(
+            f"`{name}` has shape {leaf.shape} and dtype {leaf.dtype}, so it is not a matrix of real numbers.",
+            hint="orthogonalize parameters with two or more dims.",
+        )
+    if _is_whole(mesh):
+        if mesh is not None and (axes := varying_axes(leaf)):
+            raise MeshwrightError(
+                f"muon cannot orthogonalize `{name}` here: it differs along {', '.join(sorted(axes))}, so each device "
+                "may have only a part of the matrix.",
+                hint="update the parameters outside of the local view (`shard_map`), on global arrays.",
+            )
         return Split()
+    if spec is None:
+        spec = jax.typeof(leaf).sharding.spec  # names the axes of the mesh that are explicit
+    require_axes(mesh, list(spec_axes(spec)), where=f"the spec of `{name}`")
     entries = [dim_axes(entry) for entry in (*spec, *[None] * (leaf.ndim - len(spec)))]
     entries = [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in entries]
     ways = [math.prod(mesh.shape[axis] for axis in axes) for axes in entries]
