@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +59,10 @@ class Split(NamedTuple):
     lead: tuple[tuple[str, ...], ...] = ()
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+
+    @property
+    def lead_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axes in self.lead for axis in axes)
 
     def turned(self) -> Split:
         return Split(self.lead, self.columns, self.rows)
@@ -272,10 +276,7 @@ def _orthogonalize(tree: PyTree, specs: PyTree, iterate: Callable[..., Any], dty
         dtype = jnp.float32 if chip_family(mesh) == "cpu" else jnp.bfloat16
     named, structure = named_leaves(tree), jax.tree.structure(tree)
     known = {} if specs is None else {leaf.name: leaf.value for leaf in named_leaves(specs)}
-    splits = [_split(leaf, known.get(leaf.name), mesh) for leaf in named]
-    # Matrices and their transposes have the same iterations, so they share a stack: wide, or split in the same order.
-    turns = [_turns(leaf.value, split) for leaf, split in zip(named, splits, strict=True)]
-    splits = [split.turned() if turn else split for split, turn in zip(splits, turns, strict=True)]
+    splits, turns = _wide_splits(named, known, mesh)
     # Behind a barrier, so that XLA transposes the narrow values and not the momentum that they come from.
     narrow = [lax.optimization_barrier(leaf.value.astype(dtype)) for leaf in named]
     wide = [_turned(leaf, turn) for leaf, turn in zip(narrow, turns, strict=True)]
@@ -293,8 +294,7 @@ def _orthogonalize(tree: PyTree, specs: PyTree, iterate: Callable[..., Any], dty
                 wide[place] = leaf.astype(named[place].value.dtype)
         return jax.tree.unflatten(structure, wide)
     for place, (leaf, split) in enumerate(zip(wide, splits, strict=True)):
-        lead = tuple(axis for axes in split.lead for axis in axes)
-        groups.setdefault((leaf.shape[-2:], lead, split.rows, split.columns), []).append(place)
+        groups.setdefault((leaf.shape[-2:], split.lead_axes, split.rows, split.columns), []).append(place)
     for places in groups.values():
         leaves = [wide[place] for place in places]
         done = _orthogonalize_stack(leaves, [splits[place] for place in places], mesh, iterate)
@@ -302,6 +302,25 @@ def _orthogonalize(tree: PyTree, specs: PyTree, iterate: Callable[..., Any], dty
             back = lax.optimization_barrier(_turned(leaf, True)) if turns[place] else leaf
             wide[place] = back.astype(named[place].value.dtype)
     return jax.tree.unflatten(structure, wide)
+
+
+def same_stack(leaves: list[NamedLeaf], specs: Mapping[str, P], mesh: Any) -> list[list[tuple[NamedLeaf, Split]]]:
+    """Returns the leaves that are exchanged together on a mesh of several devices, with their splits if turned wide."""
+    groups: dict[Any, list[tuple[NamedLeaf, Split]]] = {}
+    for leaf, split in zip(leaves, _wide_splits(leaves, specs, mesh)[0], strict=True):
+        key = (*sorted(leaf.value.shape[-2:]), split.lead_axes, split.rows, split.columns)
+        groups.setdefault(key, []).append((leaf, split))
+    return list(groups.values())
+
+
+def _wide_splits(named: list[NamedLeaf], known: Mapping[str, P], mesh: Any) -> tuple[list[Split], list[bool]]:
+    """Returns how leaves are split, and whether they are turned first.
+
+    Matrices and their transposes have the same iterations, so they share a stack: wide, or split in the same order.
+    """
+    splits = [_split(leaf, known.get(leaf.name), mesh) for leaf in named]
+    turns = [_turns(leaf.value, split) for leaf, split in zip(named, splits, strict=True)]
+    return [split.turned() if turn else split for split, turn in zip(splits, turns, strict=True)], turns
 
 
 def _turns(leaf: Any, split: Split) -> bool:
@@ -376,7 +395,7 @@ def _share(stack: Any, split: Split, mesh: Any) -> tuple[Any, Callable[[Any], An
         return stack, lambda done: done
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     dims = [(axes, dim) for dim, axes in ((1, split.rows), (2, split.columns)) if axes]
-    used = {axis for axes in (*split.lead, split.rows, split.columns) for axis in axes}
+    used = {*split.lead_axes, *split.rows, *split.columns}
     copies = tuple(axis for axis in sizes if axis not in used)
     num_copies = math.prod(sizes[axis] for axis in copies)
     count = stack.shape[0]
