@@ -13,8 +13,9 @@ from meshwright.hardware.chips import Chip, is_hopper_kind
 from meshwright.layout import Layout
 from meshwright.plan.costs.communication import Traffic
 from meshwright.specs import round_up
-from meshwright.train.optimizer.muon import Split, orthogonalized_names, same_stack
+from meshwright.train.optimizer.muon import orthogonalized_names
 from meshwright.train.optimizer.newton_schulz import DION_COEFFICIENTS
+from meshwright.train.optimizer.orthogonalize import Split, same_stack
 from meshwright.train.state import gradient_specs
 from meshwright.tree import NamedLeaf, named_leaves
 
