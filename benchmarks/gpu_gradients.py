@@ -53,8 +53,9 @@ TOLERANCES = {
     ("fp8", "decoder"): (1.5, "times the difference of the same step, emulated on the CPU, from float32"),
     ("fp8", "xlstm"): (1.5, "times the difference of the same step, emulated on the CPU, from float32"),
 }
-HEADINGS = ("case", "precision", "difference", "allowed", "worst leaf", "loss", "attention", "norm", "loss path")
-HEADINGS += ("stack", "cell", "matmuls", "result")
+HEADINGS = ("case", "precision", "difference", "allowed", "worst leaf", "loss", "attention", "norm", "head norm")
+HEADINGS += ("loss path", "stack", "cell", "matmuls", "result")
+PARTS = ("attention", "norm", "head norm", "loss", "stack", "cell", "matmuls")
 # All projections in fp8 here, although these are narrower than those that gain from it.
 FP8 = Precision(compute="bfloat16", fp8=Fp8(scaling="current", least_dim=16))
 IN_FP8 = (
@@ -377,7 +378,7 @@ def matmul_path(text: str, targets: list[str]) -> str:
 def row(result: dict[str, Any]) -> list[str]:
     first = [result["case"], result["precision"]]
     if "error" in result:
-        return [*first, "", f"{result['allowed']:.0e}", "", "", result["error"][:60], *[""] * 5, result["result"]]
+        return [*first, "", f"{result['allowed']:.0e}", "", "", result["error"][:60], *[""] * (len(PARTS) - 1), result["result"]]
     used = result["paths"]
     return [
         *first,
@@ -385,7 +386,7 @@ def row(result: dict[str, Any]) -> list[str]:
         f"{result['allowed']:.0e}",
         result["worst"],
         f"{result['loss']:.1e}",
-        *(used[part] for part in ("attention", "norm", "loss", "stack", "cell", "matmuls")),
+        *(used[part] for part in PARTS),
         result["result"],
     ]
 

@@ -37,6 +37,8 @@ def test_two_cases_on_a_cpu(script):
     assert 1e-4 < mixed["difference"] < mixed["allowed"]  # the size of bfloat16 errors
     assert mixed["paths"]["attention"] == mixed["paths"]["norm"] == "XLA"
     assert script.row(mixed)[-1] == "ok"
+    assert script.row(mixed)[6:-1] == [mixed["paths"][part] for part in script.PARTS]
+    assert len(script.HEADINGS) == len(script.row(mixed)) == len(script.row(exact | {"error": "no such length"}))
 
 
 def test_names_of_cases_are_unique(script):

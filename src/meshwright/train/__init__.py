@@ -13,8 +13,9 @@ from meshwright.train.job import Job, abstract_init
 from meshwright.train.jobs import equinox_job, linen_job, nnx_job
 from meshwright.train.jobs.job_loading import load_job
 from meshwright.train.jobs.language_job import language_job, next_token_loss, shift_targets
-from meshwright.train.optimizer.muon import muon, orthogonalize
+from meshwright.train.optimizer.muon import muon
 from meshwright.train.optimizer.norms import global_norm
+from meshwright.train.optimizer.orthogonalize import orthogonalize
 from meshwright.train.precision import Precision
 from meshwright.train.state import RunState, init_state, make_state, state_layout
 from meshwright.train.step import Step, make_eval_step, make_train_step

@@ -88,6 +88,8 @@ def test_a_schedule_in_plain_python_is_logged():
         ({"warmup": 5}, {"schedule": halves}, "warmup is 5, which would have no effect: the job's schedule sets"),
         ({"optimizer": "{module}:number"}, {}, "is a int, not an optax optimizer"),
         ({"optimizer": "{module}:fails"}, {}, "failed for 4 steps: KeyError: 'rate'"),
+        ({"optimizer": "optax.contrib:muon"}, {}, "takes a learning rate, but would be called with the number of st"),
+        ({}, {"optimizer": optax.adam}, r"the job's optimizer takes a learning rate.*4.\nhint: give a function such"),
         ({"optimizer": "{module}:palin"}, {}, r"no attribute 'palin'.\nhint: did you mean 'plain'"),
         ({"schedule": "{module}:number"}, {}, r"is a int.\nhint: give a function from the step"),
         ({}, {"schedule": lambda step: jnp.ones(3)}, r"returned .* for step 0"),

@@ -195,11 +195,59 @@ def test_a_7b_update_on_64_chips_is_one_exchange_each_way(run_compiler):
     assert done.stdout.split() == sorted([f"all-to-all:{square}", f"all-to-all:{wide}"] * 2)
 
 
-def test_numbers_out_of_range_are_rejected():
-    with pytest.raises(mw.MeshwrightError, match=r"num_iterations must be at least 1; got 0.\nhint: use 4"):
-        muon(0.1, num_iterations=0)
-    with pytest.raises(mw.MeshwrightError, match=r"beta must be at least 0 and below 1; got 1.0"):
-        muon(0.1, beta=1.0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_iterations": 0}, r"num_iterations must be a whole number of at least 1; got 0.\nhint: use 4"),
+        ({"num_iterations": 2.5}, r"num_iterations must be a whole number of at least 1; got 2.5"),
+        ({"beta": 1.0}, r"beta must be at least 0 and below 1; got 1.0"),
+        ({"rms": 0.0}, r"rms must be above 0; got 0.0.\nhint: use 0.2, or None"),
+        ({"coefficients": COEFFICIENTS}, r"coefficients are \(3.4445, .*\).\nhint: use triples of numbers"),
+        ({"coefficients": [(1.0, 2.0, 0.0)]}, r"coefficients are \[\(1.0, 2.0, 0.0\)\]"),
+        ({"dtype": "int8"}, r"dtype is 'int8', not a dtype of real numbers.\nhint: use float32 or bfloat16"),
+        ({"dtype": "bfloat"}, r"dtype is 'bfloat', not a dtype"),
+        ({"is_matrix": "up"}, r"is_matrix is 'up'.\nhint: pass a function"),
+    ],
+)
+def test_invalid_options_are_rejected(options, message):
+    with pytest.raises(mw.MeshwrightError, match=message):
+        muon(0.1, **options)
+
+
+@pytest.mark.parametrize("leaf", [jnp.ones(3), jnp.ones((3, 3), jnp.int32)])
+def test_only_matrices_of_real_numbers_are_orthogonalized(leaf):
+    with pytest.raises(mw.MeshwrightError, match=r"`w` has shape .* dtype .*, so it is not a matrix of real numbers"):
+        orthogonalize({"w": leaf})
+
+
+def test_parts_of_matrices_in_the_local_view_are_rejected():
+    """Each device would orthogonalize its rows, which is another function of the matrix."""
+
+    def update(x):
+        return orthogonalize({"w": x})["w"]
+
+    mesh, x = mw.create_mesh("fsdp:8"), jax.random.normal(jax.random.key(0), (16, 8))
+    sliced = mw.parallel.local_map(update, mesh=mesh, in_specs=(P("fsdp"),), out_specs=P("fsdp"))
+    with pytest.raises(mw.MeshwrightError, match=r"cannot orthogonalize `w` here: it differs along fsdp.*\nhint: upd"):
+        sliced(x)
+    whole = mw.parallel.local_map(update, mesh=mesh, in_specs=(P(),), out_specs=P())
+    np.testing.assert_allclose(whole(x), update(x), atol=485 * np.finfo(np.float32).eps)
+
+
+def test_arrays_on_explicit_axes_need_no_specs():
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"))
+    x = jax.random.normal(jax.random.key(0), (3, 16, 8))
+    whole = jax.device_get(orthogonalize({"w": x})["w"])
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, jax.NamedSharding(mesh, P(None, "fsdp", "tp")))
+        found = jax.jit(orthogonalize)({"w": placed})["w"]
+    assert found.sharding.spec == P(None, "fsdp", "tp")
+    np.testing.assert_allclose(found, whole, atol=485 * np.finfo(np.float32).eps)
+
+
+def test_specs_with_unknown_axes_are_rejected():
+    with jax.set_mesh(mw.create_mesh("fsdp:8")), pytest.raises(mw.MeshwrightError, match="spec of `w` names axis 'tp'"):
+        jax.jit(lambda x: orthogonalize({"w": x}, specs={"w": P("tp")}))(jnp.ones((8, 8)))
 
 
 def test_a_function_chooses_the_matrices():
@@ -241,6 +289,12 @@ def test_the_projections_of_models_are_matrices(name):
         ("layers/0/up", (16, 16), True),
         ("lm_head/kernel", (16, 64), False),
         ("Embed_0/embedding", (64, 16), False),
+        ("token_embedder/weight", (64, 16), False),
+        ("model/embed_tokens/weight", (64, 16), False),
+        ("unembed", (16, 64), False),
+        ("position", (12, 16), False),
+        ("pos_embed", (12, 16), False),
+        ("wpe/weight", (12, 16), False),
         ("layers/LayerNorm_0/weight", (2, 16), False),
         ("layers/rmsnorm/weight", (2, 16), False),
         ("layers/q_bias", (2, 16), False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,6 +115,11 @@ def _built(own: Any, owner: str, num_steps: int) -> Any:
     """Returns an optax optimizer, made for the number of steps if it is a function."""
     found = own
     if callable(own) and not hasattr(own, "update"):
+        if _takes_a_rate(own):
+            raise JobError(
+                f"{owner} takes a learning rate, but would be called with the number of steps, {num_steps}.",
+                hint="give a function such as `lambda num_steps: optax.lamb(1e-3)`, or an optimizer that it returned.",
+            )
         try:
             found = own(num_steps)
         except MeshwrightError:
@@ -129,6 +135,15 @@ def _built(own: Any, owner: str, num_steps: int) -> Any:
             hint="give an optax optimizer, e.g. optax.adam(1e-3), or a function from the number of steps to one.",
         )
     return found
+
+
+def _takes_a_rate(factory: Callable[..., Any]) -> bool:
+    """Returns whether a function is a factory such as `optax.adam`, whose first argument is a learning rate."""
+    try:
+        first = next(iter(inspect.signature(factory).parameters), "")
+    except (TypeError, ValueError):  # some callables have no signature
+        return False
+    return first.endswith("learning_rate")
 
 
 def _check_schedule(schedule: Any, who: str) -> None:

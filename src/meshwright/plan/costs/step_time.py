@@ -12,6 +12,7 @@ from meshwright.plan.costs import Basis
 from meshwright.plan.costs.communication import Sent, param_leaves
 from meshwright.plan.costs.fp8_work import CAST_SHARE, Fp8Work, fp8_work
 from meshwright.plan.costs.job_costs import TENSOR_AXIS, JobCosts
+from meshwright.plan.costs.muon_work import MuonWork
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.costs.step_flops import head_flops
 from meshwright.plan.target import Target
@@ -77,12 +78,14 @@ def step_time(
     tokens: int,
     num_matmuls: int,
     minibatches: int = 1,
+    muon: MuonWork | None = None,
 ) -> TimePlan | None:
     """Returns the time per step by part; None if the peak FLOP/s of the chip are unknown.
 
     Args:
         num_matmuls: number of matmuls that a device runs in a step.
         minibatches: minibatches of a step.
+        muon: the work of Muon's update, if it is the optimizer.
     """
     chip, dtype = target.chip, profile.precision.compute.name
     rate, peak = target.matmul_rate(dtype), None if chip is None else chip.peak(dtype)
@@ -104,6 +107,10 @@ def step_time(
     weights = sum(leaf.bytes_per_device for leaf in param_leaves(layout) if leaf not in frozen)
     state = sum(leaf.bytes_per_device for leaf in layout.leaves) - sum(leaf.bytes_per_device for leaf in frozen)
     update = (2 * state + 2 * weights) / bandwidth  # reads and writes the state, gradients and low-precision weights
+    updates: tuple[Basis, str] = ("computed", "one read and write of the state")
+    if muon is not None and muon.flops:
+        update += muon.seconds(chip, target.matmul_rate("bfloat16") or rate)
+        updates = ("assumed", f"{updates[1]}; {muon.flops / 1e12:.3g} TFLOP of muon's iterations")
     compute = plain + attention + between
     total = sum(item.seconds or 0.0 for item in sent)
     waiting = sum((item.seconds or 0.0) * (1 - item.hidden) for item in sent)
@@ -134,7 +141,7 @@ def step_time(
         memory=Estimate(between, "s", "assumed", passes),
         communication=Estimate(total, "s", basis, "if none of it were hidden"),
         exposed=Estimate(exposed, "s", basis if is_compiled else "assumed", "not hidden by compute"),
-        optimizer=Estimate(update, "s", "computed", "one read and write of the state"),
+        optimizer=Estimate(update, "s", *updates),
         bubble=Estimate(bubble, "s", "computed", words),
         fixed=Estimate(STEP_SECONDS, "s", "assumed", "the host's part of a loop, measured on one H200"),
         step=Estimate(step, "s", "assumed", f"sum of the parts, within {chip.rates.error:.0%}"),

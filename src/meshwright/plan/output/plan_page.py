@@ -129,7 +129,7 @@ def plan_layout(plan: Plan, job: Any) -> Layout:
         warnings.simplefilter("ignore", MeshwrightWarning)  # they are notes of the plan already
         setup = plan.setup
         options: Any = {"zero_axis": setup.zero_axis, "precision": setup.dtypes, "pad": setup.pad or False}
-        return state_layout(job, named_optimizer(setup.optimizer), mesh, **options)
+        return state_layout(job, named_optimizer(setup.optimizer, job), mesh, **options)
 
 
 def _head(plan: Plan, subject: PlannedJob, notes: Sequence[str]) -> Markup:
