@@ -27,6 +27,7 @@ from meshwright.plan.costs.communication import (
 from meshwright.plan.costs.job_costs import PIPELINE_AXIS, TENSOR_AXIS, JobCosts
 from meshwright.plan.costs.links import axis_links
 from meshwright.plan.costs.memory import MemoryPlan, plan_memory
+from meshwright.plan.costs.muon_work import MuonWork, muon_work
 from meshwright.plan.costs.overlap_limit import overlap_limit
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.costs.step_flops import count_device_matmuls, step_flops
@@ -201,11 +202,12 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
     most, crowded = overlap_limit(memory, target, setup)
     dtype = profile.precision.compute.name
     ran = compiled if compiled is not None and compiled.does_not_fit is None else None
+    muon = muon_work(profile, layout, target) if setup.optimizer == "muon" else MuonWork()
     if ran is not None:
         sent = compiled_sent(ran, links)
         is_limited = bool(sent) and ran.hidden_share <= most
     else:
-        traffic = step_traffic(profile, layout, setup, rows=rows)
+        traffic = (*step_traffic(profile, layout, setup, rows=rows), *muon.traffic)
         sent = computed_sent(traffic, links, target, spec, overlap=setup.overlap)
         rate = target.matmul_rate(dtype)
         if rate is not None:
@@ -254,6 +256,7 @@ def assemble(prepared: Prepared, *, rows: int, compiled: Compiled | None = None,
             tokens=tokens,
             num_matmuls=count_device_matmuls(profile, stages, setup, ways=profile.ways(sizes)),
             minibatches=setup.num_minibatches,
+            update_flops=muon.flops,
         ),
         tokens_per_step=tokens,
         peak_flops=None if target.chip is None else target.chip.peak(dtype),

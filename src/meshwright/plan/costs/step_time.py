@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meshwright.hardware.chips import multiplies_fp8
 from meshwright.hardware.flops import Flops
 from meshwright.layout import Layout, format_bytes
+from meshwright.pages.numbers import duration
 from meshwright.plan.costs import Basis
 from meshwright.plan.costs.communication import Sent, param_leaves
 from meshwright.plan.costs.fp8_work import CAST_SHARE, Fp8Work, fp8_work
@@ -77,12 +78,14 @@ def step_time(
     tokens: int,
     num_matmuls: int,
     minibatches: int = 1,
+    update_flops: float = 0.0,
 ) -> TimePlan | None:
     """Returns the time per step by part; None if the peak FLOP/s of the chip are unknown.
 
     Args:
         num_matmuls: number of matmuls that a device runs in a step.
         minibatches: minibatches of a step.
+        update_flops: matmul FLOPs of the optimizer update on a device.
     """
     chip, dtype = target.chip, profile.precision.compute.name
     rate, peak = target.matmul_rate(dtype), None if chip is None else chip.peak(dtype)
@@ -104,6 +107,8 @@ def step_time(
     weights = sum(leaf.bytes_per_device for leaf in param_leaves(layout) if leaf not in frozen)
     state = sum(leaf.bytes_per_device for leaf in layout.leaves) - sum(leaf.bytes_per_device for leaf in frozen)
     update = (2 * state + 2 * weights) / bandwidth  # reads and writes the state, gradients and low-precision weights
+    multiplied = update_flops / rate
+    update += multiplied
     compute = plain + attention + between
     total = sum(item.seconds or 0.0 for item in sent)
     waiting = sum((item.seconds or 0.0) * (1 - item.hidden) for item in sent)
@@ -125,6 +130,9 @@ def step_time(
         f"one extra pass over matmul operands and results, at {MEMORY_SHARE:.0%} of the bandwidth; about {kernels:,} "
         f"kernels, {KERNEL_SECONDS[chip.platform] * 1e6:g} us each"
     )
+    updates = "one read and write of the state"
+    if multiplied:
+        updates += f", and matmuls of {duration(multiplied)} at the same rate"
     if narrow.flops:
         part, share = narrow.flops / (flops.matmul - flops.attention), rates.share("float8")
         shares = f"{shares}; {part:.0%} of the matmuls in fp8, at {share:.0%} of its peak"
@@ -134,7 +142,7 @@ def step_time(
         memory=Estimate(between, "s", "assumed", passes),
         communication=Estimate(total, "s", basis, "if none of it were hidden"),
         exposed=Estimate(exposed, "s", basis if is_compiled else "assumed", "not hidden by compute"),
-        optimizer=Estimate(update, "s", "computed", "one read and write of the state"),
+        optimizer=Estimate(update, "s", "computed" if not multiplied else "assumed", updates),
         bubble=Estimate(bubble, "s", "computed", words),
         fixed=Estimate(STEP_SECONDS, "s", "assumed", "the host's part of a loop, measured on one H200"),
         step=Estimate(step, "s", "assumed", f"sum of the parts, within {chip.rates.error:.0%}"),

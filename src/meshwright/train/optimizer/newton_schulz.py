@@ -34,7 +34,7 @@ DION_COEFFICIENTS = (
     (2.8769, -3.1427, 1.2046),
 )
 """a, b and c of four iterations, as published with Dion: steeper than Muon's at first, closer to 1 in the end."""
-_WIDE = 1.5  # columns per row from which iterating on the Gram matrix is less work
+WIDE = 1.5  # columns per row from which iterating on the Gram matrix is less work
 _TOGETHER = 4  # most iterations on one Gram matrix
 
 
@@ -65,7 +65,7 @@ def newton_schulz(
     x = x.astype(jnp.float16 if half else given)
     num_rows, num_columns = x.shape[-2:]
     rest = [tuple(coefficients[min(i, len(coefficients) - 1)]) for i in range(num_iterations)]
-    most = _TOGETHER if x.dtype == jnp.float16 and num_columns >= _WIDE * num_rows else 1
+    most = _TOGETHER if x.dtype == jnp.float16 and num_columns >= WIDE * num_rows else 1
     mirror = can_mirror(num_rows, num_rows, x.dtype) and num_columns % 64 == 0
     while rest:
         together = min(len(rest), most) if len(rest) <= most else max(most - 1, 1)
