@@ -106,11 +106,21 @@ def test_goodput_in_text_json_and_on_the_page(cli, tmp_path):
     assert re.search(r"^goodput +[\d.]+% ", out, flags=re.M)
     assert re.search(r", goodput [\d.]+% with failures", out)
     assert re.search(r"^price +\$[\d,]+ +per billion tokens, with failures", out, flags=re.M)
+    assert re.search(r"^tokens/s +[\d,]+ +with failures; [\d.]+k to [\d.]+k", out, flags=re.M)
     page = (tmp_path / "plan.html").read_text()
     assert "Goodput over the number of chips" in page
     assert re.search(r"goodput: [\d.]+% at chips 1, [\d.]+% at 16", page)
     ranked = cli("search", *ON_TPU, "--mtbf", "2", "--top", "1")[1]
     assert re.search(r"memory and links +goodput$", ranked, flags=re.M)
+
+
+def test_a_machine_on_which_nothing_trains_has_a_plan(cli):
+    failing = ("--mtbf", "0.01", "--restart", "100000", "--price", "2")
+    code, out, _ = cli(*ON_TPU, "--mesh", "fsdp:4", *failing)
+    assert code == 0
+    assert re.search(r"^goodput +0% ", out, flags=re.M)
+    assert re.search(r"^price +unlimited ", out, flags=re.M)
+    json.loads(cli(*ON_TPU, "--mesh", "fsdp:4", *failing, "--json")[1], parse_constant=pytest.fail)
 
 
 def test_every_figure_of_a_plan_names_its_basis(cli):
@@ -281,6 +291,15 @@ def test_diff_compares_files_and_setups(cli, tmp_path):
     total = next(c for c in data["changes"] if c["name"] == "total" and c["group"].startswith("Memory"))
     assert total["before"] == read_plan(paths[0])["memory"]["total"]
     assert "no figure differs" in cli("diff", paths[0], paths[0])[1]
+
+
+def test_a_difference_has_the_prices_and_the_goodput(cli):
+    arguments = ("diff", "fsdp:4 remat==full", "dp:4", *ON_TPU)
+    out = cli(*arguments, "--price", "3", "--mtbf", "10")[1]
+    assert re.search(r"^price per billion tokens +\$[\d.]+ +\$[\d.]+ +[+-]\$[\d.]+ ", out, flags=re.M)
+    assert re.search(r"^goodput with failures +[\d.]+% +[\d.]+%", out, flags=re.M)
+    assert "A: fsdp:4 remat=full, " in out
+    assert "Price and goodput" not in cli(*arguments)[1]
 
 
 def test_a_difference_is_explained_in_text_and_on_a_page(cli, tmp_path):

@@ -1,6 +1,7 @@
 """`assert_plan`: plans within limits, and the errors of those beyond."""
 
 import functools
+import re
 import sys
 
 import pytest
@@ -73,6 +74,7 @@ def test_all_problems_are_reported_at_once():
     kinds = [problem.partition(":")[0] for problem in caught.value.problems]
     assert kinds == ["memory", "sent", "time", "MFU"]
     assert "all-gather over fsdp" in caught.value.problems[1]
+    assert re.search(r"\(assumed, within 12%\); allowed: 1e-09 s", caught.value.problems[2])
 
 
 def test_a_plan_that_does_not_fit_fails_without_a_limit():

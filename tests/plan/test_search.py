@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -44,6 +45,8 @@ def test_constraints():
     assert parse_constraints("tp <= 8 pp=1, remat=full|dots minibatches==4") == parse_constraints(
         "tp<=8, pp=1, remat=full|dots, minibatches=4"
     )
+    assert parse_constraints("batch=4.1M tokens, remat=full|dots, remat=dots").batch_tokens == 4_100_000
+    assert parse_constraints("remat=full|dots, remat=dots|none").choices == {"remat": ("dots",)}
     assert parse_constraints("batch = 4M tokens tp==8").limits == {"tp": (("=", 8),)}
     assert parsed.allows("tp", 4)
     assert not parsed.allows("tp", 16)
@@ -65,6 +68,10 @@ def test_constraints():
         ("batch=512", "'batch=512' has no unit.\nhint: write e.g. batch=4M tokens or batch=512 rows"),
         ("remat=some", r"remat=none\|dots\|full"),
         ("batch>4M tokens", "the batch size takes only `=`"),
+        ("tp<=1.5", "'1.5' is not a whole number"),
+        ("batch=2.5 rows", "'2.5 rows' is not a whole number"),
+        ("batch=8 rows, batch=16 rows", "'batch=16 rows' is a second batch size"),
+        ("remat=full, remat=dots", r"remat=full and remat=dots exclude each other.\nhint: write remat=full\|dots"),
     ],
 )
 def test_invalid_constraints(text, says):
@@ -99,6 +106,8 @@ def test_rejections_have_reasons():
     assert "does not fit" in memory.detail
     assert result.considered == len(result.ranked) + len(result.rejected)
     assert "64 x TPU v5p (torus 4x4x4), 256 rows of 4096 tokens (1.05M) per step" in str(result)
+    best = result.ranked[0].time
+    assert f"1. {best.step.value:8.3f} s within {best.error:.0%}  MFU" in str(result)
     assert f"rejected {result.reasons()['out of memory']}: out of memory" in str(result)
 
 
@@ -128,9 +137,11 @@ def test_devices_may_share_key_value_heads():
 
 
 def test_256_devices_in_seconds():
+    seven()
+    begin = time.process_time()  # which does not depend on how busy the machine is
     result = found("v5e:16x16")
     assert result.considered >= 500
-    assert result.seconds < 30
+    assert time.process_time() - begin < 30
 
 
 def test_if_nothing_fits_the_nearest_candidate_and_a_larger_machine_are_named():
@@ -168,6 +179,8 @@ def test_jobs_without_tokens_are_not_refused_for_them():
     assert mesh_problem(seven()[0], replace(without, has_tokens=True), {"tp": 2}) is not None
     assert mesh_problem(seven()[0], without, {"tp": 2}) is None
     assert replace(found(constraints="tp=1, pp=1"), profile=without).batch_words == "256 rows"
+    with pytest.raises(ConfigError, match="batch=1000 rows"):
+        search(seven()[0], "v5p:4x4x4", constraints="batch=1k tokens", profile=without)
 
 
 def test_pipeline_schedules_are_searched():

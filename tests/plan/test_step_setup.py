@@ -14,6 +14,9 @@ def test_optimizers_by_name():
     assert named_optimizer("lion") is not None
     with pytest.raises(MeshwrightError, match="did you mean 'adamw'"):
         named_optimizer("adamww")
+    for name in ("chain", "global_norm", "GradientTransformation"):  # of optax, but no optimizers
+        with pytest.raises(MeshwrightError, match=f"optax has no optimizer '{name}'"):
+            named_optimizer(name)
 
 
 def test_setups_round_trip_through_json():

@@ -64,6 +64,8 @@ def test_dims_that_wrap_around():
         ("h200:4x16", "at most 8 GPUs; got 16", "h200:8x8"),
         ("h200:2x8*2", "only TPUs have slices", "h200:4x8"),
         ("cpu:2x4", "simulated CPU devices take one number", "cpu:8"),
+        ("h200:99999999x8", "at most 1,048,576 chips can be planned; got 799,999,992", "use e.g."),
+        ("v5p:4x4x8*9999999", "at most 1,048,576 chips", "use e.g."),
         ("v5e:0x4", "sizes must be at least 1", "use e.g. v5e:16x16"),
         ("h20:8x8", "is not a target", "did you mean 'h200'"),
         ("v5x:4x4", "is not a target", "did you mean 'v5"),
@@ -82,6 +84,7 @@ def test_errors_suggest_the_nearest_target(text, says, hint):
     [
         ("v5p:4x4x8*4", "fsdp:512", "4 slices, but no axis of mesh 'fsdp:512' crosses them", "fsdp:512@dcn=4"),
         ("v5p:4x4x8*4", "dp:4,fsdp:128", "no axis of mesh", "dp:4@dcn,fsdp:128, or"),
+        ("v5p:2x2x2*2", "fsdp:8,dp:2", "no axis of mesh", "fsdp:8,dp:2@dcn, or"),
         ("v5p:4x4x4*3", "dp:2@dcn,fsdp:96", "crosses 2", "dp:2,fsdp:96@dcn=3"),
         ("v5p:4x4x4*6", "dp:4@dcn,fsdp:96", "crosses 4", "dp:4,fsdp:96@dcn=6"),
         ("v5p:2x2x1*6", "dp:8,fsdp:3", "no axis", "dp:8@dcn=2,fsdp:3@dcn, or"),

@@ -12,6 +12,13 @@ from meshwright.parallel.pipeline.named_schedules import ScheduleName
 from meshwright.plan.expected_goodput import RESTART_S, Reliability
 from meshwright.train.precision import Precision
 
+# Range of each option on failures, its unit and an example.
+_RELIABILITY = {
+    "mtbf": (0.01, 1e9, "hours", 50_000),
+    "restart": (0, 1e7, "seconds", 300),
+    "storage-rate": (1e-6, 1e6, "GiB/s", 10),
+}
+
 
 @dataclass(frozen=True)
 class StepOptions:
@@ -99,14 +106,12 @@ class StepOptions:
 
     def reliability(self) -> Reliability | None:
         """Returns how often chips fail; None if no goodput was asked for. Raises if a number is out of range."""
-        given = {"mtbf": self.mtbf, "storage-rate": self.storage_rate}
+        given = {"mtbf": self.mtbf, "restart": self.restart, "storage-rate": self.storage_rate}
         for name, value in given.items():
-            if value is not None and not 0 < value < math.inf:
-                hint = f"pass e.g. --{name} {50_000 if name == 'mtbf' else 10}."
-                raise ConfigError(f"--{name} must be finite and greater than 0; got {value:g}.", hint=hint)
-        if self.restart is not None and not 0 <= self.restart < math.inf:
-            hint = "pass a number of seconds, e.g. --restart 300."
-            raise ConfigError(f"--restart must be finite and at least 0; got {self.restart:g}.", hint=hint)
+            least, most, unit, example = _RELIABILITY[name]
+            if value is not None and not least <= value <= most:
+                hint = f"pass a number of {unit}, e.g. --{name} {example}."
+                raise ConfigError(f"--{name} must be from {least:g} to {most:g} {unit}; got {value:g}.", hint=hint)
         if self.mtbf is None:
             for name, value in (("restart", self.restart), ("storage-rate", self.storage_rate)):
                 if value is not None:

@@ -151,7 +151,8 @@ def _time_problems(plan: Plan, most: float | None, least: float | None) -> list[
         raise MeshwrightError(f"step time is unknown for {plan.target}.", hint="drop max_seconds and min_mfu.")
     found = []
     if most is not None and plan.time.step.value > most:
-        found.append(f"time: {plan.time.step.value:.4g} s per step ({plan.time.step.basis}); allowed: {most:.4g} s")
+        step, within = plan.time.step, f"within {plan.time.error:.0%}"
+        found.append(f"time: {step.value:.4g} s per step ({step.basis}, {within}); allowed: {most:.4g} s")
     if least is not None and plan.mfu < least:
         found.append(f"MFU: {plan.mfu:.1%} ({plan.time.step.basis}); required: {least:.1%}")
     return found

@@ -144,11 +144,11 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{self.target.title}, {self.setup}: {self.memory.verdict}"]
         if self.time is not None and self.mfu is not None and self.tokens_per_second is not None:
+            unit = "rows" if self.tokens_per_step == self.rows else "tokens"
+            exposed = self.time.exposed.value / self.time.step.value
             lines.append(
                 f"{self.time.step.value:.3g} s per step ({self.time.step.basis}, within {self.time.error:.0%}), "
-                f"{self.tokens_per_second:,.0f} "
-                f"tokens/s, MFU {self.mfu:.1%}, {self.time.exposed.value / self.time.step.value:.1%} exposed "
-                "communication"
+                f"{self.tokens_per_second:,.0f} {unit}/s, MFU {self.mfu:.1%}, {exposed:.1%} exposed communication"
             )
         return "\n".join(lines)
 

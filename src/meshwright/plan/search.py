@@ -93,7 +93,8 @@ class Search:
             assert plan.time is not None
             assert plan.mfu is not None
             memory = format_bytes(plan.memory.total)
-            lines.append(f"{place:>3}. {plan.time.step.value:8.3f} s  MFU {plan.mfu:5.1%}  {memory:>10}  {plan.setup}")
+            time = f"{plan.time.step.value:8.3f} s within {plan.time.error:.0%}"
+            lines.append(f"{place:>3}. {time}  MFU {plan.mfu:5.1%}  {memory:>10}  {plan.setup}")
         lines += [f"  rejected {count}: {reason}" for reason, count in self.reasons().most_common()]
         lines += [] if self.nearest is None else [str(self.nearest)]
         return "\n".join(lines)
@@ -248,6 +249,11 @@ def _rows(job: Any, profile: JobCosts, constraints: Constraints, target: Target)
     if constraints.rows is not None:
         return constraints.rows
     if constraints.batch_tokens is not None:
+        if not profile.has_tokens:
+            hint = f"write e.g. batch={constraints.batch_tokens} rows."
+            raise ConfigError(
+                "the job's batch has no `targets` of shape [rows, tokens], so no number of tokens.", hint=hint
+            )
         wanted = constraints.batch_tokens / profile.tokens_per_row
         unit = target.num_devices
         while unit > 1 and wanted < unit:
@@ -371,7 +377,8 @@ def _placed(
 def _judge(prepared: Prepared, rows: int, price: float | None) -> Plan | Rejected:
     setup, parts = prepared.setup, prepared.row_parts
     if rows % parts:
-        return Rejected(setup, "rows not divisible", f"{rows} rows do not divide into {parts} parts")
+        many = "1 row does" if rows == 1 else f"{rows} rows do"
+        return Rejected(setup, "rows not divisible", f"{many} not divide into {parts} parts")
     return assemble(prepared, rows=rows, price=price)
 
 

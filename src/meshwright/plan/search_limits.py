@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from meshwright.errors import ConfigError, MeshwrightError, did_you_mean
 from meshwright.parallel.pipeline.named_schedules import SCHEDULE_NAMES
@@ -67,7 +68,7 @@ def parse_constraints(text: str) -> Constraints:
     """
     limits: dict[str, list[tuple[str, int]]] = {}
     choices: dict[str, tuple[str, ...]] = {}
-    tokens = rows = None
+    batch = tokens = rows = None
     known = (*AXES, "minibatches", "microbatches", "remat", "sync", "pipeline", "batch")
     for part in filter(None, (part.strip() for whole in text.split(",") for part in _NEXT_TERM.split(whole))):
         match = _TERM.fullmatch(part.replace("==", "=", 1))
@@ -89,14 +90,19 @@ def parse_constraints(text: str) -> Constraints:
                 raise MeshwrightError(
                     f"cannot parse the constraint {part!r}.", hint=f"write {name}={'|'.join(allowed)}."
                 )
-            choices[name] = chosen
+            before = choices.get(name, chosen)
+            choices[name] = tuple(word for word in dict.fromkeys(before) if word in chosen)
+            if not choices[name]:
+                hint = f"write {name}={'|'.join((*before, *chosen))} to allow all of them."
+                raise ConfigError(f"{name}={'|'.join(before)} and {part} exclude each other.", hint=hint)
         elif name == "batch":
             count, unit = _amount(part, value)
             hint = "write e.g. batch=4M tokens or batch=512 rows."
             if unit is None:
                 raise ConfigError(f"{part!r} has no unit.", hint=hint)
-            if count < 1:
-                raise ConfigError(f"{part!r} is an empty batch.", hint=hint)
+            if batch not in (None, (count, unit)):
+                raise ConfigError(f"{part!r} is a second batch size.", hint="keep one of them.")
+            batch = count, unit
             tokens, rows = (count, None) if unit == "tokens" else (None, count)
             if sign != "=":
                 raise MeshwrightError(f"{part!r}: the batch size takes only `=`.", hint=hint)
@@ -113,4 +119,9 @@ def _amount(part: str, value: str) -> tuple[int, str | None]:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]{0,2}?)\s*(tokens|rows)?", value.lower())
     if match is None or match[2] not in _UNITS:
         raise MeshwrightError(f"{part!r}: {value!r} is not a number.", hint="write e.g. 8, 512 rows or 4M tokens.")
-    return round(float(match[1]) * _UNITS[match[2]]), match[3]
+    count = Fraction(match[1]) * _UNITS[match[2]]
+    if match[3] and count < 1:
+        raise ConfigError(f"{part!r} is an empty batch.", hint="write e.g. batch=4M tokens or batch=512 rows.")
+    if count.denominator != 1:
+        raise ConfigError(f"{part!r}: {value!r} is not a whole number.", hint=f"write e.g. {max(1, round(count))}.")
+    return int(count), match[3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -126,12 +127,15 @@ def named_optimizer(name: str, job: Any = None) -> Any:
 
     own_muon = functools.partial(muon, is_matrix=getattr(job, "is_matrix", None))
     factory = own_muon if name == "muon" else getattr(optax, name, None)
-    if not callable(factory):
+    made = None
+    with contextlib.suppress(Exception):  # other names of optax need other arguments, or are no optimizers
+        made = factory(LEARNING_RATE)
+    if not isinstance(made, optax.GradientTransformation):
         known = ("adamw", "adam", "sgd", "adafactor", "lion", "lamb", "rmsprop", "adagrad", "muon")
         raise MeshwrightError(
             f"optax has no optimizer {name!r}.", hint=did_you_mean(name, known) or f"use e.g. {', '.join(known)}."
         )
-    return factory(LEARNING_RATE)
+    return made
 
 
 def batch_of(job: Any, rows: int | None) -> PyTree:

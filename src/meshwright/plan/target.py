@@ -20,6 +20,8 @@ from meshwright.specs import ceil_div
 
 _FORM = re.compile(r"(?P<kind>[A-Za-z][\w.\-]*):(?P<shape>\d+(?:[xX]\d+)*)(?:\*(?P<slices>\d+))?")
 _EXAMPLES = "use e.g. v5e:16x16, v5p:4x4x8, v5p:4x4x8*4 (four slices), h200:8x8 (hosts x GPUs per host), cpu:8."
+MOST_CHIPS = 2**20
+"""Largest machine; a search over the meshes of a larger one, such as a mistyped one, would not end."""
 # A torus dim wraps around to a ring only if its size is a multiple of this, by the number of dims.
 _WRAP_LENGTH = {2: 16, 3: 4}
 
@@ -155,8 +157,8 @@ def check_slices(target: Target, spec: MeshSpec) -> None:
 
 
 def _crossing(spec: MeshSpec, slices: int) -> MeshSpec:
-    """Returns a resolved mesh with `@dcn` on one axis that crosses all slices, or else on several."""
-    single = [axis for axis in spec.axes if axis.size % slices == 0]
+    """Returns a resolved mesh with `@dcn` on one axis that crosses all slices, best on `dp`, or else on several."""
+    single = sorted((axis for axis in spec.axes if axis.size % slices == 0), key=lambda axis: axis.name != "dp")
     left, axes = slices, []
     for axis in spec.axes:
         crossed = math.gcd(axis.size, left) if not single or axis is single[0] else 1
@@ -241,6 +243,8 @@ def _problem(kind: str, chip: Chip | None, shape: tuple[int, ...], slices: int) 
     count = math.prod(shape)
     if count == 0 or slices == 0:
         return "sizes must be at least 1", _EXAMPLES.removeprefix("use ")
+    if count * slices > MOST_CHIPS:
+        return f"at most {MOST_CHIPS:,} chips can be planned; got {count * slices:,}", _EXAMPLES.removeprefix("use ")
     if slices > 1 and (chip is None or chip.platform != "tpu"):
         return "only TPUs have slices", f"{kind}:{'x'.join(map(str, (shape[0] * slices, *shape[1:])))}"
     if chip is None:

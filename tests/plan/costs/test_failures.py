@@ -42,6 +42,10 @@ def test_limits():
     rare = Failures(1e-12, 60.0, 300.0)
     assert rare.best_interval == pytest.approx(rare.young_daly, rel=1e-4)
     assert rare.goodput(rare.best_interval) == pytest.approx(1, abs=1e-4)
+    for save in (1.0, 1e-3):  # almost no failures, and a tiny checkpoint
+        almost_never = Failures(1e-13, save, 300.0)
+        assert almost_never.best_interval == pytest.approx(almost_never.young_daly, rel=1e-4)
     hopeless = Failures(1.0, 1e4, 1e4)
     assert hopeless.goodput(100.0) == 0
+    assert 0 < hopeless.best_interval <= 1.0
     assert hopeless.shares(100.0)["lost work"] == 1

@@ -48,8 +48,8 @@ class Failures:
     def best_interval(self) -> float:
         """Seconds of training between saves with the largest goodput."""
 
-        def slope(share: float) -> float:  # of a failure's mean time; falls from above 0 to -1
-            return (1 - share) * math.exp(share) - math.exp(-self.rate * self.save)
+        def slope(share: float) -> float:  # of a failure's mean time; as logarithms, which keep the digits of rare ones
+            return math.log1p(-share) + share + self.rate * self.save if share < 1 else -math.inf
 
         low, high = 0.0, 1.0
         for _ in range(HALVINGS):

@@ -12,11 +12,17 @@ from typing import Any
 
 from meshwright.hardware.chips import chip_of
 from meshwright.layout.leaf import format_bytes
-from meshwright.pages.numbers import compact, duration, percent, plural
+from meshwright.pages.numbers import compact, duration, number, percent, plural
 from meshwright.plan.output.setup_words import pipeline_words
 
 PlanData = Mapping[str, Any]
-SHOW: dict[str, Callable[[float], str]] = {"bytes": format_bytes, "s": duration, "1/s": compact, "share": percent}
+SHOW: dict[str, Callable[[float], str]] = {
+    "bytes": format_bytes,
+    "s": duration,
+    "1/s": compact,
+    "share": percent,
+    "$": lambda dollars: f"${number(dollars)}",
+}
 _SMALL = 0.01  # causes below this share of the largest become one
 
 

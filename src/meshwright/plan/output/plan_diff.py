@@ -104,7 +104,7 @@ def diff_plans(before: Plan | PlanData, after: Plan | PlanData) -> PlanDiff:
         True
     """
     old, new = (plan.to_json() if isinstance(plan, Plan) else plan for plan in (before, after))
-    changes = [*_memory(old, new), *_sent(old, new), *_time(old, new)]
+    changes = [*_memory(old, new), *_sent(old, new), *_time(old, new), *_money(old, new)]
     return PlanDiff(old, new, tuple(changes))
 
 
@@ -168,6 +168,7 @@ def parse_setup(text: str, base: Setup) -> Setup:
                 f"{word!r} in {text!r} is not a setup option, and no file has that name.",
                 hint='pass a setup like "fsdp:32,tp:4 remat=full", or a file written by `meshwright plan --json`.',
             )
+        value = value.removeprefix("=")  # "remat==full", as constraints may be written
         changes[name] = tuple(value.split(",")) if name == "pad" else _value(name, value, word)
     return dataclasses.replace(base, mesh=mesh, **changes)
 
@@ -234,17 +235,23 @@ def _time(old: PlanData, new: PlanData) -> list[Change]:
         for name in (*PARTS, "step")
         if _seconds(old, name) or _seconds(new, name)
     ]
-    unit = {counted(plan["rows"], plan["tokens_per_step"]) for plan in (old, new)}
-    found.append(
-        Change(
-            group,
-            f"{'rows' if unit == {'rows'} else 'tokens'}/s",
-            old["tokens_per_second"],
-            new["tokens_per_second"],
-            "1/s",
-        )
-    )
+    speeds = (plan["tokens_per_second"] for plan in (old, new))
+    found.append(Change(group, f"{_unit(old, new)}/s", *speeds, "1/s"))
     return [*found, Change(group, "MFU", old["mfu"], new["mfu"], "share")]
+
+
+def _money(old: PlanData, new: PlanData) -> list[Change]:
+    """Returns the prices and the goodput of plans that have them."""
+    group = "Price and goodput (assumed)"
+    prices = [plan.get("dollars_per_billion_tokens") for plan in (old, new)]
+    shares = [(plan.get("goodput") or {}).get("goodput") for plan in (old, new)]
+    named = ((f"price per billion {_unit(old, new)}", prices, "$"), ("goodput with failures", shares, "share"))
+    return [Change(group, name, *both, unit) for name, both, unit in named if any(value is not None for value in both)]
+
+
+def _unit(old: PlanData, new: PlanData) -> str:
+    units = {counted(plan["rows"], plan["tokens_per_step"]) for plan in (old, new)}
+    return "rows" if units == {"rows"} else "tokens"
 
 
 def _seconds(plan: PlanData, name: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.search import Rejected, Search
 
 ASSUMED_STORAGE = f"{format_bytes(STORAGE_PER_HOST)}/s per host, at most {format_bytes(STORAGE_MOST)}/s"
+_HARDLY = 1e-6  # a share of time that trains, below which training has no price
 PARTS = ("matmul", "memory", "exposed", "bubble", "optimizer", "fixed")
 PART_NAMES = {
     "matmul": "matmuls",
@@ -197,14 +199,17 @@ def goodput_table(plan: Plan, found: ExpectedGoodput) -> Table:
         ("restarts", percent(shares["restarts"]), f"{duration(given.restart_s)} each, and loading the checkpoint"),
         ("failure every", duration(1 / failures.rate), f"{found.chips:,} chips, {given.mtbf_hours:,g} hours each"),
         ("checkpoint", format_bytes(found.state_bytes), f"{duration(failures.save)} at {storage}{assumed}"),
-        ("save every", f"{found.interval_steps:,} steps", f"{duration(found.interval_s)}, the best interval"),
+        ("save every", plural(found.interval_steps, "step"), f"{duration(found.interval_s)}, the best interval"),
         ("Young-Daly", duration(failures.young_daly), "the same to first order"),
     ]
-    if plan.tokens_per_second is not None:
-        rows.append((f"{unit_of(plan)}/s", f"{plan.tokens_per_second * found.share:,.0f}", "with failures"))
+    if plan.tokens_per_second is not None and plan.tokens_per_second_band is not None:
+        low, high = (compact(speed * found.share) for speed in plan.tokens_per_second_band)
+        speed = f"{plan.tokens_per_second * found.share:,.0f}"
+        rows.append((f"{unit_of(plan)}/s", speed, f"with failures; {low} to {high}"))
     if plan.dollars_per_billion_tokens is not None:
-        cost = plan.dollars_per_billion_tokens / found.share
-        rows.append(("price", f"${cost:,.0f}", f"per billion {unit_of(plan)}, with failures"))
+        cost = plan.dollars_per_billion_tokens / found.share if found.share > _HARDLY else math.inf
+        shown = "unlimited" if math.isinf(cost) else f"${cost:,.0f}"
+        rows.append(("price", shown, f"per billion {unit_of(plan)}, with failures"))
     return Table("Goodput (assumed)", ("figure", "value", "note"), tuple(rows), (1,))
 
 

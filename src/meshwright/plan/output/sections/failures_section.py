@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.pages import Mark, Section, Series, duration, join, line_chart, percent, prose
+from meshwright.pages import Mark, Section, Series, duration, join, line_chart, percent, plural, prose
 from meshwright.plan.output.summary import goodput_table
 from meshwright.plan.plan import Plan
 
@@ -15,7 +15,7 @@ def failures_section(plan: Plan) -> Section | None:
     counts, shares = found.curve()
     said = prose(
         f"{percent(found.share)} of the time trains, if each chip fails every {found.given.mtbf_hours:,g} hours and a "
-        f"checkpoint is saved every {found.interval_steps:,} steps ({duration(found.interval_s)}).",
+        f"checkpoint is saved every {plural(found.interval_steps, 'step')} ({duration(found.interval_s)}).",
         "The curve has the same checkpoint on other numbers of chips, each with its own best interval.",
     )
     curve = line_chart(
