@@ -101,7 +101,7 @@ def main() -> None:
     results = compare(chosen, device, tiny=args.tiny, threads=args.threads)
     print(table(HEADINGS, [row(result) for result in results]))
     for kind, (allowed, reason) in TOLERANCES.items():
-        print(f"allowed for {' '.join(kind)}: {allowed:.1g} ({reason})")
+        print(f"allowed for {' '.join(kind)}: {allowed:.2g} ({reason})")
     failed = [result for result in results if result["result"] != "ok"]
     print(f"{len(results) - len(failed)} of {len(results)} cases agree, in {time.perf_counter() - start:.0f} s")
     for result in failed:
