@@ -101,7 +101,7 @@ def main() -> None:
     results = compare(chosen, device, tiny=args.tiny, threads=args.threads)
     print(table(HEADINGS, [row(result) for result in results]))
     for kind, (allowed, reason) in TOLERANCES.items():
-        print(f"allowed for {' '.join(kind)}: {allowed:.1g} ({reason})")
+        print(f"allowed for {' '.join(kind)}: {allowed:.2g} ({reason})")
     failed = [result for result in results if result["result"] != "ok"]
     print(f"{len(results) - len(failed)} of {len(results)} cases agree, in {time.perf_counter() - start:.0f} s")
     for result in failed:
@@ -114,6 +114,7 @@ def main() -> None:
 def cases() -> list[Case]:
     eight, grouped = (("num_heads", 8),), (("num_heads", 8), ("num_kv_heads", 2))
     caps = (("attention_soft_cap", 20.0), ("logit_soft_cap", 10.0))
+    window = (("sliding_window", 24), ("layer_pattern", "lg"))
     found = [
         Case("decoder, heads of 64"),
         Case("heads of 32", sizes=eight),
@@ -129,6 +130,9 @@ def cases() -> list[Case]:
         Case("odd vocabulary", odd_vocabulary=True),
         Case("soft caps", sizes=caps),
         Case("soft caps, packed", sizes=caps, packed=True),
+        Case("sliding window", sizes=window),
+        Case("sliding window, packed, by lengths", sizes=window, packed=True),
+        Case("sliding window, packed, by a mask", sizes=window, packed=True, lengths=False),
         Case("norms of queries, tied embeddings", sizes=(("qk_norm", True), ("tied_embeddings", True))),
         Case("remat dots", remat="dots"),
         Case("remat full", remat="full"),
@@ -378,7 +382,8 @@ def matmul_path(text: str, targets: list[str]) -> str:
 def row(result: dict[str, Any]) -> list[str]:
     first = [result["case"], result["precision"]]
     if "error" in result:
-        return [*first, "", f"{result['allowed']:.0e}", "", "", result["error"][:60], *[""] * (len(PARTS) - 1), result["result"]]
+        empty = [""] * (len(PARTS) - 1)
+        return [*first, "", f"{result['allowed']:.0e}", "", "", result["error"][:60], *empty, result["result"]]
     used = result["paths"]
     return [
         *first,

@@ -86,6 +86,7 @@ def test_packed_conversations_equal_a_slow_reference(tmp_path):
     assert tokens.num_documents == 10_000
     rows = ChatRows(tokens, 1024)
     assert check_rows(rows, expected) > 0.9, "rows are mostly padding"
+    assert rows.most_segments == 1 + max(len(rows.members(place)) for place in range(len(rows)))
     short = ChatRows(tokens, 150)
     assert short.num_cut > 100
     assert short.num_dropped > 10

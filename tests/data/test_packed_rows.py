@@ -66,6 +66,14 @@ def test_segments_are_documents(sizes, num_tokens):
     assert inputs == list(range(1, sum(sizes)))
 
 
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 40))
+def test_the_most_segments_of_a_row_are_known(sizes, num_tokens):
+    if sum(sizes) < 2:
+        return
+    rows = Rows(Tokens.of(numbered(sizes)), num_tokens)
+    assert rows.most_segments == max(len(set(rows[place]["segment_ids"].tolist())) for place in range(len(rows)))
+
+
 def test_the_last_row_is_padded():
     rows = Rows(Tokens.of([[5, 6, 0], [7, 8, 9, 0]]), 4)
     assert len(rows) == 2

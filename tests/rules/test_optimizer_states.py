@@ -1,6 +1,7 @@
 """Rules for parameters, applied to optimizer and train states."""
 
 import functools
+from typing import NamedTuple
 
 import flax.training.train_state
 import jax
@@ -56,12 +57,27 @@ OPTIMIZERS = {
     ),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
     "muon": lambda: optax.contrib.muon(1e-3),
+    "our muon": lambda: mw.train.muon(1e-3, is_matrix=lambda name, leaf: leaf.ndim > 1),
     "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.ema(0.9)),
     "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-3),
     "MultiSteps of masked adafactor": lambda: optax.MultiSteps(
         optax.masked(optax.adafactor(1e-3, min_dim_size_to_factor=4), is_matrix), 2
     ),
 }
+
+
+class OwnState(NamedTuple):
+    """The state of an optimizer that is neither optax's nor Meshwright's."""
+
+    count: jax.Array
+    slow: dict
+
+
+def own():
+    def init(params):
+        return OwnState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+    return optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
 
 
 def flax_state(params, tx):
@@ -240,3 +256,10 @@ def test_statistics_of_other_shapes(shape, spec, reason):
     tree = {"params": {"w": jnp.ones((16, 8))}, "opt_state": optax.EmaState(jnp.zeros(()), {"w": jnp.ones(shape)})}
     leaf = mw.make_layout([("^w$", P("tp", "fsdp"))], tree, MESH)["opt_state/ema/w"]
     assert (leaf.spec, leaf.reason) == (spec, reason)
+
+
+def test_an_own_state_inside_of_optax_follows_its_parameters():
+    tx = optax.masked(optax.chain(own(), optax.scale_by_adam()), is_matrix)
+    layout = mw.make_layout(RULES, dict_state(make_params(), tx), MESH)
+    assert check_moments(layout.leaves, "opt_state/") == 6
+    assert layout["opt_state/inner_state/0/slow/embed/w"].spec == SPECS["embed/w"]

@@ -68,6 +68,14 @@ class Rows:
         """Number of targets with weight in all rows."""
         return self.tokens.num_tokens - self.tokens.num_documents
 
+    @property
+    def most_segments(self) -> int:
+        """Largest number of documents in a row, where padding counts as one; see `Execution.max_segments`."""
+        # Segments begin where documents do, and where the padding of the last row does.
+        begins = np.append(self.tokens.bounds[1:-1], self.tokens.num_tokens - 1)
+        inside = np.unique(begins[begins % self.num_tokens != 0])
+        return 1 + int(np.unique(inside // self.num_tokens, return_counts=True)[1].max(initial=0))
+
     def num_targets(self, index: int) -> int:
         """Returns the number of targets with weight in a row, without reading its tokens."""
         start = int(index) * self.num_tokens

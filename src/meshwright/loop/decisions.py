@@ -34,6 +34,7 @@ from meshwright.loop.weights.init_origin import (
 from meshwright.loop.weights.initial_adapters import with_adapters
 from meshwright.mesh.build import create_mesh
 from meshwright.mesh.string import parse_mesh
+from meshwright.models.execution import Execution
 from meshwright.models.language import LanguageModel
 from meshwright.train import Step, language_job, make_train_step, state_layout
 from meshwright.train.fine_tuning.lora import adapt_job
@@ -41,6 +42,10 @@ from meshwright.train.job import check_axes
 from meshwright.train.jobs.job_loading import load_job
 from meshwright.train.padding import padding_suggested
 from meshwright.train.precision import Precision
+
+# Up to as many documents in a row, cuDNN was measured to take lengths in less than half of the time that a mask takes
+# (benchmarks/results/packed_attention.md).
+_MOST_SEGMENTS = 16
 
 
 @dataclass(frozen=True)
@@ -186,12 +191,27 @@ def _load(
         model = make_model(named, sizes, vocab_size=source.vocab_size)
     job = language_job(
         model,
+        run=Execution(max_segments=segments_to_pack(source.most_segments, model, platform=jax.default_backend())),
         batch_size=source.batch_size,
         num_tokens=config.data.num_tokens,
         packed=True,
         num_sources=len(source.sources) if isinstance(source, MixedSource) else None,
     )
     return model, job, source, held_out
+
+
+def segments_to_pack(most: int | None, model: Any, *, platform: str) -> int | None:
+    """Returns `Execution.max_segments` for rows of at most `most` documents, where their lengths save time on GPUs.
+
+    Example:
+        >>> from meshwright.models import Decoder
+        >>> model = Decoder.named("tiny")
+        >>> [segments_to_pack(most, model, platform="gpu") for most in (4, 17, None)]
+        [4, None, None]
+    """
+    # Lengths with a sliding window have not run on a GPU.
+    gains = platform == "gpu" and getattr(model, "sliding_window", None) is None
+    return most if gains and most is not None and most <= _MOST_SEGMENTS else None
 
 
 def _choose_mesh(config: TrainConfig, model: Any, job: Any, optimizer: Any, precision: Precision) -> MeshChoice:

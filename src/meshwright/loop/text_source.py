@@ -68,6 +68,10 @@ class _Corpus:
     about: str
 
 
+def _most_segments(*rows: Any) -> int:
+    return max(int(part.most_segments) for part in rows if part is not None)
+
+
 class TextSource:
     """Text as packed rows of tokens, split into training and evaluation rows.
 
@@ -126,6 +130,11 @@ class TextSource:
             about += f"; {rows.num_cut:,} conversations are longer than a row and cut" if rows.num_cut else ""
             about += f"; {rows.num_dropped:,} left out, without text of the assistant" if rows.num_dropped else ""
         return _Corpus(rows, eval_rows, fingerprint, about)
+
+    @property
+    def most_segments(self) -> int | None:
+        """Largest number of documents in a row of any kind, where padding counts as one; None if it is not known."""
+        return _most_segments(self.rows, self.eval_rows)
 
     def _pack(self, tokens: Tokens) -> Rows | ChatRows:
         made = Rows if tokens.mask is None else ChatRows
@@ -202,6 +211,10 @@ class MixedSource(TextSource):
         for name, share in shares(self.weights).items():
             tell(f"data: {name}, weight {share:.4g}: {corpora[name].about}")
 
+    @property
+    def most_segments(self) -> int | None:
+        return _most_segments(*self.sources.values(), *self.eval_sources.values(), self.eval_rows)
+
     def described(self) -> dict[str, Any]:
         """Returns the weight and the size of each source, for the report."""
         return {
@@ -262,6 +275,10 @@ class StreamSource(TextSource):
                 hint="use more text, a smaller --batch-size, or fewer --num-tokens.",
             )
         return rows
+
+    @property
+    def most_segments(self) -> None:
+        return None
 
     def facts(self) -> dict[str, Any]:
         return {"data": self.stream.fingerprint}

@@ -185,22 +185,28 @@ def _subject(leaf: NamedLeaf, prefix: int, shapes: dict[str, tuple[int, ...]], i
             return Subject((name,), shape, dtype, "bookkeeping")
         inner = "/".join(key_to_string(key) for key in keys[prefix:])
         field = key_to_string(keys[prefix - 1])
+        if inner not in shapes and (found := _ending(inner, shapes)):  # in a state that is not a class of optax's
+            field, inner = inner.removesuffix(found).rstrip("/").rpartition("/")[2], found
         return Subject((name, inner), shape, dtype, "statistic", shapes.get(inner), field)
     top, _, rest = name.partition("/")
     if in_state and top == "params":
         return Subject((name, rest) if rest else (name,), shape, dtype)
-    if in_state and top == "opt_state":
-        # Without optax's classes, a statistic is a leaf whose path ends in the path of a parameter.
-        while rest and rest not in shapes:
-            rest = rest.partition("/")[2]
-        if rest:
-            field = name.removesuffix(rest).rstrip("/").rpartition("/")[2]
-            return Subject((name, rest), shape, dtype, "statistic", shapes[rest], field)
+    # Without optax's classes, a statistic is a leaf whose path ends in the path of a parameter.
+    if in_state and top == "opt_state" and (found := _ending(rest, shapes)):
+        field = name.removesuffix(found).rstrip("/").rpartition("/")[2]
+        return Subject((name, found), shape, dtype, "statistic", shapes[found], field)
     if in_state and top == "ema":
         return Subject((name, rest), shape, dtype, "statistic", shapes.get(rest), "ema")
     if in_state and top == "model_state":
         return Subject((name, rest) if rest else (name,), shape, dtype, "model state")
     return Subject((name,), shape, dtype, "bookkeeping" if in_state and top in ("step", "rng", "fp8") else "parameter")
+
+
+def _ending(path: str, shapes: dict[str, tuple[int, ...]]) -> str:
+    """Returns the longest end of a path that is the path of a parameter, or an empty string."""
+    while path and path not in shapes:
+        path = path.partition("/")[2]
+    return path
 
 
 def _optimizer_prefixes(node: Any, depth: int, prefix: int) -> Iterator[int]:
@@ -223,7 +229,8 @@ def _is_optax_state(node: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_optax_class(cls: type) -> bool:
-    return issubclass(cls, tuple) and hasattr(cls, "_fields") and cls.__module__.partition(".")[0] == "optax"
+    is_known = cls.__module__.partition(".")[0] == "optax" or cls.__module__.startswith("meshwright.train.optimizer.")
+    return issubclass(cls, tuple) and hasattr(cls, "_fields") and is_known
 
 
 def _field(tree: PyTree, name: str) -> Any:

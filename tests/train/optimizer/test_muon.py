@@ -23,12 +23,12 @@ from meshwright.train.optimizer.newton_schulz import COEFFICIENTS, DION_COEFFICI
 RULES = mw.Rules(
     [
         ("embed", P("tp", "fsdp")),
-        ("up", P(None, "fsdp", "tp")),
-        ("down", P(None, "tp", "fsdp")),
+        ("up", P("pp", "fsdp", "tp")),
+        ("down", P("pp", "tp", "fsdp")),
         ("one", P(("fsdp", "tp"))),
         (".*", P()),
     ],
-    optional_axes=("fsdp", "tp"),
+    optional_axes=("pp", "fsdp", "tp"),
 )
 SHAPES = {"embed": (16, 8), "up": (3, 8, 16), "down": (3, 16, 8), "square": (8, 8), "one": (16, 8), "norm": (8,)}
 
@@ -98,6 +98,8 @@ def reference():
         ("dp:2,fsdp:4", None),
         ("fsdp:2,tp:4", None),
         ("dp:2,fsdp:2,tp:2", None),
+        ("dp:4,tp:2", "dp"),
+        ("pp:3,fsdp:2", None),
     ],
 )
 def test_the_steps_are_those_of_optax_on_every_mesh(mesh, zero_axis):
@@ -109,7 +111,7 @@ def test_published_coefficients_are_the_defaults_of_optax():
 
 
 def check_steps(optimizer, steps_of_optax, mesh, zero_axis=None):
-    mesh = mw.create_mesh(mesh, devices=1 if mesh == "dp:1" else None)
+    mesh = mw.create_mesh(mesh, devices=math.prod(int(axis[-1]) for axis in mesh.split(",")))
     layout = state_layout(JOB, optimizer, mesh, zero_axis=zero_axis)
     state = init_state(JOB, optimizer, layout, jax.random.key(0))
     step = make_train_step(JOB, optimizer, layout, view="global", donate=False)
@@ -119,6 +121,15 @@ def check_steps(optimizer, steps_of_optax, mesh, zero_axis=None):
         # Iterations multiply small singular values and their rounding errors: five by 3.44^5, four of Dion's by 174.
         atol = 485 * np.finfo(np.float32).eps * np.abs(expected).max()
         np.testing.assert_allclose(state.params[name], expected, atol=atol, err_msg=name)
+
+
+def test_momentum_is_split_over_the_zero_axis():
+    layout = state_layout(JOB, muon(0.1, **OPTIONS), mw.create_abstract_mesh("dp:4,tp:2"), zero_axis="dp")
+    momentum = {leaf.name.rpartition("/")[2]: leaf for leaf in layout.leaves if "/muon/" in leaf.name and leaf.shape}
+    assert set(momentum) == set(SHAPES) - {"embed", "norm"}
+    for name, leaf in momentum.items():
+        ways = 4 if name == "square" else 8  # the rules replicate it along tp
+        assert math.prod(leaf.shard_shape) * ways == math.prod(SHAPES[name]), name
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,11 @@ class ChatRows:
         """Number of targets with weight in all rows."""
         return int(self._targets.sum())
 
+    @property
+    def most_segments(self) -> int:
+        """Largest number of conversations in a row, plus one for padding; see `Execution.max_segments`."""
+        return 1 + int(np.diff(self._ends, prepend=0).max())
+
     def num_targets(self, index: int) -> int:
         """Returns the number of targets with weight in a row, without reading its tokens."""
         return int(self._targets[index])
