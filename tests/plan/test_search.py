@@ -171,6 +171,10 @@ def test_a_larger_machine_takes_fewer_minibatches_before_more_rows():
     larger = find_nearest(job, profile_job(job, remats=("none", "full")), plan).larger
     assert larger.rows == 32
     assert larger.setup.num_minibatches < 4
+    # 420 rows do not divide over 16 devices; a few rows more keep minibatches, and with them a small machine.
+    plan = make_plan(job, "v5e:2x2", Setup(mesh="fsdp:4", remat="full", rows=420, num_minibatches=105))
+    larger = find_nearest(job, profile_job(job, remats=("none", "full")), plan).larger
+    assert (str(larger.target), larger.rows, larger.setup.num_minibatches) == ("v5e:4x4", 480, 15)
 
 
 def test_jobs_without_tokens_are_not_refused_for_them():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +19,8 @@ from meshwright.specs import round_up
 
 MOST = 4096
 """Largest factor by which the number of chips is multiplied."""
+MOST_MORE = 1.25
+"""Largest factor by which the rows grow for the sake of more minibatches."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class Nearest:
 def find_nearest(job: Any, profile: JobCosts, plan: Plan, *, pad: tuple[str, ...] = ()) -> Nearest:
     """Returns a plan that does not fit, and the same on more chips: each doubling multiplies the `fsdp` axis.
 
-    The batch stays, with fewer minibatches if its rows no longer divide, or grows if that is not enough.
+    The batch stays, with fewer minibatches if its rows no longer divide, or grows if that is not possible or does not
+    fit.
 
     Args:
         pad: regexes of parameters that may be stored padded on larger meshes.
@@ -82,25 +87,30 @@ def find_nearest(job: Any, profile: JobCosts, plan: Plan, *, pad: tuple[str, ...
     tried, factor = _chips(plan.target), 2
     while factor <= MOST and (target := enlarged(plan.target, factor)) is not None:
         setup = replace(plan.setup, mesh=_wider(plan.setup.mesh, factor), pad=pad or plan.setup.pad)
-        made = _plan(job, profile, target, setup, plan.rows)
-        if made is not None and made.memory.fits:
-            return Nearest(plan, made, _chips(target))
+        for made in _plans(job, profile, target, setup, plan.rows):
+            if made.memory.fits:
+                return Nearest(plan, made, _chips(target))
         tried, factor = _chips(target), 2 * factor
     return Nearest(plan, None, tried)
 
 
-def _plan(job: Any, profile: JobCosts, target: Target, setup: Setup, rows: int) -> Plan | None:
+def _plans(job: Any, profile: JobCosts, target: Target, setup: Setup, rows: int) -> Iterator[Plan]:
+    """Yields plans for a larger machine: the batch with as many minibatches as divide it, then larger batches."""
     try:
         prepared = prepare(job, target, setup, profile=profile)
-        count = setup.num_minibatches
-        each = prepared.row_parts // count
-        fewer = [parts for parts in range(count, 0, -1) if count % parts == 0 and rows % (each * parts) == 0]
-        wanted, parts = (rows, fewer[0]) if fewer else (round_up(rows, each), 1)
-        sync = setup.sync if parts > 1 or setup.pipeline else None
-        prepared = replace(prepared, setup=replace(setup, rows=wanted, num_minibatches=parts, sync=sync))
-        return assemble(prepared, rows=wanted)
     except MeshwrightError:  # e.g. a dim that the larger axis does not divide
-        return None
+        return
+    count = setup.num_minibatches
+    each = prepared.row_parts // count
+    # The most minibatches first, which need the least memory.
+    sizes = [(round_up(rows, each * parts), parts) for parts in range(count, 0, -1) if count % parts == 0]
+    same = [size for size in sizes if size[0] == rows][:1]
+    larger = [size for size in sizes if rows < size[0] <= MOST_MORE * rows][:1]
+    for wanted, parts in dict.fromkeys([*same, *larger, sizes[-1]]):
+        sync = setup.sync if parts > 1 or setup.pipeline else None
+        changed = replace(prepared, setup=replace(setup, rows=wanted, num_minibatches=parts, sync=sync))
+        with contextlib.suppress(MeshwrightError):
+            yield assemble(changed, rows=wanted)
 
 
 def _wider(mesh: str, factor: int) -> str:

@@ -126,7 +126,7 @@ def named_optimizer(name: str, job: Any = None) -> Any:
     import optax
 
     own_muon = functools.partial(muon, is_matrix=getattr(job, "is_matrix", None))
-    factory = own_muon if name == "muon" else getattr(optax, name, None)
+    factory: Any = own_muon if name == "muon" else getattr(optax, name, None)
     made = None
     with contextlib.suppress(Exception):  # other names of optax need other arguments, or are no optimizers
         made = factory(LEARNING_RATE)

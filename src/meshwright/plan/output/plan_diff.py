@@ -235,18 +235,20 @@ def _time(old: PlanData, new: PlanData) -> list[Change]:
         for name in (*PARTS, "step")
         if _seconds(old, name) or _seconds(new, name)
     ]
-    speeds = (plan["tokens_per_second"] for plan in (old, new))
-    found.append(Change(group, f"{_unit(old, new)}/s", *speeds, "1/s"))
+    found.append(Change(group, f"{_unit(old, new)}/s", old["tokens_per_second"], new["tokens_per_second"], "1/s"))
     return [*found, Change(group, "MFU", old["mfu"], new["mfu"], "share")]
 
 
 def _money(old: PlanData, new: PlanData) -> list[Change]:
     """Returns the prices and the goodput of plans that have them."""
     group = "Price and goodput (assumed)"
-    prices = [plan.get("dollars_per_billion_tokens") for plan in (old, new)]
-    shares = [(plan.get("goodput") or {}).get("goodput") for plan in (old, new)]
-    named = ((f"price per billion {_unit(old, new)}", prices, "$"), ("goodput with failures", shares, "share"))
-    return [Change(group, name, *both, unit) for name, both, unit in named if any(value is not None for value in both)]
+    price, other_price = (plan.get("dollars_per_billion_tokens") for plan in (old, new))
+    share, other_share = ((plan.get("goodput") or {}).get("goodput") for plan in (old, new))
+    found = (
+        Change(group, f"price per billion {_unit(old, new)}", price, other_price, "$"),
+        Change(group, "goodput with failures", share, other_share, "share"),
+    )
+    return [change for change in found if change.before is not None or change.after is not None]
 
 
 def _unit(old: PlanData, new: PlanData) -> str:
