@@ -61,9 +61,9 @@ class WeightCasts:
         """
         leaves, known = ({leaf.name: leaf.value for leaf in named_leaves(tree)} for tree in (params, amaxes.tree))
         casts = {name: self._cast(name, leaves[name].astype(dtype), known[name]) for name, dtype in self.dtypes.items()}
-        if not self.by_layer:
+        apart = [name for name in casts if self.by_layer and name.startswith(f"{_LAYERS}/")]
+        if not apart:
             return nested({name: _stacked(found) for name, found in casts.items()})
-        apart = [name for name in casts if name.startswith(f"{_LAYERS}/")]
         count = len(casts[apart[0]])
         layers = [nested({name: casts[name][place] for name in apart})[_LAYERS] for place in range(count)]
         return {**nested({name: _stacked(casts[name]) for name in casts if name not in apart}), _LAYERS: layers}
