@@ -178,17 +178,18 @@ def test_results_equal_those_of_weights_cast_in_place(mesh, model, view, options
 
 @pytest.mark.parametrize("sync", ["every", "hybrid", "once"])
 def test_a_loss_without_layers_takes_casts(sync):
-    """Parameters that the loss does not gather itself are gathered before it, in fp8 as well."""
+    """Parameters that the loss does not gather itself are gathered before it, in fp8 as well; also those in lists."""
 
     def loss(params, batch, rng, *, fp8=None, fp8_weights=None):
         weights = fp8.weights(params, casts=fp8_weights)
-        h = jax.nn.silu(column_dense(batch["x"], weights["up"], axis=None))
-        y = row_dense(h, weights["down"], axis=None) * params["scale"]
+        (block,) = weights["blocks"]
+        h = jax.nn.silu(column_dense(batch["x"], block["up"], axis=None))
+        y = row_dense(h, block["down"], axis=None) * params["scale"]
         return ((y - batch["x"]) ** 2).mean(), {}
 
     def init(key):
         up, down = (jax.random.normal(key, shape) / 8 for shape in ((32, 64), (64, 32)))
-        return {"up": up, "down": down, "scale": jax.numpy.ones(32)}
+        return {"blocks": [{"up": up, "down": down}], "scale": jax.numpy.ones(32)}
 
     rules = [("up", P("fsdp")), ("down", P(None, "fsdp")), ("scale", P())]
     batch = {"x": jax.random.normal(jax.random.key(1), (24, 32))}
