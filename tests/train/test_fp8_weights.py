@@ -19,6 +19,8 @@ from meshwright.models import XLSTM, Decoder, Execution
 from meshwright.parallel import column_dense, row_dense
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.train import Fp8, Precision, init_state, language_job, make_gradients, make_train_step, state_layout
+from meshwright.train.fp8_weights import make_weight_casts
+from meshwright.train.state import params_layout
 from meshwright.tree import named_leaves
 
 MODELS = {
@@ -146,6 +148,28 @@ def test_one_minibatch_casts_weights_where_they_are_used():
         [eqn.primitive.name for eqn in one.jaxpr.jaxpr.eqns if eqn.primitive.name != "pjit"] for one in traced
     )
     assert once == in_place
+
+
+@pytest.mark.parametrize(
+    ("form", "rules", "by_layer"),
+    [
+        ("scan", None, False),
+        (1, None, False),
+        (2, None, True),
+        ("unroll", None, True),
+        ("unroll", [("layers/", P("fsdp")), (".*", P())], None),  # cast where they are used
+        ("scan", [("layers/", P("fsdp")), (".*", P())], False),
+    ],
+)
+def test_weights_of_unrolled_layers_are_arrays_of_their_own(form, rules, by_layer):
+    job = job_of("decoder", 2, layers=form)
+    job = job if rules is None else dataclasses.replace(job, rules=rules)
+    layout = params_layout(state_layout(job, OPTIMIZER, mw.create_mesh("fsdp:2", devices=2)))
+    dtypes = precision_of().compute_dtypes(layout.abstract)
+    found = make_weight_casts(
+        job, layout, FP8, dtypes, takes=["fp8_weights"], num_minibatches=MINIBATCHES, by_layer=False
+    )
+    assert (None if found is None else found.by_layer) is by_layer
 
 
 # --- Results ---

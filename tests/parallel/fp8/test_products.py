@@ -185,6 +185,13 @@ def test_gathered_weights_are_cast_again_in_the_backward_pass():
     kinds = [{leaf.dtype.name for leaf in jax.tree.leaves(pull) if leaf.shape == (D, F)} for pull in pulls]
     assert kinds == [{"float32"}, {"float8_e4m3fn"}]
 
+    # A barrier keeps XLA:GPU from widening stacked inputs before it slices them, in loops of several layers per step.
+    def barriers(pull):
+        eqns = jax.make_jaxpr(pull)(inputs["g_up"]).eqns
+        return [var.aval.shape for eqn in eqns if eqn.primitive.name == "optimization_barrier" for var in eqn.invars]
+
+    assert [(2 * ROWS, D) in barriers(pull) for pull in pulls] == [True, False]
+
 
 def test_overlap_options_without_effect_are_refused():
     w = Fp8Weight(jnp.ones((16, 16)), jnp.ones(3), name="layers/mlp/up")

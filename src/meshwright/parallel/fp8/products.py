@@ -274,6 +274,9 @@ def _multiply_back(plan: _Plan, kept_x: Any, scale: Any, kept_ws: Any, amaxes: A
         )
         for g, one in zip(gs, amaxes, strict=True)
     ]
+    if plan.casts_again:
+        # Of activations of unrolled scan steps, which are slices, XLA:GPU would widen the whole, and multiply that.
+        kept_x = tie(kept_x)
     is_turned = plan.kernels and can_cast((g8s[0].value.shape[0], kept_ws[0].shape[0]))
     x8 = as_cast(kept_x.T if is_turned else kept_x, scale, turned=kept_x if is_turned else None)
     dws = _weight_gradient(plan, x8, g8s)
