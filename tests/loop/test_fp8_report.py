@@ -12,10 +12,11 @@ from meshwright.loop.settings.config import TrainConfig
 from meshwright.plan.compiled.fp8_matmuls import ROLES, inspect_fp8
 
 JOB = """
+from dataclasses import replace
 from meshwright.models import Decoder
 from meshwright.train import language_job
 model = Decoder(vocab_size=64, num_layers=2, d_model=64, num_heads=4, num_kv_heads=1, d_ff=64)
-narrow = language_job(model, batch_size=8, num_tokens=8)
+narrow = replace(language_job(model, batch_size=8, num_tokens=8), frozen="embed")
 """
 
 
@@ -53,8 +54,9 @@ def test_a_run_prints_and_logs_how_its_matmuls_run(run, tmp_path):
     assert "weight gradient" in page
 
     # A fallback is a warning with the parameter's name; the run goes on from its checkpoint, with its scaling state.
-    def falls_back(text, names, emulates):
+    def falls_back(text, names, emulates, frozen):
         assert emulates
+        assert frozen == {"embed/table"}
         return "fp8: 0 of 12", [f"`{names[0]}` does not run in fp8: ...\nhint: ..."], []
 
     lines, events = run("narrow", inspect=falls_back, resume=True, steps=2, **chosen)

@@ -92,3 +92,32 @@ def test_keeps_no_weights_without_prefetch_either(form):
     )
     text = str(kept(layers, h.astype(jnp.bfloat16)))
     assert f"bf16[{NUM_LAYERS},{DIM},{HIDDEN}]" not in text
+
+
+@pytest.mark.parametrize("form", ["scan", "unroll", 1, 2, 4])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_entries_beside_layers_are_never_slices_of_blocks(form, remat):
+    """XLA:GPU widens what it slices: of a stack of weights in fp8, all of it, to bfloat16."""
+    layers, h = inputs()
+    layers = jax.tree.map(lambda leaf: leaf[:4], layers)
+    narrow = layers.pop("down").astype(jnp.float8_e4m3fn)
+
+    def run(layers, h, **options):
+        return run_layers(wide_block, layers, h, remat=remat, **options).sum()
+
+    def wide_block(layer, h, number):
+        return block({**layer, "down": layer["down"].astype(jnp.float32)}, h, number)
+
+    apart = [{"down": leaf} for leaf in narrow]
+    got = jax.value_and_grad(run)(layers, h, form=form, beside=apart)
+    want = jax.value_and_grad(lambda layers: run({**layers, "down": narrow}, h, form="scan"))(layers)
+    for leaf, leaf_1 in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(leaf - leaf_1) <= 1e-5 * np.linalg.norm(leaf_1)
+    (scan,) = [
+        eqn
+        for eqn in jax.make_jaxpr(functools.partial(run, form=form, beside=apart))(layers, h).eqns
+        if eqn.primitive.name == "scan"
+    ] or [None]
+    if scan is not None:
+        inside = [var.aval for var in scan.params["jaxpr"].jaxpr.invars if var.aval.dtype == narrow.dtype]
+        assert [aval.shape for aval in inside] == [narrow.shape[1:]] * (form if isinstance(form, int) else 1)

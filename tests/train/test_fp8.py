@@ -356,8 +356,10 @@ def test_bad_requests_are_refused():
         make_train_step(plain, OPTIMIZER, layout, precision=PRECISIONS["delayed"])
     head = Precision(fp8=Fp8(matmuls="kernel", least_dim=16))
     layout = state_layout(job, OPTIMIZER, mesh, precision=head)
-    with pytest.raises(MeshwrightError, match=r"multiplies only weights of its layers in fp8; got head"):
-        make_train_step(job, OPTIMIZER, layout, precision=head).lower(job.batch)
+    for refused, count in ((job, 1), (job_of(layers="unroll"), 2)):
+        step = make_train_step(refused, OPTIMIZER, layout, precision=head, num_minibatches=count)
+        with pytest.raises(MeshwrightError, match=r"multiplies only weights of its layers in fp8; got head"):
+            step.lower(refused.batch)
 
 
 @pytest.mark.parametrize("view", [None, "local"])

@@ -19,6 +19,8 @@ from meshwright.models import XLSTM, Decoder, Execution
 from meshwright.parallel import column_dense, row_dense
 from meshwright.plan.compiled.collectives import read_schedule
 from meshwright.train import Fp8, Precision, init_state, language_job, make_gradients, make_train_step, state_layout
+from meshwright.train.fp8_weights import make_weight_casts
+from meshwright.train.state import params_layout
 from meshwright.tree import named_leaves
 
 MODELS = {
@@ -148,6 +150,28 @@ def test_one_minibatch_casts_weights_where_they_are_used():
     assert once == in_place
 
 
+@pytest.mark.parametrize(
+    ("form", "rules", "by_layer"),
+    [
+        ("scan", None, False),
+        (1, None, False),
+        (2, None, True),
+        ("unroll", None, True),
+        ("unroll", [("layers/", P("fsdp")), (".*", P())], None),  # cast where they are used
+        ("scan", [("layers/", P("fsdp")), (".*", P())], False),
+    ],
+)
+def test_weights_of_unrolled_layers_are_arrays_of_their_own(form, rules, by_layer):
+    job = job_of("decoder", 2, layers=form)
+    job = job if rules is None else dataclasses.replace(job, rules=rules)
+    layout = params_layout(state_layout(job, OPTIMIZER, mw.create_mesh("fsdp:2", devices=2)))
+    dtypes = precision_of().compute_dtypes(layout.abstract)
+    found = make_weight_casts(
+        job, layout, FP8, dtypes, takes=["fp8_weights"], num_minibatches=MINIBATCHES, by_layer=False
+    )
+    assert (None if found is None else found.by_layer) is by_layer
+
+
 # --- Results ---
 
 CASES = [
@@ -178,17 +202,18 @@ def test_results_equal_those_of_weights_cast_in_place(mesh, model, view, options
 
 @pytest.mark.parametrize("sync", ["every", "hybrid", "once"])
 def test_a_loss_without_layers_takes_casts(sync):
-    """Parameters that the loss does not gather itself are gathered before it, in fp8 as well."""
+    """Parameters that the loss does not gather itself are gathered before it, in fp8 as well; also those in lists."""
 
     def loss(params, batch, rng, *, fp8=None, fp8_weights=None):
         weights = fp8.weights(params, casts=fp8_weights)
-        h = jax.nn.silu(column_dense(batch["x"], weights["up"], axis=None))
-        y = row_dense(h, weights["down"], axis=None) * params["scale"]
+        (block,) = weights["blocks"]
+        h = jax.nn.silu(column_dense(batch["x"], block["up"], axis=None))
+        y = row_dense(h, block["down"], axis=None) * params["scale"]
         return ((y - batch["x"]) ** 2).mean(), {}
 
     def init(key):
         up, down = (jax.random.normal(key, shape) / 8 for shape in ((32, 64), (64, 32)))
-        return {"up": up, "down": down, "scale": jax.numpy.ones(32)}
+        return {"blocks": [{"up": up, "down": down}], "scale": jax.numpy.ones(32)}
 
     rules = [("up", P("fsdp")), ("down", P(None, "fsdp")), ("scale", P())]
     batch = {"x": jax.random.normal(jax.random.key(1), (24, 32))}

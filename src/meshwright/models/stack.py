@@ -59,12 +59,10 @@ def run_layers(
         prefetch: whether to gather each layer's weights while the previous layer computes.
         kernels: whether a Pallas kernel stacks the layers' gradients; see `Execution`.
         beside: more entries of each layer, as separate arrays. Unlike stacked ones, they need not be sliced if layers
-            are unrolled.
+            are unrolled, and those of a block are not slices of one array. Not for gathered layers.
     """
     count = int(jax.tree.leaves(layers)[0].shape[0])
     size = _block_size(layers_form(form, gathers=gather is not None), count)
-    if beside is not None and size < count:
-        layers, beside = {**layers, **jax.tree.map(lambda *leaves: jnp.stack(leaves), *beside)}, None
     numbers = first + jnp.arange(count)
     whole = gather.layer() if gather is not None else None
 
@@ -85,17 +83,23 @@ def run_layers(
         return h
 
     def step(h: Any, x: Any) -> tuple[Any, None]:
-        layer, number = x
+        layer, number, others = x
         if size == 1:
-            return run(layer, h, number), None
+            return run({**layer, **others[0]} if others else layer, h, number), None
         for place, single in enumerate(unstack(layer, size, kernels=kernels)):
-            h = run(single, h, number[place])
+            h = run({**single, **others[place]} if others else single, h, number[place])
         return h, None
 
     if size > 1:
         layers = jax.tree.map(lambda leaf: jnp.reshape(leaf, (count // size, size, *leaf.shape[1:])), layers)
         numbers = jnp.reshape(numbers, (count // size, size))
-    return lax.scan(step, h, (layers, numbers))[0]
+    # Stacked by their place in a block, each is one slice in a loop step.
+    stacks = [_stacked(beside[place::size]) for place in range(size)] if beside else []
+    return lax.scan(step, h, (layers, numbers, stacks))[0]
+
+
+def _stacked(trees: Sequence[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def layers_form(form: Layers, *, gathers: bool) -> Layers:

@@ -43,8 +43,9 @@ class WeightCasts:
         dtypes: dtype in which each weight would be multiplied, by name; it is cast to this dtype first.
         specs: spec of each weight.
         turns: names of the weights that no axis splits, which are kept transposed as well if a kernel does both.
-        by_layer: whether each layer's weights are arrays of their own, for layers without a loop. Of slices of stacked
-            weights, XLA:GPU widens the whole stack to bfloat16 first, and then multiplies in bfloat16.
+        by_layer: whether each layer's weights are arrays of their own, for layers without a loop, or with several per
+            step of one. Of slices of stacked weights, XLA:GPU widens the whole stack to bfloat16 first, and then
+            multiplies in bfloat16.
         kernels: see `Execution`.
     """
 
@@ -61,9 +62,9 @@ class WeightCasts:
         """
         leaves, known = ({leaf.name: leaf.value for leaf in named_leaves(tree)} for tree in (params, amaxes.tree))
         casts = {name: self._cast(name, leaves[name].astype(dtype), known[name]) for name, dtype in self.dtypes.items()}
-        if not self.by_layer:
+        apart = [name for name in casts if self.by_layer and name.startswith(f"{_LAYERS}/")]
+        if not apart:
             return nested({name: _stacked(found) for name, found in casts.items()})
-        apart = [name for name in casts if name.startswith(f"{_LAYERS}/")]
         count = len(casts[apart[0]])
         layers = [nested({name: casts[name][place] for name in apart})[_LAYERS] for place in range(count)]
         return {**nested({name: _stacked(casts[name]) for name in casts if name not in apart}), _LAYERS: layers}
@@ -104,8 +105,8 @@ def make_weight_casts(
 ) -> WeightCasts | None:
     """Returns the casts for a step, or None if weights are cast where they are used.
 
-    That is the form for one minibatch, which has nothing to share, for padded weights, which the loss cuts first, and
-    for pipelines, which move layers between their stages.
+    That is the form for one minibatch, which has nothing to share, for padded weights, which the loss cuts first, for
+    pipelines, which move layers between their stages, and for unrolled layers whose stacks are split between layers.
 
     Args:
         layout: of the parameters.
@@ -121,13 +122,14 @@ def make_weight_casts(
         return None
     run = execution_of(job)
     with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
-        is_loop = run is None or by_layer or layers_form(run.layers, gathers=False) != "unroll"
-    is_split = any(len(leaf.spec) > 0 and dim_axes(leaf.spec[0]) for leaf in leaves.values())
+        is_loop = run is None or by_layer or layers_form(run.layers, gathers=False) in ("scan", 1)
+    if not is_loop and any(len(leaf.spec) > 0 and dim_axes(leaf.spec[0]) for leaf in leaves.values()):
+        return None
     return WeightCasts(
         dtypes={leaf.name: leaf.value for leaf in named_leaves(dtypes) if leaf.name in names},
         specs={name: leaf.spec for name, leaf in leaves.items()},
         turns=frozenset(name for name, leaf in leaves.items() if leaf.is_replicated),
-        by_layer=not is_loop and not is_split,
+        by_layer=not is_loop,
         kernels=None if run is None else run.kernels,
     )
 

@@ -192,6 +192,12 @@ def trainable_leaves(job: Any, params: PyTree) -> list[bool]:
     return learns
 
 
+def frozen_names(job: Any, params: PyTree) -> frozenset[str]:
+    """Returns the names of the parameters that are not trained."""
+    pairs = zip(named_leaves(params), trainable_leaves(job, params), strict=True)
+    return frozenset(leaf.name for leaf, learns in pairs if not learns)
+
+
 def _matching(job: Any, field: str, names: Sequence[str]) -> set[str]:
     """Returns the names that match a field of patterns; raises if a pattern matches none."""
     found: set[str] = set()

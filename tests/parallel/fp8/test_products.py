@@ -18,6 +18,7 @@ import meshwright as mw
 from meshwright.errors import MeshwrightError
 from meshwright.parallel import Fp8Weight, column_dense, fused_column_dense, local_map, row_dense, varying_axes
 from meshwright.parallel.fp8.casting import E4M3, E5M2, scale_of
+from meshwright.parallel.pipeline.stage_backward import split_stage
 
 ROWS, D, F = 32, 32, 64
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -184,6 +185,37 @@ def test_gathered_weights_are_cast_again_in_the_backward_pass():
     same(*(pull(inputs["g_up"]) for pull in pulls))
     kinds = [{leaf.dtype.name for leaf in jax.tree.leaves(pull) if leaf.shape == (D, F)} for pull in pulls]
     assert kinds == [{"float32"}, {"float8_e4m3fn"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"), [({}, False), ({"is_gathered": True}, True), ({"stages": "pp"}, True)], ids=str
+)
+def test_kept_inputs_may_be_slices(options, taken):
+    """Loops over layers and pipelines keep stacks. Without a barrier, XLA:GPU widens these before it slices them."""
+    params, scales, inputs = arrays()
+
+    def run(value, x):
+        return column_dense(x, Fp8Weight(value, scales["up"], **options), axis=None)
+
+    eqns = jax.make_jaxpr(jax.vjp(run, params["up"], inputs["x"])[1])(inputs["g_up"]).eqns
+    barriers = [var.aval for eqn in eqns if eqn.primitive.name == "optimization_barrier" for var in eqn.invars]
+    assert ((2 * ROWS, D) in [aval.shape for aval in barriers if aval.dtype == E4M3]) is taken
+
+
+@pytest.mark.parametrize("stages", [None, "pp"])
+def test_a_stage_of_a_pipeline_keeps_its_inputs_in_fp8(stages):
+    params, scales, inputs = arrays()
+
+    def both(free, x, dy):
+        def run(value, x):
+            return column_dense(x, Fp8Weight(value, scales["up"], stages=stages), axis=None)
+
+        y, pull = jax.vjp(run, *free, *x)
+        return [y, *reversed(pull(*dy))]
+
+    stage = split_stage(both, [params["up"]], [inputs["x"]], [inputs["g_up"]], splits=False, saves=True)
+    kinds = [var.aval.dtype for var in stage.saved if var.aval.size == inputs["x"].size]
+    assert kinds == [E4M3 if stages else jnp.float32]
 
 
 def test_overlap_options_without_effect_are_refused():

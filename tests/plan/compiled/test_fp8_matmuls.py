@@ -115,6 +115,14 @@ def test_a_merged_matmul_is_reported_with_its_parameter():
     assert "`layers/mlp/gate` does not run in fp8: forward is in no matmul of its own" in warning
 
 
+def test_gradients_that_nothing_needs_are_not_missed():
+    """Frozen parameters have no weight gradient, and an input such as the batch has no gradient."""
+    assert check_fp8(program(FORWARD, DGRAD), [UP]).missing == ((UP, "weight gradient"),)
+    assert check_fp8(program(FORWARD, DGRAD), [UP], frozen=[UP]).is_fp8
+    assert check_fp8(program(FORWARD, WGRAD), [UP]).is_fp8
+    assert inspect_fp8(program(FORWARD), [UP], False, [UP])[1] == []
+
+
 def test_devices_without_fp8_say_that_they_emulate_it():
     w = Fp8Weight(jnp.ones((16, 16)), jnp.ones(3), name="w")
 

@@ -215,6 +215,15 @@ def _kept_weights(plan: _Plan, kept: Sequence[Any], amaxes: Sequence[Any]) -> li
     ]
 
 
+def _taken(plan: _Plan, kept: Any, gradient: Any) -> Any:
+    """Returns a value in fp8 that a loop or a pipeline kept for the backward pass, which has this gradient.
+
+    Such a value may be a slice, and XLA:GPU would widen the whole array to bfloat16 before it takes the slice. A stage
+    of a pipeline would widen it in its forward pass, which has all that needs no gradient, and keep that.
+    """
+    return tie((kept, gradient))[0] if plan.casts_again or plan.stages is not None else kept
+
+
 def _scoped(name: str, role: str) -> Any:
     """Names a matmul in the compiled program; `meshwright.plan.compiled.fp8_matmuls` reads it."""
     return jax.named_scope(f"fp8[{name}][{role}]")
@@ -274,6 +283,7 @@ def _multiply_back(plan: _Plan, kept_x: Any, scale: Any, kept_ws: Any, amaxes: A
         )
         for g, one in zip(gs, amaxes, strict=True)
     ]
+    kept_x = _taken(plan, kept_x, g8s[0].value)
     is_turned = plan.kernels and can_cast((g8s[0].value.shape[0], kept_ws[0].shape[0]))
     x8 = as_cast(kept_x.T if is_turned else kept_x, scale, turned=kept_x if is_turned else None)
     dws = _weight_gradient(plan, x8, g8s)
@@ -374,7 +384,7 @@ def _scatter_back(plan: _Plan, kept_x: Any, scale: Any, kept_ws: Any, amaxes: An
         gathered = _gathered(plan, g8.value)
         dx = product(gathered)
     whole = as_cast(from_wire(gathered, E5M2), g8.scale)
-    dws = _weight_gradient(plan, as_cast(kept_x, scale), [whole])
+    dws = _weight_gradient(plan, as_cast(_taken(plan, kept_x, gathered), scale), [whole])
     return dx, tuple(dws), (_amax(plan, g8.amax),)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.parallel.fp8.casting import Scaling
+from meshwright.tree import flatten_tree, named_tree_map
 from meshwright.types import PyTree
 
 
@@ -95,7 +96,7 @@ class Amaxes:
     def weights(
         self, params: PyTree, *, prefix: str = "", casts: Mapping[str, Any] | None = None, **options: Any
     ) -> PyTree:
-        """Returns a tree of dicts with an `Fp8Weight` in place of each parameter that has amaxes.
+        """Returns the parameters with an `Fp8Weight` in place of each one that has amaxes.
 
         Args:
             casts: nested dicts with the `CastWeight` of each of these parameters (default: they are cast when used).
@@ -107,18 +108,16 @@ class Amaxes:
             >>> type(found["up"]).__name__, found["norm"].shape
             ('Fp8Weight', (16,))
         """
+        known = flatten_tree(self.tree, sep="/")
+        given = flatten_tree(casts, is_leaf=lambda node: isinstance(node, CastWeight), sep="/")
 
-        def wrap(node: Any, amaxes: Any, cast: Any, path: str) -> Any:
-            if not isinstance(amaxes, Mapping):
-                return Fp8Weight(node, amaxes, scaling=self.scaling, name=path, cast=cast, **options)
+        def wrap(name: str, leaf: Any) -> Any:
+            if name not in known:
+                return leaf
+            path = f"{prefix}/{name}" if prefix else name
+            return Fp8Weight(leaf, known[name], scaling=self.scaling, name=path, cast=given.get(name), **options)
 
-            def inner(name: str) -> Any:
-                found = None if cast is None else cast[name]
-                return wrap(node[name], amaxes[name], found, f"{path}/{name}" if path else name)
-
-            return {name: inner(name) if name in amaxes else child for name, child in node.items()}
-
-        return wrap(params, self.tree, casts, prefix)
+        return named_tree_map(wrap, params, sep="/")
 
     def per_microbatch(self, num_microbatches: int) -> Amaxes:
         """Returns a copy for each microbatch of a pipeline, whose gradients are combined by maximum.

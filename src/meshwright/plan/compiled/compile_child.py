@@ -34,6 +34,7 @@ from meshwright.plan.target import Target, parse_target
 from meshwright.train.fine_tuning.lora import adapt_job
 from meshwright.train.job import execution_of, model_of
 from meshwright.train.jobs.job_loading import load_job
+from meshwright.train.state import frozen_names
 from meshwright.train.step import Step
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -112,8 +113,10 @@ def _compile(request: dict[str, Any], target: Target) -> dict[str, Any]:
     if target.platform == "cpu" and setup.dtypes.compute.itemsize < 4:
         notes.append(WIDENED)
     fp8 = setup.dtypes.fp8
-    names = () if fp8 is None else fp8.names(step.layout.abstract.params)
-    check = check_fp8(text, names, emulates=not multiplies_fp8(target.platform, target.chip))
+    params = step.layout.abstract.params
+    names = () if fp8 is None else fp8.names(params)
+    frozen = frozen_names(job, params)
+    check = check_fp8(text, names, emulates=not multiplies_fp8(target.platform, target.chip), frozen=frozen)
     if fp8 is not None:
         notes += [check.line(), *check.warnings()]
     return Compiled(

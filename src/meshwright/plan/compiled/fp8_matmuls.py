@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +63,13 @@ class Fp8Check:
         wanted: paths of the parameters that are multiplied in fp8.
         emulates: whether the program runs on a device without fp8 matmuls, where fp8 values are multiplied in a wider
             dtype.
+        frozen: paths of parameters without a gradient.
     """
 
     uses: tuple[MatmulUse, ...]
     wanted: tuple[str, ...]
     emulates: bool = False
+    frozen: frozenset[str] = frozenset()
 
     @property
     def fallbacks(self) -> tuple[MatmulUse, ...]:
@@ -78,7 +80,16 @@ class Fp8Check:
     def missing(self) -> tuple[tuple[str, str], ...]:
         """Parameters and roles of which the program has no matmul, because XLA merged or removed it."""
         found = {(use.name, use.role) for use in self.uses if use.role}
-        return tuple((name, role) for name in self.wanted for role in ROLES if (name, role) not in found)
+
+        def is_needed(name: str, role: str) -> bool:
+            if role == "input gradient":
+                # XLA merges matmuls that share an operand, which these do not. One that is missing although its forward
+                # matmul is there has an input that needs no gradient, such as the batch.
+                return (name, "forward") not in found
+            return role == "forward" or name not in self.frozen
+
+        pairs = [(name, role) for name in self.wanted for role in ROLES if (name, role) not in found]
+        return tuple(pair for pair in pairs if is_needed(*pair))
 
     @property
     def is_fp8(self) -> bool:
@@ -123,20 +134,23 @@ class Fp8Check:
         return [f"`{name}` does not run in fp8: {'; '.join(parts)}.\n{hint}" for name, parts in found.items()]
 
 
-def check_fp8(text: str, wanted: Sequence[str], *, emulates: bool = False) -> Fp8Check:
+def check_fp8(text: str, wanted: Sequence[str], *, emulates: bool = False, frozen: Collection[str] = ()) -> Fp8Check:
     """Compares the matmuls of a compiled program with those that should run in fp8.
 
     Args:
         text: `compiled.as_text()`.
         wanted: paths of the parameters, from `Fp8.names`.
         emulates: whether the device has no fp8 matmuls.
+        frozen: paths of parameters without a gradient.
     """
-    return Fp8Check(tuple(read_matmuls(text)), tuple(wanted), emulates)
+    return Fp8Check(tuple(read_matmuls(text)), tuple(wanted), emulates, frozenset(frozen))
 
 
-def inspect_fp8(text: str, wanted: Sequence[str], emulates: bool) -> tuple[str, list[str], list[dict[str, Any]]]:
+def inspect_fp8(
+    text: str, wanted: Sequence[str], emulates: bool, frozen: Collection[str] = ()
+) -> tuple[str, list[str], list[dict[str, Any]]]:
     """Returns the line, the warnings and the matmuls of `check_fp8`, for `meshwright.loop.run.train`."""
-    check = check_fp8(text, wanted, emulates=emulates)
+    check = check_fp8(text, wanted, emulates=emulates, frozen=frozen)
     rows = [
         {"name": use.name, "pass": use.role, "dtypes": use.kind, "how": use.how, "runs": use.runs} for use in check.uses
     ]
