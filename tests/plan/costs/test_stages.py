@@ -5,14 +5,15 @@ import functools
 import pytest
 
 from meshwright.errors import MeshError
-from meshwright.models import Decoder
+from meshwright.models import Decoder, Execution
 from meshwright.parallel import make_schedule
+from meshwright.parallel.pipeline.named_schedules import check_rounds
 from meshwright.parallel.pipeline.slots import assign_slots
 from meshwright.plan.compiled.compile import compile_step
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.plan import make_plan
-from meshwright.plan.step_setup import Setup
+from meshwright.plan.step_setup import Setup, with_schedule
 from meshwright.train.jobs.job_loading import load_job
 from meshwright.train.jobs.language_job import language_job
 
@@ -99,6 +100,18 @@ def test_stages_of_different_lengths_take_as_long_as_the_longest():
         assert part.bytes == pytest.approx(other.bytes, rel=0.01), part.name
     assert "7 layers in 4 x 1 pipeline stages of different lengths: devices compute as many as in 8" in uneven.notes
     assert not any("different lengths" in note for note in even.notes)
+
+
+def test_a_setup_keeps_the_stages_per_device_of_its_job_only_with_its_schedule():
+    run = Execution(pipeline="interleaved-1f1b", pipeline_rounds=4)
+    own = language_job(Decoder.named("tiny", num_layers=8), batch_size=16, num_tokens=32, run=run)
+    costs = profile_job(own, precision="float32", platform="cpu", remats=("none",))
+    asked = [("interleaved-1f1b", None, 4), (None, None, 4), (None, 2, 2), ("1f1b", None, 1), ("circular", None, 2)]
+    for name, rounds, expected in asked:
+        setup = Setup(mesh="pp:2", pipeline=name, pipeline_rounds=rounds)
+        execution = with_schedule(own, setup).execution
+        assert check_rounds(execution.pipeline, execution.pipeline_rounds) == expected
+        assert costs.stages({"pp": 2}, setup).rounds == expected
 
 
 # The meshes and policies whose programs differ: gathers in the cells, rings in the cells, layers that move. With 6 or 7
