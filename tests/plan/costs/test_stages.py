@@ -1,7 +1,9 @@
 """Bytes, ticks and memory of pipeline schedules: computed from the table, and read from compiled programs."""
 
 import functools
+from dataclasses import replace
 
+import jax
 import pytest
 
 from meshwright.errors import MeshError
@@ -112,6 +114,24 @@ def test_a_setup_keeps_the_stages_per_device_of_its_job_only_with_its_schedule()
         execution = with_schedule(own, setup).execution
         assert check_rounds(execution.pipeline, execution.pipeline_rounds) == expected
         assert costs.stages({"pp": 2}, setup).rounds == expected
+
+
+@pytest.mark.parametrize(("pp", "target", "times"), [(2, "v5p:2x2x1", 3), (4, "v5p:2x2x2", 2), (4, "cpu:8", 3)])
+def test_libtpu_gathers_a_recomputed_stage_of_one_layer_once(pp, target, times):
+    """Read from six programs for v5p (benchmarks/results/plan_search.md)."""
+    model = Decoder.named("tiny", num_layers=8)
+    own = language_job(model, batch_size=16, num_tokens=32)
+    costs = profile_job(own, precision="float32", platform=target[:3].replace("v5p", "tpu"), remats=("none", "full"))
+    setup = Setup(mesh=f"pp:{pp},fsdp:2", pipeline="interleaved-1f1b", num_microbatches=8, precision="float32")
+    setups = setup, replace(setup, remat="full")
+    none, full = (make_plan(own, target, each, profile=costs) for each in setups)
+    gathered = [
+        sum(item.wire_bytes for item in plan.sent if (item.axis, item.kind) == ("fsdp", "all-gather"))
+        for plan in (none, full)
+    ]
+    layer = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init_layer, jax.random.key(0))))
+    norms = 2 * model.d_model  # replicated
+    assert gathered[1] - gathered[0] == (times - 2) * 8 * 8 / pp * (layer - norms) * 4 / 2
 
 
 # The meshes and policies whose programs differ: gathers in the cells, rings in the cells, layers that move. With 6 or 7
