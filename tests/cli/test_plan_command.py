@@ -153,6 +153,14 @@ def test_train_and_plan_accept_the_printed_commands(cli):
     assert data["rows"] == 8
 
 
+def test_the_stages_of_a_device_are_those_of_train(cli):
+    chosen = ("--pipeline", "interleaved-1f1b", "--pipeline-rounds", "4")
+    _, out, _ = cli(*ON_TPU, "--model-options", "num_layers=8", "--mesh", "pp:2,dp:2", "--batch-size", "8", *chosen)
+    assert "devices wait 5.9% of 34 ticks" in out
+    printed = next(line for line in out.splitlines() if "meshwright train" in line)
+    assert "--pipeline interleaved-1f1b --pipeline-rounds 4" in printed
+
+
 def test_a_plan_in_fp8_has_the_options_of_train(cli):
     chosen = ("--precision", "fp8", "--fp8-least-dim", "32", "--fp8-matmuls", "attn/k|mlp/up")
     model = (*SMALL, "--model-options", "num_kv_heads=2")
@@ -340,6 +348,12 @@ def test_a_search_explains_its_best_against_another(cli, tmp_path):
         (["--target", "v5p:2x2x1", "planned_job:job", "--num-tokens", "8"], ConfigError, "apply only to --model"),
         ([*ON_TPU], JobError, r"no mesh given.*\nhint: .*meshwright plan search"),
         (["diff", *ON_TPU, "fsdp:4", "dp:4 remta=full"], MeshwrightError, "'remta=full' in .* is not a setup option"),
+        (
+            [*ON_TPU, "--mesh", "pp:4", "--pipeline-rounds", "0"],
+            ConfigError,
+            "--pipeline-rounds must be at least 1; got 0",
+        ),
+        ([*ON_TPU, "--mesh", "fsdp:4", "--pipeline-rounds", "2"], MeshwrightError, "the mesh has no axis pp"),
         ([*ON_TPU, "--mesh", "fsdp:8"], MeshwrightError, "fsdp=8 needs 8 devices, but there are 4"),
         (["diff", "missing.json", "fsdp:4"], ConfigError, "file 'missing.json' does not exist"),
         (["diff", *ON_TPU, "fsdp:4", ""], MeshwrightError, "'' is neither a file nor a setup"),
@@ -367,7 +381,7 @@ def test_a_moved_option_names_its_command(cli, arguments, new):
         cli(*ON_TPU, *arguments)
 
 
-@pytest.mark.parametrize("option", ["--mesh", "--view", "--zero-axis"])
+@pytest.mark.parametrize("option", ["--mesh", "--view", "--zero-axis", "--pipeline-rounds"])
 def test_a_search_rejects_options_of_a_single_plan(cli, capsys, option):
     with pytest.raises(SystemExit) as stopped:
         cli("search", *ON_TPU, option, "global")
@@ -408,5 +422,7 @@ def test_setups_as_text_and_options():
         mesh="fsdp:8", rows=16, num_minibatches=2, sync="once"
     )
     assert parse_setup("fsdp:8 overlap=False clip=0.5", base) == Setup(mesh="fsdp:8", rows=16, overlap=False, clip=0.5)
+    interleaved = Setup(mesh="pp:2", rows=16, pipeline="interleaved-1f1b", pipeline_rounds=4)
+    assert parse_setup("pp:2 pipeline=interleaved-1f1b pipeline_rounds=4", base) == interleaved
     setup = Setup(mesh="fsdp:8", precision={"compute": "float16"}, view="global")
     assert setup_arguments(setup) == ["--mesh", "fsdp:8", "--remat", "none", "--view", "global"]

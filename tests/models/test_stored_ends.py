@@ -221,6 +221,23 @@ def test_slices_of_your_own_that_are_not_gathered_are_an_error():
         gradients(job, "pp:2,dp:2")
 
 
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_slices_that_a_function_closes_over_are_an_error(end):
+    def loss(params, batch, rng):
+        whole = {name: gather_array(params[name], dim=0, axis="pp") for name in ("table", "head")}
+        used = {**whole, "table" if end == "first" else "head": params["table" if end == "first" else "head"]}
+        total = pipeline(
+            lambda blocks, h: jnp.tanh(h @ blocks[0]), params["blocks"], batch["x"], axis="pp", num_microbatches=2,
+            first=lambda _, x: used["table"][x], last=lambda _, h, y: (h.sum() * used["head"][0] - y).sum(),
+            targets=batch["y"], combine="sum",
+        )  # fmt: skip
+        return total, {}
+
+    name = "table" if end == "first" else "head"
+    with pytest.raises(mw.PlacementError, match=rf"pipeline: {end}: `{name}` is split over 'pp' along dim 0"):
+        gradients(own_job(loss), "pp:2,dp:2")
+
+
 def test_an_axis_that_is_not_the_last_of_a_dim_cannot_be_gathered_first():
     job = make_job()
     rules = [("layers/", P("pp")), ("embed", P(("pp", "fsdp"))), (".*", P())]

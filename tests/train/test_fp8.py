@@ -165,6 +165,23 @@ def test_pipelines_equal_one_device(model, mesh, scaling, options):
     compare(measure(model, scaling, mesh, **options), model, scaling)
 
 
+def test_a_pipeline_of_padded_layers_has_amaxes_of_the_others():
+    """Three layers are stored as four; one step with a history equals that of one device."""
+
+    def step(mesh, **options):
+        model, precision = dataclasses.replace(DECODER, num_layers=3), PRECISIONS["delayed"]
+        job = language_job(model, batch_size=8, num_tokens=16, run=Execution(pipeline="1f1b", num_microbatches=2))
+        layout = state_layout(job, OPTIMIZER, mesh, precision=precision, **options)
+        state = init_state(job, OPTIMIZER, layout, jax.random.key(0), precision=precision)
+        state, metrics = make_train_step(job, OPTIMIZER, layout, precision=precision)(state, job.make_batch(0))
+        return jax.device_get((state.fp8, metrics["loss"]))
+
+    got, loss = step(mw.create_mesh("pp:2", devices=2), pad=("layers/",))
+    expected, expected_loss = step(mw.create_mesh("dp:1", devices=1))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.5), got, expected)
+
+
 # --- The state ---
 
 

@@ -54,6 +54,7 @@ def plan(
     view: Literal["auto", "local", "global"] = "auto",
     zero_axis: str | None = None,
     pad: tuple[str, ...] = (),
+    pipeline_rounds: int | None = None,
     step: _Step = StepOptions(),  # noqa: B008
 ) -> int:
     """Plan a training step for hardware you don't have: memory, communication and time.
@@ -67,13 +68,14 @@ def plan(
         view: "local": Meshwright layers insert the collectives; "global": XLA does; "auto": as `train` chooses.
         zero_axis: Mesh axis to also shard the optimizer state over (ZeRO-1).
         pad: Regexes of parameters whose dims may be padded with zeros if the mesh does not divide them.
+        pipeline_rounds: Stages per device with interleaved-1f1b and circular; if unset, the job's, or 2.
     """
-    step.check()
+    step.check(pipeline_rounds=pipeline_rounds)
     if mesh is not None and not mesh.strip():
         raise JobError("--mesh is empty.", hint='pass a mesh such as "fsdp:8,tp:4"; is a shell variable unset?')
     planner = _Planner(job, step)
     placed = mesh or getattr(planner.job, "mesh", None) or ""
-    setup = planner.setup(mesh=placed, view=view, zero_axis=zero_axis, pad=pad)
+    setup = planner.setup(mesh=placed, view=view, zero_axis=zero_axis, pad=pad, pipeline_rounds=pipeline_rounds)
     if not setup.mesh:
         hint = 'pass --mesh "fsdp:8,tp:4", or rank all meshes with `meshwright plan search`.'
         raise JobError("no mesh given, and the job has no default mesh.", hint=hint)
@@ -103,7 +105,7 @@ def plan_search(
         against: Plan to compare the best with: a file written by --json, or a setup like "dp:32,fsdp:8 remat=full".
         pad: Regexes of parameters whose dims may be padded with zeros on meshes that do not divide them.
     """
-    step.check(top)
+    step.check(top=top)
     if against is not None:
         _check_file(against)
     planner = _Planner(job, step)

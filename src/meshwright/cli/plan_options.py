@@ -80,11 +80,11 @@ class StepOptions:
     json: bool = False
     html: Path | None = None
 
-    def check(self, top: int = 1) -> None:
-        """Raises a `ConfigError` if a number is out of range."""
+    def check(self, **more: int | None) -> None:
+        """Raises a `ConfigError` if a number is out of range, here or among other counts."""
         counts = {"batch-size": self.batch_size, "num-tokens": self.num_tokens, "minibatches": self.minibatches}
         counts["microbatches"] = self.microbatches
-        for name, value in {**counts, "top": top}.items():
+        for name, value in {**counts, **{name.replace("_", "-"): value for name, value in more.items()}}.items():
             if value is not None and value < 1:
                 hint = f"pass a positive whole number, e.g. --{name} 8."
                 raise ConfigError(f"--{name} must be at least 1; got {value}.", hint=hint)

@@ -68,7 +68,7 @@ def check_mesh_axes(job: Any, sizes: Mapping[str, int], setup: Setup) -> None:
     """Raises a `MeshError` if an axis of the mesh or an option splits nothing, or if the job cannot run in the view."""
     zero = () if setup.zero_axis is None else (setup.zero_axis,)
     check_axes(job, {axis: size for axis, size in sizes.items() if axis not in zero})
-    if (setup.pipeline or setup.num_microbatches) and sizes.get(PIPELINE_AXIS, 1) == 1:
+    if setup.asks_for_stages and sizes.get(PIPELINE_AXIS, 1) == 1:
         raise MeshError(
             "a pipeline schedule or a number of microbatches has no effect: the mesh has no axis pp with 2 or more "
             "devices.",
@@ -81,7 +81,7 @@ def check_mesh_axes(job: Any, sizes: Mapping[str, int], setup: Setup) -> None:
 def check_mesh(job: Any, profile: JobCosts, sizes: Mapping[str, int], setup: Setup) -> None:
     """Raises a `MeshError` if a job cannot run on a mesh; for custom models it checks only the axes and the view."""
     check_mesh_axes(job, sizes, setup)
-    if (setup.pipeline or setup.num_microbatches) and profile.view == "global":
+    if setup.asks_for_stages and profile.view == "global":
         raise MeshError(
             "a pipeline schedule or a number of microbatches has no effect: XLA runs no pipeline in the global view.",
             hint="leave it out, or use the local view.",

@@ -40,6 +40,7 @@ class Setup:
         optimizer: name of an optax optimizer.
         zero_axis: argument of `state_layout`.
         pipeline: name of a pipeline schedule (default: the job's); see `meshwright.parallel.make_schedule`.
+        pipeline_rounds: stages per device with "circular" or "interleaved-1f1b" (default: the job's, or 2).
         num_microbatches: number of microbatches in a pipeline (default: the job's, or twice the number of stages).
         pad: regexes of parameters whose dims may be padded if the mesh does not divide them.
         overlap: sets the compiler options that overlap collectives with compute on the target (`overlap_options`).
@@ -60,6 +61,7 @@ class Setup:
     optimizer: str = "adamw"
     zero_axis: str | None = None
     pipeline: str | None = None
+    pipeline_rounds: int | None = None
     num_microbatches: int | None = None
     pad: tuple[str, ...] = ()
     clip: float | None = 1.0
@@ -70,6 +72,11 @@ class Setup:
     def dtypes(self) -> Precision:
         """The precision as `make_train_step` takes it."""
         return Precision.named(self.precision) if isinstance(self.precision, str) else Precision(**self.precision)
+
+    @property
+    def asks_for_stages(self) -> bool:
+        """Whether an option is set that only a pipeline has."""
+        return any(asked is not None for asked in (self.pipeline, self.pipeline_rounds, self.num_microbatches))
 
     def precision_options(self) -> dict[str, str]:
         """Returns the precision as command-line options; {} if no options give it.
@@ -182,8 +189,8 @@ def build_step(job: Any, mesh: AnyMesh, setup: Setup) -> tuple[Step, PyTree]:
 
 def with_schedule(job: Any, setup: Setup) -> Any:
     """Returns the job with the pipeline schedule of a setup; raises if it is not a language job of Meshwright's."""
-    asked = {"pipeline": setup.pipeline, "num_microbatches": setup.num_microbatches}
-    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    names = ("pipeline", "pipeline_rounds", "num_microbatches")
+    changes: dict[str, Any] = {name: value for name in names if (value := getattr(setup, name)) is not None}
     if not changes:
         return job
     return with_execution(job, **changes)

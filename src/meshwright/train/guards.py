@@ -64,7 +64,10 @@ def check_scaling_state(fp8: Fp8 | None, layout: Layout, *, evaluates: bool = Fa
     """
     if fp8 is None and evaluates:
         return
-    wanted = None if fp8 is None else jax.eval_shape(fp8.init, params_layout(layout).abstract)
+    params = params_layout(layout)
+    # The step cuts the padding of parameters before it computes their amaxes.
+    shapes = params.structure.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in params.leaves])
+    wanted = None if fp8 is None else jax.eval_shape(fp8.init, shapes)
     asked = {f"fp8/{leaf.name}": tuple(leaf.value.shape) for leaf in named_leaves(wanted)}
     known = {leaf.name: leaf.shape for leaf in layout.leaves if leaf.name.startswith("fp8/")}
     if known == asked:
@@ -72,7 +75,7 @@ def check_scaling_state(fp8: Fp8 | None, layout: Layout, *, evaluates: bool = Fa
     has = "has none" if not known else "has one" if not asked else "has another one"
     needs = "no history of amaxes" if not asked else "a history of amaxes for delayed scaling in fp8"
     name = next(name for name in sorted({**asked, **known}) if asked.get(name) != known.get(name))
-    forms = [f"{list(shapes[name])}" if name in shapes else "nothing" for shapes in (known, asked)]
+    forms = [f"{list(found[name])}" if name in found else "nothing" for found in (known, asked)]
     raise MeshwrightError(
         f"the step needs {needs}, but the layout {has}: `{name}` is {forms[0]} in the layout, {forms[1]} in the step.",
         hint="pass the same precision to state_layout, init_state and make_train_step.",

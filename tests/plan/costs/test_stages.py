@@ -1,18 +1,21 @@
 """Bytes, ticks and memory of pipeline schedules: computed from the table, and read from compiled programs."""
 
 import functools
+from dataclasses import replace
 
+import jax
 import pytest
 
 from meshwright.errors import MeshError
-from meshwright.models import Decoder
+from meshwright.models import Decoder, Execution
 from meshwright.parallel import make_schedule
+from meshwright.parallel.pipeline.named_schedules import check_rounds
 from meshwright.parallel.pipeline.slots import assign_slots
 from meshwright.plan.compiled.compile import compile_step
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.plan import make_plan
-from meshwright.plan.step_setup import Setup
+from meshwright.plan.step_setup import Setup, with_schedule
 from meshwright.train.jobs.job_loading import load_job
 from meshwright.train.jobs.language_job import language_job
 
@@ -99,6 +102,36 @@ def test_stages_of_different_lengths_take_as_long_as_the_longest():
         assert part.bytes == pytest.approx(other.bytes, rel=0.01), part.name
     assert "7 layers in 4 x 1 pipeline stages of different lengths: devices compute as many as in 8" in uneven.notes
     assert not any("different lengths" in note for note in even.notes)
+
+
+def test_a_setup_keeps_the_stages_per_device_of_its_job_only_with_its_schedule():
+    run = Execution(pipeline="interleaved-1f1b", pipeline_rounds=4)
+    own = language_job(Decoder.named("tiny", num_layers=8), batch_size=16, num_tokens=32, run=run)
+    costs = profile_job(own, precision="float32", platform="cpu", remats=("none",))
+    asked = [("interleaved-1f1b", None, 4), (None, None, 4), (None, 2, 2), ("1f1b", None, 1), ("circular", None, 2)]
+    for name, rounds, expected in asked:
+        setup = Setup(mesh="pp:2", pipeline=name, pipeline_rounds=rounds)
+        execution = with_schedule(own, setup).execution
+        assert check_rounds(execution.pipeline, execution.pipeline_rounds) == expected
+        assert costs.stages({"pp": 2}, setup).rounds == expected
+
+
+@pytest.mark.parametrize(("pp", "target", "times"), [(2, "v5p:2x2x1", 3), (4, "v5p:2x2x2", 2), (4, "cpu:8", 3)])
+def test_libtpu_gathers_a_recomputed_stage_of_one_layer_once(pp, target, times):
+    """Read from six programs for v5p (benchmarks/results/plan_search.md)."""
+    model = Decoder.named("tiny", num_layers=8)
+    own = language_job(model, batch_size=16, num_tokens=32)
+    costs = profile_job(own, precision="float32", platform=target[:3].replace("v5p", "tpu"), remats=("none", "full"))
+    setup = Setup(mesh=f"pp:{pp},fsdp:2", pipeline="interleaved-1f1b", num_microbatches=8, precision="float32")
+    setups = setup, replace(setup, remat="full")
+    none, full = (make_plan(own, target, each, profile=costs) for each in setups)
+    gathered = [
+        sum(item.wire_bytes for item in plan.sent if (item.axis, item.kind) == ("fsdp", "all-gather"))
+        for plan in (none, full)
+    ]
+    layer = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init_layer, jax.random.key(0))))
+    norms = 2 * model.d_model  # replicated
+    assert gathered[1] - gathered[0] == (times - 2) * 8 * 8 / pp * (layer - norms) * 4 / 2
 
 
 # The meshes and policies whose programs differ: gathers in the cells, rings in the cells, layers that move. With 6 or 7

@@ -16,6 +16,7 @@ from meshwright.errors import PlacementError
 from meshwright.mesh.axes import pcast_varying, varying_axes
 from meshwright.mesh.current import current_mesh
 from meshwright.parallel.overlap.forms import branch
+from meshwright.parallel.pipeline.raw_slices import refuse_slices
 from meshwright.parallel.row_keys import row_key
 from meshwright.parallel.rows import Parts
 from meshwright.types import PyTree
@@ -102,8 +103,13 @@ def flow(f: Functions, params: tuple[PyTree, PyTree, PyTree], axis: str) -> tupl
 
 
 def traced_types(call: Callable[[], PyTree], axis: str, *, name: str) -> PyTree:
-    """Returns the types of a function's results; raises if it closes over arrays whose gradients would deadlock."""
+    """Returns the types of a function's results; raises if it closes over arrays that it must not use.
+
+    These are arrays whose gradients would deadlock and, unless the function is a stage, slices of parameters.
+    """
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)()
+    if name != "stage_fn":
+        refuse_slices(list(jaxpr.consts), axis=axis, who=f"pipeline: {name}")
     # False if check_vma is off or the axis has size 1.
     checked = axis in varying_axes(pcast_varying(jnp.int32(0), axis))
     for value in jaxpr.consts:

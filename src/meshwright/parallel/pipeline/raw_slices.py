@@ -1,4 +1,4 @@
-"""Refuses slices of parameters as the parameters of a pipeline's first or last function.
+"""Refuses slices of parameters in a pipeline's first or last function, as its parameters or closed over.
 
 A rule that splits an embedding over the axis of the stages gives each of them a slice. Its first stage would look up
 tokens in that slice alone, without an error if indices are clamped. Types do not tell a slice from a gathered array, as

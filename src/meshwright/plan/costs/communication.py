@@ -207,8 +207,10 @@ def _times(stages: Stages, name: str, *, layers: int, by_layer: bool, profile: J
         if stages.is_scheduled:
             # The loss and its gradient share a gather. In a V, the first device has the embedding as well.
             embeds = name.startswith("embed/") and stages.schedule == "zb-v"
-            # libtpu gathers once for a stage's recomputation and its gradient (one program for v5p:2x2x1).
-            again = 2 + (stages.again and profile.platform != "tpu")
+            # libtpu gathers once for the recomputation of a stage of one layer and for its gradient, but twice if the
+            # stage loops over layers (six programs for v5p).
+            is_merged = profile.platform == "tpu" and stages.computed_layers == stages.rounds
+            again = 2 + (stages.again and not is_merged)
             gathers, scatters = (again * layers, layers) if in_layers else (ends / 2 + embeds * (again - 1), ends / 2)
             return stages.microbatches * gathers, stages.microbatches * max(scatters, float(embeds))
         gathers, scatters = (3 * layers, layers) if in_layers else (ends, ends / 2)

@@ -164,7 +164,8 @@ class JobCosts:
             return Stages(1, 1, num_layers=self.num_layers)
         name = setup.pipeline or self.pipeline
         microbatches = setup.num_microbatches or self.num_microbatches or 2 * count
-        rounds = check_rounds(name, None if setup.pipeline else self.pipeline_rounds)
+        own = self.pipeline_rounds if name == self.pipeline else None
+        rounds = check_rounds(name, own if setup.pipeline_rounds is None else setup.pipeline_rounds)
         again = name == "gpipe" or setup.remat == "full"
         return Stages(count, microbatches, name, rounds, again, self.num_layers)
 

@@ -136,6 +136,7 @@ def setup_arguments(setup: Setup) -> list[str]:
         "--minibatches": str(setup.num_minibatches) if setup.num_minibatches > 1 else None,
         "--sync": setup.sync,
         "--pipeline": setup.pipeline,
+        "--pipeline-rounds": None if setup.pipeline_rounds is None else str(setup.pipeline_rounds),
         "--microbatches": None if setup.num_microbatches is None else str(setup.num_microbatches),
         "--view": setup.view,
         "--zero-axis": setup.zero_axis,

@@ -180,7 +180,8 @@ def _value(name: str, text: str, word: str) -> Any:
         return text.lower() == "true"
     if name == "view" and text == "auto":
         return None
-    kind = {"rows": int, "num_minibatches": int, "num_microbatches": int, "clip": float}.get(name, str)
+    counts = dict.fromkeys(("rows", "num_minibatches", "num_microbatches", "pipeline_rounds"), int)
+    kind = {**counts, "clip": float}.get(name, str)
     try:
         value = kind(text)
     except ValueError:

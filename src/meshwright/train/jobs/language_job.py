@@ -78,6 +78,8 @@ def language_job(
 def with_execution(job: Any, **changes: Any) -> Any:
     """Returns a language model's job with some of its execution options changed.
 
+    Another pipeline schedule has its usual number of stages per device, unless `pipeline_rounds` is among the changes.
+
     Example:
         >>> from meshwright.models import Decoder
         >>> job = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=16)
@@ -91,6 +93,8 @@ def with_execution(job: Any, **changes: Any) -> Any:
             f"this job sets its own execution options, so {names} cannot be changed.",
             hint="use a job of mw.language_job(model, ...), or set Execution(...) in the job.",
         )
+    if changes.get("pipeline", loss.execution.pipeline) != loss.execution.pipeline:
+        changes = {"pipeline_rounds": None, **changes}
     execution = replace(loss.execution, **changes)
     return replace(job, loss=replace(loss, execution=execution), execution=execution)
 
