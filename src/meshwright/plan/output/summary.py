@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +133,12 @@ def band_words(time: TimePlan) -> str:
     return f"{duration(shortest)} to {duration(longest)}"
 
 
+def proportional_band(plan: Plan, value: float, show: Callable[[float], str]) -> str:
+    """Returns the band of a figure that is proportional to the step time or to its inverse, in words."""
+    error = 0.0 if plan.time is None else plan.time.error
+    return f"{show(value / (1 + error))} to {show(value * (1 + error))}"
+
+
 def memory_table(plan: Plan) -> Table:
     """Returns the peak memory per device, by part."""
     memory = plan.memory
@@ -201,10 +207,13 @@ def goodput_table(plan: Plan, found: ExpectedGoodput) -> Table:
         ("Young-Daly", duration(failures.young_daly), "the same to first order"),
     ]
     if plan.tokens_per_second is not None:
-        rows.append((f"{unit_of(plan)}/s", f"{plan.tokens_per_second * found.share:,.0f}", "with failures"))
+        rate = plan.tokens_per_second * found.share
+        band = proportional_band(plan, rate, "{:,.0f}".format)
+        rows.append((f"{unit_of(plan)}/s", f"{rate:,.0f}", f"with failures, {band}"))
     if plan.dollars_per_billion_tokens is not None:
         cost = plan.dollars_per_billion_tokens / found.share
-        rows.append(("price", f"${cost:,.0f}", f"per billion {unit_of(plan)}, with failures"))
+        band = proportional_band(plan, cost, "${:,.0f}".format)
+        rows.append(("price", f"${cost:,.0f}", f"per billion {unit_of(plan)}, with failures, {band}"))
     return Table("Goodput (assumed)", ("figure", "value", "note"), tuple(rows), (1,))
 
 
