@@ -181,6 +181,9 @@ def test_a_peak_in_the_middle_has_its_label_around_it():
     levels = [Level(0, 2, {"a": 1.0}), Level(2, 4, {"a": 9.0}), Level(4, 6, {"a": 1.0})]
     page = area_chart("Memory", levels, x_name="time", x_unit="s", show_x="{:g} seconds".format)
     assert re.search(r'<text x="50.00%" dx="0"[^>]* class="level-label middle">peak 9 at 3 seconds<', page)
+    # The label's halo must not cover the dot of the peak, whose radius is 4.5.
+    dot = float(re.search(r'cy="([\d.]+)" r="4.5" class="peak-dot"', page)[1])
+    assert float(re.search(r'y="([-\d.]+)" class="level-label middle"', page)[1]) <= dot - 4.5 - 4
 
 
 def test_a_flat_peak_has_no_place():

@@ -166,4 +166,6 @@ def _level_line(frame: Frame, value: float, said: str, kind: str, share: float, 
     at = {"x": f"{100 * share:.2f}%", "dx": {"": 8, " end": -8}.get(end, 0)}
     line = tag("line", x1=0, x2="100%", y1=y, y2=y, class_=f"{kind}-line")
     dot = tag("circle", cx=f"{100 * share:.2f}%", cy=y, r=4.5, class_="peak-dot") if kind == "peak" else None
-    return join([line, dot, tag("text", said, **at, y=y + (16 if below else -5), class_=f"level-label{end}")])
+    # A label in the middle is above the dot, not beside it.
+    up = 9 if end == " middle" and dot is not None else 5
+    return join([line, dot, tag("text", said, **at, y=y + (16 if below else -up), class_=f"level-label{end}")])
