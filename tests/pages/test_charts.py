@@ -3,9 +3,11 @@
 import itertools
 import math
 import re
+from pathlib import Path
 
 import pytest
 
+import meshwright.pages
 from meshwright.pages import (
     Bar,
     Lane,
@@ -109,6 +111,20 @@ def test_a_bar_over_capacity_shows_the_excess():
     assert html.count("bar-name over") == 1
 
 
+def test_a_bar_far_below_capacity_can_be_seen():
+    html = stacked_bars("Memory", ["a", "b"], [Bar("x", [3.0, 1.0])], capacity=1000, capacity_label="chip has")
+    assert re.findall(r'width="([\d.]+)%" height="30"', html) == ["75.000", "25.000"]
+    assert "chip has 1,000, far to the right" in html
+    assert 'class="capacity"' not in html
+    assert "996 free (99.6%)" in html
+
+
+def test_the_remark_of_a_bar_follows_its_total():
+    html = stacked_bars("Time", ["a"], [Bar("x", [3.0], "(2 to 4)"), Bar("y", [3.0], "(2 to 5)")])
+    assert "<b>x</b> 3 (2 to 4)</p>" in html
+    assert ">x</th>" in html
+
+
 def test_one_bar_names_its_parts_with_their_shares():
     html = stacked_bars("t", ["step", "data", "none"], [Bar("", [3.0, 1.0, 0.0])])
     assert "step 3 (75.0%)" in html
@@ -138,6 +154,24 @@ def test_a_timeline_starts_at_its_earliest_span():
     assert "a: x from 0 s to 50 s. b: y from 25 s to 1 min 40 s; end at 1 min 40 s." in html
 
 
+def test_short_spans_keep_their_color():
+    """A border of one pixel would hide the color of a span that is as short, and a pattern would cut it."""
+    html = timeline("t", [Lane("a", [Span(0, 0.3, "a"), Span(0.3, 50, "b"), Span(50, 100, "c")])])
+    assert re.findall(r'class="(span[^"]*)"><title>(\w)', html) == [
+        ("span thin thin-0", "a"),
+        ("span", "b"),
+        ("span", "c"),
+    ]
+    css = Path(meshwright.pages.__file__).with_name("page.css").read_text()
+    assert ".lanes svg:not(.zoomed) .thin { stroke: none; }" in css
+    assert all(f"svg:not(.zoomed) .thin-{tone} {{ fill: var(--c{tone}); }}" in css for tone in range(6))
+
+
+def test_a_label_that_is_too_long_is_cut_at_its_comma():
+    html = timeline("t", [Lane("a", [Span(0, 15, "attention, backward"), Span(15, 100, "mlp, backward")])])
+    assert re.findall(r'class="part-label[^"]*">([^<]*)<', html) == ["attention", "mlp, backward"]
+
+
 def test_an_empty_timeline_says_so():
     assert "No data recorded." in timeline("t", [Lane("a")])
 
@@ -147,6 +181,15 @@ def test_a_peak_in_the_middle_has_its_label_around_it():
     levels = [Level(0, 2, {"a": 1.0}), Level(2, 4, {"a": 9.0}), Level(4, 6, {"a": 1.0})]
     page = area_chart("Memory", levels, x_name="time", x_unit="s", show_x="{:g} seconds".format)
     assert re.search(r'<text x="50.00%" dx="0"[^>]* class="level-label middle">peak 9 at 3 seconds<', page)
+    # The label's halo must not cover the dot of the peak, whose radius is 4.5.
+    dot = float(re.search(r'cy="([\d.]+)" r="4.5" class="peak-dot"', page)[1])
+    assert float(re.search(r'y="([-\d.]+)" class="level-label middle"', page)[1]) <= dot - 4.5 - 4
+
+
+def test_a_flat_peak_has_no_place():
+    levels = [Level(0, 98, {"a": 5}), Level(98, 100, {"a": 1})]
+    assert "peak 5 nearly all the time" in area_chart("m", levels, x_name="time", x_unit="ms")
+    assert "peak 5 at 45 ms" in area_chart("m", [Level(0, 90, {"a": 5}), levels[1]], x_name="time", x_unit="ms")
 
 
 @pytest.mark.parametrize(("peak", "is_below"), [(97.0, True), (60.0, False), (102.0, False)])

@@ -12,6 +12,7 @@ from meshwright.loop.report.story import PARTS as RUN_PARTS
 from meshwright.pages import Bar, stacked_bars, stacked_columns
 from meshwright.pages.colors import FILLS, NUM_FILLS, fills_of
 from meshwright.plan.compiled.memory_trace import PARTS as TRACED
+from meshwright.plan.costs.saved_activations import _KINDS, REST
 from meshwright.plan.output.schedule_picture import KINDS
 from meshwright.plan.output.summary import PART_NAMES
 
@@ -26,7 +27,10 @@ SIGHTS = {
 XYZ = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
 
 
-@pytest.mark.parametrize("names", [MEMORY, tuple(PART_NAMES.values()), KINDS, CATEGORIES, RUN_PARTS])
+ACTIVATIONS = ("residual stream", REST, *(name for name, _ in _KINDS))
+
+
+@pytest.mark.parametrize("names", [MEMORY, tuple(PART_NAMES.values()), KINDS, CATEGORIES, RUN_PARTS, ACTIVATIONS])
 def test_every_part_is_in_the_table_with_its_own_fill(names):
     assert set(names) <= FILLS.keys()
     assert len(set(fills_of(names))) == len(names)

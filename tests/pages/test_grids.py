@@ -4,9 +4,9 @@ import pytest
 
 from meshwright.mesh.string import parse_mesh
 from meshwright.pages import Tile, TileGrid, mesh_picture, tile_picture
-from meshwright.pages.colors import FILLS
+from meshwright.pages.colors import FILLS, NUM_TONES, fills_of
 from meshwright.pages.grids import MAX_LATTICE_WIDTH, shown
-from meshwright.plan.output.axes_picture import axes_picture
+from meshwright.plan.output.axes_picture import axes_picture, machine_axes
 from meshwright.plan.target import parse_target
 
 
@@ -58,7 +58,7 @@ def test_a_large_mesh_shows_its_first_and_last_devices():
 
 @pytest.mark.parametrize("axes", [{"x": 16, "y": 16, "z": 16}, {"x": 4, "y": 4, "z": 8}, {"x": 8, "y": 8, "z": 16}])
 def test_a_torus_fits_the_column_of_text(axes):
-    picture = str(mesh_picture("Torus", axes, node="chip", is_machine=True))
+    picture = str(mesh_picture("Torus", axes, node="chip", runs={}))
     widths = re.findall(r'<svg width="(\d+)"[^>]*class="lattice"', picture)
     assert 800 < int(widths[0]) <= MAX_LATTICE_WIDTH
 
@@ -87,9 +87,27 @@ def test_an_axis_has_one_color_in_every_picture():
         assert f"url(#tone-{tone})" in where
         for axes in ({"fsdp": 4, "tp": 2}, {"tp": 2, "fsdp": 4}, {"pp": 2, axis: 4}):
             assert re.search(rf'class="axis-name[^"]* ink-{tone}">{axis} ', mesh_picture("m", axes))
-    machine = mesh_picture("Torus", {"x": 4, "y": 8}, node="chip", is_machine=True)
+    machine = mesh_picture("Torus", {"x": 4, "y": 8}, node="chip", runs={})
     assert "line-" not in machine
     assert ">3,7</text>" in machine
+
+
+def test_a_machine_has_the_colors_of_the_axes_that_run_along_it():
+    target, spec = parse_target("v5p:4x4x8"), parse_mesh("experts:4,fsdp:8,tp:4")
+    runs = machine_axes(target, spec)
+    assert runs == {"x": ("tp",), "y": ("experts",), "z": ("fsdp",)}
+    split = ["experts", "fsdp", "tp"]
+    machine = mesh_picture("Torus", {"x": 4, "y": 4, "z": 8}, node="chip", runs=runs, mesh_axes=split)
+    fills = dict(zip(split, fills_of(split), strict=True))
+    for dim, axis in zip("xyz", ("tp", "experts", "fsdp"), strict=True):
+        assert re.search(rf'class="axis-name[^"]* ink-{fills[axis] % NUM_TONES}">{dim} ', machine)
+        assert f"{dim}: {4 if dim != 'z' else 8} ({axis})" in machine
+    # A direction along which several axes run has no color.
+    runs = machine_axes(parse_target("h200:2x8"), parse_mesh("fsdp:8,tp:2"))
+    assert runs == {"gpu": ("tp", "fsdp"), "host": ("fsdp",)}
+    hosts = mesh_picture("Hosts", {"host": 2, "gpu": 8}, runs=runs, mesh_axes=["fsdp", "tp"])
+    assert 'class="axis-name">gpu →' in hosts
+    assert "gpu: 8 (tp, fsdp)" in hosts
 
 
 def test_labels_that_would_be_too_small_on_a_phone_are_left_out():

@@ -1,3 +1,5 @@
+import re
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,3 +32,21 @@ def test_dots_name_their_candidates_and_far_ones_are_counted():
     assert "<title>fast: 1, 8 GiB</title>" in html
     assert "1 of 4 candidates are not drawn" in html or "2 of 4 candidates are not drawn" in html
     assert "capacity 10 GiB" in html
+
+
+def test_chosen_points_have_a_ring_and_are_within_the_frame():
+    """Also if they lie far from the front, as a plan does whose compiled figures differ from the computed ones."""
+    points = [Point(8, 1, "fast"), Point(2, 4, "small")]
+    html = scatter_chart(
+        "t", points, x_name="memory", x_unit="GiB", y_name="time", limit=10, unit="computed",
+        chosen=[Point(12, 6, "1. fast")], chosen_name="this plan, compiled", show_x="{:.1f} GiB".format,
+    )  # fmt: skip
+    x, y = re.search(
+        r'cx="([\d.]+)%" cy="([\d.]+)" r="9" class="point chosen"><title>1. fast: 6, 12.0 GiB<', html
+    ).groups()
+    assert 0 < float(x) < 100
+    assert 0 < float(y) < 340
+    assert ">this plan, compiled</li>" in html
+    assert "time against memory, computed" in html
+    # The label of the limit is above the frame, where no dot can be.
+    assert re.search(r'y="-7" class="level-label end">capacity 10.0 GiB<', html)

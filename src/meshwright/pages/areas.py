@@ -14,6 +14,7 @@ from meshwright.pages.numbers import Show, number, percent
 COLUMNS = 300
 _HEIGHT = 240
 _LABEL_HEIGHT = 18
+_NEARLY_ALL = 0.95  # of the time; a peak of that length has no place
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ def area_chart(
     )
     middle = (peak.start + peak.end) / 2
     place = f"{number(float(f'{middle:.3g}'))}{'' if x_unit == '%' else ' '}{x_unit}"
-    said = f"peak {show(peak.total)} at {place if show_x is None else show_x(middle)}"
+    flat = sum(level.end - level.start for level in levels if level.total > 0.999 * peak.total)
+    is_flat = flat > _NEARLY_ALL * (high - low)
+    where = "nearly all the time" if is_flat else f"at {place if show_x is None else show_x(middle)}"
+    said = f"peak {show(peak.total)} {where}"
     marked = [(peak.total, said, "peak", frame.x(middle))]
     if capacity is not None and is_near:
         marked.append((capacity, f"{capacity_label} {show(capacity)}", "capacity", 1.0))
@@ -162,4 +166,6 @@ def _level_line(frame: Frame, value: float, said: str, kind: str, share: float, 
     at = {"x": f"{100 * share:.2f}%", "dx": {"": 8, " end": -8}.get(end, 0)}
     line = tag("line", x1=0, x2="100%", y1=y, y2=y, class_=f"{kind}-line")
     dot = tag("circle", cx=f"{100 * share:.2f}%", cy=y, r=4.5, class_="peak-dot") if kind == "peak" else None
-    return join([line, dot, tag("text", said, **at, y=y + (16 if below else -5), class_=f"level-label{end}")])
+    # A label in the middle is above the dot, not beside it.
+    up = 9 if end == " middle" and dot is not None else 5
+    return join([line, dot, tag("text", said, **at, y=y + (16 if below else -up), class_=f"level-label{end}")])

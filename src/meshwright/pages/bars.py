@@ -12,14 +12,16 @@ from meshwright.pages.markup import Markup, join, tag
 from meshwright.pages.numbers import Show, number, percent
 
 BAR_PIXELS = 30
+_FAR = 0.02  # of the capacity
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A named bar with one value per part."""
+    """A named bar with one value per part; `remark` follows its total."""
 
     name: str
     values: Sequence[float]
+    remark: str = ""
 
 
 def stacked_bars(
@@ -46,7 +48,9 @@ def stacked_bars(
     longest = max([*totals, capacity or 0.0], default=0.0)
     if longest <= 0:
         return nothing(title, unit)
-    scale = 100 / (longest * (1.0 if capacity is None else 1.02))
+    # Bars that would be too short to see get a scale of their own, without the capacity.
+    is_far = capacity is not None and 0 < max(totals) < _FAR * capacity
+    scale = 100 / (max(totals) if is_far else longest * (1.0 if capacity is None else 1.02))
     lines = join(_bar(bar, parts, scale, capacity, capacity_label, show) for bar in bars)
     if len(bars) == 1 and capacity is None:
         keys = [
@@ -87,18 +91,28 @@ def _bar(bar: Bar, parts: Sequence[str], scale: float, capacity: float | None, l
         start += value
     verdict = ""
     if capacity is not None:
-        x = f"{scale * capacity:.3f}%"
-        drawn.append(tag("line", x1=x, x2=x, y1=top - 4, y2=top + BAR_PIXELS + 4, class_="capacity"))
-        drawn.append(tag("text", f"{label} {show(capacity)}", x=x, y=top - 6, class_="capacity-label"))
+        if scale * capacity > 100:
+            drawn.append(
+                tag(
+                    "text",
+                    f"{label} {show(capacity)}, far to the right →",
+                    x="100%",
+                    y=top - 6,
+                    class_="capacity-label",
+                )
+            )
+        else:
+            x = f"{scale * capacity:.3f}%"
+            drawn.append(tag("line", x1=x, x2=x, y1=top - 4, y2=top + BAR_PIXELS + 4, class_="capacity"))
+            drawn.append(tag("text", f"{label} {show(capacity)}", x=x, y=top - 6, class_="capacity-label"))
         room = capacity - total
         verdict = f"{show(room)} free ({percent(room / capacity)})" if room >= 0 else f"{show(-room)} over"
     height = top + BAR_PIXELS + (6 if capacity is not None else 0)
-    said = f"{bar.name or 'total'}: {show(total)}" + (f", {verdict}" if verdict else "")
+    said = " ".join(filter(None, [f"{bar.name or 'total'}: {show(total)}", bar.remark])) + (verdict and f", {verdict}")
     svg = tag("svg", *drawn, width="100%", height=height, role="img", aria_label=f"{said}. {'; '.join(words)}.")
     over = " over" if capacity is not None and total > capacity else ""
-    name = tag(
-        "p", tag("b", bar.name), f" {show(total)}", f" · {verdict}" if verdict else None, class_=f"bar-name{over}"
-    )
+    about = [f" {show(total)}", f" {bar.remark}" if bar.remark else None, f" · {verdict}" if verdict else None]
+    name = tag("p", tag("b", bar.name), *about, class_=f"bar-name{over}")
     return tag("div", name if bar.name or verdict else None, svg, class_="bar")
 
 

@@ -54,13 +54,16 @@ def side_by_side(*blocks: Markup) -> Markup:
 
 
 def command(line: str, *, label: str) -> Markup:
-    """Returns a command; the page's script adds a copy button.
+    """Returns a command, which breaks between words only; the page's script adds a copy button.
 
     Example:
         >>> command("meshwright train", label="train")
         '<div class="command" data-copy="train"><pre aria-label="train"><code>meshwright train</code></pre></div>'
     """
-    return tag("div", tag("pre", tag("code", line), aria_label=label), class_="command", data_copy=label)
+    # Browsers would break a line after the dashes of an option.
+    words = [tag("span", word) if word.startswith("-") else word for word in line.split(" ")]
+    code = tag("code", *[part for word in words for part in (" ", word)][1:])
+    return tag("div", tag("pre", code, aria_label=label), class_="command", data_copy=label)
 
 
 def quote(label: str, *, prompt: str, body: str) -> Markup:

@@ -61,12 +61,17 @@ FILLS: dict[str, int] = {
     # Passes of a pipeline
     "forward": BLUE,
     "backward": ORANGE,
-    # Layers of a model
+    # Layers of a model, and the activations that each of them saves
     "attention": PURPLE,
     "mlp": ORANGE,
+    "feed-forward": ORANGE,
     "embedding": GREEN,
     "norm": SKY,
+    "norms": SKY,
     "head": BLUE,
+    "loss": BLUE,
+    "residual stream": GRAY,
+    "other parts": GRAY + HATCHED,
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshwright.pages.blocks import table
 from meshwright.pages.colors import NUM_FILLS, NUM_TONES
 from meshwright.pages.markup import Markup, data_block, join, tag
-from meshwright.pages.numbers import Show, compact, duration, log_ticks, plural, ticks, time_levels, whole_ticks
+from meshwright.pages.numbers import Show, compact, duration, log_ticks, number, plural, ticks, time_levels, whole_ticks
 
 Values = tuple[str, Sequence[float], Sequence[float]]
 """Name, x values and y values of a series."""
@@ -136,7 +136,8 @@ def _axes(frame: Frame, show: Show, x_name: str, x_unit: str) -> list[Markup]:
         parts.append(tag("line", x1=x, x2=x, y1=height, y2=height + 5, class_="axis"))
         # Narrow pages hide every second label.
         odd = " odd" if index % 2 else ""
-        parts.append(tag("text", compact(place), x=x, y=height + 18, class_=f"tick x{odd}"))
+        said = number(place) if x_unit else compact(place)
+        parts.append(tag("text", said, x=x, y=height + 18, class_=f"tick x{odd}"))
     parts.append(tag("line", x1=0, x2="100%", y1=height, y2=height, class_="axis"))
     if x_unit:  # on the right, where no level can be in its way
         parts.append(tag("text", f"{x_name}, {x_unit}", x="100%", y=height + 34, class_="tick y"))

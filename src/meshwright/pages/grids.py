@@ -44,7 +44,8 @@ def mesh_picture(
     *,
     names: Sequence[str] | None = None,
     node: str = "device",
-    is_machine: bool = False,
+    runs: Mapping[str, Sequence[str]] | None = None,
+    mesh_axes: Sequence[str] = (),
 ) -> Markup:
     """Returns devices as a lattice: the last axis runs right, the one before it down, the one before that backward.
 
@@ -54,7 +55,9 @@ def mesh_picture(
         axes: sizes by name, in the order of device numbers (last axis fastest).
         names: tooltip of each device, by device number.
         node: noun for a node; a "device" has its number and is highlighted in other pictures, others have coordinates.
-        is_machine: whether the axes are directions of a machine, in gray, instead of mesh axes in their colors.
+        runs: if the axes are directions of a machine, the mesh axes that run along each; a direction has the color of
+            its only one, or is gray.
+        mesh_axes: all mesh axes of more than one device, in the order of the mesh, for those colors.
 
     Example:
         >>> picture = mesh_picture("Mesh", {"fsdp": 4, "tp": 2})
@@ -73,10 +76,16 @@ def mesh_picture(
         return label, _lattice(inner, colors, first=index * block, names=names, node=node, label=about)
 
     total = math.prod(axes.values())
-    fills = dict(zip((axis for axis, _ in long), fills_of([axis for axis, _ in long]), strict=True))
-    colors = {} if is_machine else {axis: fill % NUM_TONES for axis, fill in fills.items()}
+    along = {axis: tuple((runs or {}).get(axis, ())) for axis, _ in long}
+    drawn = [axis for axis, _ in long] if runs is None else list(mesh_axes)
+    fills = dict(zip(drawn, fills_of(drawn), strict=True))
+    only = {axis: axis if runs is None else along[axis][0] if len(along[axis]) == 1 else None for axis, _ in long}
+    colors = {axis: fills[one] % NUM_TONES for axis, one in only.items() if one is not None}
     rows = enumerate(reversed(inner))
-    entries = [(_axis_swatch(colors.get(axis), number), f"{axis}: {size}") for number, (axis, size) in rows]
+    running = {axis: f" ({', '.join(axes)})" if axes else "" for axis, axes in along.items()}
+    entries = [
+        (_axis_swatch(colors.get(axis), number), f"{axis}: {size}{running[axis]}") for number, (axis, size) in rows
+    ]
     entries += [(Markup(""), f"{axis}: {size}, one lattice each") for axis, size in outer]
     entries += [(Markup(""), f"{axis}: 1") for axis, size in axes.items() if size == 1]
     unit = f"1 {node}" if total == 1 else f"{total:,} {node}s"

@@ -37,6 +37,7 @@ class Mark:
     x: float
     label: str
     tall: bool = True
+    low: bool = False  # whether the label is at the bottom, where a curve near the top is not in its way
 
 
 def line_chart(
@@ -160,7 +161,7 @@ def _marks(frame: Frame, marks: Sequence[Mark]) -> Markup:
         if share - named > 0.1:  # labels that would overlap appear only in the tooltip
             named = share
             side = {"dx": -5, "class_": "mark-label end"} if share > 0.85 else {"dx": 5, "class_": "mark-label"}
-            parts.append(tag("text", mark.label, x=x, y=11, **side))
+            parts.append(tag("text", mark.label, x=x, y=frame.height - 8 if mark.low else 11, **side))
     return join(parts)
 
 

@@ -48,12 +48,18 @@ def scatter_chart(
     y_name: str,
     limit: float | None = None,
     limit_label: str = "capacity",
+    unit: str = "",
+    chosen: Sequence[Point] = (),
+    chosen_name: str = "chosen",
     show: Show = number,
+    show_x: Show | None = None,
 ) -> Markup:
     """Returns candidates as dots, the front connected; pointing at a dot names it, and arrow keys walk the front.
 
     Args:
         limit: draws a line at this x value.
+        chosen: points to mark with a ring, not necessarily among the others.
+        show_x: formats an x value (default: a number with its unit).
 
     Example:
         >>> html = scatter_chart(
@@ -65,7 +71,8 @@ def scatter_chart(
     front = pareto_front(points)
     if not points:
         return nothing(title, "")
-    shown = front if front else list(points)
+    show_x = show_x or (lambda x: f"{number(x)} {x_unit}")
+    shown = [*(front or points), *chosen]
     # Candidates that are far worse than the front would only squeeze it.
     best, largest = min(point.y for point in shown), max(point.x for point in shown)
     right = 1.05 * max(largest, limit or 0.0, *(point.x for point in points if point.fits))
@@ -75,16 +82,21 @@ def scatter_chart(
     right = 1.03 * max([right, *(point.x for point in others)])
     top = 1.1 * max([*(point.y for point in shown), *(point.y for point in others)])
     frame = Frame(0.0, right, best / 1.1, top, _HEIGHT, log=top > 4 * best)
-    dots = [_dot(point, frame, show, x_unit, "point" if point.fits else "point over") for point in others]
-    dots += [_dot(point, frame, show, x_unit, "point front", focus=True) for point in front]
+    dots = [
+        _dot(point, frame, _words(point, show, show_x), "point" if point.fits else "point over") for point in others
+    ]
+    dots += [_dot(point, frame, _words(point, show, show_x), "point front", radius=5.5) for point in front]
+    dots += [_dot(point, frame, _words(point, show, show_x), "point chosen", radius=9) for point in chosen]
     lines = [_stair(frame, first, second) for first, second in itertools.pairwise(front)]
     edge = None
     if limit is not None:
         x = f"{100 * frame.x(limit):.3f}%"
+        side = " end" if frame.x(limit) > 0.5 else ""
         edge = join(
             [
                 tag("line", x1=x, x2=x, y1=0, y2=_HEIGHT, class_="capacity-line"),
-                tag("text", f"{limit_label} {number(limit)} {x_unit}", x=x, dx=-6, y=12, class_="level-label end"),
+                # Above the frame, where no dot can be.
+                tag("text", f"{limit_label} {show_x(limit)}", x=x, y=-7, class_=f"level-label{side}"),
             ]
         )
     left_out = len(points) - len(others) - len(front)
@@ -92,14 +104,16 @@ def scatter_chart(
     kinds = {"front": "no candidate is both faster and smaller (Pareto front)", "": "fits"}
     if any(not point.fits for point in others):
         kinds["over"] = "does not fit"
+    if chosen:
+        kinds["chosen"] = chosen_name
     return plot(
         title,
         frame,
         [edge, *lines, *dots],
         [(y_name, [point.x for point in front], [point.y for point in front])] if front else [],
-        label=f"{title}. The front: {'; '.join(_words(point, show, x_unit) for point in front)}.",
+        label=f"{title}. The front: {'; '.join(_words(point, show, show_x) for point in front)}.",
         show=show,
-        unit=f"{y_name} against {x_name}",
+        unit=", ".join(filter(None, [f"{y_name} against {x_name}", unit])),
         keys=legend([(_mark(kind), text) for kind, text in kinds.items()]),
         note=note if left_out > 0 else "",
         kind="scatter",
@@ -117,14 +131,14 @@ def _few(points: list[Point]) -> list[Point]:
     return [ordered[place * len(ordered) // MAX_POINTS] for place in range(MAX_POINTS)]
 
 
-def _words(point: Point, show: Show, x_unit: str) -> str:
+def _words(point: Point, show: Show, show_x: Show) -> str:
     over = "" if point.fits else ", does not fit"
-    return f"{point.label}: {show(point.y)}, {number(point.x)} {x_unit}{over}"
+    return f"{point.label}: {show(point.y)}, {show_x(point.x)}{over}"
 
 
-def _dot(point: Point, frame: Frame, show: Show, x_unit: str, kind: str, *, focus: bool = False) -> Markup:
-    place = {"cx": f"{100 * frame.x(point.x):.2f}%", "cy": round(frame.y(point.y), 1), "r": 5.5 if focus else 3.5}
-    return tag("circle", tag("title", _words(point, show, x_unit)), **place, class_=kind)
+def _dot(point: Point, frame: Frame, about: str, kind: str, *, radius: float = 3.5) -> Markup:
+    place = {"cx": f"{100 * frame.x(point.x):.2f}%", "cy": round(frame.y(point.y), 1), "r": radius}
+    return tag("circle", tag("title", about), **place, class_=kind)
 
 
 def _stair(frame: Frame, first: Point, second: Point) -> Markup:
@@ -139,5 +153,5 @@ def _stair(frame: Frame, first: Point, second: Point) -> Markup:
 
 
 def _mark(kind: str) -> Markup:
-    dot = tag("circle", cx=7, cy=7, r=5.5 if kind == "front" else 3.5, class_=f"point {kind}".strip())
+    dot = tag("circle", cx=7, cy=7, r=3.5 if kind in ("", "over") else 5.5, class_=f"point {kind}".strip())
     return tag("svg", dot, class_="swatch", width=14, height=14, aria_hidden="true")

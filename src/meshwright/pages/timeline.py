@@ -12,6 +12,7 @@ from meshwright.pages.markup import Markup, join, tag
 from meshwright.pages.numbers import Show, duration, time_ticks
 
 NAME_PIXELS, LANE_PIXELS, GAP_PIXELS = 18, 24, 10
+_THIN = 0.5  # percent of the width; borders and patterns would hide the color of shorter spans
 
 # Different shapes distinguish kinds without color.
 Shape = Literal["diamond", "circle", "triangle", "square", "cross"]
@@ -121,12 +122,16 @@ def _lane(lane: Lane, begin: float, length: float, *, top: int, show: Show) -> M
         what = f"{span.label}: {show(span.end - span.start)}, from {show(span.start - begin)}"
         title = tag("title", f"{what}. {span.detail}" if span.detail else what)
         box = {"x": f"{x:.3f}%", "width": f"{width:.3f}%", "y": top + NAME_PIXELS, "height": LANE_PIXELS}
-        parts.append(tag("rect", title, **box, rx=3, fill=f"url(#tone-{span.tone % NUM_FILLS})", class_="span"))
-        if width > 0.9 * len(span.label) + 1.5:
-            middle = f"{x + width / 2:.3f}%"
-            wide = " wide" if width < 2.6 * len(span.label) + 4 else ""
-            style = f"part-label{wide} halo-{span.tone % NUM_TONES}"
-            parts.append(tag("text", span.label, x=middle, y=top + NAME_PIXELS + 16, class_=style))
+        thin, tone = width < _THIN, span.tone % NUM_FILLS
+        style = {"fill": f"url(#tone-{tone})", "class_": f"span thin thin-{tone}" if thin else "span"}
+        parts.append(tag("rect", title, **box, rx=0 if thin else 3, **style))
+        # "attention, backward", or at least "attention".
+        for text in dict.fromkeys((span.label, span.label.partition(", ")[0])):
+            if width > 0.9 * len(text) + 1.5:
+                wide = " wide" if width < 2.6 * len(text) + 4 else ""
+                place = {"x": f"{x + width / 2:.3f}%", "y": top + NAME_PIXELS + 16}
+                parts.append(tag("text", text, **place, class_=f"part-label{wide} halo-{span.tone % NUM_TONES}"))
+                break
     for moment in lane.moments:
         title = tag("title", f"{moment.label}, at {show(moment.at - begin)}")
         shape = tag("path", title, d=_SHAPES[moment.shape], class_=f"moment tone-{moment.tone % NUM_TONES}")

@@ -1,5 +1,6 @@
 """The page about a plan, in a browser and as text: charts, no network requests, and a basis for every figure."""
 
+import dataclasses
 import functools
 import re
 import runpy
@@ -12,16 +13,20 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError
+from meshwright.layout import format_bytes
 from meshwright.models import Decoder
+from meshwright.pages import percent
+from meshwright.pages.colors import NUM_FILLS, NUM_TONES
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.costs.memory import Part
 from meshwright.plan.output.commands import PlannedJob
 from meshwright.plan.output.plan_diff import diff_plans
-from meshwright.plan.output.plan_page import build_diff_page, build_plan_page, render_plan
+from meshwright.plan.output.plan_page import build_diff_page, build_plan_page, render_diff, render_plan
+from meshwright.plan.output.sections.communication_section import sending_section
 from meshwright.plan.output.sections.memory_section import _bar_parts
-from meshwright.plan.output.sections.time_section import EXPOSED, HIDDEN, _lanes
+from meshwright.plan.output.sections.time_section import BETWEEN, EXPOSED, HIDDEN, _lanes
 from meshwright.plan.output.summary import plan_summary, ranking_table
 from meshwright.plan.plan import make_plan
 from meshwright.plan.search import search
@@ -106,6 +111,9 @@ def test_the_page_of_a_7b_decoder_and_its_search(browse, tmp_path):
         big_plan(), tmp_path / "out" / "plan.html", job=big_job(), subject=SUBJECT, others=found.ranked[:3], found=found
     )
     assert path.stat().st_size < 3e6
+    text = words(path.read_text())
+    assert "The best 4 are shown. One of them was compiled; the chart has the computed figures of all others" in text
+    assert "the plans below, compiled" in text
     seen = browse(path)
     assert seen.console == []
     assert seen.found["problems"] == []
@@ -123,8 +131,11 @@ def test_all_bytes_are_in_the_bar():
     names = ("bookkeeping", "parameters", "optimizer", "gradients", "gathered weights", "activations", "temporaries")
     parts = tuple(Part(name, 100, "computed") for name in names)
     assert _bar_parts(parts) == (list(names[1:]), [100, 200, 100, 100, 100, 100])
-    shown, values = _bar_parts((*parts, Part("narrow weights", 50, "computed")))
-    assert (shown[-1], sum(values), len(shown)) == ("rest", 750, 6)
+    more = tuple(Part(f"part {number}", 50, "computed") for number in range(NUM_FILLS - 6))
+    shown, values = _bar_parts((*parts, *more))
+    assert ("rest" not in shown, sum(values), len(shown)) == (True, 700 + 50 * len(more), NUM_FILLS)
+    shown, values = _bar_parts((*parts, *more, Part("another", 40, "computed")))
+    assert (shown[-1], sum(values), len(shown)) == ("rest", 740 + 50 * len(more), NUM_FILLS)
 
 
 def test_the_text_of_the_page():
@@ -274,3 +285,30 @@ def test_the_page_of_a_difference(browse, tmp_path):
     assert seen.found["problems"] == []
     assert seen.found["network"] == []
     assert seen.found["pictures"] == 4  # time and memory, a bar for each plan
+
+
+def test_the_bars_of_a_difference_add_up_to_the_plans():
+    """Also with more parts than colors."""
+    mesh = "fsdp:16,pp:2,tp:4"
+    plans = [big_plan(mesh="fsdp:128"), big_plan(mesh=mesh, pipeline="1f1b", num_microbatches=8, num_minibatches=2)]
+    assert len({part.name for plan in plans for part in plan.memory.parts}) > NUM_TONES
+    html = render_diff(diff_plans(*plans))
+    totals = re.findall(r'class="bar-name"><b>[AB]: [^<]*</b> ([\d.]+ GiB)', html)
+    assert totals == [format_bytes(plan.memory.total) for plan in plans]
+
+
+def test_transfers_that_exceed_the_compute_are_not_called_overlapped():
+    plan = make_plan(big_job(), "h100:16x8", Setup(mesh="fsdp:128", num_minibatches=2), profile=big_profile())
+    hideable = sum(item.seconds * item.hidden for item in plan.sent)
+    compute = plan.time.matmul.value + plan.time.memory.value
+    assert hideable < compute
+    assert f"{percent(plan.hidden_share)} of it overlaps with compute." in sending_section(plan).body
+    short = dataclasses.replace(plan.time, matmul=dataclasses.replace(plan.time.matmul, value=0.0))
+    said = sending_section(dataclasses.replace(plan, time=short)).body
+    assert f"{percent(plan.hidden_share)} of it could overlap, but takes" in said
+
+
+def test_the_host_between_steps_is_no_wait_for_communication():
+    spans = next(lane for lane in _lanes(big_plan(), big_plan().time) if lane.name == "compute").spans
+    assert [span.label for span in spans if span.tone == BETWEEN] == ["between steps"]
+    assert spans[-1].tone == BETWEEN

@@ -18,7 +18,16 @@ from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.costs.links import axis_links
 from meshwright.plan.output.axes_picture import axes_picture, places
 from meshwright.plan.output.memory_levels import compiled_levels, computed_levels, memory_chart
-from meshwright.plan.output.schedule_picture import EXPOSED, HIDDEN, KINDS, WAITING, lanes, scheduled_step, words
+from meshwright.plan.output.schedule_picture import (
+    BETWEEN,
+    EXPOSED,
+    HIDDEN,
+    KINDS,
+    WAITING,
+    lanes,
+    scheduled_step,
+    words,
+)
 from meshwright.plan.plan import make_plan
 from meshwright.plan.step_setup import Setup
 from meshwright.plan.target import parse_target
@@ -89,9 +98,9 @@ def test_the_bars_add_up_to_the_figures_of_the_plan(trips, target, cycles):
     assert min(made.total(EXPOSED), made.total(HIDDEN)) > 0
     assert sum(map(made.total, KINDS[:3])) == close(time.matmul.value + time.memory.value + time.optimizer.value)
     assert made.seconds == close(time.step.value + made.late)
-    # While nothing is sent, something is computed; compute waits for what is exposed, and between steps.
-    waits = time.exposed.value + time.fixed.value + made.late
-    assert made.total(WAITING) == pytest.approx(waits, rel=1e-9)
+    # While nothing is sent, something is computed; compute waits for what is exposed. No step overlaps with the host.
+    assert made.total(WAITING) == pytest.approx(time.exposed.value + made.late, rel=1e-9)
+    assert made.total(BETWEEN) == close(time.fixed.value)
     compute = next(lane for lane in lanes(made) if lane.name == "compute").spans
     assert sum(span.end - span.start for span in compute) == close(made.seconds)
     for lane in lanes(made):
@@ -101,11 +110,13 @@ def test_the_bars_add_up_to_the_figures_of_the_plan(trips, target, cycles):
     # The bars have these lengths too, up to the three decimals of the picture.
     html = timeline("t", lanes(made), keys=dict.fromkeys(KINDS, 0))
     for name, kind in (("fsdp", EXPOSED), ("fsdp", HIDDEN)):
-        pattern = rf'width="([\d.]+)%"[^>]*class="span"><title>[^<]*{kind}'
+        pattern = rf'width="([\d.]+)%"[^>]*class="span[^"]*"><title>[^<]*{kind}'
         drawn = math.fsum(map(float, re.findall(pattern, html))) * made.seconds / 100
         assert drawn == pytest.approx(made.total(kind), abs=1e-5 * made.seconds * 8), name
     said = " ".join(words(made))
     assert ("Of each loop (32 rounds), the first 2 rounds" in said) == (trips == 32)
+    # The loop's matmuls belong to the forward pass.
+    assert any(span.label == "30 more rounds, forward" for span in compute) == (trips == 32)
 
 
 @pytest.mark.parametrize("peak", [2**26, 2**27, 2**31])

@@ -20,10 +20,12 @@ class GridPlace:
     """One direction of a machine: a dim of the torus, the GPUs of a host, the hosts or the slices.
 
     Args:
+        dim: its short name: x, y, z, chip, gpu, host or slice.
         axes: the axes that run along it with their number of devices there, the fastest first.
     """
 
     name: str
+    dim: str
     size: int
     axes: tuple[tuple[str, int], ...]
 
@@ -53,8 +55,8 @@ def _hosts(target: Target, spec: MeshSpec) -> list[GridPlace]:
         inside += [(axis.name, here)] if here > 1 else []
         between += [(axis.name, axis.size // here)] if axis.size > here else []
     link = "" if target.chip is None else f" ({target.chip.links.kind})"
-    found = [GridPlace(f"{target.shape[1]} GPUs of a host{link}", target.shape[1], tuple(inside))]
-    found.append(GridPlace(f"{target.shape[0]} hosts (network)", target.shape[0], tuple(between)))
+    found = [GridPlace(f"{target.shape[1]} GPUs of a host{link}", "gpu", target.shape[1], tuple(inside))]
+    found.append(GridPlace(f"{target.shape[0]} hosts (network)", "host", target.shape[0], tuple(between)))
     return [place for place in found if place.size > 1]
 
 
@@ -74,14 +76,14 @@ def _torus(target: Target, spec: MeshSpec) -> list[GridPlace]:
             left[name] //= part
             taken[name].append((axis.name, part))
     found = [
-        GridPlace(f"{name}: {size} chips, {'a ring' if wraps else 'a line'}", size, tuple(taken[name]))
+        GridPlace(f"{name}: {size} chips, {'a ring' if wraps else 'a line'}", name, size, tuple(taken[name]))
         for name, size, wraps in dims
         if size > 1
     ]
-    found += [GridPlace(f"{per_chip} devices of a chip", per_chip, tuple(chips))] if chips else []
+    found += [GridPlace(f"{per_chip} devices of a chip", "chip", per_chip, tuple(chips))] if chips else []
     if target.num_slices > 1:
         crossing = [(axis.name, count) for axis, count in zip(spec.axes, spec.dcn_sizes, strict=True) if count > 1]
-        found.append(GridPlace(f"{target.num_slices} slices (network)", target.num_slices, tuple(crossing)))
+        found.append(GridPlace(f"{target.num_slices} slices (network)", "slice", target.num_slices, tuple(crossing)))
     return found
 
 
@@ -113,6 +115,18 @@ def axes_picture(target: Target, spec: MeshSpec) -> Markup | None:
     size = {"width": width, "height": ROW * len(rows), "viewBox": f"0 0 {width} {ROW * len(rows)}"}
     svg = tag("svg", join(drawn), **size, role="img", aria_label=f"Where the axes run. {said}.")
     return figure("Where the axes run", unit="devices next to each other", keys=keys, body=svg, kind="tiles axes")
+
+
+def machine_axes(target: Target, spec: MeshSpec) -> dict[str, tuple[str, ...]]:
+    """Returns the mesh axes that run along each direction of a machine, by its short name, the fastest first.
+
+    Example:
+        >>> from meshwright.mesh.string import parse_mesh
+        >>> from meshwright.plan.target import parse_target
+        >>> machine_axes(parse_target("v5p:4x4x8"), parse_mesh("fsdp:32,tp:4"))
+        {'x': ('tp',), 'y': ('fsdp',), 'z': ('fsdp',)}
+    """
+    return {place.dim: tuple(axis for axis, _ in place.axes) for place in places(target, spec)}
 
 
 def _label(place: GridPlace) -> str:

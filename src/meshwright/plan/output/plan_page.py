@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from meshwright.pages import (
     tag,
     write_page,
 )
-from meshwright.pages.colors import NUM_TONES
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.output.commands import PlannedJob, how_to_run, plan_command, train_command
 from meshwright.plan.output.explain import PlanData, band_of
@@ -47,7 +46,7 @@ from meshwright.plan.output.sections.layout_section import layout_section, machi
 from meshwright.plan.output.sections.memory_section import memory_section
 from meshwright.plan.output.sections.time_section import pipeline_section, time_section
 from meshwright.plan.output.setup_words import assignments, batch_words
-from meshwright.plan.output.summary import PARTS, Table, band_words, title_words, unit_of
+from meshwright.plan.output.summary import PARTS, Table, band_words, proportional_band, title_words, unit_of
 from meshwright.plan.plan import Plan
 from meshwright.plan.search import Search
 from meshwright.plan.step_setup import named_optimizer
@@ -194,7 +193,9 @@ def _figures(plan: Plan) -> list[Figure]:
         found.append(Figure(f"{unit_of(plan).capitalize()} per second", compact(plan.tokens_per_second), said))
     if plan.mfu is not None:
         found.append(
-            Figure("MFU", percent(plan.mfu), f"{_between(plan, plan.mfu, percent)} of the chips' peak, assumed")
+            Figure(
+                "MFU", percent(plan.mfu), f"{proportional_band(plan, plan.mfu, percent)} of the chips' peak, assumed"
+            )
         )
     room = "" if plan.memory.capacity is None else f" of {format_bytes(plan.memory.capacity)}"
     found.append(Figure("Memory per device", format_bytes(plan.memory.total), f"{room} {plan.memory.basis}".strip()))
@@ -206,16 +207,10 @@ def _figures(plan: Plan) -> list[Figure]:
         found.append(Figure("Hidden", percent(hidden), f"of communication time, {plan.time.exposed.basis}"))
     cost = plan.dollars_per_billion_tokens
     if cost is not None:
-        between = _between(plan, cost, "${:,.0f}".format)
-        said = f"{between} at ${plan.price:g} per device-hour, assumed"
+        between = proportional_band(plan, cost, "${:,.0f}".format)
+        said = f"{between}, at ${plan.price:g} per device-hour, assumed"
         found.append(Figure(f"Per billion {unit_of(plan)}", f"${cost:,.0f}", said))
     return found
-
-
-def _between(plan: Plan, value: float, show: Callable[[float], str]) -> str:
-    """Returns the band of a figure that is proportional to the step time or to its inverse."""
-    error = 0.0 if plan.time is None else plan.time.error
-    return f"{show(value / (1 + error))} to {show(value * (1 + error))},"
 
 
 def _grounds(plan: Plan, notes: Sequence[str]) -> Section:
@@ -338,13 +333,13 @@ def _told_apart(plans: Sequence[PlanData]) -> list[str]:
 def _side_by_side(plans: Sequence[PlanData], names: Sequence[str]) -> list[Markup]:
     made = []
     if all(plan["time"] is not None for plan in plans):
-        banded = [f"{name} ({band_of(plan) or 'no band'})" for name, plan in zip(names, plans, strict=True)]
-        made.append(time_bars(banded, [{part: plan["time"][part]["value"] for part in PARTS} for plan in plans]))
+        times = [{part: plan["time"][part]["value"] for part in PARTS} for plan in plans]
+        made.append(time_bars(names, times, [band_of(plan) or "no band" for plan in plans]))
     sizes = [{part["name"]: part["bytes"] for part in plan["memory"]["parts"]} for plan in plans]
     # Bookkeeping is a few bytes.
     kinds = {
         kind: max(side.get(kind, 0.0) for side in sizes) for side in sizes for kind in side if kind != "bookkeeping"
     }
-    largest = sorted(kinds, key=lambda kind: -kinds[kind])[:NUM_TONES]
-    rows = [Bar(name, [side.get(kind, 0.0) for kind in largest]) for name, side in zip(names, sizes, strict=True)]
-    return [*made, stacked_bars("Peak memory per device", largest, rows, show=format_bytes)]
+    shown = sorted(kinds, key=lambda kind: -kinds[kind])
+    rows = [Bar(name, [side.get(kind, 0.0) for kind in shown]) for name, side in zip(names, sizes, strict=True)]
+    return [*made, stacked_bars("Peak memory per device", shown, rows, show=format_bytes)]

@@ -18,10 +18,12 @@ from meshwright.plan.plan import Plan
 
 ROUNDS = 2  # of each loop, drawn one by one
 WAITING, HIDDEN, EXPOSED = "waits for communication", "hidden communication", "exposed communication"
-KINDS = ("matmuls", "memory traffic", "optimizer", WAITING, HIDDEN, EXPOSED, "pipeline bubble")
+BUBBLE, BETWEEN = "pipeline bubble", "between steps"
+KINDS = ("matmuls", "memory traffic", "optimizer", WAITING, HIDDEN, EXPOSED, BUBBLE, BETWEEN)
 _FINEST = 1 / 5000  # of the step
 _MANY = 2500  # bars
 _ATTENTION_BACKWARD = 2.5  # time of attention's backward pass, in forward passes
+_NEARLY_ALL = 0.95  # of the matmuls of a loop
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,24 @@ def _shares(works: Sequence[tuple[WorkStep, int]], weights: Mapping[int, float])
     return {id(work): weights[id(work)] / total for work, _ in works} if total else {}
 
 
+def _pass_of(bars: Sequence[StepBar]) -> str:
+    """Returns ", forward" or ", backward" if nearly all matmuls of a loop belong to that pass.
+
+    >>> bars = [
+    ...     StepBar("compute", 0, 1, "matmuls", "mlp, recomputed"),
+    ...     StepBar("compute", 1, 2, "matmuls", "mlp, backward"),
+    ... ]
+    >>> _pass_of(bars), _pass_of(bars[:1]), _pass_of([StepBar("compute", 0, 1, "matmuls", "mlp, forward"), *bars])
+    (', backward', ', backward', '')
+    """
+    sums = {"forward": 0.0, "backward": 0.0}
+    for bar in bars:
+        if bar.kind == KINDS[0]:
+            sums["forward" if bar.label.endswith(", forward") else "backward"] += bar.seconds
+    which = max(sums, key=lambda name: sums[name])
+    return f", {which}" if sums[which] > _NEARLY_ALL * sum(sums.values()) > 0 else ""
+
+
 class _Drawing:
     def __init__(self, compiled: Compiled, lengths: Mapping[int, float], plan: Plan) -> None:
         self.compiled, self.lengths, self.plan = compiled, lengths, plan
@@ -241,6 +261,7 @@ class _Drawing:
         if not left or at <= begin:
             return at
         self.made.loops.append(loop.trips)
+        rounds = f"{left:,} more rounds{_pass_of(self.made.bars[first:])}"
         # The last round stands for those that are left.
         length = left * (at - begin)
         sums: dict[tuple[str, str], float] = {}
@@ -254,7 +275,7 @@ class _Drawing:
             if kind == EXPOSED:
                 start = max(start, waits)
                 waits = start + seconds
-            self.made.bars.append(StepBar(lane, start, seconds, kind, f"{left:,} more rounds", f"{kind}, added up"))
+            self.made.bars.append(StepBar(lane, start, seconds, kind, rounds, f"{kind}, added up"))
             cursors[lane] = start + seconds
         most = max(self.made.levels[level:], key=lambda one: sum(one.live.values()), default=None)
         if most is not None:
@@ -282,9 +303,9 @@ class _Drawing:
                         made.bars.append(StepBar("compute", at, exposed, WAITING, "waits", f"for {item.kind}"))
                         at += exposed
             if time.bubble.value > 0:
-                made.bars.append(StepBar("compute", at, time.bubble.value, KINDS[-1], "bubble", time.bubble.note))
+                made.bars.append(StepBar("compute", at, time.bubble.value, BUBBLE, "bubble", time.bubble.note))
                 at += time.bubble.value
             if time.fixed.value > 0:
-                made.bars.append(StepBar("compute", at, time.fixed.value, WAITING, "waits", time.fixed.note))
+                made.bars.append(StepBar("compute", at, time.fixed.value, BETWEEN, BETWEEN, time.fixed.note))
                 at += time.fixed.value
         made.seconds = at

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +134,12 @@ def band_words(time: TimePlan) -> str:
     return f"{duration(shortest)} to {duration(longest)}"
 
 
+def proportional_band(plan: Plan, value: float, show: Callable[[float], str]) -> str:
+    """Returns the band of a figure that is proportional to the step time or to its inverse, in words."""
+    error = 0.0 if plan.time is None else plan.time.error
+    return f"{show(value / (1 + error))} to {show(value * (1 + error))}"
+
+
 def memory_table(plan: Plan) -> Table:
     """Returns the peak memory per device, by part."""
     memory = plan.memory
@@ -202,14 +207,17 @@ def goodput_table(plan: Plan, found: ExpectedGoodput) -> Table:
         ("save every", plural(found.interval_steps, "step"), f"{duration(found.interval_s)}, the best interval"),
         ("Young-Daly", duration(failures.young_daly), "the same to first order"),
     ]
-    if plan.tokens_per_second is not None and plan.tokens_per_second_band is not None:
-        low, high = (compact(speed * found.share) for speed in plan.tokens_per_second_band)
-        speed = f"{plan.tokens_per_second * found.share:,.0f}"
-        rows.append((f"{unit_of(plan)}/s", speed, f"with failures; {low} to {high}"))
+    if plan.tokens_per_second is not None:
+        rate = plan.tokens_per_second * found.share
+        band = proportional_band(plan, rate, "{:,.0f}".format)
+        rows.append((f"{unit_of(plan)}/s", f"{rate:,.0f}", f"with failures, {band}"))
     if plan.dollars_per_billion_tokens is not None:
-        cost = plan.dollars_per_billion_tokens / found.share if found.share > _HARDLY else math.inf
-        shown = "unlimited" if math.isinf(cost) else f"${cost:,.0f}"
-        rows.append(("price", shown, f"per billion {unit_of(plan)}, with failures"))
+        note = f"per billion {unit_of(plan)}, with failures"
+        if found.share > _HARDLY:
+            cost = plan.dollars_per_billion_tokens / found.share
+            rows.append(("price", f"${cost:,.0f}", f"{note}, {proportional_band(plan, cost, '${:,.0f}'.format)}"))
+        else:
+            rows.append(("price", "unlimited", note))
     return Table("Goodput (assumed)", ("figure", "value", "note"), tuple(rows), (1,))
 
 

@@ -28,8 +28,7 @@ def sending_section(plan: Plan) -> Section:
     )
     said = prose(
         f"Each device sends {format_bytes(total)} per step.",
-        f"{percent(plan.hidden_share)} of it overlaps with compute.",
-        _too_much(plan),
+        _overlap(plan),
         f"The largest share, {percent(largest.wire_bytes / total)}, is {largest.kind} over {largest.axis}.",
         grounds,
         "Transfer times are computed from published rates, each as if it ran alone.",
@@ -40,13 +39,18 @@ def sending_section(plan: Plan) -> Section:
     return Section("Communication", join(made))
 
 
-def _too_much(plan: Plan) -> str:
-    """Returns a sentence if the communication that could overlap takes longer than the compute."""
+def _overlap(plan: Plan) -> str:
+    """Returns how much overlaps with compute; communication that could may take longer than the compute."""
+    share = percent(plan.hidden_share)
     if plan.time is None:
-        return ""
+        return f"{share} of it overlaps with compute."
     hideable = math.fsum((item.seconds or 0.0) * item.hidden for item in plan.sent if not item.is_judged)
     short = hideable - plan.time.matmul.value - plan.time.memory.value
-    return f"That takes {duration(short)} longer than the compute, so part of it is exposed." if short > 0 else ""
+    if short <= 0:
+        return f"{share} of it overlaps with compute."
+    return (
+        f"{share} of it could overlap, but takes {duration(short)} longer than the compute, so part of it is exposed."
+    )
 
 
 def _collectives(compiled: Compiled) -> Markup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from meshwright.layout import format_bytes
 from meshwright.pages import (
     Bar,
     Markup,
@@ -43,15 +44,16 @@ def compare_section(plans: Sequence[Plan], subject: PlannedJob, found: Search | 
                 f"The search considered {plural(found.considered, 'candidate')} in {duration(found.seconds)}; "
                 f"{len(found.ranked):,} fit.",
                 _shown(len(timed)),
+                _compiled(sum(plan.compiled is not None for plan in timed)),
             )
         )
     if found is not None and found.ranked:
-        made.append(candidates_chart(found))
+        made.append(candidates_chart(found, timed))
     if timed:
         times = [{part: getattr(plan.time, part).value for part in PARTS} for plan in timed]
         names = [f"{place}. {plan.setup.mesh}" for place, plan in enumerate(timed, 1)]
-        bands = [f" ({band_words(plan.time)})" for plan in timed if plan.time is not None]
-        made += [time_bars(list(map(str.__add__, names, bands)), times), ranking_table(timed).markup()]
+        bands = [band_words(plan.time) for plan in timed if plan.time is not None]
+        made += [time_bars(names, times, bands), ranking_table(timed).markup()]
         made.append(tag("h3", "Commands"))
         for label, plan in zip(names, timed, strict=True):
             line = train_command(plan, subject)
@@ -66,8 +68,14 @@ def _shown(count: int) -> str:
     return "" if not count else "The best one is shown." if count == 1 else f"The best {count} are shown."
 
 
-def candidates_chart(found: Search) -> Markup:
-    """Returns the candidates of a search by memory and step time."""
+def _compiled(count: int) -> str:
+    """Returns a sentence on what the chart compares, if compiled figures may differ from it."""
+    which = {0: "", 1: "One of them was compiled"}.get(count, f"{count} of them were compiled")
+    return which and f"{which}; the chart has the computed figures of all others, which compiling may change as well."
+
+
+def candidates_chart(found: Search, shown: Sequence[Plan] = ()) -> Markup:
+    """Returns the candidates of a search by computed memory and step time, and the plans that the page shows."""
     every = [(plan, True) for plan in found.ranked]
     every += [(one.plan, False) for one in found.rejected if one.plan is not None]
     points = [
@@ -75,6 +83,12 @@ def candidates_chart(found: Search) -> Markup:
         for plan, fits in every
         if plan.time is not None
     ]
+    chosen = [
+        Point(plan.memory.total / 2**30, plan.time.step.value, f"{place}. {plan.setup} ({band_words(plan.time)})")
+        for place, plan in enumerate(shown, 1)
+        if plan.time is not None
+    ]
+    compiled = any(plan.compiled is not None for plan in shown)
     capacity = found.target.memory_bytes
     return scatter_chart(
         "Candidates",
@@ -84,7 +98,11 @@ def candidates_chart(found: Search) -> Markup:
         y_name="step time",
         limit=None if capacity is None else capacity / 2**30,
         limit_label=f"{found.target.kind} has",
+        unit="computed",
+        chosen=chosen,
+        chosen_name=f"{'this plan' if len(chosen) == 1 else 'the plans below'}{', compiled' if compiled else ''}",
         show=duration,
+        show_x=lambda gib: format_bytes(gib * 2**30),
     )
 
 
@@ -99,8 +117,11 @@ def why_section(compared: PlanDiff) -> Section:
     return Section("Why they differ", join(made))
 
 
-def time_bars(names: Sequence[str], times: Sequence[Mapping[str, float]]) -> Markup:
-    """Returns a bar for each plan's step time, without parts that are 0 in all of them."""
+def time_bars(names: Sequence[str], times: Sequence[Mapping[str, float]], bands: Sequence[str]) -> Markup:
+    """Returns a bar with its band for each plan's step time, without parts that are 0 in all of them."""
     parts = [part for part in PARTS if any(time[part] > _NOTHING for time in times)]
-    bars = [Bar(name, [max(0.0, time[part]) for part in parts]) for name, time in zip(names, times, strict=True)]
+    bars = [
+        Bar(name, [max(0.0, time[part]) for part in parts], band and f"({band})")
+        for name, time, band in zip(names, times, bands, strict=True)
+    ]
     return stacked_bars("Time per step", [PART_NAMES[part] for part in parts], bars, unit="assumed", show=duration)

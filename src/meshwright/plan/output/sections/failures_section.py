@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from meshwright.pages import Mark, Section, Series, duration, join, line_chart, percent, plural, prose
 from meshwright.plan.output.summary import goodput_table
 from meshwright.plan.plan import Plan
@@ -22,9 +24,9 @@ def failures_section(plan: Plan) -> Section | None:
         "Goodput over the number of chips",
         [Series("goodput", list(counts), list(shares))],
         unit="share of time, assumed",
-        low=0.0,
+        low=max(0, math.floor(10 * min(shares) - 0.5)) / 10,  # from 0 on, a curve near 100% would say nothing
         high=1.0,
-        marks=[Mark(found.chips, f"{found.chips:,} chips")],
+        marks=[Mark(found.chips, f"{found.chips:,} chips", low=found.share > 0.5)],
         show=percent,
         x_name="chips",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from meshwright.layout import Layout, LeafLayout, format_bytes
 from meshwright.layout.leaf import leaf_rows
@@ -10,7 +10,7 @@ from meshwright.loop.report.placement_section import leaf_pictures, leaf_table
 from meshwright.mesh.string import parse_mesh
 from meshwright.pages import Markup, Section, fold, join, mesh_picture, prose, table
 from meshwright.plan.costs.links import Link, axis_links
-from meshwright.plan.output.axes_picture import axes_picture
+from meshwright.plan.output.axes_picture import axes_picture, machine_axes
 from meshwright.plan.plan import Plan
 from meshwright.plan.target import Target
 
@@ -23,15 +23,18 @@ def machine_section(plan: Plan) -> Section:
     target = plan.target
     spec = parse_mesh(plan.setup.mesh).resolve(target.num_devices)
     axes = dict(zip(spec.names, spec.sizes, strict=True))
-    hosts = f" on {target.num_hosts:,} {'host' if target.num_hosts == 1 else 'hosts'}" if target.chip else ""
-    said = f"{target.title}: {target.num_devices:,} devices{hosts}, as {spec}."
+    where = f" on {target.num_hosts:,} {'host' if target.num_hosts == 1 else 'hosts'}" if target.chip else ""
+    said = f"{target.title}: {target.num_devices:,} devices{where}, as {spec}."
     picture = axes_picture(target, spec)
+    split = [axis for axis, size in axes.items() if size > 1]
     made: list[Markup] = [prose(said), *([] if picture is None else [picture]), mesh_picture("Mesh", axes)]
+    runs = machine_axes(target, spec)
     if target.platform == "tpu":
-        made += _torus(target)
+        made += _torus(target, runs, split)
     elif target.platform == "gpu" and not spec.is_hybrid and target.num_devices > 1:
         # GPUs are placed in plain order, so device numbers match those of the mesh.
-        made.append(mesh_picture("Hosts", {"host": target.shape[0], "gpu": target.shape[1]}, is_machine=True))
+        hosts = {"host": target.shape[0], "gpu": target.shape[1]}
+        made.append(mesh_picture("Hosts", hosts, runs=runs, mesh_axes=split))
     links = axis_links(target, spec)
     if links:
         rows = [
@@ -58,13 +61,14 @@ def _speed(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:,.0f} GB/s"
 
 
-def _torus(target: Target) -> list[Markup]:
+def _torus(target: Target, runs: Mapping[str, Sequence[str]], split: Sequence[str]) -> list[Markup]:
     dims = list(zip("xyz", target.shape, target.wraps, strict=False))  # of two dims, only x and y
     words = [f"{name} ({size}, {'a ring' if wraps else 'a line'})" for name, size, wraps in dims]
     slices = f" of each of {target.num_slices} slices" if target.num_slices > 1 else ""
-    picture = mesh_picture("Torus", {name: size for name, size, _ in dims}, node="chip", is_machine=True)
+    picture = mesh_picture("Torus", {name: size for name, size, _ in dims}, node="chip", runs=runs, mesh_axes=split)
     numbers = "A chip has its coordinates; the numbers of devices above follow the mesh."
-    return [picture, prose(f"Chips{slices} are linked along {', '.join(words)}.", numbers)]
+    colors = "A line has the color of the axis that runs along it, or is gray if several do."
+    return [picture, prose(f"Chips{slices} are linked along {', '.join(words)}.", numbers, colors)]
 
 
 def layout_section(layout: Layout) -> Section:

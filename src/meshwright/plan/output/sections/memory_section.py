@@ -6,7 +6,7 @@ import math
 
 from meshwright.layout import format_bytes
 from meshwright.pages import Bar, Markup, Section, fold, join, prose, stacked_bars, table, tag
-from meshwright.pages.colors import NUM_TONES
+from meshwright.pages.colors import NUM_FILLS
 from meshwright.plan.costs.memory import Part
 from meshwright.plan.output.memory_levels import memory_chart
 from meshwright.plan.output.schedule_picture import ScheduledStep
@@ -60,7 +60,7 @@ def _verdict(plan: Plan) -> list[str]:
 
 
 def _bar_parts(parts: tuple[Part, ...]) -> tuple[list[str], list[float]]:
-    """Returns names and sizes for a bar: one part per available pattern, the rest as one.
+    """Returns names and sizes for a bar: one part per available fill, the rest as one.
 
     Bookkeeping (counters and keys) is a few bytes, so it is added to the optimizer state.
     """
@@ -68,9 +68,9 @@ def _bar_parts(parts: tuple[Part, ...]) -> tuple[list[str], list[float]]:
     for part in sorted(parts, key=lambda part: part.name == "bookkeeping"):
         name = "optimizer" if part.name == "bookkeeping" and "optimizer" in sizes else part.name
         sizes[name] = sizes.get(name, 0.0) + part.bytes
-    if len(sizes) <= NUM_TONES:
+    if len(sizes) <= NUM_FILLS:
         return [*sizes], [*sizes.values()]
-    visible = sorted(sizes, key=lambda name: -sizes[name])[: NUM_TONES - 1]
+    visible = sorted(sizes, key=lambda name: -sizes[name])[: NUM_FILLS - 1]
     shown = {name: size for name, size in sizes.items() if name in visible}
     rest = math.fsum(size for name, size in sizes.items() if name not in visible)
     return [*shown, "rest"], [*shown.values(), rest]

@@ -13,7 +13,7 @@ from meshwright.plan.output.summary import band_words, time_table
 from meshwright.plan.plan import Plan
 
 KEYS = {kind: FILLS[kind] for kind in KINDS}
-MATMUL, MEMORY, OPTIMIZER, WAITING, HIDDEN, EXPOSED, BUBBLE = KEYS.values()
+MATMUL, MEMORY, OPTIMIZER, WAITING, HIDDEN, EXPOSED, BUBBLE, BETWEEN = KEYS.values()
 MAX_STAGES = 16
 BACKWARD = 3  # time of a backward tick in forward ticks: it recomputes its forward pass first
 _SMALL = 2e-4  # of a step; shorter transfers would be invisible
@@ -66,7 +66,7 @@ def _lanes(plan: Plan, time: TimePlan) -> list[Lane]:
         Span(compute, waits, "waits", WAITING, "for exposed communication"),
         Span(waits, bubble, "bubble", BUBBLE, time.bubble.note),
         Span(bubble, update, "optimizer", OPTIMIZER, time.optimizer.note),
-        Span(update, update + time.fixed.value, "between steps", WAITING, time.fixed.note),
+        Span(update, update + time.fixed.value, "between steps", BETWEEN, time.fixed.note),
     ]
     found = [Lane("compute", [span for span in spans if span.end > span.start + 1e-9])]
     by_axis: dict[str, list[Span]] = {}
