@@ -121,3 +121,22 @@ def test_overlapped_matmuls_get_the_kernels_option(wanted, monkeypatch):
         params = jax.eval_shape(model.init, jax.random.key(0))
         jax.eval_shape(functools.partial(model.apply, run=Execution(kernels=wanted, layers="unroll")), params, tokens)
     assert [options["kernels"] for options in passed] == [wanted] * 4 * SIZES["num_layers"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_segments": 0}, r"max_segments must be a whole number of at least 1; got 0.\nhint: pass None"),
+        ({"max_segments": "4"}, r"max_segments must be a whole number of at least 1; got '4'"),
+        ({"num_microbatches": 2.5}, r"num_microbatches must be a whole number of at least 1; got 2.5"),
+        ({"kernels": "yes"}, r"kernels is 'yes'.\nhint: use True, False, or None"),
+        ({"attention": "flash"}, r"attention has no implementation 'flash'.\nhint: use xla, cudnn, splash or None"),
+    ],
+)
+def test_invalid_options_are_rejected_at_once(options, message):
+    with pytest.raises(mw.MeshwrightError, match=message):
+        Execution(**options)
+
+
+def test_one_data_axis_may_be_a_string():
+    assert Execution(data_axes="dp") == Execution(data_axes=("dp",))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,8 @@ import numpy as np
 from meshwright.errors import MeshwrightWarning, PlacementError
 from meshwright.hardware.flops import CAUSAL_SCOPE
 from meshwright.mesh.axes import pcast_alike
-from meshwright.models.execution import on_gpu
+from meshwright.models.execution import Attention, on_gpu
 from meshwright.models.splash import splash_attention, suits_splash
-
-Implementation = Literal["xla", "cudnn", "splash"]
 
 
 def attention(
@@ -34,7 +32,7 @@ def attention(
     window: int | None = None,
     is_windowed: Any = None,
     max_segments: int | None = None,
-    implementation: Implementation | None = None,
+    implementation: Attention | None = None,
 ) -> jax.Array:
     """Returns causal attention `[B, S, H, K]`; with `segment_ids`, each document of a row attends only to itself.
 
@@ -61,7 +59,7 @@ def attention(
     """
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     _check(q, k, v, segment_ids, window, max_segments)
-    if implementation not in (None, *get_args(Implementation)):
+    if implementation not in (None, *get_args(Attention)):
         raise PlacementError(
             f"attention has no implementation {implementation!r}.", hint="use xla, cudnn, splash or None."
         )

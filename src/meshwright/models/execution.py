@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from numbers import Integral
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -20,6 +21,7 @@ from meshwright.parallel.overlap.collective_matmul import GATHERED_ROWS
 from meshwright.parallel.pipeline.named_schedules import ScheduleName, check_rounds
 
 Layers = Literal["auto", "scan", "unroll"] | int
+Attention = Literal["xla", "cudnn", "splash"]
 Remat = Literal["none", "dots", "full", "offload"] | Callable[..., Any]
 
 DATA_AXES = ("dp", "fsdp")
@@ -72,12 +74,27 @@ class Execution:
     num_microbatches: int | None = None
     pipeline: ScheduleName = "gpipe"
     pipeline_rounds: int | None = None
-    attention: Literal["xla", "cudnn", "splash"] | None = None
+    attention: Attention | None = None
     max_segments: int | None = None
     kernels: bool | None = None
 
     def __post_init__(self) -> None:
         check_rounds(self.pipeline, self.pipeline_rounds)
+        axes: Any = self.data_axes
+        if isinstance(axes, str):  # a string is a sequence of letters
+            object.__setattr__(self, "data_axes", (axes,))
+        for name in ("num_microbatches", "max_segments"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+                raise MeshwrightError(
+                    f"{name} must be a whole number of at least 1; got {value!r}.", hint="pass None for the default."
+                )
+        if self.kernels not in (None, True, False):
+            raise MeshwrightError(f"kernels is {self.kernels!r}.", hint="use True, False, or None for the default.")
+        if self.attention not in (None, *get_args(Attention)):
+            raise MeshwrightError(
+                f"attention has no implementation {self.attention!r}.", hint="use xla, cudnn, splash or None."
+            )
 
     def tensor(self) -> str | None:
         """Returns the tensor axis if the current mesh has it."""
