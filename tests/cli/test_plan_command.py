@@ -115,12 +115,13 @@ def test_goodput_in_text_json_and_on_the_page(cli, tmp_path):
 
 
 def test_a_machine_on_which_nothing_trains_has_a_plan(cli):
-    failing = ("--mtbf", "0.01", "--restart", "100000", "--price", "2")
+    failing = ("--mtbf", "0.01", "--restart", "100000.25", "--price", "2.3456789")
     code, out, _ = cli(*ON_TPU, "--mesh", "fsdp:4", *failing)
     assert code == 0
     assert re.search(r"^goodput +0% ", out, flags=re.M)
     assert re.search(r"^price +unlimited ", out, flags=re.M)
-    json.loads(cli(*ON_TPU, "--mesh", "fsdp:4", *failing, "--json")[1], parse_constant=pytest.fail)
+    data = json.loads(cli(*ON_TPU, "--mesh", "fsdp:4", *failing, "--json")[1], parse_constant=pytest.fail)
+    assert "--price 2.3456789 --mtbf 0.01 --restart 100000.25 " in data["plan_command"]
 
 
 def test_every_figure_of_a_plan_names_its_basis(cli):

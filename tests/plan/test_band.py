@@ -4,11 +4,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from meshwright.models import XLSTM
 from meshwright.models.decoder import Decoder
 from meshwright.plan.output.commands import PlannedJob
 from meshwright.plan.output.summary import plan_summary
 from meshwright.plan.plan import make_plan
 from meshwright.plan.step_setup import Setup
+from meshwright.train.fine_tuning.lora import adapt_job
 from meshwright.train.job import Job
 from meshwright.train.jobs.language_job import language_job
 
@@ -47,6 +49,15 @@ def test_one_note_says_what_the_band_does_not_cover(target, mesh, options, said)
     assert found == ([said] if said else [])
     assert plan.to_json()["notes"] == list(plan.notes)
     assert not said or f"note: {said}" in str(plan_summary(plan, PlannedJob(model="tiny")))
+
+
+def test_recurrent_models_and_adapters_are_not_covered():
+    """All published runs train all parameters of a transformer."""
+    xlstm = language_job(XLSTM.named("tiny"), batch_size=8, num_tokens=64)
+    decoder = language_job(Decoder.named("tiny"), batch_size=8, num_tokens=64)
+    adapted = adapt_job(decoder, adapters="rank=4")
+    for job, said in ((xlstm, "an xLSTM"), (adapted, "frozen parameters")):
+        assert COMES.format(said) in make_plan(job, "h100:1x8", Setup(mesh="fsdp:8")).notes
 
 
 def test_custom_models_are_not_covered():

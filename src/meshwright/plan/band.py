@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from meshwright.hardware.chips import Chip
 from meshwright.mesh.string import parse_mesh
+from meshwright.models import XLSTM
 from meshwright.plan.costs.job_costs import PIPELINE_AXIS, JobCosts
 from meshwright.plan.published_table import chip_with_runs, published_table, why_only_compared
 from meshwright.plan.target import Target, parse_target
@@ -55,6 +56,10 @@ def _parts(target: Target, sizes: Mapping[str, int], profile: JobCosts) -> list[
         found.append(f"{dtype} matmuls" if profile.precision.fp8 is None else "fp8")
     if profile.d_model is None:
         found.append("a custom model")
+    if profile.family == XLSTM.__name__:
+        found.append("an xLSTM")
+    if profile.frozen:
+        found.append("frozen parameters")
     return found
 
 

@@ -3,10 +3,15 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src import xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from meshwright.hardware.flops import count_flops
+from meshwright.models import Decoder
 from meshwright.plan.compiled.topology import _backward, _forward, assumed_cudnn
+from meshwright.plan.plan import make_plan
+from meshwright.plan.step_setup import Setup
+from meshwright.train.jobs.language_job import language_job
 
 B, T, N, H = 2, 8, 4, 16
 
@@ -69,3 +74,11 @@ def test_the_cudnn_version_check_is_restored():
     with assumed_cudnn():
         assert cudnn.check_cudnn_version() > 90000
     assert cudnn.check_cudnn_version is before
+
+
+@pytest.mark.parametrize("target", ["h200:1x4", "v5p:2x2x1", "cpu:4"])
+def test_a_plan_by_arithmetic_starts_no_backend(target, monkeypatch):
+    """JAX's backends include libtpu where it is installed, which can take 20 seconds to find no TPU."""
+    monkeypatch.setattr(xla_bridge, "get_backend", lambda *_, **__: pytest.fail("asked for a backend"))
+    job = language_job(Decoder.named("tiny", d_model=48, num_heads=3), batch_size=4, num_tokens=24)  # traced here first
+    assert make_plan(job, target, Setup(mesh="fsdp:4")).memory.total > 0

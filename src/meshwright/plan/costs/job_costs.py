@@ -118,6 +118,7 @@ class JobCosts:
         platform: the platform it was traced for.
         loss_axes: the mesh axes that the loss handles itself in the local view.
         view: the view of the step.
+        family: name of the built-in model's class; "" for custom models.
     """
 
     num_params: int
@@ -151,6 +152,7 @@ class JobCosts:
     view: View = "local"
     d_ff: int | None = None
     fp8_matrices: tuple[Fp8Matrices, ...] = ()
+    family: str = ""
 
     def ways(self, sizes: Mapping[str, int]) -> int:
         """Returns over how many devices along the pipeline axis the layers are split, with their activations."""
@@ -299,6 +301,7 @@ def profile_job(
         loss_axes=loss_axes(job),
         d_ff=getattr(model, "d_ff", None),
         fp8_matrices=() if model is None else fp8_matrices(params, dtypes.fp8, frozen),
+        family="" if model is None else type(model).__name__,
     )
 
 

@@ -109,7 +109,7 @@ def plan_command(plan: Plan, subject: PlannedJob) -> str:
     """
     named = subject.arguments() if subject.job is None else [subject.job, *subject.adapters()]
     target = ["--target", plan.target.name, "--batch-size", str(plan.rows)]
-    price = [] if plan.price is None else ["--price", f"{plan.price:g}"]
+    price = [] if plan.price is None else ["--price", f"{plan.price:.15g}"]
     own = [*_failing(plan), *([] if plan.compiled is not None else ["--no-compile"])]
     return shlex.join(["meshwright", "plan", *named, *target, *setup_arguments(plan.setup), *price, *own])
 
@@ -118,8 +118,8 @@ def _failing(plan: Plan) -> list[str]:
     if plan.goodput is None:
         return []
     given = plan.goodput.given
-    storage = [] if given.storage_rate is None else ["--storage-rate", f"{given.storage_rate / 2**30:g}"]
-    return ["--mtbf", f"{given.mtbf_hours:g}", "--restart", f"{given.restart_s:g}", *storage]
+    storage = [] if given.storage_rate is None else ["--storage-rate", f"{given.storage_rate / 2**30:.15g}"]
+    return ["--mtbf", f"{given.mtbf_hours:.15g}", "--restart", f"{given.restart_s:.15g}", *storage]
 
 
 def setup_arguments(setup: Setup) -> list[str]:
