@@ -26,6 +26,7 @@ def test_setups_round_trip_through_json():
     assert Setup.from_json(setup.to_json()) == setup
     assert str(setup.dtypes.reduce) == "bfloat16"
     assert str(Setup(mesh="dp:2", remat="full")) == "dp:2 remat=full"
+    assert str(Setup(mesh="pp:2", pad=("layers/", "head"))) == "pp:2 pad=layers/,head"
     with pytest.raises(MeshwrightError, match=r"a setup has no field 'remt'[\s\S]*did you mean 'remat'"):
         Setup.from_json({"mesh": "dp:2", "remt": "full"})
 

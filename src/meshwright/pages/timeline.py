@@ -123,14 +123,14 @@ def _lane(lane: Lane, begin: float, length: float, *, top: int, show: Show) -> M
         title = tag("title", f"{what}. {span.detail}" if span.detail else what)
         box = {"x": f"{x:.3f}%", "width": f"{width:.3f}%", "y": top + NAME_PIXELS, "height": LANE_PIXELS}
         thin, tone = width < _THIN, span.tone % NUM_FILLS
-        style = {"fill": f"url(#tone-{tone})", "class_": f"span thin thin-{tone}" if thin else "span"}
-        parts.append(tag("rect", title, **box, rx=0 if thin else 3, **style))
+        look = {"fill": f"url(#tone-{tone})", "class_": f"span thin thin-{tone}" if thin else "span"}
+        parts.append(tag("rect", title, **box, rx=0 if thin else 3, **look))
         # "attention, backward", or at least "attention".
         for text in dict.fromkeys((span.label, span.label.partition(", ")[0])):
             if width > 0.9 * len(text) + 1.5:
                 wide = " wide" if width < 2.6 * len(text) + 4 else ""
-                place = {"x": f"{x + width / 2:.3f}%", "y": top + NAME_PIXELS + 16}
-                parts.append(tag("text", text, **place, class_=f"part-label{wide} halo-{span.tone % NUM_TONES}"))
+                middle = {"x": f"{x + width / 2:.3f}%", "y": top + NAME_PIXELS + 16}
+                parts.append(tag("text", text, **middle, class_=f"part-label{wide} halo-{span.tone % NUM_TONES}"))
                 break
     for moment in lane.moments:
         title = tag("title", f"{moment.label}, at {show(moment.at - begin)}")

@@ -120,7 +120,18 @@ class Setup:
 
     def __str__(self) -> str:
         shown = {name: value for name, value in self.to_json().items() if name != "mesh"}
-        return " ".join([self.mesh, *(f"{name}={value}" for name, value in shown.items())])
+        return " ".join([self.mesh, *(f"{name}={plain(value)}" for name, value in shown.items())])
+
+
+def plain(value: Any) -> str:
+    """Returns the value of an option as a command line has it.
+
+    >>> plain(["layers/", "head"]), plain({"xla_a": True}), plain(2)
+    ('layers/,head', 'xla_a=True', '2')
+    """
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={one}" for name, one in value.items())
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def named_optimizer(name: str, job: Any = None) -> Any:

@@ -112,7 +112,7 @@ def test_the_page_of_a_7b_decoder_and_its_search(browse, tmp_path):
     )
     assert path.stat().st_size < 3e6
     text = words(path.read_text())
-    assert "The best 4 are shown. One of them was compiled; the chart has the computed figures of all others" in text
+    assert "The best 4 are shown. 1 of them was compiled; the chart has the computed figures of all others" in text
     assert "the plans below, compiled" in text
     seen = browse(path)
     assert seen.console == []

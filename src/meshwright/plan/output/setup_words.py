@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.pages.numbers import plural
+from meshwright.plan.step_setup import plain
 
 _NOT_OPTIONS = ("mesh", "rows")
 
@@ -16,7 +17,7 @@ def assignments(setup: Mapping[str, Any]) -> list[str]:
     >>> assignments({"mesh": "fsdp:8", "rows": 64, "num_minibatches": 2, "pad": ["layers/"]})
     ['num_minibatches=2', 'pad=layers/']
     """
-    return [f"{name}={_plain(value)}" for name, value in setup.items() if name not in _NOT_OPTIONS]
+    return [f"{name}={plain(value)}" for name, value in setup.items() if name not in _NOT_OPTIONS]
 
 
 def option_words(setup: Mapping[str, Any]) -> list[str]:
@@ -33,20 +34,14 @@ def _words(name: str, value: Any) -> str:
         case "num_minibatches" | "num_microbatches":
             return plural(value, name.removeprefix("num_").removesuffix("es"))
         case "pad":
-            return f"pad {_plain(value)}"
+            return f"pad {plain(value)}"
         case "zero_axis":
             return f"ZeRO-1 over {value}"
         case "overlap":
             return "overlap" if value else "no overlap"
         case "compiler_options":
-            return _plain(value)
-    return f"{name}={_plain(value)}"
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ",".join(f"{name}={one}" for name, one in value.items())
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            return plain(value)
+    return f"{name}={plain(value)}"
 
 
 def pipeline_words(stages: Mapping[str, Any]) -> list[str]:

@@ -44,7 +44,7 @@ def compare_section(plans: Sequence[Plan], subject: PlannedJob, found: Search | 
                 f"The search considered {plural(found.considered, 'candidate')} in {duration(found.seconds)}; "
                 f"{len(found.ranked):,} fit.",
                 _shown(len(timed)),
-                _compiled(sum(plan.compiled is not None for plan in timed)),
+                _compiled(sum(plan.compiled is not None for plan in timed), len(timed)),
             )
         )
     if found is not None and found.ranked:
@@ -68,10 +68,14 @@ def _shown(count: int) -> str:
     return "" if not count else "The best one is shown." if count == 1 else f"The best {count} are shown."
 
 
-def _compiled(count: int) -> str:
-    """Returns a sentence on what the chart compares, if compiled figures may differ from it."""
-    which = {0: "", 1: "One of them was compiled"}.get(count, f"{count} of them were compiled")
-    return which and f"{which}; the chart has the computed figures of all others, which compiling may change as well."
+def _compiled(count: int, shown: int) -> str:
+    """Returns a sentence on what the chart compares, if some of the shown plans were compiled."""
+    if not count:
+        return ""
+    which = f"{count} of them {'was' if count == 1 else 'were'}"
+    if count == shown:
+        which = "It was" if shown == 1 else "They were"
+    return f"{which} compiled; the chart has the computed figures of all others, which compiling may change as well."
 
 
 def candidates_chart(found: Search, shown: Sequence[Plan] = ()) -> Markup:
