@@ -188,7 +188,14 @@ def test_gathered_weights_are_cast_again_in_the_backward_pass():
 
 
 @pytest.mark.parametrize(
-    ("options", "taken"), [({}, False), ({"is_gathered": True}, True), ({"stages": "pp"}, True)], ids=str
+    ("options", "taken"),
+    [
+        ({}, False),
+        ({"is_gathered": True}, False),
+        ({"is_gathered": True, "kernels": True}, True),
+        ({"stages": "pp"}, True),
+    ],
+    ids=str,
 )
 def test_kept_inputs_may_be_slices(options, taken):
     """Loops over layers and pipelines keep stacks. Without a barrier, XLA:GPU widens these before it slices them."""

@@ -218,10 +218,12 @@ def _kept_weights(plan: _Plan, kept: Sequence[Any], amaxes: Sequence[Any]) -> li
 def _taken(plan: _Plan, kept: Any, gradient: Any) -> Any:
     """Returns a value in fp8 that a loop or a pipeline kept for the backward pass, which has this gradient.
 
-    Such a value may be a slice, and XLA:GPU would widen the whole array to bfloat16 before it takes the slice. A stage
-    of a pipeline would widen it in its forward pass, which has all that needs no gradient, and keep that.
+    A stage of a pipeline would widen the value in its forward pass, which has all that needs no gradient, and keep it.
+    In a loop with several layers per step, the value is a slice, and XLA:GPU would widen the whole array to bfloat16
+    before it takes the slice. Without kernels, the barrier would keep XLA from slicing and transposing in one pass.
     """
-    return tie((kept, gradient))[0] if plan.casts_again or plan.stages is not None else kept
+    is_slice = plan.casts_again and plan.kernels
+    return tie((kept, gradient))[0] if plan.stages is not None or is_slice else kept
 
 
 def _scoped(name: str, role: str) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.parallel.fp8.casting import Scaling
-from meshwright.tree import flatten_tree, named_tree_map
+from meshwright.tree import flatten_tree, named_leaves
 from meshwright.types import PyTree
 
 
@@ -117,7 +117,8 @@ class Amaxes:
             path = f"{prefix}/{name}" if prefix else name
             return Fp8Weight(leaf, known[name], scaling=self.scaling, name=path, cast=given.get(name), **options)
 
-        return named_tree_map(wrap, params, sep="/")
+        structure: Any = jax.tree.structure(params)
+        return structure.unflatten([wrap(leaf.name, leaf.value) for leaf in named_leaves(params)])
 
     def per_microbatch(self, num_microbatches: int) -> Amaxes:
         """Returns a copy for each microbatch of a pipeline, whose gradients are combined by maximum.
