@@ -33,6 +33,8 @@ def speeds(target, mesh):
         ("v4:4x4x4*2", "dp:2@dcn,fsdp:64", {"dp": ("network", NETWORK_ASSUMED), "fsdp": ("ici", 6 * 50e9)}),
         # Limited by the links inside a slice, as the network of 128 chips is faster.
         ("v5p:4x4x8*2", "dp:256@dcn=2", {"dp": ("network", 6 * 100e9)}),
+        # In a gather of 8 bytes, each device sends 7; 4 go to the other slice, one through each of four network cards.
+        ("v5p:2x2x1*2", "fsdp:8@dcn=2", {"fsdp": ("network", 7 * 50e9 / 8)}),
         ("cpu:8", "fsdp:8", {}),
     ],
 )

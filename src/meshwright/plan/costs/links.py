@@ -109,11 +109,12 @@ def axis_links(target: Target, spec: MeshSpec) -> Mapping[str, Link]:
             continue
         if dcn > 1:
             speed = NETWORK_ASSUMED if chip.network is None else chip.network
-            # Devices of a slice share its traffic, after a gather or scatter inside the slice.
+            # Devices of a slice share its traffic, after a scatter or before a gather inside the slice, and of what a
+            # device sends in all, only the part for other slices crosses the network.
             ways = axis.size // dcn
             words = f"crosses {dcn} slices" + (", speed assumed" if chip.network is None else "")
             within = inside[axis.name].speed if ways > 1 else speed
-            fast = min(speed * ways, within)
+            fast = min(speed * ways * (1 - 1 / axis.size) / (1 - 1 / dcn), within)
             links[axis.name] = Link("network", fast, speed, dcn - 1, words, chip.network_rates, axis.size)
         else:
             links[axis.name] = inside[axis.name]
