@@ -17,7 +17,7 @@ from meshwright.hardware.chips import chip_family
 from meshwright.mesh.axes import is_manual, ways_along
 from meshwright.mesh.current import current_mesh
 from meshwright.parallel.overlap.collective_matmul import GATHERED_ROWS
-from meshwright.parallel.pipeline.named_schedules import ScheduleName, check_rounds
+from meshwright.parallel.pipeline.named_schedules import ScheduleName, check_count, check_rounds
 
 Layers = Literal["auto", "scan", "unroll"] | int
 Remat = Literal["none", "dots", "full", "offload"] | Callable[..., Any]
@@ -78,6 +78,8 @@ class Execution:
 
     def __post_init__(self) -> None:
         check_rounds(self.pipeline, self.pipeline_rounds)
+        if self.num_microbatches is not None:
+            check_count(self.num_microbatches, "microbatches")
 
     def tensor(self) -> str | None:
         """Returns the tensor axis if the current mesh has it."""
