@@ -159,6 +159,11 @@ def test_bad_inputs():
         Execution(pipeline="zbv")
     with pytest.raises(mw.MeshwrightError, match="'1f1b' has 1 virtual stage per device; got 2"):
         Execution(pipeline="1f1b", pipeline_rounds=2)
+    for wrong in (0, -1, 2.5, True, "4"):
+        with pytest.raises(mw.MeshwrightError, match=f"num_microbatches must be a whole number of at least 1; got {wrong!r}"):
+            Execution(num_microbatches=wrong)
+        with pytest.raises(mw.MeshwrightError, match=f"cannot have {wrong!r} rounds"):
+            Execution(pipeline="circular", pipeline_rounds=wrong)
 
     def shapes(job, **options):
         layout = state_layout(job, optax.sgd(0.1), mesh_of("pp:4"))

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
+from meshwright.mesh.axes import pcast_varying
 from meshwright.parallel.local_map import local_map
 from meshwright.parallel.pipeline.engine import pipeline
 from meshwright.parallel.pipeline.named_schedules import make_schedule
@@ -285,6 +286,31 @@ def test_few_microbatches_warn():
 def test_bad_inputs(options, message):
     with pytest.raises(mw.MeshwrightError, match=message):
         run_bad(**options)
+
+
+@pytest.mark.parametrize("of", ["first", "stage_fn", "last"])
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1"])
+def test_collectives_over_the_axis_of_the_stages_are_an_error(name, of):
+    """Devices take the branches of these functions at different ticks, so they would wait forever."""
+
+    def mean(x, *, by):
+        whole = jax.jit(lambda x: pcast_varying(lax.psum(x, "pp"), "pp"))  # an inner jaxpr
+        return whole(x) if by == of else x
+
+    def loss(layers, x):
+        options = {
+            "axis": "pp",
+            "first": lambda _, x: mean(pcast_varying(x, "pp"), by="first"),
+            "last": lambda _, h: (mean(h, by="last").sum(), {}),
+        }
+        run = lambda layers, h: mean(h * layers[0], by="stage_fn")  # noqa: E731
+        if name == "gpipe":
+            return lax.psum(pipeline(run, layers, x, num_microbatches=2, combine="sum", **options)[0], "pp")
+        return lax.psum(pipeline_loss(run, layers, x, schedule=make_schedule(name, 2, 2), **options)[0], "pp")
+
+    mapped = local_map(loss, mesh=mesh_of("pp:2"), in_specs=(P("pp"), P()), out_specs=P())
+    with pytest.raises(mw.PlacementError, match=rf"{of} communicates over 'pp' \(psum_invariant\)"):
+        jax.eval_shape(jax.grad(mapped), jnp.ones(2), jnp.ones((4, 1)))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])

@@ -13,10 +13,11 @@ from jax import lax
 
 from meshwright.dtypes import is_float
 from meshwright.errors import PlacementError
-from meshwright.mesh.axes import pcast_varying, varying_axes
+from meshwright.mesh.axes import axis_size, pcast_varying, varying_axes
 from meshwright.mesh.current import current_mesh
 from meshwright.parallel.overlap.forms import branch
 from meshwright.parallel.pipeline.raw_slices import refuse_slices
+from meshwright.parallel.pipeline.stage_collectives import refuse_collectives
 from meshwright.parallel.row_keys import row_key
 from meshwright.parallel.rows import Parts
 from meshwright.types import PyTree
@@ -103,11 +104,13 @@ def flow(f: Functions, params: tuple[PyTree, PyTree, PyTree], axis: str) -> tupl
 
 
 def traced_types(call: Callable[[], PyTree], axis: str, *, name: str) -> PyTree:
-    """Returns the types of a function's results; raises if it closes over arrays that it must not use.
+    """Returns the types of a function's results; raises if it would deadlock or closes over slices of parameters.
 
-    These are arrays whose gradients would deadlock and, unless the function is a stage, slices of parameters.
+    A stage may close over slices, which may be its own layers.
     """
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)()
+    if axis_size(axis, who="pipeline") > 1:
+        refuse_collectives(jaxpr.jaxpr, axis=axis, name=name)
     if name != "stage_fn":
         refuse_slices(list(jaxpr.consts), axis=axis, who=f"pipeline: {name}")
     # False if check_vma is off or the axis has size 1.

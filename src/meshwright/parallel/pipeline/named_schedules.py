@@ -52,9 +52,8 @@ def make_schedule(
         10 ticks, 10.0% idle, at most 2 microbatches in memory
     """
     rounds = check_rounds(name, num_rounds)
-    for what, value in (("stages", num_stages), ("rounds", rounds), ("microbatches", num_microbatches)):
-        if value < 1:
-            raise MeshwrightError(f"a pipeline schedule cannot have {value} {what}.", hint="use 1 or more.")
+    check_count(num_stages, "stages")
+    check_count(num_microbatches, "microbatches")
     devices = range(num_stages)
     if name in ("gpipe", "circular"):
         return _mirrored(name, num_stages, rounds, num_microbatches)
@@ -74,6 +73,8 @@ def check_rounds(name: str, num_rounds: int | None) -> int:
     if name not in SCHEDULE_NAMES:
         hint = did_you_mean(str(name), SCHEDULE_NAMES) or f"use one of: {', '.join(SCHEDULE_NAMES)}."
         raise MeshwrightError(f"unknown pipeline schedule {name!r}.", hint=hint)
+    if num_rounds is not None:
+        check_count(num_rounds, "rounds")
     if name in ("circular", "interleaved-1f1b"):
         return 2 if num_rounds is None else num_rounds
     fixed = 2 if name == "zb-v" else 1
@@ -83,6 +84,12 @@ def check_rounds(name: str, num_rounds: int | None) -> int:
             hint='leave it out, or use "interleaved-1f1b".',
         )
     return fixed
+
+
+def check_count(value: Any, what: str) -> None:
+    """Raises if a number of stages, rounds or microbatches is not a positive integer."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+        raise MeshwrightError(f"a pipeline schedule cannot have {value!r} {what}.", hint="use 1 or more.")
 
 
 def place_orders(orders: Sequence[Order], *, name: str = "custom") -> TrainingSchedule:
