@@ -285,7 +285,8 @@ def _multiply_back(plan: _Plan, kept_x: Any, scale: Any, kept_ws: Any, amaxes: A
         )
         for g, one in zip(gs, amaxes, strict=True)
     ]
-    kept_x = _taken(plan, kept_x, g8s[0].value)
+    first = g8s[0]  # in the form that weight gradients read, so that a schedule need not keep the other one for them
+    kept_x = _taken(plan, kept_x, first.value if first.turned is None else first.turned)
     is_turned = plan.kernels and can_cast((g8s[0].value.shape[0], kept_ws[0].shape[0]))
     x8 = as_cast(kept_x.T if is_turned else kept_x, scale, turned=kept_x if is_turned else None)
     dws = _weight_gradient(plan, x8, g8s)
