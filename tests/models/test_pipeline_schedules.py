@@ -160,7 +160,9 @@ def test_bad_inputs():
     with pytest.raises(mw.MeshwrightError, match="'1f1b' has 1 virtual stage per device; got 2"):
         Execution(pipeline="1f1b", pipeline_rounds=2)
     for wrong in (0, -1, 2.5, True, "4"):
-        with pytest.raises(mw.MeshwrightError, match=f"num_microbatches must be a whole number of at least 1; got {wrong!r}"):
+        with pytest.raises(
+            mw.MeshwrightError, match=f"num_microbatches must be a whole number of at least 1; got {wrong!r}"
+        ):
             Execution(num_microbatches=wrong)
         with pytest.raises(mw.MeshwrightError, match=f"cannot have {wrong!r} rounds"):
             Execution(pipeline="circular", pipeline_rounds=wrong)
