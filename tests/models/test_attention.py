@@ -309,6 +309,10 @@ def test_rows_and_heads_on_different_devices(soft_cap):
         ({"max_segments": 0}, "max_segments must be at least 1; got 0"),
         ({"implementation": "triton"}, "no implementation 'triton'"),
         ({"implementation": "cudnn", "soft_cap": 3.0}, "no soft cap"),
+        (
+            {"implementation": "cudnn"},
+            r"cannot run here on float32 queries of shape \(3, 8, 4, 8\).*\nhint: it needs a GPU",
+        ),
     ],
 )
 def test_bad_inputs(change, text):

@@ -123,13 +123,21 @@ def _by_cudnn(
         _warn_of_padding(length)
         q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
         pieces = None if pieces is None else jnp.pad(pieces, ((0, 0), (0, 1)), mode="edge")
-    if pieces is not None and max_segments is not None and _can_pack():
-        attended = _packed(q, k, v, pieces, max_segments, scale, window)
-    else:
-        options: Any = {} if window is None else {"local_window_size": (window - 1, 0)}
-        attended = jax.nn.dot_product_attention(
-            q, k, v, mask=_mask(pieces), scale=scale, is_causal=True, implementation="cudnn", **options
-        )
+    try:
+        if pieces is not None and max_segments is not None and _can_pack():
+            attended = _packed(q, k, v, pieces, max_segments, scale, window)
+        else:
+            options: Any = {} if window is None else {"local_window_size": (window - 1, 0)}
+            attended = jax.nn.dot_product_attention(
+                q, k, v, mask=_mask(pieces), scale=scale, is_causal=True, implementation="cudnn", **options
+            )
+    except RuntimeError as error:
+        if "cudnn" not in str(error).lower():
+            raise
+        raise PlacementError(
+            f"cuDNN attention cannot run here on {q.dtype} queries of shape {q.shape}: {error}",
+            hint="it needs a GPU with cuDNN; or leave the implementation out.",
+        ) from error
     return attended[:, :length] if length % 2 else attended
 
 
