@@ -4,13 +4,14 @@ import functools
 import json
 import math
 
+import jax
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.errors import MeshwrightError, PlacementError
-from meshwright.models import Decoder, Execution
+from meshwright.models import XLSTM, Decoder, Execution
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.compiled.verdict import CompiledCollective
 from meshwright.plan.costs.job_costs import profile_job
@@ -55,6 +56,15 @@ def test_a_956m_decoder_on_one_h200_as_measured():
         assert plan.flops.model == pytest.approx(rows * 11.751e12, rel=1e-4)  # 188.0 TFLOP for 16 rows
         ranks.setdefault(rows, []).append((plan.time.step.value, remat))
     assert all([name for _, name in sorted(found)] == ["none", "dots", "full"] for found in ranks.values())
+
+
+@pytest.mark.parametrize("kernels", [None, False])
+def test_an_813m_xlstm_on_one_h200_as_compiled(kernels):
+    model = XLSTM(vocab_size=50304, num_layers=12, d_model=2048, num_heads=4, d_ff=5504)
+    job = language_job(model, batch_size=4, num_tokens=8192, run=Execution(kernels=kernels))
+    has_kernels = kernels is None and jax.__version_info__ >= (0, 11)
+    plan = make_plan(job, "h200:1x1", Setup(mesh="dp:1"))
+    assert plan.memory.total / 2**30 == pytest.approx(39.10 if has_kernels else 39.58, rel=0.05)
 
 
 # Peaks in GiB of decoders compiled with libtpu 0.0.42 and jax-cuda12-plugin 0.10.2.

@@ -289,9 +289,9 @@ def fp8_notes(profile: JobCosts, target: Target) -> tuple[str, ...]:
         wide = f"on {target.kind}, XLA widens fp8 values before it multiplies them"
         notes = ("fp8: computed times and memory are those of bfloat16, and the step takes more: " + wide,)
     elif not profile.fp8_matrices or known is None:
-        notes = ("fp8: computed times and memory are those of bfloat16, which are upper bounds",)
+        memory = "" if profile.fp8_needs else " and memory"
+        notes = (f"fp8: computed times{memory} are those of bfloat16, which are upper bounds",)
     else:
-        memory = "fp8: computed memory is that of bfloat16, an upper bound"
-        notes = (f"fp8: the rate of matmuls is {known.source}", memory)
+        notes = (f"fp8: the rate of matmuls is {known.source}",)
     skipped = fp8.skipped(profile.state.params)
     return (*notes, f"fp8: too narrow, so not in fp8: {', '.join(skipped)}") if skipped else notes

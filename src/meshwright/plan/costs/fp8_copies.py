@@ -1,4 +1,4 @@
-"""Memory of the fp8 weights that a step casts once for all of its minibatches."""
+"""Memory of weights in fp8: cast once for all minibatches, or where they are used and kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def cast_once(profile: JobCosts, layout: Layout, setup: Setup) -> frozenset[str]
     """Returns the names of the weights that are cast to fp8 before the minibatches."""
     has_stages = layout.mesh.shape.get(PIPELINE_AXIS, 1) > 1
     return profile.fp8_weights if setup.num_minibatches > 1 and not has_stages else frozenset()
+
+
+def kept_for_backward(profile: JobCosts, layout: Layout, setup: Setup) -> frozenset[str]:
+    """Returns the names of the weights that unrolled layers cast where they use them.
+
+    The gradient of their input reads the cast, one byte per element, so nothing reads a copy in the compute dtype after
+    the cast. A loop over layers and layers that are recomputed read such copies again; gathered weights are cast again.
+    """
+    sizes = dict(layout.mesh.shape)
+    is_apart = not profile.in_loop(setup, sizes) and sizes.get(PIPELINE_AXIS, 1) == 1
+    once = setup.remat == "none" and setup.num_minibatches == 1
+    return profile.fp8_weights if profile.keeps_fp8 and is_apart and once else frozenset()
 
 
 def fp8_copies(profile: JobCosts, layout: Layout, target: Target, setup: Setup) -> float:

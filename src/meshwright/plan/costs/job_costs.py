@@ -6,33 +6,32 @@ the rows, apart from a fixed part.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.hardware.flops import Flops, count_jaxpr, count_matmuls
-from meshwright.models.execution import Execution, remat_policy
+from meshwright.models.execution import Execution
 from meshwright.parallel.lora.low_rank import BASE, LORA_A
 from meshwright.parallel.pipeline.named_schedules import check_rounds
 from meshwright.parallel.rows import count_rows
-from meshwright.plan.compiled.topology import assumed_cudnn
+from meshwright.plan.costs.fp8_activations import needs_in_fp8
 from meshwright.plan.costs.fp8_work import Fp8Matrices, fp8_matrices
 from meshwright.plan.costs.saved_activations import REST, bytes_kept
 from meshwright.plan.costs.stages import Stages
+from meshwright.plan.costs.traced_loss import TRACED_ROWS, narrow_params, planned_loss, traced_for, waiting_of
 from meshwright.plan.step_setup import Setup, batch_of, named_optimizer
 from meshwright.rng import abstract_key
 from meshwright.train.fine_tuning.lora import MergedFunction
 from meshwright.train.fp8_weights import FP8_WEIGHTS
-from meshwright.train.job import execution_of, loss_axes, model_of, traceable_loss
+from meshwright.train.job import execution_of, loss_axes, model_of
 from meshwright.train.precision import Precision
 from meshwright.train.state import (
     abstract_params,
@@ -52,9 +51,7 @@ _AFTER_LAYERS = ("final_norm", "head/")  # parameters after the layers in built-
 REMATS = ("none", "dots", "full")
 """Remat policies that a search tries."""
 _PLANNED = (*REMATS, "offload")
-_ROWS = 2
 _LEAST = "full"  # the policy that keeps the least
-_KINDS = {"gpu": "NVIDIA H200", "tpu": "TPU v5", "cpu": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -110,6 +107,8 @@ class JobCosts:
         fp8_weights: names of the weights that a step with several minibatches casts to fp8 once.
         merged: bytes per stored element of the matrices that a loss gets merged with their adapters.
         needs: costs by remat policy.
+        fp8_needs: these with the activations that fp8 saves, on devices that multiply it; {} without fp8.
+        keeps_fp8: whether activations count as in fp8, see `in_fp8`.
         forward: FLOPs per row of the loss without its gradient.
         forward_matmuls: number of its matmuls.
         state: shapes of the train state.
@@ -152,6 +151,8 @@ class JobCosts:
     view: View = "local"
     d_ff: int | None = None
     fp8_matrices: tuple[Fp8Matrices, ...] = ()
+    fp8_needs: Mapping[str, Needs] = field(default_factory=dict)
+    keeps_fp8: bool = False
     family: str = ""
 
     def ways(self, sizes: Mapping[str, int]) -> int:
@@ -170,6 +171,15 @@ class JobCosts:
         rounds = check_rounds(name, own if setup.pipeline_rounds is None else setup.pipeline_rounds)
         again = name == "gpipe" or setup.remat == "full"
         return Stages(count, microbatches, name, rounds, again, self.num_layers)
+
+    def in_fp8(self) -> JobCosts:
+        """Returns the costs on devices that multiply fp8: what matmuls keep for the backward pass stays in it."""
+        return replace(self, keeps_fp8=bool(self.fp8_needs))
+
+    @property
+    def saved(self) -> Mapping[str, Needs]:
+        """The costs by remat policy whose activations count as saved."""
+        return self.fp8_needs if self.keeps_fp8 else self.needs
 
     @property
     def learns_head(self) -> bool:
@@ -228,11 +238,11 @@ def profile_job(
     params = abstract_params(job, dtypes)
     model, run = model_of(job), execution_of(job) or Execution()
     heads = getattr(model, "num_heads", None)
-    traced = {remat: _trace(job, params, dtypes, remat, _ROWS, platform) for remat in remats}
+    traced = {remat: _trace(job, params, dtypes, remat, TRACED_ROWS, platform) for remat in remats}
     # The fixed part (gradients in the loss, weights that matmuls read) hardly depends on the policy. It always comes
     # from one policy, so that plans of different searches are comparable.
-    least = traced.get(_LEAST) or _trace(job, params, dtypes, _LEAST, _ROWS, platform)
-    more = _trace(job, params, dtypes, _LEAST, 2 * _ROWS, platform)
+    least = traced.get(_LEAST) or _trace(job, params, dtypes, _LEAST, TRACED_ROWS, platform)
+    more = _trace(job, params, dtypes, _LEAST, 2 * TRACED_ROWS, platform)
     fixed = {kind: 2 * size - more.kept.get(kind, 0.0) for kind, size in least.kept.items()}
     fixed = {kind: size for kind, size in fixed.items() if size > 0}
     weights = max(0, 2 * least.flops.moved - more.flops.moved)
@@ -240,7 +250,7 @@ def profile_job(
     names = {} if model is None else {REST: "residual stream"}
 
     def by_row(sizes: Mapping[str, float], fixed: Mapping[str, float]) -> dict[str, float]:
-        each = {kind: max(0.0, size - fixed.get(kind, 0.0)) / _ROWS for kind, size in sizes.items()}
+        each = {kind: max(0.0, size - fixed.get(kind, 0.0)) / TRACED_ROWS for kind, size in sizes.items()}
         return {names.get(kind, kind): size for kind, size in each.items()}
 
     needs = {
@@ -301,6 +311,7 @@ def profile_job(
         loss_axes=loss_axes(job),
         d_ff=getattr(model, "d_ff", None),
         fp8_matrices=() if model is None else fp8_matrices(params, dtypes.fp8, frozen),
+        fp8_needs=needs_in_fp8(job, params, dtypes, needs, platform, rest=names.get(REST, REST)),
         family="" if model is None else type(model).__name__,
     )
 
@@ -331,9 +342,9 @@ def each_count(change: Callable[..., int], *flops: Flops) -> Flops:
 def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, platform: str) -> Needs:
     """Returns the costs of a gradient for so many rows, with `fixed` still included in the others."""
     batch = batch_of(job, rows)
-    loss = _loss(job, remat)
+    loss = planned_loss(job, remat)
     key = abstract_key()
-    narrow, learns = _narrow(params, dtypes), trainable_leaves(job, params)
+    narrow, learns = narrow_params(params, dtypes), trainable_leaves(job, params)
     count: list[int] = []
 
     def gradients(params: PyTree, batch: PyTree, key: Any) -> Any:
@@ -341,12 +352,12 @@ def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, p
             return loss(with_frozen(learned, params, learns), batch, key)
 
         value, pull, metrics = jax.vjp(loss_of, only_trainable(params, learns), has_aux=True)
-        waiting = list({id(leaf): leaf for leaf in jax.tree.leaves(pull) if hasattr(leaf, "aval")}.values())
+        waiting = waiting_of(pull)
         count[:] = [len(waiting)]
         ones = jax.tree.map(lambda leaf: np.ones(np.shape(leaf), jnp.result_type(leaf)), value)
         return waiting, (value, metrics, pull(ones))
 
-    with _traced_for(platform):
+    with traced_for(platform):
         jaxpr = jax.make_jaxpr(gradients)(narrow, batch, key).jaxpr
     num_params = len(jax.tree.leaves(narrow))
     waiting = jaxpr.outvars[: count[0]]
@@ -356,49 +367,21 @@ def _trace(job: Any, params: PyTree, dtypes: Precision, remat: str, rows: int, p
 
 def _forward(job: Any, params: PyTree, dtypes: Precision, platform: str) -> tuple[Flops, int]:
     """Returns the FLOPs of the loss per row, which a pipeline recomputes, and its number of matmuls."""
-    loss, key = _loss(job, "none"), abstract_key()
+    loss, key = planned_loss(job, "none"), abstract_key()
 
     def trace(rows: int) -> Any:
-        with _traced_for(platform):
-            return jax.make_jaxpr(loss)(_narrow(params, dtypes), batch_of(job, rows), key).jaxpr
+        with traced_for(platform):
+            return jax.make_jaxpr(loss)(narrow_params(params, dtypes), batch_of(job, rows), key).jaxpr
 
-    few = trace(_ROWS)
+    few = trace(TRACED_ROWS)
     found = count_jaxpr(few)
-    weights = max(0, 2 * found.moved - count_jaxpr(trace(2 * _ROWS)).moved)
+    weights = max(0, 2 * found.moved - count_jaxpr(trace(2 * TRACED_ROWS)).moved)
     return _one_row(found, weights), count_matmuls(few)
-
-
-def _narrow(params: PyTree, dtypes: Precision) -> PyTree:
-    return jax.tree.map(
-        lambda leaf, dtype: jax.ShapeDtypeStruct(leaf.shape, dtype), params, dtypes.compute_dtypes(params)
-    )
-
-
-@contextlib.contextmanager
-def _traced_for(platform: str) -> Iterator[None]:
-    device: Any = jax.sharding.AbstractDevice
-    known = {"device_kind": _KINDS[platform], "num_cores": None, "platform": platform}
-    taken = {name: value for name, value in known.items() if name in inspect.signature(device).parameters}
-    mesh = AbstractMesh((1,), ("dp",), axis_types=(AxisType.Auto,), abstract_device=device(**taken))
-    cudnn = assumed_cudnn() if platform == "gpu" else contextlib.nullcontext()
-    with jax.sharding.use_abstract_mesh(mesh), cudnn:
-        yield
 
 
 def _one_row(flops: Flops, weights: int) -> Flops:
     """Returns the FLOPs per row, without the bytes of weights, which do not grow with the rows."""
-    return each_count(lambda count: count // _ROWS, replace(flops, moved=max(0, flops.moved - weights)))
-
-
-def _loss(job: Any, remat: str) -> Callable[..., Any]:
-    """Returns the loss with a remat policy, as a train step calls it on one device."""
-    loss = traceable_loss(job)
-    if "remat" in inspect.signature(job.loss).parameters:
-        return lambda params, batch, key: loss(params, batch, key, remat=remat)
-    policy = remat_policy(remat, by_name=False)  # type: ignore[arg-type]
-    if policy is None:
-        return lambda params, batch, key: loss(params, batch, key)
-    return jax.checkpoint(lambda params, batch, key: loss(params, batch, key), policy=policy)
+    return each_count(lambda count: count // TRACED_ROWS, replace(flops, moved=max(0, flops.moved - weights)))
 
 
 def _tokens_per_row(job: Any) -> tuple[int, tuple[str, ...]]:

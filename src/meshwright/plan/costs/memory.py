@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from meshwright.hardware.chips import multiplies_fp8
 from meshwright.layout import Layout
 from meshwright.layout.leaf import format_bytes
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.costs import Basis
 from meshwright.plan.costs.communication import local_size, param_leaves, stored_ways
-from meshwright.plan.costs.fp8_copies import FP8_COPIES, cast_once, fp8_copies
+from meshwright.plan.costs.fp8_copies import FP8_COPIES, cast_once, fp8_copies, kept_for_backward
 from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, PIPELINE_AXIS, JobCosts
 from meshwright.plan.costs.saved_activations import added, fewer
 from meshwright.plan.costs.stages import Stages
@@ -109,6 +110,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Returns the peak memory per device, for a global batch of `rows`."""
     sizes = dict(layout.mesh.shape)
+    if multiplies_fp8(target.platform, target.chip):
+        profile = profile.in_fp8()
     parts = [*_state_parts(layout), *_weight_parts(profile, layout, setup, sizes)]
     copies = fp8_copies(profile, layout, target, setup)
     parts.append(Part(FP8_COPIES, copies, "computed", "cast once, held from the first minibatch to the last"))
@@ -200,7 +203,7 @@ def _gathered(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[st
     """Returns the bytes of gathered layers, of other gathered weights, and of weights copied in the compute dtype."""
     fsdp, stages = sizes.get(GATHER_AXIS, 1), profile.stages(sizes, setup)
     copies = layers = ends = 0.0
-    narrow = cast_once(profile, layout, setup)
+    narrow, kept = cast_once(profile, layout, setup), kept_for_backward(profile, layout, setup)
     for leaf in param_leaves(layout):
         name = leaf.name.removeprefix("params/")
         width = 1 if name in narrow else profile.widths[name]
@@ -215,6 +218,7 @@ def _gathered(profile: JobCosts, layout: Layout, setup: Setup, sizes: Mapping[st
             whole = local_size(leaf) * sizes[PIPELINE_AXIS]
             ends += whole * (fsdp if splits else 1) * width
         elif not splits:
+            width = 1 if name in kept else width
             copies += local_size(leaf) * width if name not in narrow and width != int(leaf.dtype.itemsize) else 0
         elif leaf.name.startswith(f"params/{LAYERS}") and profile.by_layer and setup.sync != "once":
             layers += local_size(leaf) * fsdp * width / stages.stored_layers
@@ -272,18 +276,22 @@ def _activation_parts(
     pp = profile.ways(sizes)
     parts = tp * pp / stages.extra
     here = rows / (sizes.get("dp", 1) * sizes.get(GATHER_AXIS, 1)) / setup.num_minibatches / stages.microbatches
-    needs = profile.needs[setup.remat]
+    needs = profile.saved[setup.remat]
     split = "" if tp == pp == 1 else ", split over tp" if pp == 1 else ", for one microbatch in one stage"
     if pp > stages.count:
         split = ", of one stage"
     looped = profile.in_loop(setup, sizes)
-    most = profile.needs.get("none", needs)
+    most = profile.saved.get("none", needs)
     kinds, all_kinds = (n.looped if looped else n.kept for n in (needs, most))
+    # Beside what a recomputed layer casts to fp8 are the operands of its casts, so it counts in the compute dtype.
+    wide = profile.needs[setup.remat]
+    widest = profile.needs.get("none", wide)
+    wide_kinds, widest_kinds = (n.looped if looped else n.kept for n in (wide, widest))
     if not looped and needs.hosted:
         # Measured on one H200: with unrolled layers, offloading does not lower the peak.
-        kinds = added(kinds, needs.hosted)
+        kinds, wide_kinds = added(kinds, needs.hosted), added(wide_kinds, wide.hosted)
         split += "; unrolled layers load offloaded activations back early"
-    each, whole = (math.fsum(sizes.values()) for sizes in (kinds, all_kinds))
+    each, wide_each, whole = (math.fsum(sizes.values()) for sizes in (kinds, wide_kinds, widest_kinds))
     kept = added(
         {kind: here * size / parts for kind, size in kinds.items()},
         {kind: size / tp for kind, size in needs.fixed.items()},
@@ -294,7 +302,7 @@ def _activation_parts(
         kept = added(kept, {"attention": shared * stages.computed_layers})
     layers = max(profile.num_layers, pp)  # of a custom model, there is at least one in each stage
     layer = here * whole / layers / tp + shared
-    again = _LAYER_FACTOR[target.platform] * (layer - here * each / layers / tp)
+    again = _LAYER_FACTOR[target.platform] * (layer - here * wide_each / layers / tp)
     if target.platform == "gpu" and tp > 1:
         # Backward passes of column-parallel matmuls gather all rows, and sum products of all rows before the scatter.
         again += _ROW_BYTES * here * profile.tokens_per_row * (profile.d_model or 0)

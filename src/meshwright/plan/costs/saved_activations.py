@@ -33,6 +33,8 @@ _JAX, _HERE = os.path.dirname(jax.__file__), str(Path(__file__).parents[1])
 # Operations that change no value, and operations that are cheaper to recompute than to store.
 _RENAMES = ("reshape", "name", "squeeze", "expand_dims", "convert_element_type", "copy")
 _CHEAP = ("mul", "add", "sub", "neg", "convert_element_type")
+# Operations that fuse into those that read their result, which then read the operand; it is stored if it is narrower.
+_FUSED = ("logistic", "mul", "add", "sub", "neg")
 
 
 def bytes_kept(
@@ -41,7 +43,8 @@ def bytes_kept(
     """Returns the bytes of residuals (`waiting`) by kind of layer: as a compiler stores them, in a loop, on the host.
 
     Residuals that depend only on parameters are excluded. A compiler also leaves out those that are cheap to recompute
-    from others, and stores widened values in their original dtype; a loop over layers does neither.
+    from others. It stores a widened value, or the sigmoid of a widened gate, as the narrow value. A loop over layers
+    does neither.
     """
     hosted = [var for var in waiting if _is_on_host(var)]
     waiting = [var for var in waiting if not _is_on_host(var)]
@@ -59,16 +62,28 @@ def bytes_kept(
         narrows = var.aval.dtype.itemsize < source.aval.dtype.itemsize
         return var if narrows else origin(source)
 
-    roots = {id(root): root for root in map(origin, waiting) if id(root) in of_batch}
+    known: dict[int, Any] = {}
+
+    def narrowest(var: Any) -> Any:
+        root = origin(var)
+        if id(root) not in known:
+            known[id(root)] = root
+            equation = made.get(id(root))
+            if equation is not None and equation.primitive.name in _FUSED:
+                sources = {id(one): one for one in map(narrowest, _large_inputs(equation, root))}
+                source = next(iter(sources.values()), root)
+                is_narrower = len(sources) == 1 and _num_bytes(source) < _num_bytes(root)
+                known[id(root)] = source if is_narrower else root
+        return known[id(root)]
+
+    roots = {id(root): root for root in map(narrowest, waiting) if id(root) in of_batch}
     inputs = {id(var) for var in jaxpr.invars}
 
     def is_free(var: Any) -> bool:
         equation = made.get(id(var))
         if equation is None or equation.primitive.name not in _CHEAP:
             return id(var) in inputs
-        large = [
-            value for value in equation.invars if not hasattr(value, "val") and 8 * value.aval.size > var.aval.size
-        ]
+        large = _large_inputs(equation, var)
         return all(id(origin(value)) in roots and origin(value) is not var for value in large)
 
     stored = [root for root in roots.values() if not is_free(root)]
@@ -76,11 +91,20 @@ def bytes_kept(
     return _by_kind(made, stored), _by_kind(made, handed.values()), _by_kind(made, hosted)
 
 
+def _large_inputs(equation: Any, var: Any) -> list[Any]:
+    """Returns the operands of an equation that are not much smaller than its result."""
+    return [value for value in equation.invars if not hasattr(value, "val") and 8 * value.aval.size > var.aval.size]
+
+
+def _num_bytes(var: Any) -> float:
+    return float(var.aval.size * var.aval.dtype.itemsize)
+
+
 def _by_kind(made: Mapping[int, Any], variables: Iterable[Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for var in variables:
         kind = kind_of(made, var)
-        found[kind] = found.get(kind, 0.0) + float(var.aval.size * var.aval.dtype.itemsize)
+        found[kind] = found.get(kind, 0.0) + _num_bytes(var)
     return found
 
 
