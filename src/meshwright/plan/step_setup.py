@@ -146,7 +146,7 @@ def named_optimizer(name: str, job: Any = None) -> Any:
     own_muon = functools.partial(muon, is_matrix=getattr(job, "is_matrix", None))
     factory: Any = own_muon if name == "muon" else getattr(optax, name, None)
     made = None
-    with contextlib.suppress(Exception):  # other names of optax need other arguments, or are no optimizers
+    with contextlib.suppress(Exception):  # other functions of optax make no optimizer of a rate
         made = factory(LEARNING_RATE)
     if not isinstance(made, optax.GradientTransformation):
         known = ("adamw", "adam", "sgd", "adafactor", "lion", "lamb", "rmsprop", "adagrad", "muon")
