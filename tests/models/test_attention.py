@@ -1,4 +1,5 @@
 import functools
+import inspect
 
 import jax
 import jax._src.cudnn.fused_attention_stablehlo as cudnn
@@ -125,6 +126,11 @@ def test_only_rows_with_too_many_pieces_are_nan():
 def asked(monkeypatch):
     """Replaces cuDNN: records its arguments and computes attention in a loop over the pieces."""
     calls = []
+    signature = inspect.signature(cudnn.dot_product_attention)
+
+    def replaced(*args, **named):
+        signature.bind(*args, **named)  # raises if JAX has renamed an argument
+        return answer(*args, **named)
 
     def answer(
         q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, qkv_layout, sliding_window_length
@@ -144,7 +150,7 @@ def asked(monkeypatch):
                     out[row, where] = jax.nn.dot_product_attention(*piece, is_causal=True, mask=near[None, None])[0]
         return jnp.asarray(out)
 
-    monkeypatch.setattr(cudnn, "dot_product_attention", answer)
+    monkeypatch.setattr(cudnn, "dot_product_attention", replaced)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda wanted: True)
     return calls
 
