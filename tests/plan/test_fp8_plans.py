@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.hardware.flops import Flops
 from meshwright.models import Decoder, Execution
-from meshwright.plan.costs.fp8_work import CAST_SHARE, fp8_matrices, fp8_work
+from meshwright.plan.costs.fp8.fp8_work import CAST_SHARE, fp8_matrices, fp8_work
 from meshwright.plan.costs.job_costs import profile_job
 from meshwright.plan.plan import make_plan
 from meshwright.plan.step_setup import Setup

@@ -22,8 +22,8 @@ from meshwright.models.execution import Execution
 from meshwright.parallel.lora.low_rank import BASE, LORA_A
 from meshwright.parallel.pipeline.named_schedules import check_rounds
 from meshwright.parallel.rows import count_rows
-from meshwright.plan.costs.fp8_activations import needs_in_fp8
-from meshwright.plan.costs.fp8_work import Fp8Matrices, fp8_matrices
+from meshwright.plan.costs.fp8.fp8_activations import needs_in_fp8
+from meshwright.plan.costs.fp8.fp8_work import Fp8Matrices, fp8_matrices
 from meshwright.plan.costs.saved_activations import REST, bytes_kept
 from meshwright.plan.costs.stages import Stages
 from meshwright.plan.costs.traced_loss import TRACED_ROWS, narrow_params, planned_loss, traced_for, waiting_of

@@ -12,7 +12,7 @@ from meshwright.layout.leaf import format_bytes
 from meshwright.plan.compiled.compile import Compiled
 from meshwright.plan.costs import Basis
 from meshwright.plan.costs.communication import local_size, param_leaves, stored_ways
-from meshwright.plan.costs.fp8_copies import FP8_COPIES, cast_once, fp8_copies, kept_for_backward
+from meshwright.plan.costs.fp8.fp8_copies import FP8_COPIES, cast_once, fp8_copies, kept_for_backward
 from meshwright.plan.costs.job_costs import GATHER_AXIS, LAYERS, PIPELINE_AXIS, JobCosts
 from meshwright.plan.costs.saved_activations import added, fewer
 from meshwright.plan.costs.stages import Stages

@@ -10,7 +10,7 @@ from meshwright.hardware.flops import Flops
 from meshwright.layout import Layout, format_bytes
 from meshwright.plan.costs import Basis
 from meshwright.plan.costs.communication import Sent, param_leaves
-from meshwright.plan.costs.fp8_work import CAST_SHARE, Fp8Work, fp8_work
+from meshwright.plan.costs.fp8.fp8_work import CAST_SHARE, Fp8Work, fp8_work
 from meshwright.plan.costs.job_costs import TENSOR_AXIS, JobCosts
 from meshwright.plan.costs.muon_work import MuonWork
 from meshwright.plan.costs.stages import Stages
