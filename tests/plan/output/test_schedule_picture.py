@@ -98,7 +98,7 @@ def test_the_bars_add_up_to_the_figures_of_the_plan(trips, target, cycles):
     assert min(made.total(EXPOSED), made.total(HIDDEN)) > 0
     assert sum(map(made.total, KINDS[:3])) == close(time.matmul.value + time.memory.value + time.optimizer.value)
     assert made.seconds == close(time.step.value + made.late)
-    # While nothing is sent, something is computed; compute waits for what is exposed. No step overlaps with the host.
+    # While nothing is sent, something is computed; compute waits for exposed transfers. No step overlaps with the host.
     assert made.total(WAITING) == pytest.approx(time.exposed.value + made.late, rel=1e-9)
     assert made.total(BETWEEN) == close(time.fixed.value)
     compute = next(lane for lane in lanes(made) if lane.name == "compute").spans
